@@ -1,0 +1,45 @@
+# Two commands for a fresh machine: `make demo` and `make test`. Each sets up all that it needs.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Another torch: make setup TORCH=torch==2.11.0 (pip's own PIP_INDEX_URL and friends choose where from).
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+EXTRAS ?= dev,hf
+ARGS ?=
+
+BIN := $(VENV)/bin
+# The name carries what was asked for, so that another TORCH or other EXTRAS install anew.
+READY := $(VENV)/.ready-$(shell echo '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
+
+.PHONY: setup demo test check format bench clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Shardwise needs Python 3.11 or newer; $(PYTHON) is {v[0]}.{v[1]}. Choose one: make setup PYTHON=python3.12")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@rm -f $(VENV)/.ready-*
+	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	@echo '$(TORCH)' >> $(VENV)/constraints.txt
+	@echo 'Setting up $(VENV) ($(TORCH), extras $(EXTRAS)) …'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)' -e '.[$(EXTRAS)]'
+	@touch $@
+
+demo: setup
+	@$(BIN)/python examples/train_one_process.py $(ARGS)
+
+test: setup
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest tests/unit/test_layers.py
+
+format: setup
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

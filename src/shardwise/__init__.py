@@ -1,0 +1,62 @@
+"""Shardwise: one dial from DDP to FSDP. Cost it, run it, prove it.
+
+Names are loaded when they are first used, so that `import shardwise` and the command line do not
+pay for torch (two seconds) until something needs it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.data.sampler import DistributedSampler
+    from shardwise.errors import ShardwiseError
+    from shardwise.mesh import Mesh
+    from shardwise.placement import STRATEGIES, Placement
+    from shardwise.plan import Plan
+    from shardwise.spec import ModelSpec, TensorSpec, UnitSpec
+    from shardwise.tasks import Task, load_task
+    from shardwise.units import model_spec
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "DistributedSampler": "shardwise.data.sampler",
+    "Mesh": "shardwise.mesh",
+    "ModelSpec": "shardwise.spec",
+    "Placement": "shardwise.placement",
+    "Plan": "shardwise.plan",
+    "STRATEGIES": "shardwise.placement",
+    "ShardwiseError": "shardwise.errors",
+    "Task": "shardwise.tasks",
+    "TensorSpec": "shardwise.spec",
+    "UnitSpec": "shardwise.spec",
+    "load_task": "shardwise.tasks",
+    "model_spec": "shardwise.units",
+}
+
+__all__ = [
+    "STRATEGIES",
+    "DistributedSampler",
+    "Mesh",
+    "ModelSpec",
+    "Placement",
+    "Plan",
+    "ShardwiseError",
+    "Task",
+    "TensorSpec",
+    "UnitSpec",
+    "load_task",
+    "model_spec",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    value: object = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,5 @@
+"""`python -m shardwise` is the command line."""
+
+from shardwise.cli.app import main
+
+main()

@@ -1,0 +1,58 @@
+"""`shardwise`: the commands, and the one place where a user's mistake becomes one line and exit code 2."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from shardwise import __version__
+from shardwise.cli.doctor import doctor
+from shardwise.cli.models import models
+from shardwise.cli.tokens import tokens
+from shardwise.errors import ShardwiseError
+
+app = typer.Typer(
+    name="shardwise",
+    help="One dial from DDP to FSDP: cost it, run it, prove it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(models)
+app.command()(tokens)
+app.command()(doctor)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"shardwise {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """One dial from DDP to FSDP: cost it, run it, prove it."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command; its exit code is 0, 2 for a user's mistake, 130 for an interrupt."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        app(arguments)
+    except ShardwiseError as error:
+        if "--debug" in arguments:
+            raise
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`); Python would complain again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -1,0 +1,105 @@
+"""Images: the handwritten digits of scikit-learn, folders of image files, and random ones for benchmarks."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from shardwise.errors import InvalidData, MissingExtra
+
+_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm"}
+# Mean and standard deviation of ImageNet's channels: what published vision models are trained with.
+_MEAN = (0.485, 0.456, 0.406)
+_STD = (0.229, 0.224, 0.225)
+
+
+class Digits(Dataset[tuple[Tensor, Tensor]]):
+    """1,797 handwritten digits of 8 × 8 pixels; every fifth is kept for evaluation."""
+
+    num_classes = 10
+
+    def __init__(self, *, evaluation: bool = False) -> None:
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError:
+            raise MissingExtra.of("scikit-learn", needed_for="the dataset digits") from None
+        data = load_digits()
+        held_out = np.arange(len(data.target)) % 5 == 0
+        chosen = held_out if evaluation else ~held_out
+        # Pixels are 0…16; about 0 ± 1 is what models start best from.
+        self.images = torch.from_numpy(data.images[chosen]).float().sub(8).div(8).unsqueeze(1)
+        self.labels = torch.from_numpy(data.target[chosen]).long()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.images[index], self.labels[index]
+
+
+class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
+    """A folder with one folder of images a class; the middle square of each is scaled to the size."""
+
+    def __init__(self, folder: str | Path, *, image_size: int, num_channels: int = 3) -> None:
+        try:
+            from PIL import Image
+        except ImportError:
+            raise MissingExtra.of("pillow", needed_for="a folder of images") from None
+        self._open = Image.open
+        self.folder = Path(folder)
+        self.image_size = image_size
+        self.num_channels = num_channels
+        if not self.folder.is_dir():
+            raise InvalidData(f"{self.folder}: there is no such folder")
+        self.classes = sorted(path.name for path in self.folder.iterdir() if path.is_dir())
+        self.files = [
+            (path, label)
+            for label, name in enumerate(self.classes)
+            for path in sorted((self.folder / name).rglob("*"))
+            if path.suffix.lower() in _SUFFIXES
+        ]
+        if not self.files:
+            raise InvalidData(f"{self.folder}: has no images; it must hold one folder of images a class")
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        path, label = self.files[index]
+        try:
+            with self._open(path) as file:
+                image = file.convert("L" if self.num_channels == 1 else "RGB")
+        except (OSError, ValueError, SyntaxError) as error:  # Pillow raises all three for damaged files
+            raise InvalidData(f"{path}: is not a whole image ({error})") from error
+        scale = self.image_size / min(image.size)
+        width, height = (max(self.image_size, round(side * scale)) for side in image.size)
+        left, top = (width - self.image_size) // 2, (height - self.image_size) // 2
+        image = image.resize((width, height)).crop((left, top, left + self.image_size, top + self.image_size))
+        pixels = np.asarray(image, dtype=np.float32).reshape(self.image_size, self.image_size, -1) / 255
+        mean, std = (np.array(values[: pixels.shape[-1]], dtype=np.float32) for values in (_MEAN, _STD))
+        return torch.from_numpy(((pixels - mean) / std).transpose(2, 0, 1).copy()), torch.tensor(label)
+
+
+class RandomImages(Dataset[tuple[Tensor, Tensor]]):
+    """Random images and labels, each a function of its index alone: for speed and memory."""
+
+    def __init__(self, num_samples: int, *, image_size: int, num_channels: int, num_classes: int) -> None:
+        self.num_samples = num_samples
+        self.shape = (num_channels, image_size, image_size)
+        self.num_classes = num_classes
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < self.num_samples:
+            raise IndexError(index)
+        generator = torch.Generator().manual_seed(index)
+        image = torch.randn(self.shape, generator=generator)
+        return image, torch.randint(self.num_classes, (), generator=generator)

@@ -1,0 +1,126 @@
+"""The spelling of a dataset → its two halves, for training and for evaluation.
+
+stdlib          byte tokens of the Python standard library's source files
+tokens:PATH     a token file (`shardwise tokens`)
+digits          scikit-learn's handwritten digits
+images:DIR      a folder of images by class, or one that holds such folders as train/ and val/
+hf:NAME         a Hugging Face dataset, or a folder that its `save_to_disk` wrote
+random          random samples, for speed and memory
+"""
+
+from collections.abc import Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+from torch.utils.data import Dataset, Subset
+
+from shardwise.data.hub import HubDataset
+from shardwise.data.images import Digits, ImageFolder, RandomImages
+from shardwise.data.text import stdlib_tokens
+from shardwise.data.tokens import RandomTokens, TokenWindows, open_tokens
+from shardwise.errors import InvalidData, UnknownName
+
+_NUM_RANDOM_SAMPLES = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Splits:
+    """The same kind of samples twice: to train on, and kept back to evaluate on."""
+
+    training: Dataset[Any]
+    evaluation: Dataset[Any]
+
+
+def token_splits(reference: str, *, seq: int, vocab_size: int) -> Splits:
+    """Windows of `seq` tokens, all below `vocab_size`; the last tenth of the text is kept for evaluation."""
+    kind, _, argument = reference.partition(":")
+    if kind == "hf":
+        return _hub_splits(argument, input_column="input_ids", target_column="labels")
+    if kind == "random":
+        return _every_tenth_kept(RandomTokens(_NUM_RANDOM_SAMPLES, seq=seq, vocab_size=vocab_size))
+    tokens: NDArray[Any]
+    if kind == "stdlib":
+        tokens, least_vocab = stdlib_tokens(), 256
+    elif kind == "tokens":
+        file = open_tokens(argument)
+        tokens, least_vocab = file.tokens, file.vocab_size
+    else:
+        raise UnknownName.of(
+            "dataset of tokens", reference, known=("stdlib", "tokens:PATH", "hf:NAME", "random")
+        )
+    if least_vocab > vocab_size:
+        raise InvalidData(
+            f"{reference}: has a vocabulary of {least_vocab}, the model one of {vocab_size}: "
+            "choose a model or a tokenizer to match"
+        )
+    cut = len(tokens) - max(len(tokens) // 10, seq + 1)
+    if cut <= seq:
+        raise InvalidData(f"{reference}: has {len(tokens)} tokens; two samples of {seq} need {2 * seq + 2}")
+    return Splits(
+        training=TokenWindows(tokens[:cut], seq=seq, name=reference),
+        evaluation=TokenWindows(tokens[cut:], seq=seq, name=reference),
+    )
+
+
+def image_splits(reference: str, *, image_size: int, num_channels: int, num_classes: int) -> Splits:
+    """Images [channels, size, size] and labels below `num_classes`."""
+    kind, _, argument = reference.partition(":")
+    if kind == "hf":
+        return _hub_splits(argument, input_column="image", target_column="label")
+    if kind == "digits":
+        if (image_size, num_channels) != (8, 1):
+            raise InvalidData(
+                f"digits: has images of 8 × 8 pixels and 1 channel, the model takes {image_size} × "
+                f"{image_size} and {num_channels}: choose vit-digits or resnet-digits, or --image 8"
+            )
+        splits = Splits(training=Digits(), evaluation=Digits(evaluation=True))
+        found = Digits.num_classes
+    elif kind == "images":
+        splits, found = _folder_splits(Path(argument), image_size=image_size, num_channels=num_channels)
+    elif kind == "random":
+        images = RandomImages(
+            _NUM_RANDOM_SAMPLES, image_size=image_size, num_channels=num_channels, num_classes=num_classes
+        )
+        splits, found = _every_tenth_kept(images), num_classes
+    else:
+        raise UnknownName.of(
+            "dataset of images", reference, known=("digits", "images:DIR", "hf:NAME", "random")
+        )
+    if found > num_classes:
+        raise InvalidData(f"{reference}: has {found} classes, the model {num_classes}")
+    return splits
+
+
+def _folder_splits(folder: Path, *, image_size: int, num_channels: int) -> tuple[Splits, int]:
+    def opened(path: Path) -> ImageFolder:
+        return ImageFolder(path, image_size=image_size, num_channels=num_channels)
+
+    if (folder / "train").is_dir() and (folder / "val").is_dir():
+        training, evaluation = opened(folder / "train"), opened(folder / "val")
+        if training.classes != evaluation.classes:
+            raise InvalidData(f"{folder}: train/ and val/ do not hold the same classes")
+        return Splits(training=training, evaluation=evaluation), training.num_classes
+    whole = opened(folder)
+    return _every_tenth_kept(whole), whole.num_classes
+
+
+def _every_tenth_kept(dataset: Dataset[Any]) -> Splits:
+    assert isinstance(dataset, Sized)
+    indices = range(len(dataset))
+    return Splits(
+        training=Subset(dataset, [index for index in indices if index % 10]),
+        evaluation=Subset(dataset, [index for index in indices if index % 10 == 0]),
+    )
+
+
+def _hub_splits(reference: str, *, input_column: str, target_column: str) -> Splits:
+    def split(name: str) -> HubDataset:
+        return HubDataset(reference, split=name, input_column=input_column, target_column=target_column)
+
+    try:
+        evaluation = split("validation")
+    except InvalidData:
+        evaluation = split("test")
+    return Splits(training=split("train"), evaluation=evaluation)

@@ -1,0 +1,184 @@
+"""Token files: `NAME.bin`, the tokens end to end, and `NAME.idx`, what they are. Memory-mapped.
+
+    NAME.bin    little-endian uint16 or uint32, nothing else
+    NAME.idx    8 bytes "SWTOKENS", the header's length (uint64), a JSON header
+                (version, dtype, num_tokens, num_documents, vocab_size, tokenizer),
+                then for each document the position after its last token (uint64)
+
+The index is written last, so a pair whose writing was cut short has none and is refused.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from shardwise.atomic import atomic_write
+from shardwise.errors import InvalidData
+
+Piece = tuple[NDArray[Any], bool]
+"""A run of token numbers, and whether a document ends with it."""
+
+_MAGIC = b"SWTOKENS"
+_VERSION = 1
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_REWRITE = "write it again with `shardwise tokens`"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFile:
+    """An open pair of files. `tokens` is a map of the file, not a copy of it."""
+
+    path: Path
+    tokens: NDArray[Any]
+    document_ends: NDArray[np.uint64]
+    vocab_size: int
+    tokenizer: str
+
+
+def write_tokens(
+    path: str | os.PathLike[str], pieces: Iterable[Piece], *, vocab_size: int, tokenizer: str
+) -> TokenFile:
+    """Write documents, piece by piece, as a pair of files, and open it. Memory holds one piece at a time."""
+    binary, index = _pair(path)
+    name = "uint16" if vocab_size <= 2**16 else "uint32"
+    ends: list[int] = []
+    num_tokens = 0
+    try:
+        with atomic_write(binary) as file:
+            for tokens, ends_document in pieces:
+                if tokens.size and int(tokens.max()) >= vocab_size:
+                    raise InvalidData(f"token {int(tokens.max())} in a vocabulary of {vocab_size}")
+                file.write(tokens.astype(_DTYPES[name]).tobytes())
+                num_tokens += tokens.size
+                if ends_document:
+                    ends.append(num_tokens)
+            if not num_tokens:
+                raise InvalidData(f"{binary}: there is not one token to write: the input is empty")
+            # From here to the new index, neither the old index nor the new one describes what is there.
+            index.unlink(missing_ok=True)
+        header = {
+            "version": _VERSION,
+            "dtype": name,
+            "num_tokens": num_tokens,
+            "num_documents": len(ends),
+            "vocab_size": vocab_size,
+            "tokenizer": tokenizer,
+        }
+        text = json.dumps(header).encode()
+        with atomic_write(index) as file:
+            file.write(_MAGIC + struct.pack("<Q", len(text)) + text + np.array(ends, dtype="<u8").tobytes())
+    except OSError as error:
+        raise InvalidData(f"{binary}: cannot be written ({error.strerror})") from error
+    return open_tokens(binary)
+
+
+def open_tokens(path: str | os.PathLike[str]) -> TokenFile:
+    """Open a pair of files by the name of either or of both; what does not fit together is one clear line."""
+    binary, index = _pair(path)
+    header, ends = _read_index(index)
+    dtype = _DTYPES[header["dtype"]]
+    try:
+        num_bytes = binary.stat().st_size
+        if num_bytes != header["num_tokens"] * dtype.itemsize:
+            raise InvalidData(
+                f"{binary}: has {num_bytes} bytes, its index says {header['num_tokens']} tokens of "
+                f"{dtype.itemsize} bytes: {_REWRITE}"
+            )
+        tokens = np.memmap(binary, dtype=dtype, mode="r")
+    except OSError as error:
+        raise InvalidData(f"{binary}: cannot be read ({error.strerror})") from error
+    return TokenFile(
+        path=binary,
+        tokens=tokens,
+        document_ends=ends,
+        vocab_size=header["vocab_size"],
+        tokenizer=header["tokenizer"],
+    )
+
+
+def _pair(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+    stem = Path(path)
+    if stem.suffix in (".bin", ".idx"):
+        stem = stem.with_suffix("")
+    return stem.with_name(stem.name + ".bin"), stem.with_name(stem.name + ".idx")
+
+
+def _read_index(path: Path) -> tuple[dict[str, Any], NDArray[np.uint64]]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InvalidData(f"{path}: cannot be read ({error.strerror})") from error
+    try:
+        if data[:8] != _MAGIC:
+            raise ValueError("it does not start as one")
+        (length,) = struct.unpack_from("<Q", data, 8)
+        header = json.loads(data[16 : 16 + length])
+        ends = np.frombuffer(data[16 + length :], dtype="<u8")
+        _check_index(header, ends)
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise InvalidData(f"{path}: is not a whole index of tokens ({error}): {_REWRITE}") from error
+    return header, ends
+
+
+def _check_index(header: dict[str, Any], ends: NDArray[np.uint64]) -> None:
+    if header["version"] != _VERSION:
+        raise ValueError(f"version {header['version']}, this is version {_VERSION}")
+    if header["dtype"] not in _DTYPES:
+        raise ValueError(f"dtype {header['dtype']}")
+    if header["num_tokens"] < 1 or header["vocab_size"] < 1 or not isinstance(header["tokenizer"], str):
+        raise ValueError("its header makes no sense")
+    if (
+        len(ends) != header["num_documents"]
+        or int(ends[-1]) != header["num_tokens"]
+        or (np.diff(ends) < 0).any()
+    ):
+        raise ValueError("its documents do not add up to its tokens")
+
+
+class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
+    """Consecutive windows of `seq` tokens; the target is the window moved on by one token."""
+
+    def __init__(self, tokens: NDArray[Any], *, seq: int, name: str = "tokens") -> None:
+        if len(tokens) <= seq:
+            raise InvalidData(f"{name}: has {len(tokens)} tokens; one sample of {seq} needs {seq + 1}")
+        self.tokens = tokens
+        self.seq = seq
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.seq
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start = index * self.seq
+        window = torch.from_numpy(self.tokens[start : start + self.seq + 1].astype(np.int64))
+        return window[:-1], window[1:]
+
+
+class RandomTokens(Dataset[tuple[Tensor, Tensor]]):
+    """Random tokens, each sample a function of its index alone: for speed and memory, not for learning."""
+
+    def __init__(self, num_samples: int, *, seq: int, vocab_size: int) -> None:
+        self.num_samples = num_samples
+        self.seq = seq
+        self.vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < self.num_samples:
+            raise IndexError(index)
+        generator = torch.Generator().manual_seed(index)
+        window = torch.randint(self.vocab_size, (self.seq + 1,), generator=generator)
+        return window[:-1], window[1:]

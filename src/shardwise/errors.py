@@ -1,0 +1,59 @@
+"""The exceptions that Shardwise raises for what a user can mend.
+
+    ShardwiseError
+    ├── InvalidPlan       a plan, placement, mesh or unit policy that cannot be
+    ├── UnknownName       a model, dataset, strategy … that is not in its table
+    ├── InvalidModel      a module that cannot be cut into units, a Task that is not one
+    ├── InvalidData       a file or dataset that is missing, empty, truncated or malformed
+    └── MissingExtra      an optional package that is not installed
+
+The message is one line: what, the numbers, and the way out. The command line prints
+`Kind: message` and exits with 2; a bug of ours is any other exception, and keeps its traceback.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class ShardwiseError(Exception):
+    """A mistake that the user can mend; the message says how."""
+
+
+class InvalidPlan(ShardwiseError):  # noqa: N818 - reads as the first word of the line that users see
+    """A plan, placement, mesh or unit policy that cannot be."""
+
+
+class UnknownName(ShardwiseError):  # noqa: N818
+    """A name that is not in its table."""
+
+    @classmethod
+    def of(cls, kind: str, name: str, *, known: Iterable[str], see: str = "") -> "UnknownName":
+        """The error for `name`, with the nearest known names, or all where few are known."""
+        names = list(known)
+        near = get_close_matches(name, names, n=3, cutoff=0.5)
+        if near:
+            hint = f"did you mean {' or '.join(near)}?"
+        elif len(names) <= 12:
+            hint = f"known: {', '.join(names)}"
+        else:
+            hint = ""
+        way_out = "; ".join(part for part in (hint, see) if part)
+        return cls(f"unknown {kind} {name!r}" + (f"; {way_out}" if way_out else ""))
+
+
+class InvalidModel(ShardwiseError):  # noqa: N818
+    """A module that cannot be cut into units, or a Task that is not one."""
+
+
+class InvalidData(ShardwiseError):  # noqa: N818
+    """A file or dataset that is missing, empty, truncated or malformed."""
+
+
+class MissingExtra(ShardwiseError):  # noqa: N818
+    """An optional package that is not installed."""
+
+    @classmethod
+    def of(cls, package: str, *, needed_for: str, extra: str | None = None) -> "MissingExtra":
+        """The error for `package`, which comes with `shardwise[extra]` or, without one, by its own name."""
+        what = f"'shardwise[{extra}]'" if extra else package
+        return cls(f"{needed_for} needs {package}: pip install {what}")

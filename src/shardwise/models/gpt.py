@@ -1,0 +1,55 @@
+"""GPT-2's architecture."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import InvalidModel
+from shardwise.models.layers import Embedding, Linear, PreNormBlock
+from shardwise.models.shapes import GPTShape
+
+
+class Block(PreNormBlock):
+    """One causal transformer block.
+
+    What is added to the residual stream starts smaller by √(2L), so that its variance at the end
+    does not grow with the number of layers (GPT-2, section 2.3).
+    """
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__(
+            shape.width,
+            num_heads=shape.num_heads,
+            causal=True,
+            dropout=shape.dropout,
+            norm_eps=1e-5,
+            out_std=0.02 / math.sqrt(2 * shape.num_layers),
+            approximate="tanh",
+        )
+
+
+class GPT(nn.Module):
+    """Tokens [batch, seq] → logits [batch, seq, vocab]."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = Embedding(shape.vocab_size, shape.width)
+        self.positions = Embedding(shape.max_seq, shape.width)
+        self.drop = nn.Dropout(shape.dropout)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = Linear(shape.width, shape.vocab_size, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        seq = tokens.shape[1]
+        if seq > self.shape.max_seq:
+            raise InvalidModel(f"{seq} tokens a sample; this GPT has {self.shape.max_seq} positions")
+        x = self.embed(tokens) + self.positions(torch.arange(seq, device=tokens.device))
+        x = self.drop(x)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits

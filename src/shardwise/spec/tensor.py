@@ -1,0 +1,59 @@
+"""A parameter or buffer: its name, shape and dtype."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+
+from shardwise.errors import InvalidModel
+
+BYTES_PER_ELEMENT: Mapping[str, int] = MappingProxyType(
+    {
+        "float64": 8,
+        "float32": 4,
+        "bfloat16": 2,
+        "float16": 2,
+        "float8_e4m3fn": 1,
+        "float8_e5m2": 1,
+        "complex64": 8,
+        "complex128": 16,
+        "int64": 8,
+        "int32": 4,
+        "int16": 2,
+        "int8": 1,
+        "uint8": 1,
+        "bool": 1,
+    }
+)
+"""Dtypes by torch's own names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One parameter or buffer.
+
+    `name` is its full path in the model; `aliases` are the further paths of a tied one.
+    `trainable` is False for buffers and frozen parameters.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    trainable: bool = True
+    aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in BYTES_PER_ELEMENT:
+            raise InvalidModel(
+                f"{self.name}: dtype {self.dtype} is not known; known: {', '.join(BYTES_PER_ELEMENT)}"
+            )
+        if any(size < 0 for size in self.shape):
+            raise InvalidModel(f"{self.name}: shape {self.shape} has a negative size")
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * BYTES_PER_ELEMENT[self.dtype]

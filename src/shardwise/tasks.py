@@ -1,0 +1,178 @@
+"""A task: a model with its loss, its batches and, for training, its data. The same thing for every command.
+
+gpt2-124m                   a name of the catalogue (`shardwise models`)
+python:FILE.py:function     one's own: the function returns a Task
+"""
+
+import runpy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from shardwise.data.source import Splits, image_splits, token_splits
+from shardwise.errors import InvalidModel
+from shardwise.models.build import build_model
+from shardwise.models.catalogue import shape_of
+from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, ViTShape
+
+Sums = Mapping[str, Tensor]
+"""Sums over a batch by name, and under "count" how many were summed; a metric is sum / count.
+
+Sums add up over batches and ranks of any size, averages do not.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """All that a command needs to know of a model.
+
+    loss(model, batch)       a scalar, the mean over the batch
+    make_batch(size)         a batch of that many samples, of any values: for tracing and measuring
+    dataset, eval_dataset    samples that torch's default collate makes batches of
+    evaluate(model, batch)   sums over the batch
+    """
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Tensor]
+    make_batch: Callable[[int], Any]
+    dataset: Dataset[Any] | None = None
+    eval_dataset: Dataset[Any] | None = None
+    evaluate: Callable[[nn.Module, Any], Sums] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise InvalidModel(f"Task.model is a {type(self.model).__name__}; it must be an nn.Module")
+        for name, required in (("loss", True), ("make_batch", True), ("evaluate", False)):
+            value = getattr(self, name)
+            if not callable(value) and (required or value is not None):
+                raise InvalidModel(f"Task.{name} is a {type(value).__name__}; it must be a function")
+        for name in ("dataset", "eval_dataset"):
+            value = getattr(self, name)
+            if value is not None and not (hasattr(value, "__getitem__") and hasattr(value, "__len__")):
+                raise InvalidModel(
+                    f"Task.{name} must have a length and be indexed by sample (a map-style Dataset)"
+                )
+
+
+def load_task(
+    reference: str,
+    *,
+    dataset: str | None = None,
+    seq: int | None = None,
+    image: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Task:
+    """The task of a name or of one's own function.
+
+    `dataset` is a spelling of data/source.py; without one the task has no data. `seq` and `image`
+    change the catalogue model's sequence length and image size. With `device="meta"` no weight is made.
+    """
+    if reference.startswith("python:"):
+        for name, value in (("dataset", dataset), ("seq", seq), ("image", image)):
+            if value is not None:
+                raise InvalidModel(
+                    f"{reference}: --{name} is for catalogue models; this function sets its own"
+                )
+        return _own_task(reference)
+    shape = shape_of(reference)
+    for option, value in (("seq", seq), ("image", image)):
+        if value is not None and value < 1:
+            raise InvalidModel(f"--{option} {value}: must be at least 1")
+    if isinstance(shape, GPTShape | LlamaShape):
+        if image is not None:
+            raise InvalidModel(f"{reference} reads tokens: --image has no meaning; use --seq")
+        return token_task(shape, dataset=dataset, seq=seq, device=device)
+    if seq is not None:
+        raise InvalidModel(f"{reference} reads images: --seq has no meaning; use --image")
+    shape = shape if image is None else replace(shape, image_size=image)
+    return image_task(shape, dataset=dataset, device=device)
+
+
+def token_task(
+    shape: GPTShape | LlamaShape,
+    *,
+    dataset: str | None = None,
+    seq: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Task:
+    """Next-token prediction. A `seq` beyond the shape's own makes room for it; a shorter one is just used."""
+    seq = seq or shape.max_seq
+    if seq > shape.max_seq:
+        shape = replace(shape, max_seq=seq)
+
+    def make_batch(size: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(shape.vocab_size, (size, seq + 1), device=device)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    splits = dataset and token_splits(dataset, seq=seq, vocab_size=shape.vocab_size)
+    return _task(build_model(shape, device=device), splits=splits or None, make_batch=make_batch)
+
+
+def image_task(
+    shape: ViTShape | ResNetShape, *, dataset: str | None = None, device: torch.device | str = "cpu"
+) -> Task:
+    """Image classification."""
+
+    def make_batch(size: int) -> tuple[Tensor, Tensor]:
+        images = torch.randn(size, shape.num_channels, shape.image_size, shape.image_size, device=device)
+        return images, torch.randint(shape.num_classes, (size,), device=device)
+
+    splits = dataset and image_splits(
+        dataset,
+        image_size=shape.image_size,
+        num_channels=shape.num_channels,
+        num_classes=shape.num_classes,
+    )
+    return _task(build_model(shape, device=device), splits=splits or None, make_batch=make_batch)
+
+
+def _task(model: nn.Module, *, splits: Splits | None, make_batch: Callable[[int], Any]) -> Task:
+    return Task(
+        model=model,
+        loss=cross_entropy,
+        make_batch=make_batch,
+        dataset=splits.training if splits else None,
+        eval_dataset=splits.evaluation if splits else None,
+        evaluate=classification_sums,
+    )
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean cross-entropy of (inputs, targets) over samples, or over tokens."""
+    inputs, targets = batch
+    logits = model(inputs)
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+@torch.no_grad()
+def classification_sums(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
+    """Loss, right answers and their count, summed over samples, or over tokens."""
+    inputs, targets = batch
+    logits = model(inputs).flatten(0, -2).float()
+    targets = targets.flatten()
+    return {
+        "count": torch.tensor(float(targets.numel()), device=logits.device),
+        "loss": F.cross_entropy(logits, targets, reduction="sum"),
+        "accuracy": (logits.argmax(-1) == targets).float().sum(),
+    }
+
+
+def _own_task(reference: str) -> Task:
+    file, colon, function = reference.removeprefix("python:").rpartition(":")
+    if not colon or not file or not function:
+        raise InvalidModel(f"{reference}: must be python:FILE.py:function")
+    if not Path(file).is_file():
+        raise InvalidModel(f"{reference}: there is no file {file}")
+    make = runpy.run_path(file, run_name=Path(file).stem).get(function)
+    if not callable(make):
+        raise InvalidModel(f"{reference}: {file} has no function {function}")
+    task = make()
+    if not isinstance(task, Task):
+        raise InvalidModel(f"{reference}: returned a {type(task).__name__}; it must return a shardwise.Task")
+    return task
