@@ -41,5 +41,8 @@ format: setup
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
+bench: setup
+	@$(BIN)/python benchmarks/startup.py
+
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -73,7 +73,7 @@ STRATEGIES: Mapping[str, Placement] = MappingProxyType(
         "fsdp": Placement(params=SHARDED, grads=SHARDED, optim=SHARDED, reshard_after_forward=True),
     }
 )
-"""The strategies, simplest first. A row is all that a strategy is."""
+"""The strategies, simplest first. A row is all that a strategy is; every possible placement is a row."""
 
 
 def placement_of(strategy: str) -> Placement:
@@ -82,3 +82,8 @@ def placement_of(strategy: str) -> Placement:
         return STRATEGIES[strategy]
     except KeyError:
         raise UnknownName.of("strategy", strategy, known=STRATEGIES) from None
+
+
+def strategy_of(placement: Placement) -> str:
+    """The name of a placement's row."""
+    return next(name for name, row in STRATEGIES.items() if row == placement)

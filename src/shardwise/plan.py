@@ -15,7 +15,7 @@ from typing import Any, Self
 from shardwise.atomic import atomic_write
 from shardwise.errors import InvalidPlan, ShardwiseError, UnknownName
 from shardwise.mesh import Mesh
-from shardwise.placement import STRATEGIES, Placement, Where, placement_of
+from shardwise.placement import STRATEGIES, Placement, Where, placement_of, strategy_of
 from shardwise.policy import UnitPolicy
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -38,26 +38,15 @@ _OPTIONAL = ("micro_batch",)
 _MOST = 2**63 - 1
 
 
-class Overrides(Mapping[str, str | Placement]):
-    """Pattern → strategy name or placement; ordered, frozen, hashable. A later pattern wins."""
+class Overrides(Mapping[str, str]):
+    """Pattern → strategy; ordered, frozen, hashable. A placement is kept by the name of its row."""
 
     __slots__ = ("_items",)
 
     def __init__(self, items: Mapping[str, str | Placement] | None = None) -> None:
-        self._items = tuple((items or {}).items())
-        for pattern, value in self._items:
-            if not isinstance(pattern, str) or not pattern or not pattern.isprintable():
-                raise InvalidPlan(f"overrides: {_show(pattern)} is not a pattern for unit names")
-            if isinstance(value, str):
-                if value not in STRATEGIES:
-                    raise InvalidPlan(_not_among(f"overrides.{pattern}", value, STRATEGIES))
-            elif not isinstance(value, Placement):
-                raise InvalidPlan(
-                    f"overrides.{pattern} = {_show(value)}: must be a strategy "
-                    f"({', '.join(STRATEGIES)}) or a placement"
-                )
+        self._items = tuple((pattern, _strategy(pattern, value)) for pattern, value in (items or {}).items())
 
-    def __getitem__(self, pattern: str) -> str | Placement:
+    def __getitem__(self, pattern: str) -> str:
         return dict(self._items)[pattern]
 
     def __iter__(self) -> Iterator[str]:
@@ -67,6 +56,7 @@ class Overrides(Mapping[str, str | Placement]):
         return len(self._items)
 
     def __eq__(self, other: object) -> bool:
+        # Unlike other mappings, in order: a later pattern wins over an earlier one.
         return isinstance(other, Overrides) and self._items == other._items
 
     def __hash__(self) -> int:
@@ -74,6 +64,16 @@ class Overrides(Mapping[str, str | Placement]):
 
     def __repr__(self) -> str:
         return repr(dict(self._items))
+
+
+def _strategy(pattern: object, value: object) -> str:
+    if not isinstance(pattern, str) or not pattern or not pattern.isprintable():
+        raise InvalidPlan(f"overrides: {_show(pattern)} is not a pattern for unit names")
+    if isinstance(value, Placement):
+        return strategy_of(value)
+    if not isinstance(value, str) or value not in STRATEGIES:
+        raise InvalidPlan(_not_among(f"overrides.{pattern}", value, STRATEGIES) + ", or a placement")
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,16 +155,14 @@ class Plan:
         return {name: self._placement(name) for name in names}
 
     def _placement(self, unit_name: str) -> Placement:
-        chosen: str | Placement = self.strategy
-        for pattern, value in self.overrides.items():
-            if fnmatchcase(unit_name, pattern):
-                chosen = value
-        return placement_of(chosen) if isinstance(chosen, str) else chosen
+        matching = [value for pattern, value in self.overrides.items() if fnmatchcase(unit_name, pattern)]
+        chosen = matching[-1] if matching else self.strategy
+        return chosen if isinstance(chosen, Placement) else placement_of(chosen)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in TOML's own types, every key written out; what is None is left out."""
         data = {item.name: getattr(self, item.name) for item in fields(self)}
-        data["overrides"] = {pattern: _override_to_toml(value) for pattern, value in self.overrides.items()}
+        data["overrides"] = dict(self.overrides)
         if self.mesh is not None:
             data["mesh"] = {"replicate": self.mesh.replicate, "shard": self.mesh.shard}
         # Tables go last: a key after a table's header would belong to the table.
@@ -184,7 +182,7 @@ class Plan:
             values["mesh"] = Mesh(**mesh)
         if "overrides" in values:
             overrides = _table("overrides", values["overrides"])
-            values["overrides"] = {p: _override_from_toml(p, value) for p, value in overrides.items()}
+            values["overrides"] = {p: _override(p, value) for p, value in overrides.items()}
         return cls(**values)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -244,26 +242,11 @@ def _plain(key: str) -> str:
     return key if key.isprintable() else _show(key)
 
 
-def _override_to_toml(value: str | Placement) -> str | dict[str, Any]:
-    if isinstance(value, str):
-        return value
-    return {
-        "params": value.params.value,
-        "grads": value.grads.value,
-        "optim": value.optim.value,
-        "reshard_after_forward": value.reshard_after_forward,
-    }
-
-
-def _override_from_toml(pattern: str, value: object) -> str | Placement:
-    key = f"overrides.{_plain(pattern)}"
-    if isinstance(value, str):
-        return value
+def _override(pattern: str, value: object) -> str | Placement:
+    """A strategy's name as it is; a table of params, grads, optim, reshard_after_forward as a placement."""
     if not isinstance(value, dict):
-        raise InvalidPlan(
-            f"{key} = {_show(value)}: must be a strategy ({', '.join(STRATEGIES)}) or a table of "
-            "params, grads, optim, reshard_after_forward"
-        )
+        return value  # type: ignore[return-value]  # Plan says what else is wrong with it
+    key = f"overrides.{_plain(pattern)}"
     states = ("params", "grads", "optim")
     table = _table(key, value, allowed=(*states, "reshard_after_forward"))
     where = {where.value: where for where in Where}

@@ -5,6 +5,7 @@ python:FILE.py:function     one's own: the function returns a Task
 """
 
 import runpy
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from shardwise.data.source import Splits, image_splits, token_splits
-from shardwise.errors import InvalidModel
+from shardwise.errors import InvalidModel, ShardwiseError
 from shardwise.models.build import build_model
 from shardwise.models.catalogue import shape_of
 from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, ViTShape
@@ -169,10 +170,24 @@ def _own_task(reference: str) -> Task:
         raise InvalidModel(f"{reference}: must be python:FILE.py:function")
     if not Path(file).is_file():
         raise InvalidModel(f"{reference}: there is no file {file}")
-    make = runpy.run_path(file, run_name=Path(file).stem).get(function)
-    if not callable(make):
-        raise InvalidModel(f"{reference}: {file} has no function {function}")
-    task = make()
+    try:
+        make = runpy.run_path(file, run_name=Path(file).stem).get(function)
+        if not callable(make):
+            raise InvalidModel(f"{reference}: {file} has no function {function}")
+        task = make()
+    except ShardwiseError:
+        raise
+    except Exception as error:  # whatever the user's own file raises
+        raise InvalidModel(f"{reference}: {type(error).__name__}: {_where(error, file=file)}") from error
     if not isinstance(task, Task):
         raise InvalidModel(f"{reference}: returned a {type(task).__name__}; it must return a shardwise.Task")
     return task
+
+
+def _where(error: Exception, *, file: str) -> str:
+    """The error's message and the last line of the user's file that it passed through."""
+    if isinstance(error, SyntaxError):
+        return str(error)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    place = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
+    return " ".join(str(error).split()) + place

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.placement import SHARDED, Placement, placement_of
+from shardwise.placement import SHARDED, placement_of
 from shardwise.plan import Plan
 
 
@@ -16,14 +16,14 @@ def doctor(path: Annotated[Path, typer.Argument(metavar="PLAN.toml", help="A pla
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("units", "placement", "params", "grads", "optim"):
+    for column in ("units", "strategy", "params", "grads", "optim"):
         table.add_column(column)
     table.add_row(
         "every unit" if not plan.overrides else "every other unit", plan.strategy, *_row(plan.strategy)
     )
     # The last match wins, so the last override is the first that is asked.
-    for pattern, value in reversed(list(plan.overrides.items())):
-        table.add_row(pattern, value if isinstance(value, str) else "own", *_row(value))
+    for pattern, strategy in reversed(plan.to_dict()["overrides"].items()):
+        table.add_row(pattern, strategy, *_row(strategy))
     console = Console()
     console.print(table)
     mesh = f"mesh {plan.mesh}" if plan.mesh else "all ranks on the shard axis"
@@ -35,8 +35,8 @@ def doctor(path: Annotated[Path, typer.Argument(metavar="PLAN.toml", help="A pla
     )
 
 
-def _row(value: str | Placement) -> tuple[str, str, str]:
-    placement = placement_of(value) if isinstance(value, str) else value
+def _row(strategy: str) -> tuple[str, str, str]:
+    placement = placement_of(strategy)
     kept = "" if placement.reshard_after_forward else ", kept after forward"
     params = "sharded" + kept if placement.params is SHARDED else "replicated"
     return params, placement.grads.value, placement.optim.value

@@ -12,26 +12,30 @@ from numpy.typing import NDArray
 
 _NUM_ROUNDS = 6
 _GOLDEN = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
 
 
-def permute(positions: NDArray[np.int64], *, length: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The samples at these positions of the order of (seed, epoch) over range(length)."""
+def permute(
+    positions: NDArray[np.int64], *, length: int, seed: int, epoch: int | NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The samples at these positions of the order of (seed, epoch) over range(length).
+
+    `epoch` is one for all positions, or one for each.
+    """
     half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
-    keys = _round_keys(seed=seed, epoch=epoch)
+    keys = _round_keys(seed=seed, epochs=np.broadcast_to(np.asarray(epoch), positions.shape))
     values = _feistel(positions.astype(np.uint64), half_bits=half_bits, keys=keys)
     outside = values >= length
     while outside.any():
-        values[outside] = _feistel(values[outside], half_bits=half_bits, keys=keys)
+        values[outside] = _feistel(values[outside], half_bits=half_bits, keys=keys[:, outside])
         outside = values >= length
     return values.astype(np.int64)
 
 
-def _feistel(values: NDArray[np.uint64], *, half_bits: int, keys: list[int]) -> NDArray[np.uint64]:
+def _feistel(values: NDArray[np.uint64], *, half_bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     bits, mask = np.uint64(half_bits), np.uint64(2**half_bits - 1)
     left, right = values >> bits, values & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ np.uint64(key)) & mask)
+        left, right = right, left ^ (_mix(right ^ key) & mask)
     return (left << bits) | right
 
 
@@ -42,9 +46,9 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def _round_keys(*, seed: int, epoch: int) -> list[int]:
-    """One key a round, from a SplitMix64 stream that starts at (seed, epoch)."""
-    start = _mix(np.array([(seed + _GOLDEN) & _MASK], dtype=np.uint64))[0]
-    start = (int(start) + epoch * _GOLDEN) & _MASK
-    stream = [(start + (index + 1) * _GOLDEN) & _MASK for index in range(_NUM_ROUNDS)]
-    return [int(key) for key in _mix(_mix(np.array(stream, dtype=np.uint64)))]
+def _round_keys(*, seed: int, epochs: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """[round, position]: a SplitMix64 stream for each epoch, from a start that mixes seed and epoch."""
+    golden = np.uint64(_GOLDEN)
+    seeds = np.full(epochs.shape, seed % 2**64, dtype=np.uint64)
+    start = _mix(_mix(seeds + golden) + epochs.astype(np.uint64) * golden)
+    return np.stack([_mix(start + np.uint64((index + 1) * _GOLDEN % 2**64)) for index in range(_NUM_ROUNDS)])

@@ -75,13 +75,7 @@ class DistributedSampler:
         epochs, offsets = np.divmod(positions, self.num_samples)
         if not self.shuffle:
             return offsets
-        samples = np.empty_like(offsets)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            samples[here] = permute(
-                offsets[here], length=self.num_samples, seed=self.seed, epoch=self.epoch + int(epoch)
-            )
-        return samples
+        return permute(offsets, length=self.num_samples, seed=self.seed, epoch=self.epoch + epochs)
 
     def advance(self, num_samples: int) -> None:
         """Move on by what all ranks together have used; the end of an epoch is the start of the next."""

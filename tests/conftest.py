@@ -1,0 +1,43 @@
+"""Fixtures for every test: nothing may leak from one into the next."""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+# Examples are the same on every run, and no deadline depends on the machine's load.
+settings.register_profile("shardwise", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("shardwise")
+
+# Set by pytest for each test, and by torch and scikit-learn when they are first imported.
+_SET_BY_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "KMP_")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    changed = {
+        name
+        for name in before.keys() | os.environ.keys()
+        if before.get(name) != os.environ.get(name) and not name.startswith(_SET_BY_LIBRARIES)
+    }
+    assert not changed, f"the test leaks environment variables: {sorted(changed)}"
+    if "torch.distributed" in sys.modules:
+        distributed = sys.modules["torch.distributed"]
+        assert not (distributed.is_available() and distributed.is_initialized()), (
+            "the test leaks a process group"
+        )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))

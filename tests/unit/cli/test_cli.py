@@ -1,0 +1,135 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from plans import bad_plan_files
+
+import shardwise
+from shardwise.cli.app import main
+from shardwise.models.catalogue import CATALOGUE
+from shardwise.plan import Plan
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "shardwise", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def exit_code(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    return int(caught.value.code or 0)
+
+
+def test_two_hundred_bad_plans_are_one_line_and_exit_code_2_each(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.toml"
+    for what, content in bad_plan_files(200):
+        path.write_bytes(content)
+        assert exit_code("doctor", str(path)) == 2, what
+        out, err = capfd.readouterr()
+        assert out == "", what
+        assert err.startswith(f"InvalidPlan: {path}: "), (what, err)
+        assert err.count("\n") == 1, (what, err)
+
+
+def test_a_bad_plan_in_a_real_process(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("micro_batch = -3\n")
+    result = run("doctor", str(tmp_path / "plan.toml"))
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == (
+        f"InvalidPlan: {tmp_path}/plan.toml: micro_batch = -3: must be a whole number of at least 1\n"
+    )
+    assert "Traceback" in run("--debug", "doctor", str(tmp_path / "plan.toml")).stderr
+
+
+def test_doctor_says_who_holds_what(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Plan(strategy="zero2", overrides={"head": "ddp"}).save(tmp_path / "plan.toml")
+    assert exit_code("doctor", str(tmp_path / "plan.toml")) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[1].split() == ["every", "other", "unit", "zero2", "replicated", "sharded", "sharded"]
+    assert lines[2].split() == ["head", "ddp", "replicated", "replicated", "replicated"]
+
+
+def test_the_version_is_the_packages(capfd: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("--version") == 0
+    assert capfd.readouterr().out == f"shardwise {shardwise.__version__}\n"
+
+
+def test_models_lists_the_catalogue(capfd: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("models") == 0
+    out = capfd.readouterr().out
+    assert all(name in out for name in CATALOGUE)
+    assert "124,439,808" in out
+    assert exit_code("models", "--json") == 0
+    assert json.loads(capfd.readouterr().out)["llama-3.1-8b"]["num_params"] == 8_030_261_248
+
+
+def test_models_imports_no_torch() -> None:
+    code = (
+        "import sys; from shardwise.cli.app import main\n"
+        "try: main(['models'])\n"
+        "except SystemExit: sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_tokens_writes_a_file_to_train_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("hello")
+    (tmp_path / "in" / "b.jsonl").write_text('{"text": "world"}\n')
+    (tmp_path / "in" / "c.py").write_text("not taken")
+    out = tmp_path / "out"
+    assert exit_code("tokens", str(tmp_path / "in"), "--out", str(out)) == 0
+    assert "12 tokens in 2 documents, vocabulary 256" in capfd.readouterr().out
+    assert exit_code("tokens", str(tmp_path / "in"), "--out", str(out)) == 2
+    assert "--force replaces it" in capfd.readouterr().err
+    assert exit_code("tokens", str(tmp_path / "in" / "a.txt"), "--out", str(out), "--force") == 0
+    assert "6 tokens in 1 document" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.txt"], "none.txt: there is no such file or folder"),
+        (["empty"], "empty: holds no .txt or .jsonl file"),
+        (["empty.txt"], "there is not one token to write"),
+        (["a.txt", "--end-token", "x"], "--end-token goes with --tokenizer"),
+        (["a.txt", "--tokenizer", "none.json"], "none.json: there is no such tokenizer.json"),
+        (["bad.txt"], "bad.txt: is not text in UTF-8"),
+    ],
+)
+def test_tokens_refuses_in_one_line_and_leaves_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("empty.txt").touch()
+    Path("a.txt").write_text("a")
+    Path("bad.txt").write_bytes(b"\xff")
+    before = sorted(tmp_path.iterdir())
+    assert exit_code("tokens", *arguments, "--out", "out") == 2
+    err = capfd.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_unknown_command_or_option_is_exit_code_2() -> None:
+    assert run("trian").returncode == 2
+    assert run("models", "--jsn").returncode == 2
+
+
+def test_output_into_a_closed_pipe_is_no_traceback() -> None:
+    shell = f"{sys.executable} -m shardwise models | true"
+    result = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert "Traceback" not in result.stderr

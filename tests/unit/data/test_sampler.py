@@ -1,0 +1,137 @@
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from shardwise.data.sampler import DistributedSampler
+from shardwise.errors import InvalidData
+
+ranks = st.integers(1, 16)
+lengths = st.integers(0, 1000)
+seeds = st.integers(0, 2**32)
+
+
+def samplers(num_ranks: int, length: int, **arguments: object) -> list[DistributedSampler]:
+    return [
+        DistributedSampler(length, rank=rank, num_ranks=num_ranks, **arguments)  # type: ignore[arg-type]
+        for rank in range(num_ranks)
+    ]
+
+
+@given(num_ranks=ranks, length=lengths, seed=seeds, shuffle=st.booleans())
+@settings(max_examples=300)
+def test_evaluation_sees_every_sample_once_on_one_rank(
+    num_ranks: int, length: int, seed: int, shuffle: bool
+) -> None:
+    parts = [list(s) for s in samplers(num_ranks, length, seed=seed, shuffle=shuffle)]
+    assert sorted(sample for part in parts for sample in part) == list(range(length))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == [len(s) for s in samplers(num_ranks, length)]
+
+
+@given(num_ranks=ranks, other_ranks=ranks, length=lengths, seed=seeds)
+def test_the_order_does_not_depend_on_the_number_of_ranks(
+    num_ranks: int, other_ranks: int, length: int, seed: int
+) -> None:
+    def order(count: int) -> list[int]:
+        parts = [list(s) for s in samplers(count, length, seed=seed)]
+        return [parts[position % count][position // count] for position in range(length)]
+
+    assert order(num_ranks) == order(other_ranks)
+
+
+stages = st.lists(st.tuples(ranks, st.integers(1, 8), st.integers(0, 12)), min_size=1, max_size=5)
+
+
+@given(length=st.integers(1, 1000), seed=seeds, stages=stages)
+@settings(max_examples=300)
+def test_a_run_stopped_and_resumed_on_any_ranks_loses_and_repeats_nothing(
+    length: int, seed: int, stages: list[tuple[int, int, int]]
+) -> None:
+    """Each stage: so many ranks, micro-batch, steps; then stop, save, and go on as the next stage."""
+    seen: list[int] = []
+    state = DistributedSampler(length, seed=seed, endless=True).state_dict()
+    for num_ranks, micro_batch, num_steps in stages:
+        group = samplers(num_ranks, length, seed=seed, endless=True)
+        for sampler in group:
+            sampler.load_state_dict(state)
+        parts = [list(islice(sampler, micro_batch * num_steps)) for sampler in group]
+        seen += [part[index] for index in range(micro_batch * num_steps) for part in parts]
+        for sampler in group:
+            sampler.advance(num_ranks * micro_batch * num_steps)
+        state = group[0].state_dict()
+        assert all(sampler.state_dict() == state for sampler in group)
+    one = DistributedSampler(length, seed=seed, endless=True)
+    assert seen == list(islice(one, len(seen)))
+    for epoch in range(len(seen) // length):
+        assert sorted(seen[epoch * length : (epoch + 1) * length]) == list(range(length))
+    assert (state["epoch"], state["position"]) == divmod(len(seen), length)
+
+
+@given(num_ranks=ranks, other_ranks=ranks, length=lengths, data=st.data())
+def test_evaluation_resumes_at_any_point_with_other_ranks(
+    num_ranks: int, other_ranks: int, length: int, data: st.DataObject
+) -> None:
+    used = data.draw(st.integers(0, length // num_ranks)) * num_ranks
+    before = samplers(num_ranks, length)
+    seen = [sample for s in before for sample in islice(s, used // num_ranks)]
+    for s in before:
+        s.advance(used)
+    after = samplers(other_ranks, length)
+    for s in after:
+        s.load_state_dict(before[0].state_dict())
+    rest = [sample for s in after for sample in s]
+    if used < length:
+        assert sorted(seen + rest) == list(range(length))
+    elif length:
+        assert after[0].epoch == 1
+        assert sorted(rest) == list(range(length))
+
+
+def test_reading_ahead_does_not_move_the_position() -> None:
+    sampler = DistributedSampler(100, endless=True)
+    loader = DataLoader(list(range(100)), batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+    batches = iter(loader)
+    first = next(batches).tolist()
+    next(batches)
+    sampler.advance(4)
+    assert sampler.state_dict()["position"] == 4
+    resumed = DistributedSampler(100, endless=True)
+    resumed.load_state_dict(sampler.state_dict())
+    assert not set(islice(resumed, 4)) & set(first)
+
+
+def test_without_shuffling_the_order_is_the_datasets_own() -> None:
+    assert list(DistributedSampler(7, rank=1, num_ranks=3, shuffle=False)) == [1, 4]
+    endless = DistributedSampler(3, shuffle=False, endless=True)
+    assert list(islice(endless, 7)) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_epochs_have_other_orders() -> None:
+    endless = list(islice(DistributedSampler(100, endless=True), 200))
+    assert endless[:100] != endless[100:]
+
+
+@pytest.mark.parametrize("change", [{"num_samples": 99}, {"seed": 1}, {"shuffle": False}])
+def test_a_state_of_other_data_is_refused(change: dict[str, object]) -> None:
+    state = DistributedSampler(100).state_dict() | change
+    with pytest.raises(InvalidData, match=next(iter(change))):
+        DistributedSampler(100).load_state_dict(state)
+
+
+def test_nothing_cannot_be_trained_on() -> None:
+    with pytest.raises(InvalidData, match="0 samples"):
+        DistributedSampler(0, endless=True)
+    assert list(DistributedSampler(0)) == []
+
+
+def test_misuse_is_an_error() -> None:
+    with pytest.raises(ValueError, match="rank 3 of 3"):
+        DistributedSampler(5, rank=3, num_ranks=3)
+    with pytest.raises(ValueError, match="advance by 6"):
+        DistributedSampler(5).advance(6)
+    with pytest.raises(TypeError, match="endless"):
+        len(DistributedSampler(5, endless=True))

@@ -1,0 +1,70 @@
+from dataclasses import replace
+
+import pytest
+
+from shardwise.errors import UnknownName
+from shardwise.models.build import build_model
+from shardwise.models.catalogue import CATALOGUE, shape_of
+from shardwise.models.shapes import GPTShape, LlamaShape
+
+# As published: GPT-2 and OPT checkpoints, Llama checkpoints, timm's ViT, torchvision's ResNet; MPT by
+# llm-foundry's training tables.
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-350m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.5b": 1_557_611_200,
+    "mpt-125m": 125_311_488,
+    "mpt-7b": 6_658_859_008,
+    "mpt-30b": 29_975_214_080,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "vit-tiny": 5_717_416,
+    "vit-small": 22_050_664,
+    "vit-base": 86_567_656,
+    "vit-large": 304_326_632,
+    "vit-huge": 632_045_800,
+    "resnet18": 11_689_512,
+    "resnet34": 21_797_672,
+    "resnet50": 25_557_032,
+}
+
+
+@pytest.mark.parametrize(("name", "num_params"), PUBLISHED.items())
+def test_the_formula_gives_the_published_count(name: str, num_params: int) -> None:
+    assert shape_of(name).num_params == num_params
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_the_module_has_as_many_parameters_as_the_formula_says(name: str) -> None:
+    model = build_model(shape_of(name), device="meta")
+    assert sum(p.numel() for p in model.parameters()) == shape_of(name).num_params
+
+
+def test_the_1_3b_gpt_is_opt_but_for_its_vocabulary_and_positions() -> None:
+    shape = shape_of("gpt-1.3b")
+    assert isinstance(shape, GPTShape)
+    assert replace(shape, vocab_size=50272, max_seq=2050).num_params == 1_315_758_080
+
+
+def test_tinyllama_is_a_llama_shape() -> None:
+    shape = LlamaShape(
+        num_layers=22,
+        width=2048,
+        num_heads=32,
+        num_kv_heads=4,
+        ffn_width=5632,
+        vocab_size=32000,
+        max_seq=2048,
+    )
+    assert shape.num_params == 1_100_048_384
+
+
+def test_an_unknown_model_names_the_nearest() -> None:
+    with pytest.raises(UnknownName, match="did you mean llama-3.1-8b"):
+        shape_of("llama3.1-8b")

@@ -1,0 +1,78 @@
+"""Each row of the layout imports only rows above it, and what promises to be free of torch is."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import shardwise
+
+SOURCE = Path(shardwise.__file__).parent
+
+# From the bottom up. A row may import itself and the rows before it.
+ROWS: list[set[str]] = [
+    {"errors", "atomic"},
+    {"placement", "mesh", "policy", "plan"},
+    {"spec"},
+    {"units", "materialize"},
+    {"data", "models"},
+    {"tasks"},
+    {"cli"},
+    {"__init__", "__main__"},
+]
+WITHOUT_TORCH = [
+    "shardwise",
+    "shardwise.cli.app",
+    "shardwise.data.sampler",
+    "shardwise.models.catalogue",
+    "shardwise.placement",
+    "shardwise.plan",
+    "shardwise.spec",
+]
+
+
+def part(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def row_of(name: str) -> int:
+    rows = [index for index, row in enumerate(ROWS) if name in row]
+    assert rows, f"shardwise.{name} has no row in the layout: give it one"
+    return rows[0]
+
+
+def imported(path: Path) -> set[str]:
+    """The parts of the package that a file imports, also inside functions and for type checking."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            modules = [node.module or ""]
+            if node.module == "shardwise":
+                modules = [
+                    f"shardwise.{alias.name}" for alias in node.names if (SOURCE / alias.name).exists()
+                ]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        else:
+            continue
+        found |= {module.split(".")[1] for module in modules if module.startswith("shardwise.")}
+    return found
+
+
+def test_every_import_goes_downward() -> None:
+    for path in sorted(SOURCE.rglob("*.py")):
+        here = part(path)
+        for other in imported(path):
+            assert row_of(other) <= row_of(here), (
+                f"{path.relative_to(SOURCE)} imports shardwise.{other}, which is above it"
+            )
+
+
+def test_what_promises_no_torch_imports_none() -> None:
+    """One process for all: if any imports torch, find which."""
+    code = "import sys, importlib\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n    assert 'torch' not in sys.modules, name"
+    result = subprocess.run(
+        [sys.executable, "-c", code, *WITHOUT_TORCH], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr

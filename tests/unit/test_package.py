@@ -1,0 +1,51 @@
+import importlib
+import inspect
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import shardwise
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_public_name_is_there_and_at_home() -> None:
+    assert sorted(shardwise.__all__) == sorted(shardwise._HOME)
+    for name in shardwise.__all__:
+        value = getattr(shardwise, name)
+        assert value is getattr(importlib.import_module(shardwise._HOME[name]), name)
+        assert name in dir(shardwise)
+        assert name == "STRATEGIES" or inspect.getdoc(value)
+
+
+def test_what_is_not_public_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'prepear'"):
+        _ = shardwise.prepear
+
+
+def test_the_package_is_typed() -> None:
+    assert (Path(shardwise.__file__).parent / "py.typed").exists()
+
+
+def test_the_torch_that_is_pinned_is_in_the_range_that_is_promised() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = [line for line in project["dependencies"] if line.startswith("torch>")]
+    assert torch == "torch>=2.11,<2.14"
+    assert "torch==2.13.0\n" in (ROOT / "constraints.txt").read_text()
+
+
+def test_the_reading_order_of_the_readme_names_six_files_that_exist() -> None:
+    readme = (ROOT / "README.md").read_text()
+    section = readme.split("## Read the code in this order")[1].split("\n## ")[0]
+    files = re.findall(r"^\d\. \[?`([^`]+)`", section, flags=re.MULTILINE)
+    assert len(files) == 6
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_links_of_the_documents_lead_somewhere() -> None:
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", document.read_text()):
+            if not link.startswith(("http://", "https://")):
+                assert (document.parent / link).exists(), f"{document.name} links to {link}"

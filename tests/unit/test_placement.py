@@ -1,0 +1,48 @@
+import itertools
+
+import pytest
+
+from shardwise.errors import InvalidPlan, UnknownName
+from shardwise.placement import REPLICATED, SHARDED, STRATEGIES, Placement, placement_of
+
+
+def test_the_table_holds_the_five_strategies_simplest_first() -> None:
+    rows = {
+        name: (row.params, row.grads, row.optim, row.reshard_after_forward)
+        for name, row in STRATEGIES.items()
+    }
+    r, s = REPLICATED, SHARDED
+    assert list(rows.items()) == [
+        ("ddp", (r, r, r, False)),
+        ("zero1", (r, r, s, False)),
+        ("zero2", (r, s, s, False)),
+        ("shard_grad_op", (s, s, s, False)),
+        ("fsdp", (s, s, s, True)),
+    ]
+
+
+def test_exactly_the_placements_that_keep_the_invariant_can_be_made() -> None:
+    made = set()
+    for params, grads, optim in itertools.product((REPLICATED, SHARDED), repeat=3):
+        for reshard in (False, True):
+            try:
+                made.add(Placement(params=params, grads=grads, optim=optim, reshard_after_forward=reshard))
+            except InvalidPlan as error:
+                assert "\n" not in str(error)
+    assert made == set(STRATEGIES.values())
+
+
+def test_the_table_cannot_be_changed() -> None:
+    with pytest.raises(TypeError):
+        STRATEGIES["mine"] = STRATEGIES["ddp"]  # type: ignore[index]
+
+
+def test_an_unknown_strategy_names_the_nearest() -> None:
+    with pytest.raises(UnknownName, match="did you mean zero2 or zero1"):
+        placement_of("zero3")
+
+
+@pytest.mark.parametrize("wrong", ["sharded", None, True])
+def test_a_placement_takes_nothing_but_where(wrong: object) -> None:
+    with pytest.raises(InvalidPlan, match="optim = "):
+        Placement(params=REPLICATED, grads=REPLICATED, optim=wrong)  # type: ignore[arg-type]

@@ -1,0 +1,132 @@
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import bad_plan_files, plans
+
+from shardwise.errors import InvalidPlan
+from shardwise.mesh import Mesh
+from shardwise.placement import STRATEGIES
+from shardwise.plan import Plan
+
+
+@given(plan=plans)
+def test_every_plan_survives_the_round_trip(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
+    path = tmp_path_factory.mktemp("plan") / "plan.toml"
+    plan.save(path)
+    loaded = Plan.load(path)
+    assert loaded == plan
+    assert list(loaded.overrides.items()) == list(plan.overrides.items())
+
+
+@given(plan=plans)
+def test_a_plan_is_a_value(plan: Plan) -> None:
+    copy = pickle.loads(pickle.dumps(plan))
+    assert copy == plan
+    assert hash(copy) == hash(plan)
+    with pytest.raises(AttributeError):
+        plan.strategy = "ddp"  # type: ignore[misc]
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=8), st.integers() | st.text(max_size=8) | st.booleans() | st.none(), max_size=4
+    )
+)
+def test_whatever_a_table_holds_it_is_a_plan_or_one_line(data: dict[str, object]) -> None:
+    try:
+        Plan.from_dict(data)
+    except InvalidPlan as error:
+        assert len(str(error).splitlines()) == 1
+
+
+def test_the_last_override_that_matches_wins() -> None:
+    plan = Plan(
+        strategy="fsdp", overrides={"blocks.*": "zero2", "blocks.1": "ddp", "head": STRATEGIES["zero1"]}
+    )
+    assert plan.placements(["(root)", "blocks.0", "blocks.1", "head"]) == {
+        "(root)": STRATEGIES["fsdp"],
+        "blocks.0": STRATEGIES["zero2"],
+        "blocks.1": STRATEGIES["ddp"],
+        "head": STRATEGIES["zero1"],
+    }
+
+
+def test_the_order_of_overrides_is_part_of_the_plan() -> None:
+    one = Plan(overrides={"a*": "ddp", "*b": "zero1"})
+    other = Plan(overrides={"*b": "zero1", "a*": "ddp"})
+    assert one != other
+    assert one.placements(["ab"]) != other.placements(["ab"])
+
+
+def test_an_override_that_matches_no_unit_is_refused_with_the_units() -> None:
+    with pytest.raises(
+        InvalidPlan, match=r"overrides\.head matches no unit; the units are \(root\), blocks\.0"
+    ):
+        Plan(overrides={"head": "ddp"}).placements(["(root)", "blocks.0"])
+
+
+def test_a_plan_keeps_its_own_overrides() -> None:
+    mine = {"head": "ddp"}
+    plan = Plan(overrides=mine)
+    mine["head"] = "zero1"
+    assert plan.overrides["head"] == "ddp"
+
+
+def test_equal_policies_in_other_words_make_equal_plans() -> None:
+    assert Plan(units="class:A,B+head") == Plan(units="class: A, B + head")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"mesh": (2, 4)},
+        {"overrides": "ddp"},
+        {"overrides": {"a": 3}},
+        {"overrides": {3: "ddp"}},
+        {"capture": 1},
+        {"engine": "torch", "capture": True},
+        {"engine": "torch", "collectives": "ring"},
+    ],
+)
+def test_what_cannot_be_is_refused_where_it_is_made(arguments: dict[str, object]) -> None:
+    with pytest.raises(InvalidPlan):
+        Plan(**arguments)  # type: ignore[arg-type]
+
+
+def test_every_bad_file_is_one_line_that_starts_with_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    for what, content in bad_plan_files(200):
+        path.write_bytes(content)
+        with pytest.raises(InvalidPlan) as caught:
+            Plan.load(path)
+        message = str(caught.value)
+        assert message.startswith(f"{path}: "), what
+        assert len(message.splitlines()) == 1, (what, message)
+        assert len(message) < 400, (what, message)
+
+
+def test_a_mistake_names_the_key_the_value_and_what_is_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text('precision = "fp8"\n')
+    with pytest.raises(InvalidPlan, match="precision = 'fp8': must be one of fp32, bf16, fp16, native"):
+        Plan.load(path)
+    path.write_text("stratgy = 'fsdp'\n")
+    with pytest.raises(InvalidPlan, match="unknown key 'stratgy'; did you mean strategy"):
+        Plan.load(path)
+
+
+def test_a_plan_that_cannot_be_saved_leaves_what_was_there(tmp_path: Path) -> None:
+    with pytest.raises(InvalidPlan, match="cannot be written"):
+        Plan().save(tmp_path / "no" / "such" / "plan.toml")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InvalidPlan, match="cannot be written"):
+        Plan().save(tmp_path / "folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_mesh_is_saved_as_a_table(tmp_path: Path) -> None:
+    Plan(mesh=Mesh(replicate=2, shard=4)).save(tmp_path / "plan.toml")
+    assert "[mesh]\nreplicate = 2\nshard = 4\n" in (tmp_path / "plan.toml").read_text()

@@ -1,0 +1,208 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from shardwise.errors import InvalidModel
+from shardwise.models.build import build_model
+from shardwise.models.catalogue import CATALOGUE, shape_of
+from shardwise.spec import ROOT
+from shardwise.units import model_spec, unit_modules
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(4, 10, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in (self.blocks[2], self.blocks[0], self.blocks[1], self.blocks[0]):
+            x = block(x)
+        return self.head(x)
+
+
+def names(model: nn.Module, policy: str = "auto") -> list[str]:
+    return list(unit_modules(model, policy=policy))
+
+
+def test_blocks_of_every_family_are_found() -> None:
+    assert names(build_model(shape_of("gpt-tiny"), device="meta")) == [
+        ROOT,
+        *(f"blocks.{i}" for i in range(4)),
+    ]
+    assert names(build_model(shape_of("resnet18"), device="meta")) == [
+        ROOT,
+        *(f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)),
+    ]
+    assert len(names(build_model(shape_of("resnet50"), device="meta"))) == 1 + 16
+    with torch.device("meta"):
+        torch_transformer = nn.Transformer(8, 2, 2, 3, batch_first=True)
+    assert names(torch_transformer) == [
+        ROOT,
+        *(f"encoder.layers.{i}" for i in range(2)),
+        *(f"decoder.layers.{i}" for i in range(3)),
+    ]
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_catalogue_model_is_cut_without_loss(name: str) -> None:
+    model = build_model(shape_of(name), device="meta")
+    spec = model_spec(model, name=name)
+    assert spec.num_params == shape_of(name).num_params
+    assert {path for unit in spec.units for p in unit.params for path in (p.name, *p.aliases)} == {
+        path for path, _ in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def test_a_stack_of_leaves_is_not_a_stack_of_blocks() -> None:
+    assert names(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))) == [ROOT]
+
+
+def test_only_the_outermost_blocks_are_units() -> None:
+    experts = nn.ModuleList(
+        nn.ModuleDict({"experts": nn.ModuleList(Block() for _ in range(2))}) for _ in range(2)
+    )
+    outer = nn.ModuleList(nn.TransformerEncoderLayer(4, 1, 8) for _ in range(2))
+    assert names(experts) == [ROOT, *(f"{i}.experts.{j}" for i in range(2) for j in range(2))]
+    for layer in outer:
+        layer.extra = nn.ModuleList(Block() for _ in range(2))
+    assert names(outer) == [ROOT, "0", "1"]
+
+
+def test_each_policy_cuts_as_it_says() -> None:
+    net = Net()
+    assert names(net, "none") == [ROOT]
+    assert names(net, "class:Linear") == [ROOT, *(f"blocks.{i}.inner" for i in range(3)), "head"]
+    assert names(net, "leaf") == [
+        ROOT,
+        "embed",
+        *(n for i in range(3) for n in (f"blocks.{i}", f"blocks.{i}.inner")),
+        "head",
+    ]
+    assert names(net, "auto + head") == [ROOT, *(f"blocks.{i}" for i in range(3)), "head"]
+    # A block holds 24 parameters, the embedding and the head 40 each.
+    assert names(net, "min-params:25") == [ROOT, "embed", "head"]
+    assert names(net, "min-params:24") == [ROOT, "embed", *(f"blocks.{i}" for i in range(3)), "head"]
+
+
+def test_what_a_policy_names_must_be_there() -> None:
+    with pytest.raises(InvalidModel, match="has no Bottleneck; its modules are Block, ModuleList, Net"):
+        names(Net(), "class:Bottleneck")
+    with pytest.raises(InvalidModel, match="has no module haed"):
+        names(Net(), "auto + haed")
+    with pytest.raises(InvalidModel, match="blocks is a ModuleList, which has no forward"):
+        names(Net(), "none + blocks")
+
+
+def test_a_unit_holds_its_own_parameters_and_buffers() -> None:
+    spec = model_spec(Net())
+    block = spec.unit("blocks.1")
+    assert [(p.name, p.shape) for p in block.params] == [
+        ("blocks.1.scale", (4,)),
+        ("blocks.1.inner.weight", (4, 4)),
+        ("blocks.1.inner.bias", (4,)),
+    ]
+    assert [(b.name, b.dtype, b.trainable) for b in block.buffers] == [("blocks.1.calls", "int64", False)]
+    assert [p.name for p in spec.unit(ROOT).params] == ["embed.weight", "head.weight"]
+
+
+def test_a_parameter_tied_across_units_belongs_to_the_root() -> None:
+    net = Net()
+    net.blocks[2].inner.weight = net.blocks[0].inner.weight
+    root = model_spec(net).unit(ROOT)
+    tied = next(p for p in root.params if p.aliases)
+    assert (tied.name, tied.aliases) == ("blocks.0.inner.weight", ("blocks.2.inner.weight",))
+
+
+def test_a_parameter_tied_inside_a_unit_stays_in_it() -> None:
+    net = Net()
+    net.blocks[0].again = net.blocks[0].inner
+    block = model_spec(net).unit("blocks.0")
+    assert [p.aliases for p in block.params if p.aliases] == [
+        ("blocks.0.again.weight",),
+        ("blocks.0.again.bias",),
+    ]
+
+
+def test_a_tied_parameter_goes_to_the_lowest_unit_above_all_its_users() -> None:
+    net = nn.ModuleList(nn.ModuleDict({"a": Block(), "b": Block()}) for _ in range(2))
+    net.add_module("pair", PairOfBlocks())
+    net.pair.second.inner.weight = net.pair.first.inner.weight
+    spec = model_spec(net, policy="class:Block,PairOfBlocks")
+    assert "pair.first.inner.weight" in [p.name for p in spec.unit("pair").params]
+
+
+class PairOfBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+
+def test_a_unit_that_is_registered_twice_is_one_unit() -> None:
+    net = Net()
+    net.blocks.append(net.blocks[0])
+    spec = model_spec(net)
+    assert [unit.name for unit in spec.units] == [ROOT, "blocks.0", "blocks.1", "blocks.2"]
+    assert spec.unit("blocks.0").params[0].aliases == ("blocks.3.scale",)
+
+
+def test_frozen_parameters_are_not_trainable() -> None:
+    net = Net()
+    net.embed.requires_grad_(False)
+    assert [p.trainable for p in model_spec(net).unit(ROOT).params] == [False, True]
+
+
+def test_the_call_order_is_as_registered_until_it_is_observed() -> None:
+    with torch.device("meta"):
+        net, tokens = Net(), torch.zeros(2, 3, dtype=torch.int64)
+    assert model_spec(net).call_order == (ROOT, "blocks.0", "blocks.1", "blocks.2")
+    observed = model_spec(net, forward=lambda: net(tokens))
+    assert observed.call_order == (ROOT, "blocks.2", "blocks.0", "blocks.1", "blocks.0")
+    assert not net._forward_pre_hooks
+
+
+trees = st.recursive(
+    st.just("leaf"),
+    lambda children: st.lists(children, min_size=1, max_size=3),
+    max_leaves=10,
+)
+
+
+class Node(nn.Module):
+    def __init__(self, tree: object, pool: list[nn.Parameter], ties: st.DataObject) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.zeros(ties.draw(st.integers(0, 3)), device="meta"))
+        pool.append(self.own)
+        self.tied = ties.draw(st.sampled_from(pool))
+        children = tree if isinstance(tree, list) else []
+        self.parts = nn.ModuleList(Node(child, pool, ties) for child in children)
+
+
+@given(trees, st.sampled_from(["auto", "leaf", "none", "min-params:2", "class:Node"]), st.data())
+def test_every_parameter_is_in_exactly_one_unit_that_covers_all_its_users(
+    tree: object, policy: str, data: st.DataObject
+) -> None:
+    model = Node(tree, [], data)
+    spec = model_spec(model, policy=policy)
+    # The spec itself refuses a path that is in two units.
+    paths = {path for unit in spec.units for p in unit.params for path in (p.name, *p.aliases)}
+    assert paths == {path for path, _ in model.named_parameters(remove_duplicate=False)}
+    assert spec.num_params == sum(p.numel() for p in model.parameters())
+    for unit in spec.units:
+        prefix = "" if unit.name == ROOT else unit.name + "."
+        assert all(path.startswith(prefix) for p in unit.params for path in (p.name, *p.aliases))
