@@ -23,9 +23,7 @@ def curve(losses: list[float], *, width: int = 60, height: int = 10) -> str:
     rows = []
     for row in range(height, -1, -1):
         level = low + (high - low) * row / height
-        dots = "".join(
-            "●" if round((mean - low) / (high - low or 1) * height) == row else " " for mean in means
-        )
+        dots = "".join("●" if round((mean - low) / (high - low or 1) * height) == row else " " for mean in means)
         rows.append(f"{level:6.2f} │{dots}".rstrip())
     return "\n".join([*rows, f"       └{'─' * len(means)} {len(losses)} steps"])
 
@@ -54,9 +52,7 @@ def main() -> None:
     console.print(f"{options.model} ({num_params:,} parameters) on {options.dataset}, one process")
     losses: list[float] = []
     started = time.perf_counter()
-    for _ in track(
-        range(options.steps), description="Training", console=console, disable=not console.is_terminal
-    ):
+    for _ in track(range(options.steps), description="Training", console=console, disable=not console.is_terminal):
         loss = task.loss(task.model, next(batches))
         loss.backward()
         optimizer.step()

@@ -125,9 +125,7 @@ class Plan:
         if self.mesh is not None and not isinstance(self.mesh, Mesh):
             raise InvalidPlan(f"mesh = {_show(self.mesh)}: must be a Mesh (replicate and shard)")
         if not isinstance(self.overrides, Mapping):
-            raise InvalidPlan(
-                f"overrides = {_show(self.overrides)}: must map unit-name patterns to strategies"
-            )
+            raise InvalidPlan(f"overrides = {_show(self.overrides)}: must map unit-name patterns to strategies")
         # One spelling for one plan, so that equal plans are equal values.
         object.__setattr__(self, "units", str(UnitPolicy.parse(self.units)))
         object.__setattr__(self, "overrides", Overrides(self.overrides))
@@ -135,13 +133,9 @@ class Plan:
 
     def _check_combination(self) -> None:
         if self.engine == "torch" and self.capture:
-            raise InvalidPlan(
-                "capture = true with engine = 'torch': only engine = 'shardwise' can capture a step"
-            )
+            raise InvalidPlan("capture = true with engine = 'torch': only engine = 'shardwise' can capture a step")
         if self.engine == "torch" and self.collectives == "ring":
-            raise InvalidPlan(
-                "collectives = 'ring' with engine = 'torch': torch's engine uses collectives = 'backend'"
-            )
+            raise InvalidPlan("collectives = 'ring' with engine = 'torch': torch's engine uses collectives = 'backend'")
 
     def placements(self, unit_names: Iterable[str]) -> dict[str, Placement]:
         """The placement of each unit; every override must name at least one of them."""

@@ -56,9 +56,7 @@ class Task:
         for name in ("dataset", "eval_dataset"):
             value = getattr(self, name)
             if value is not None and not (hasattr(value, "__getitem__") and hasattr(value, "__len__")):
-                raise InvalidModel(
-                    f"Task.{name} must have a length and be indexed by sample (a map-style Dataset)"
-                )
+                raise InvalidModel(f"Task.{name} must have a length and be indexed by sample (a map-style Dataset)")
 
 
 def load_task(
@@ -77,9 +75,7 @@ def load_task(
     if reference.startswith("python:"):
         for name, value in (("dataset", dataset), ("seq", seq), ("image", image)):
             if value is not None:
-                raise InvalidModel(
-                    f"{reference}: --{name} is for catalogue models; this function sets its own"
-                )
+                raise InvalidModel(f"{reference}: --{name} is for catalogue models; this function sets its own")
         return _own_task(reference)
     shape = shape_of(reference)
     for option, value in (("seq", seq), ("image", image)):

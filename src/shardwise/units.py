@@ -57,9 +57,7 @@ def unit_modules(model: nn.Module, *, policy: UnitPolicy | str = "auto") -> dict
     named = {path: module for path, module in model.named_modules() if path in chosen}
     for path, module in named.items():
         if isinstance(module, _CONTAINERS) and not isinstance(module, nn.Sequential):
-            raise InvalidModel(
-                f"{path} is a {type(module).__name__}, which has no forward: name its children"
-            )
+            raise InvalidModel(f"{path} is a {type(module).__name__}, which has no forward: name its children")
     return {ROOT: model, **named}
 
 
@@ -94,9 +92,7 @@ def _classes(model: nn.Module, policy: UnitPolicy) -> set[str]:
     for class_name in policy.class_names:
         if class_name not in found.values():
             there = sorted({type(module).__name__ for module in model.modules() if any(module.children())})
-            raise InvalidModel(
-                f"units = '{policy}': the model has no {class_name}; its modules are {', '.join(there)}"
-            )
+            raise InvalidModel(f"units = '{policy}': the model has no {class_name}; its modules are {', '.join(there)}")
     return set(found)
 
 
@@ -111,9 +107,7 @@ def _min_params(model: nn.Module, policy: UnitPolicy) -> set[str]:
         left = sum(p.numel() for p in own)
         for key, child in module.named_children():
             left += visit(child, f"{path}.{key}" if path else key)
-        if left >= policy.min_params and (
-            not isinstance(module, _CONTAINERS) or isinstance(module, nn.Sequential)
-        ):
+        if left >= policy.min_params and (not isinstance(module, _CONTAINERS) or isinstance(module, nn.Sequential)):
             chosen.add(path)
             return 0
         return left
@@ -123,9 +117,7 @@ def _min_params(model: nn.Module, policy: UnitPolicy) -> set[str]:
 
 
 def _leaves(model: nn.Module, policy: UnitPolicy) -> set[str]:
-    return {
-        path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))
-    }
+    return {path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
 
 
 def _nothing(model: nn.Module, policy: UnitPolicy) -> set[str]:
@@ -156,6 +148,7 @@ def _holds_params(module: nn.Module) -> bool:
 def _owners(model: nn.Module, *, modules: dict[str, nn.Module]) -> list[tuple[str, bool, TensorSpec]]:
     """(unit, is it a buffer, tensor) for every parameter and buffer, each once, in registration order."""
     unit_at = _unit_paths(model, modules=modules)
+    saved = _persistent_buffers(model)
     found: dict[int, tuple[list[str], bool, TensorSpec]] = {}
     for path, tensor, is_buffer in _tensors(model):
         holder = path.rpartition(".")[0]
@@ -165,14 +158,13 @@ def _owners(model: nn.Module, *, modules: dict[str, nn.Module]) -> list[tuple[st
                 shape=tuple(tensor.shape),
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 trainable=tensor.requires_grad,
+                persistent=not is_buffer or path in saved,
             )
             found[id(tensor)] = ([holder], is_buffer, spec)
         else:
             holders, _, spec = found[id(tensor)]
             found[id(tensor)] = ([*holders, holder], is_buffer, replace(spec, aliases=(*spec.aliases, path)))
-    return [
-        (_lowest_common(holders, unit_at), is_buffer, spec) for holders, is_buffer, spec in found.values()
-    ]
+    return [(_lowest_common(holders, unit_at), is_buffer, spec) for holders, is_buffer, spec in found.values()]
 
 
 def _unit_paths(model: nn.Module, *, modules: dict[str, nn.Module]) -> dict[str, str]:
@@ -190,6 +182,15 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
         yield path, parameter, False
     for path, buffer in model.named_buffers(remove_duplicate=False):
         yield path, buffer, True
+
+
+def _persistent_buffers(model: nn.Module) -> set[str]:
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def _lowest_common(paths: Iterable[str], unit_at: dict[str, str]) -> str:

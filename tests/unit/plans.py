@@ -115,9 +115,7 @@ def bad_plan_files(count: int) -> list[tuple[str, bytes]]:
     ]
     for lines in [{}, *right]:
         for key, value in _MISTAKES:
-            head = "".join(
-                f"{name} = {text}\n" for name, text in lines.items() if name != key and name not in value
-            )
+            head = "".join(f"{name} = {text}\n" for name, text in lines.items() if name != key and name not in value)
             files.append((f"{key} = {value[:40]}", f"{head}{key} = {value}\n".encode()))
     assert len(files) >= count
     return files[:count]

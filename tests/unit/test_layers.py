@@ -15,6 +15,10 @@ ROWS: list[set[str]] = [
     {"placement", "mesh", "policy", "plan"},
     {"spec"},
     {"units", "materialize"},
+    {"program"},
+    {"comm"},
+    {"engine"},
+    {"native"},
     {"data", "models"},
     {"tasks"},
     {"cli"},
@@ -49,9 +53,7 @@ def imported(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: imports are absolute"
             modules = [node.module or ""]
             if node.module == "shardwise":
-                modules = [
-                    f"shardwise.{alias.name}" for alias in node.names if (SOURCE / alias.name).exists()
-                ]
+                modules = [f"shardwise.{alias.name}" for alias in node.names if (SOURCE / alias.name).exists()]
         elif isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         else:
@@ -72,7 +74,5 @@ def test_every_import_goes_downward() -> None:
 def test_what_promises_no_torch_imports_none() -> None:
     """One process for all: if any imports torch, find which."""
     code = "import sys, importlib\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n    assert 'torch' not in sys.modules, name"
-    result = subprocess.run(
-        [sys.executable, "-c", code, *WITHOUT_TORCH], capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, "-c", code, *WITHOUT_TORCH], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

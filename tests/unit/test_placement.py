@@ -7,10 +7,7 @@ from shardwise.placement import REPLICATED, SHARDED, STRATEGIES, Placement, plac
 
 
 def test_the_table_holds_the_five_strategies_simplest_first() -> None:
-    rows = {
-        name: (row.params, row.grads, row.optim, row.reshard_after_forward)
-        for name, row in STRATEGIES.items()
-    }
+    rows = {name: (row.params, row.grads, row.optim, row.reshard_after_forward) for name, row in STRATEGIES.items()}
     r, s = REPLICATED, SHARDED
     assert list(rows.items()) == [
         ("ddp", (r, r, r, False)),

@@ -31,9 +31,7 @@ def test_a_plan_is_a_value(plan: Plan) -> None:
 
 
 @given(
-    st.dictionaries(
-        st.text(max_size=8), st.integers() | st.text(max_size=8) | st.booleans() | st.none(), max_size=4
-    )
+    st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=8) | st.booleans() | st.none(), max_size=4)
 )
 def test_whatever_a_table_holds_it_is_a_plan_or_one_line(data: dict[str, object]) -> None:
     try:
@@ -43,9 +41,7 @@ def test_whatever_a_table_holds_it_is_a_plan_or_one_line(data: dict[str, object]
 
 
 def test_the_last_override_that_matches_wins() -> None:
-    plan = Plan(
-        strategy="fsdp", overrides={"blocks.*": "zero2", "blocks.1": "ddp", "head": STRATEGIES["zero1"]}
-    )
+    plan = Plan(strategy="fsdp", overrides={"blocks.*": "zero2", "blocks.1": "ddp", "head": STRATEGIES["zero1"]})
     assert plan.placements(["(root)", "blocks.0", "blocks.1", "head"]) == {
         "(root)": STRATEGIES["fsdp"],
         "blocks.0": STRATEGIES["zero2"],
@@ -62,9 +58,7 @@ def test_the_order_of_overrides_is_part_of_the_plan() -> None:
 
 
 def test_an_override_that_matches_no_unit_is_refused_with_the_units() -> None:
-    with pytest.raises(
-        InvalidPlan, match=r"overrides\.head matches no unit; the units are \(root\), blocks\.0"
-    ):
+    with pytest.raises(InvalidPlan, match=r"overrides\.head matches no unit; the units are \(root\), blocks\.0"):
         Plan(overrides={"head": "ddp"}).placements(["(root)", "blocks.0"])
 
 

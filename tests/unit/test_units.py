@@ -74,9 +74,7 @@ def test_a_stack_of_leaves_is_not_a_stack_of_blocks() -> None:
 
 
 def test_only_the_outermost_blocks_are_units() -> None:
-    experts = nn.ModuleList(
-        nn.ModuleDict({"experts": nn.ModuleList(Block() for _ in range(2))}) for _ in range(2)
-    )
+    experts = nn.ModuleList(nn.ModuleDict({"experts": nn.ModuleList(Block() for _ in range(2))}) for _ in range(2))
     outer = nn.ModuleList(nn.TransformerEncoderLayer(4, 1, 8) for _ in range(2))
     assert names(experts) == [ROOT, *(f"{i}.experts.{j}" for i in range(2) for j in range(2))]
     for layer in outer:

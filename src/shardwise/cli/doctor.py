@@ -18,9 +18,7 @@ def doctor(path: Annotated[Path, typer.Argument(metavar="PLAN.toml", help="A pla
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("units", "strategy", "params", "grads", "optim"):
         table.add_column(column)
-    table.add_row(
-        "every unit" if not plan.overrides else "every other unit", plan.strategy, *_row(plan.strategy)
-    )
+    table.add_row("every unit" if not plan.overrides else "every other unit", plan.strategy, *_row(plan.strategy))
     # The last match wins, so the last override is the first that is asked.
     for pattern, strategy in reversed(plan.to_dict()["overrides"].items()):
         table.add_row(pattern, strategy, *_row(strategy))

@@ -16,8 +16,7 @@ def models(
     """List the models of the catalogue: parameters and dimensions."""
     if as_json:
         rows = {
-            name: {"num_params": shape.num_params, **dataclasses.asdict(shape)}
-            for name, shape in CATALOGUE.items()
+            name: {"num_params": shape.num_params, **dataclasses.asdict(shape)} for name, shape in CATALOGUE.items()
         }
         print(json.dumps(rows, indent=2))
         return

@@ -9,9 +9,7 @@ from shardwise.errors import InvalidData
 
 
 def tokens(
-    inputs: Annotated[
-        list[Path], typer.Argument(help="Text files, .jsonl files, or folders of .txt and .jsonl.")
-    ],
+    inputs: Annotated[list[Path], typer.Argument(help="Text files, .jsonl files, or folders of .txt and .jsonl.")],
     out: Annotated[Path, typer.Option("--out", help="Write OUT.bin and OUT.idx.")],
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", help="A Hugging Face tokenizer.json; without one, bytes.")

@@ -60,9 +60,7 @@ class DistributedSampler:
         stop = None if self.endless else self.num_samples
         while stop is None or first < stop:
             end = first + _BLOCK * self.num_ranks
-            positions = np.arange(
-                first, end if stop is None else min(end, stop), self.num_ranks, dtype=np.int64
-            )
+            positions = np.arange(first, end if stop is None else min(end, stop), self.num_ranks, dtype=np.int64)
             yield from self._samples(positions).tolist()
             first = end
 
@@ -80,9 +78,7 @@ class DistributedSampler:
     def advance(self, num_samples: int) -> None:
         """Move on by what all ranks together have used; the end of an epoch is the start of the next."""
         if num_samples < 0 or (not self.endless and self.position + num_samples > self.num_samples):
-            raise ValueError(
-                f"advance by {num_samples} from position {self.position} of {self.num_samples} samples"
-            )
+            raise ValueError(f"advance by {num_samples} from position {self.position} of {self.num_samples} samples")
         self.position += num_samples
         if self.num_samples:
             epochs, self.position = divmod(self.position, self.num_samples)

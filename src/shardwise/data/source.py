@@ -47,9 +47,7 @@ def token_splits(reference: str, *, seq: int, vocab_size: int) -> Splits:
         file = open_tokens(argument)
         tokens, least_vocab = file.tokens, file.vocab_size
     else:
-        raise UnknownName.of(
-            "dataset of tokens", reference, known=("stdlib", "tokens:PATH", "hf:NAME", "random")
-        )
+        raise UnknownName.of("dataset of tokens", reference, known=("stdlib", "tokens:PATH", "hf:NAME", "random"))
     if least_vocab > vocab_size:
         raise InvalidData(
             f"{reference}: has a vocabulary of {least_vocab}, the model one of {vocab_size}: "
@@ -85,9 +83,7 @@ def image_splits(reference: str, *, image_size: int, num_channels: int, num_clas
         )
         splits, found = _every_tenth_kept(images), num_classes
     else:
-        raise UnknownName.of(
-            "dataset of images", reference, known=("digits", "images:DIR", "hf:NAME", "random")
-        )
+        raise UnknownName.of("dataset of images", reference, known=("digits", "images:DIR", "hf:NAME", "random"))
     if found > num_classes:
         raise InvalidData(f"{reference}: has {found} classes, the model {num_classes}")
     return splits

@@ -66,9 +66,7 @@ def tokenizer_encoding(path: Path, *, end_token: str | None = None) -> Encoding:
         return np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     # Added tokens may lie beyond the vocabulary's own size, with holes between.
-    return Encoding(
-        name=path.name, vocab_size=max(vocabulary.values()) + 1, end=vocabulary[end_token], encode=encode
-    )
+    return Encoding(name=path.name, vocab_size=max(vocabulary.values()) + 1, end=vocabulary[end_token], encode=encode)
 
 
 def encode_files(paths: Iterable[Path], *, encoding: Encoding) -> Iterator[Piece]:
@@ -122,8 +120,7 @@ def stdlib_tokens(*, max_bytes: int = 8 * 2**20) -> NDArray[np.uint8]:
     files = sorted(
         path
         for path in folder.rglob("*.py")
-        if not {"site-packages", "dist-packages", "test", "tests", "idlelib"}
-        & set(path.relative_to(folder).parts)
+        if not {"site-packages", "dist-packages", "test", "tests", "idlelib"} & set(path.relative_to(folder).parts)
     )
     documents: list[NDArray[np.uint8]] = []
     num_bytes = 0
@@ -135,7 +132,5 @@ def stdlib_tokens(*, max_bytes: int = 8 * 2**20) -> NDArray[np.uint8]:
         documents.append(np.frombuffer(source + b"\0", dtype=np.uint8))
         num_bytes += len(source) + 1
     if not documents:
-        raise InvalidData(
-            f"{folder}: this Python has no source files of its library; use tokens:PATH instead"
-        )
+        raise InvalidData(f"{folder}: this Python has no source files of its library; use tokens:PATH instead")
     return np.concatenate(documents)[:max_bytes]

@@ -137,11 +137,7 @@ def _check_index(header: dict[str, Any], ends: NDArray[np.uint64]) -> None:
         raise ValueError(f"dtype {header['dtype']}")
     if header["num_tokens"] < 1 or header["vocab_size"] < 1 or not isinstance(header["tokenizer"], str):
         raise ValueError("its header makes no sense")
-    if (
-        len(ends) != header["num_documents"]
-        or int(ends[-1]) != header["num_tokens"]
-        or (np.diff(ends) < 0).any()
-    ):
+    if len(ends) != header["num_documents"] or int(ends[-1]) != header["num_tokens"] or (np.diff(ends) < 0).any():
         raise ValueError("its documents do not add up to its tokens")
 
 

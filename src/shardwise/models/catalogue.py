@@ -79,9 +79,7 @@ _LLAMA: dict[str, Shape] = {
     "llama-2-7b": _llama2(num_layers=32, width=4096, num_heads=32, num_kv_heads=32, ffn_width=11_008),
     "llama-2-13b": _llama2(num_layers=40, width=5120, num_heads=40, num_kv_heads=40, ffn_width=13_824),
     "llama-2-70b": _llama2(num_layers=80, width=8192, num_heads=64, num_kv_heads=8, ffn_width=28_672),
-    "llama-3.2-1b": _llama3(
-        num_layers=16, width=2048, num_heads=32, ffn_width=8192, rope_factor=32.0, tied=True
-    ),
+    "llama-3.2-1b": _llama3(num_layers=16, width=2048, num_heads=32, ffn_width=8192, rope_factor=32.0, tied=True),
     "llama-3.1-8b": _llama3(num_layers=32, width=4096, num_heads=32, ffn_width=14_336),
     "llama-3.1-70b": _llama3(num_layers=80, width=8192, num_heads=64, ffn_width=28_672),
     "llama-3.1-405b": _llama3(num_layers=126, width=16_384, num_heads=128, ffn_width=53_248),
@@ -121,6 +119,4 @@ def shape_of(name: str) -> Shape:
     try:
         return CATALOGUE[name]
     except KeyError:
-        raise UnknownName.of(
-            "model", name, known=CATALOGUE, see="`shardwise models` lists them all"
-        ) from None
+        raise UnknownName.of("model", name, known=CATALOGUE, see="`shardwise models` lists them all") from None

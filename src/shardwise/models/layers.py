@@ -79,9 +79,7 @@ class PreNormBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=norm_eps)
-        self.attention = SelfAttention(
-            width, num_heads=num_heads, causal=causal, dropout=dropout, out_std=out_std
-        )
+        self.attention = SelfAttention(width, num_heads=num_heads, causal=causal, dropout=dropout, out_std=out_std)
         self.norm2 = nn.LayerNorm(width, eps=norm_eps)
         self.feed_forward = FeedForward(width, out_std=out_std, approximate=approximate)
         self.drop = nn.Dropout(dropout)

@@ -33,20 +33,19 @@ class TensorSpec:
     """One parameter or buffer.
 
     `name` is its full path in the model; `aliases` are the further paths of a tied one.
-    `trainable` is False for buffers and frozen parameters.
+    `trainable` is False for buffers and frozen parameters, `persistent` for buffers that are not saved.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
+    persistent: bool = True
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype not in BYTES_PER_ELEMENT:
-            raise InvalidModel(
-                f"{self.name}: dtype {self.dtype} is not known; known: {', '.join(BYTES_PER_ELEMENT)}"
-            )
+            raise InvalidModel(f"{self.name}: dtype {self.dtype} is not known; known: {', '.join(BYTES_PER_ELEMENT)}")
         if any(size < 0 for size in self.shape):
             raise InvalidModel(f"{self.name}: shape {self.shape} has a negative size")
 

@@ -13,9 +13,7 @@ from shardwise.plan import Plan
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "shardwise", *arguments], capture_output=True, text=True, check=False
-    )
+    return subprocess.run([sys.executable, "-m", "shardwise", *arguments], capture_output=True, text=True, check=False)
 
 
 def exit_code(*arguments: str) -> int:

@@ -35,9 +35,7 @@ def test_seeds_and_epochs_give_other_orders() -> None:
 
 
 def test_all_orders_of_four_are_about_equally_likely() -> None:
-    counts = Counter(
-        tuple(permute(np.arange(4), length=4, seed=1, epoch=epoch).tolist()) for epoch in range(24 * 200)
-    )
+    counts = Counter(tuple(permute(np.arange(4), length=4, seed=1, epoch=epoch).tolist()) for epoch in range(24 * 200))
     assert len(counts) == 24
     # 23 degrees of freedom: beyond 49.7 lies one in a thousand.
     assert sum((count - 200) ** 2 / 200 for count in counts.values()) < 49.7

@@ -22,9 +22,7 @@ def samplers(num_ranks: int, length: int, **arguments: object) -> list[Distribut
 
 @given(num_ranks=ranks, length=lengths, seed=seeds, shuffle=st.booleans())
 @settings(max_examples=300)
-def test_evaluation_sees_every_sample_once_on_one_rank(
-    num_ranks: int, length: int, seed: int, shuffle: bool
-) -> None:
+def test_evaluation_sees_every_sample_once_on_one_rank(num_ranks: int, length: int, seed: int, shuffle: bool) -> None:
     parts = [list(s) for s in samplers(num_ranks, length, seed=seed, shuffle=shuffle)]
     assert sorted(sample for part in parts for sample in part) == list(range(length))
     sizes = [len(part) for part in parts]

@@ -73,9 +73,7 @@ def test_an_unknown_dataset_says_what_is_known() -> None:
 def test_a_dataset_that_hugging_face_saved(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = {"input_ids": [[1, 2, 3], [4, 5, 6]], "labels": [[2, 3, 4], [5, 6, 7]]}
-    whole = datasets.DatasetDict(
-        {"train": datasets.Dataset.from_dict(rows), "test": datasets.Dataset.from_dict(rows)}
-    )
+    whole = datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows), "test": datasets.Dataset.from_dict(rows)})
     whole.save_to_disk(str(tmp_path / "saved"))
     splits = token_splits(f"hf:{tmp_path / 'saved'}", seq=3, vocab_size=10)
     inputs, targets = splits.training[1]

@@ -12,9 +12,7 @@ from shardwise.errors import InvalidData, UnknownName
 
 def encode(*paths: Path, tmp_path: Path) -> list[list[int]]:
     encoding = byte_encoding()
-    file = write_tokens(
-        tmp_path / "out", encode_files(paths, encoding=encoding), vocab_size=256, tokenizer="bytes"
-    )
+    file = write_tokens(tmp_path / "out", encode_files(paths, encoding=encoding), vocab_size=256, tokenizer="bytes")
     return [part.tolist() for part in np.split(file.tokens, file.document_ends[:-1].astype(int))]
 
 
@@ -26,9 +24,7 @@ def test_a_file_is_a_document_of_bytes_that_ends_with_zero(tmp_path: Path) -> No
     assert encode(*files, tmp_path=tmp_path) == [[*"é\r\nb".encode(), 0], [ord("c"), 0]]
 
 
-def test_a_large_file_comes_in_pieces_and_is_one_document(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_file_comes_in_pieces_and_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "_PIECE_CHARS", 10)
     (tmp_path / "a.txt").write_text("one line\n" * 20)
     pieces = list(encode_files([tmp_path / "a.txt"], encoding=byte_encoding()))

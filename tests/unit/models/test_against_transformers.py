@@ -130,9 +130,7 @@ def test_vit_computes_what_vit_computes() -> None:
 
     def find(*endings: str) -> Tensor:
         (name,) = [
-            n
-            for n in state
-            if any(n.endswith(e) for e in endings) and ".layer" not in n.replace("layernorm", "")
+            n for n in state if any(n.endswith(e) for e in endings) and ".layer" not in n.replace("layernorm", "")
         ]
         return state[name]
 

@@ -1,0 +1,68 @@
+"""The four collectives that the engine uses, all in place and asynchronous; torch's own are one set of them.
+
+In place, because the engine's buffers are laid out so that nothing has to be copied in or out: of a buffer
+of W equal slices, slice i belongs to the group's i-th rank.
+"""
+
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.groups import Group
+
+# torch 2.13 renamed them and warns about the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Work(Protocol):
+    """A collective that is under way."""
+
+    def wait(self) -> object:
+        """Return when the result may be used: at once, on the current stream, for a GPU's."""
+
+
+class Collectives(Protocol):
+    """Until `wait` returns, nobody may read, write or free the buffer."""
+
+    def all_gather(self, buffer: Tensor, *, group: Group) -> Work:
+        """Slice i of `buffer` is taken from rank i, for all i."""
+
+    def reduce_scatter(self, buffer: Tensor, *, group: Group) -> Work:
+        """This rank's slice of `buffer` becomes the sum over the ranks; the other slices become undefined."""
+
+    def all_reduce(self, buffer: Tensor, *, group: Group) -> Work:
+        """`buffer` becomes the sum over the ranks."""
+
+    def broadcast(self, buffer: Tensor, *, source: int, group: Group) -> Work:
+        """`buffer` is taken from the group's `source`-th rank."""
+
+
+def own_slice(buffer: Tensor, *, group: Group) -> Tensor:
+    """The part of a buffer of `group.size` equal slices that belongs to this rank."""
+    size = buffer.numel() // group.size
+    return buffer[group.index * size : (group.index + 1) * size]
+
+
+class BackendCollectives:
+    """The process group's own collectives."""
+
+    def all_gather(self, buffer: Tensor, *, group: Group) -> Work:
+        work: Work = _all_gather(buffer, own_slice(buffer, group=group), group=group.handle, async_op=True)
+        return work
+
+    def reduce_scatter(self, buffer: Tensor, *, group: Group) -> Work:
+        if buffer.device.type == "cpu":
+            # Gloo's reduce-scatter takes twice as long as its all-reduce of the same buffer.
+            return self.all_reduce(buffer, group=group)
+        work: Work = _reduce_scatter(own_slice(buffer, group=group), buffer, group=group.handle, async_op=True)
+        return work
+
+    def all_reduce(self, buffer: Tensor, *, group: Group) -> Work:
+        work: Work = dist.all_reduce(buffer, group=group.handle, async_op=True)
+        return work
+
+    def broadcast(self, buffer: Tensor, *, source: int, group: Group) -> Work:
+        work: Work = dist.broadcast(buffer, src=group.ranks[source], group=group.handle, async_op=True)
+        return work

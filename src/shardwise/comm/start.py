@@ -1,0 +1,65 @@
+"""The process group, if nobody has started one; and agreement between ranks before they trust each other."""
+
+import atexit
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import ShardwiseError
+
+
+class RanksDisagree(ShardwiseError):  # noqa: N818
+    """Ranks were given different plans or models, or one of them could not go on."""
+
+
+def start_process_group(device: torch.device) -> None:
+    """Join the job that the environment describes (torchrun's variables), or be a job of one rank."""
+    if dist.is_initialized():
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    atexit.register(_stop)
+
+
+def _stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def agree(describe: Callable[[], str], *, what: str) -> None:
+    """Every rank must describe the same thing; a rank that cannot says why, on all of them.
+
+    Collective. Without it one rank's mistake would leave the others waiting for it.
+    """
+    failure: ShardwiseError | None = None
+    try:
+        mine = "=" + describe()
+    except ShardwiseError as error:
+        failure = error
+        mine = "!" + str(error)
+    everyone = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if failure is not None:
+        raise failure
+    for rank, other in enumerate(everyone):
+        if other.startswith("!"):
+            raise RanksDisagree(f"rank {rank} could not go on: {other[1:]}")
+    different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    if different:
+        other = different[0]
+        raise RanksDisagree(
+            f"rank 0 and rank {other} were given different {what}: {_difference(everyone[0], everyone[other])}"
+        )
+
+
+def _difference(one: str, other: str) -> str:
+    """The first line in which two descriptions differ."""
+    for ours, theirs in zip(one[1:].splitlines(), other[1:].splitlines(), strict=False):
+        if ours != theirs:
+            return f"{ours.strip()} | {theirs.strip()}"
+    return "one has more than the other"

@@ -1,0 +1,61 @@
+"""What `prepare` made of a model, by model."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardwise.comm.collectives import Collectives
+from shardwise.comm.groups import MeshGroups
+from shardwise.engine.flat import FlatParams
+from shardwise.engine.optim import OwnedParameters
+from shardwise.engine.runner import Runner
+from shardwise.engine.tape import Tape
+from shardwise.errors import InvalidModel
+from shardwise.plan import Plan
+
+
+@dataclass(slots=True, kw_only=True)
+class Engine:
+    """The parts of a prepared model."""
+
+    plan: Plan
+    groups: MeshGroups
+    collectives: Collectives
+    flats: list[FlatParams]
+    runner: Runner
+    owned: OwnedParameters
+    tape: Tape
+    handles: list[Any]
+
+
+_ENGINES: "weakref.WeakKeyDictionary[nn.Module, Engine]" = weakref.WeakKeyDictionary()
+
+
+def register(model: nn.Module, engine: Engine) -> None:
+    _ENGINES[model] = engine
+
+
+def is_prepared(model: nn.Module) -> bool:
+    return model in _ENGINES
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a prepared model."""
+    if model not in _ENGINES:
+        raise InvalidModel(f"this {type(model).__name__} has not been through shardwise.prepare")
+    return _ENGINES[model]
+
+
+@contextmanager
+def tape(model: nn.Module) -> Iterator[Tape]:
+    """Record the operations that the model's steps issue; `take()` hands out what was recorded so far."""
+    recorded = engine_of(model).tape
+    recorded.recording = True
+    try:
+        yield recorded
+    finally:
+        recorded.recording = False

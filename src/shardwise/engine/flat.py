@@ -1,0 +1,218 @@
+"""The buffers of a unit's parameters: the full one that modules compute with, and the slice that a rank owns.
+
+full      compute dtype; parameters are views of it. Freed by resizing its storage to 0, so that what autograd
+          saved of the parameters is valid again as soon as it is gathered again.
+master    what the optimizer steps: the owned slice where optim is sharded, else everything. Where params are
+          replicated and compute in the master's dtype it is not a second copy but a view of `full`.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import Collectives, Work, own_slice
+from shardwise.comm.groups import MeshGroups
+from shardwise.engine.guard import unguarded
+from shardwise.engine.layout import lay_out
+from shardwise.placement import SHARDED, Placement
+
+
+@dataclass(slots=True, kw_only=True)
+class Owned:
+    """The part of one parameter that this rank's optimizer steps."""
+
+    parameter: nn.Parameter
+    index: int
+    start: int
+    stop: int
+
+
+class FlatParams:
+    """Parameters of one unit and one dtype in one buffer."""
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        *,
+        names: list[str],
+        placement: Placement,
+        compute_dtype: torch.dtype,
+        master_dtype: torch.dtype,
+        device: torch.device,
+        groups: MeshGroups,
+        collectives: Collectives,
+    ) -> None:
+        self.params = params
+        self.names = names
+        self.placement = placement
+        self.device = device
+        self.groups = groups
+        self.collectives = collectives
+        self.master_dtype = master_dtype
+        self.layout = lay_out([tuple(p.shape) for p in params], num_slices=groups.gather.size)
+        size = self.layout.num_elements
+        # Zeros, because the padding is communicated too and should not be what happened to lie there.
+        self.full = torch.zeros(size, dtype=compute_dtype, device=device)
+        self.full_bytes = self.full.untyped_storage().nbytes()
+        self.master = self._make_master()
+        self.owned = self._own()
+        # Made while there is storage behind them: a view of freed storage can be kept, but not made.
+        self.full_views = self.views(self.full)
+        self.gathering: Work | None = None
+        self.whole = True
+        if placement.params is SHARDED:
+            self.free()
+        # The averaged gradients, of which the owned parameters' are views: a slice, or everything.
+        self.grads: Tensor | None = None
+
+    def _make_master(self) -> Tensor:
+        optim_sharded = self.placement.optim is SHARDED
+        whole_size = self.layout.num_elements
+        size = self.layout.slice_elements if optim_sharded else whole_size
+        if self.placement.params is SHARDED or self.full.dtype != self.master_dtype:
+            return torch.zeros(size, dtype=self.master_dtype, device=self.device)
+        return own_slice(self.full, group=self.groups.gather) if optim_sharded else self.full
+
+    def _own(self) -> list[Owned]:
+        """Views of the master for the optimizer: 1-D slices, or the whole parameter in its own shape."""
+        if self.placement.optim is SHARDED:
+            parts = self.layout.owned(self.groups.gather.index)
+            views = [self.master[start:stop] for _, start, stop in parts]
+        else:
+            parts = [(i, offset, offset + size) for i, (offset, size) in enumerate(self.layout.sizes())]
+            views = [self.master[start:stop].view(self.params[i].shape) for i, start, stop in parts]
+        return [
+            Owned(
+                parameter=nn.Parameter(view, requires_grad=self.params[i].requires_grad),
+                index=i,
+                start=start,
+                stop=stop,
+            )
+            for (i, start, stop), view in zip(parts, views, strict=True)
+        ]
+
+    @property
+    def aliased(self) -> bool:
+        """Whether an update of the master is an update of the full buffer."""
+        return self.master.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr()
+
+    @torch.no_grad()
+    def fill(self, index: int, value: Tensor) -> None:
+        """Take the values of one parameter, given whole, into the master (and what is whole of the full buffer)."""
+        flat = value.detach().reshape(-1)
+        offset, size = self.layout.offsets[index], prod(self.layout.shapes[index])
+        if self.placement.optim is SHARDED:
+            first = self.groups.gather.index * self.layout.slice_elements
+            start, stop = max(offset, first), min(offset + size, first + self.layout.slice_elements)
+            if start < stop:
+                self.master[start - first : stop - first].copy_(flat[start - offset : stop - offset])
+        else:
+            self.master[offset : offset + size].copy_(flat)
+        if self.placement.params is not SHARDED:
+            self.full[offset : offset + size].copy_(flat)
+
+    def attach(self, index: int) -> None:
+        """Make the module's parameter a view of the full buffer."""
+        self.params[index].data = self.full_views[index]
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Start to make the full buffer whole from the owned slices."""
+        self.wait_gather()
+        if not self.whole:
+            self.full.untyped_storage().resize_(self.full_bytes)
+            self.whole = True
+        if not self.aliased:
+            own_slice(self.full, group=self.groups.gather).copy_(self.master)
+        self.gathering = self.collectives.all_gather(self.full, group=self.groups.gather)
+
+    def wait_gather(self) -> None:
+        """From here on the full buffer may be read."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+    def free(self) -> None:
+        """Give the full buffer's memory back; its views stay and come back to life with the next gather."""
+        self.wait_gather()
+        self.full.untyped_storage().resize_(0)
+        self.whole = False
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """After an update of a whole master: the full buffer again in the compute dtype."""
+        if not self.aliased:
+            self.full.copy_(self.master)
+
+    @torch.no_grad()
+    def full_master(self) -> Tensor:
+        """All of the master, on every rank. Collective where optim is sharded."""
+        if self.placement.optim is not SHARDED:
+            return self.master.clone()
+        whole = torch.zeros(self.layout.num_elements, dtype=self.master_dtype, device=self.device)
+        own_slice(whole, group=self.groups.gather).copy_(self.master)
+        self.collectives.all_gather(whole, group=self.groups.gather).wait()
+        return whole
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The parameters' places in a buffer of this layout, in their shapes."""
+        return [
+            buffer[offset : offset + size].view(shape)
+            for (offset, size), shape in zip(self.layout.sizes(), self.layout.shapes, strict=True)
+        ]
+
+    def add_grads(self, average: Tensor) -> None:
+        """Take this backward's averaged gradients, on top of those that are there."""
+        trainable = [part for part in self.owned if self.params[part.index].requires_grad]
+        mine = self._mine(average)
+        if self.grads is None:
+            self.grads = average
+        else:
+            for part in trainable:
+                if part.parameter.grad is None:
+                    self._mine(self.grads)[part.start : part.stop].zero_()
+            self.grads.add_(average)
+            mine = self._mine(self.grads)
+        for part in trainable:
+            if part.parameter.grad is None:
+                part.parameter.grad = mine[part.start : part.stop].view_as(part.parameter)
+        if self.shows_grads:
+            for parameter, view in zip(self.params, self.views(self.grads), strict=True):
+                parameter.grad = view if parameter.requires_grad else None
+
+    @property
+    def shows_grads(self) -> bool:
+        """Whether `p.grad` of the module's parameters is the averaged gradient."""
+        return self.placement.grads is not SHARDED and self.full.dtype == self.master_dtype
+
+    def _mine(self, grads: Tensor) -> Tensor:
+        """What the owned parts' starts and stops count in."""
+        if self.placement.optim is SHARDED and self.placement.grads is not SHARDED:
+            return own_slice(grads, group=self.groups.gather)
+        return grads
+
+    def hide_grads(self) -> None:
+        """Before backward: autograd must find no gradient, or it would add this rank's own to the average."""
+        with unguarded():
+            for parameter in self.params:
+                parameter.grad = None
+
+    def drop_stale_grads(self) -> None:
+        """Before forward: gradients that the user has cleared, through the optimizer or the model, are gone."""
+        if self.grads is None:
+            return
+        if self.shows_grads:
+            for part in self.owned:
+                if self.params[part.index].grad is None:
+                    part.parameter.grad = None
+        if all(part.parameter.grad is None for part in self.owned):
+            self.drop_grads()
+
+    def drop_grads(self) -> None:
+        """Forget all gradients."""
+        self.grads = None
+        for part in self.owned:
+            part.parameter.grad = None
+        self.hide_grads()

@@ -1,0 +1,101 @@
+"""An optimizer that steps what the rank owns.
+
+Its param groups are rewritten in place: the module's parameters go, the owned slices come. An optimizer that is
+made after `prepare`, or was not handed to it, is recognised at its first step by the parameters that it holds.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwise.errors import InvalidPlan, ShardwiseError
+
+# Each element's update depends on that element's gradient and state alone, so a slice can be updated by itself.
+ELEMENTWISE = frozenset(
+    {
+        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    }
+)  # fmt: skip
+
+
+class StaleOptimizer(ShardwiseError):  # noqa: N818
+    """An optimizer whose state belongs to parameters that are no longer there."""
+
+
+class OwnedParameters:
+    """Which slices stand for which parameters, and what is to happen around a step."""
+
+    def __init__(self, *, before_step: Callable[[], None], after_step: Callable[[], None], any_optimizer: bool) -> None:
+        self._owned: dict[int, nn.Parameter | None] = {}
+        self._sharded: dict[int, bool] = {}
+        self._names: dict[int, str] = {}
+        # The full names of each param group, also of what this rank owns nothing of.
+        self.group_names: weakref.WeakKeyDictionary[Optimizer, list[list[str]]] = weakref.WeakKeyDictionary()
+        self._before_step = before_step
+        self._after_step = after_step
+        self._any_optimizer = any_optimizer
+        _REGISTRY.add(self)
+
+    def add(self, parameter: nn.Parameter, *, name: str, owned: nn.Parameter | None, sharded: bool) -> None:
+        """`owned` stands for `parameter`; None where this rank owns no element of it."""
+        self._owned[id(parameter)] = owned
+        self._sharded[id(parameter)] = sharded
+        self._names[id(parameter)] = name
+
+    def concerns(self, optimizer: Optimizer) -> bool:
+        return any(id(p) in self._owned for group in optimizer.param_groups for p in group["params"])
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Rewrite the param groups; their options, and whoever holds them (schedulers), stay."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter in held:
+            if id(parameter) not in self._owned:
+                raise InvalidPlan(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: "
+                    "give it an optimizer of its own"
+                )
+        if optimizer.state:
+            raise StaleOptimizer(
+                "the optimizer has stepped before: hand a fresh one to shardwise.prepare, then load the old state "
+                "with shardwise.load_full_state_dict"
+            )
+        self._check_elementwise(optimizer, held)
+        self.group_names[optimizer] = [
+            [self._names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups
+        ]
+        for group in optimizer.param_groups:
+            owned = [self._owned[id(parameter)] for parameter in group["params"]]
+            group["params"][:] = [parameter for parameter in owned if parameter is not None]
+        optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+    def _check_elementwise(self, optimizer: Optimizer, held: list[nn.Parameter]) -> None:
+        kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+        if self._any_optimizer or kinds & ELEMENTWISE or not any(self._sharded[id(p)] for p in held):
+            return
+        raise InvalidPlan(
+            f"{type(optimizer).__name__} is not known to update each element by itself, and under this plan a rank "
+            f"holds slices: use one of {', '.join(sorted(ELEMENTWISE))}, strategy = 'ddp', or say "
+            "prepare(…, any_optimizer=True) if it does"
+        )
+
+    def adopted(self, optimizer: Optimizer) -> bool:
+        return optimizer in self.group_names
+
+
+_REGISTRY: weakref.WeakSet[OwnedParameters] = weakref.WeakSet()
+
+
+def _before_any_step(optimizer: Optimizer, arguments: Any, options: Any) -> None:
+    for owner in list(_REGISTRY):
+        if not owner.adopted(optimizer) and owner.concerns(optimizer):
+            owner.adopt(optimizer)
+            # The hook that was just registered is not called for the step that is under way.
+            owner._before_step()
+
+
+_HOOK = register_optimizer_step_pre_hook(_before_any_step)

@@ -1,0 +1,246 @@
+"""`prepare`: an ordinary model and optimizer become ones that run a plan. They stay the same objects."""
+
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.comm.collectives import BackendCollectives, Collectives
+from shardwise.comm.groups import MeshGroups, mesh_groups
+from shardwise.comm.start import agree, start_process_group
+from shardwise.engine.engine import Engine, is_prepared, register
+from shardwise.engine.flat import FlatParams
+from shardwise.engine.hooks import attach_hooks
+from shardwise.engine.model import become_prepared
+from shardwise.engine.optim import OwnedParameters
+from shardwise.engine.precision import compute_dtype, input_dtype, master_dtype, reduce_dtype
+from shardwise.engine.reduce import ReduceBucket
+from shardwise.engine.runner import Runner
+from shardwise.engine.tape import Tape
+from shardwise.engine.unit import Unit
+from shardwise.errors import InvalidModel, InvalidPlan
+from shardwise.materialize import materialize_module
+from shardwise.mesh import Mesh
+from shardwise.placement import SHARDED
+from shardwise.plan import Plan
+from shardwise.program import Bucket, Kind
+from shardwise.spec import ROOT, ModelSpec
+from shardwise.units import model_spec, unit_modules
+
+AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None)
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: AnyOptimizer,
+    plan: Plan,
+    *,
+    device: torch.device | str | None = None,
+    any_optimizer: bool = False,
+    collectives: Collectives | None = None,
+) -> tuple[nn.Module, AnyOptimizer]:
+    """Make `model` and `optimizer` run `plan`; then train with an ordinary loop.
+
+    Collective: every rank of the job calls it. Starts the process group from the environment if there is none, or a
+    job of one rank. Values come from rank 0. A model on the meta device is filled straight into shards. `device`
+    moves the model; without it the model stays where it is (from meta: the GPU of LOCAL_RANK, or the CPU).
+    `optimizer` may be None, and be made later. `any_optimizer` admits one that is not known to be elementwise.
+    `collectives` replaces the plan's, for tests.
+    """
+    chosen = _device(model, device=device)
+    start_process_group(chosen)
+    mesh = plan.mesh or Mesh(shard=dist.get_world_size())
+    agree(lambda: _description(model, plan=plan, mesh=mesh), what="plans or models")
+    groups = mesh_groups(mesh)
+    chosen_collectives = collectives or _collectives(plan)
+    spec = model_spec(model, policy=plan.units)
+    tape = Tape()
+    units = _units(model, spec=spec, plan=plan, groups=groups, collectives=chosen_collectives, tape=tape, device=chosen)
+    flats = [flat for unit in units.values() for flat in unit.flats]
+    _fill(model, flats=flats, groups=groups, device=chosen)
+
+    def make_bucket(bucket: Bucket) -> ReduceBucket:
+        return ReduceBucket(
+            bucket,
+            units=[units[name] for name in bucket.units],
+            reduce_dtype=reduce_dtype(plan),
+            groups=groups,
+            collectives=chosen_collectives,
+            tape=tape,
+        )
+
+    runner = Runner(
+        spec,
+        plan=plan,
+        units=units,
+        make_bucket=make_bucket,
+        broadcast_buffers=lambda: _broadcast_buffers(model, groups=groups, collectives=chosen_collectives, tape=tape),
+        agree=_from_rank_0,
+        tape=tape,
+    )
+    for unit in units.values():
+        unit.settle()
+    owned = _owned(flats, runner=runner, any_optimizer=any_optimizer)
+    if optimizer is not None:
+        owned.adopt(optimizer)
+    handles = attach_hooks(runner, input_dtype=input_dtype(plan))
+    register(
+        model,
+        Engine(
+            plan=plan,
+            groups=groups,
+            collectives=chosen_collectives,
+            flats=flats,
+            runner=runner,
+            owned=owned,
+            tape=tape,
+            handles=handles,
+        ),
+    )
+    become_prepared(model)
+    return model, optimizer
+
+
+def _device(model: nn.Module, *, device: torch.device | str | None) -> torch.device:
+    if is_prepared(model):
+        raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
+    if device is not None:
+        return torch.device(device)
+    found = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    if len(found) > 1:
+        raise InvalidModel(
+            f"the model's parameters are on {', '.join(sorted(map(str, found)))}: move it to one device first"
+        )
+    if found:
+        return found.pop()
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _description(model: nn.Module, *, plan: Plan, mesh: Mesh) -> str:
+    """What ranks must agree on, a line each; raises for what no rank could run."""
+    mesh.check_ranks(dist.get_world_size())
+    if plan.engine != "shardwise":
+        raise InvalidPlan(f"engine = {plan.engine!r}: shardwise.prepare runs engine = 'shardwise'")
+    if plan.capture:
+        raise InvalidPlan("capture = true: this version cannot capture a step yet; set capture = false")
+    spec = model_spec(model, policy=plan.units)
+    plan.placements(unit.name for unit in spec.units)
+    lines = [f"{name} = {value}" for name, value in plan.to_dict().items()]
+    for unit in spec.units:
+        lines += [f"{p.name} {list(p.shape)} {p.dtype} trainable={p.trainable}" for p in unit.params]
+    return "\n".join(lines)
+
+
+def _collectives(plan: Plan) -> Collectives:
+    if plan.collectives == "ring":
+        from shardwise.comm.ring import RingCollectives
+
+        return RingCollectives()
+    return BackendCollectives()
+
+
+def _from_rank_0(names: list[str]) -> list[str]:
+    box = [names]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _units(
+    model: nn.Module,
+    *,
+    spec: ModelSpec,
+    plan: Plan,
+    groups: MeshGroups,
+    collectives: Collectives,
+    tape: Tape,
+    device: torch.device,
+) -> dict[str, Unit]:
+    modules = unit_modules(model, policy=plan.units)
+    placements = plan.placements(modules)
+    parameters = dict(model.named_parameters())
+    units: dict[str, Unit] = {}
+    for unit in spec.units:
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for param in unit.params:
+            by_dtype.setdefault(_group_dtype(plan, parameters[param.name].dtype), []).append(param.name)
+        flats = [
+            FlatParams(
+                [parameters[name] for name in names],
+                names=names,
+                placement=placements[unit.name],
+                compute_dtype=compute_dtype(plan, dtype),
+                master_dtype=master_dtype(plan, dtype),
+                device=device,
+                groups=groups,
+                collectives=collectives,
+            )
+            for dtype, names in by_dtype.items()
+        ]
+        units[unit.name] = Unit(
+            unit.name, module=modules[unit.name], placement=placements[unit.name], flats=flats, tape=tape
+        )
+    return units
+
+
+def _group_dtype(plan: Plan, own: torch.dtype) -> torch.dtype:
+    """Parameters that compute and are stepped in the same dtypes share a buffer."""
+    return own if plan.precision == "native" or not own.is_floating_point else torch.float32
+
+
+def _fill(model: nn.Module, *, flats: list[FlatParams], groups: MeshGroups, device: torch.device) -> None:
+    """Rank 0's values into every rank's buffers, module by module, so that no rank need hold the model twice.
+
+    The order is that of the modules, as in `materialize`, so a seed gives the same weights either way.
+    """
+    places = {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.params)}
+    real: dict[int, Tensor] = {}
+    filled: set[int] = set()
+    everyone = groups.reduce_world.handle
+    for path, module in model.named_modules():
+        before = {name: id(parameter) for name, parameter in module._parameters.items() if parameter is not None}
+        materialize_module(module, path=path, device=device, real=real)
+        for name, key in before.items():
+            if key in filled:
+                continue
+            filled.add(key)
+            parameter = module._parameters[name]
+            assert parameter is not None
+            flat, index = places[key]
+            value = parameter.detach().to(device).contiguous()
+            dist.broadcast(value, src=0, group=everyone)
+            flat.fill(index, value)
+            flat.params[index] = parameter
+            flat.attach(index)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                value = buffer.to(device).contiguous()
+                dist.broadcast(value, src=0, group=everyone)
+                module._buffers[name] = value
+
+
+def _owned(flats: list[FlatParams], *, runner: Runner, any_optimizer: bool) -> OwnedParameters:
+    owned = OwnedParameters(before_step=runner.before_step, after_step=runner.after_step, any_optimizer=any_optimizer)
+    for flat in flats:
+        parts = {part.index: part.parameter for part in flat.owned}
+        for index, (parameter, name) in enumerate(zip(flat.params, flat.names, strict=True)):
+            sharded = flat.placement.optim is SHARDED
+            owned.add(parameter, name=name, owned=parts.get(index), sharded=sharded)
+    return owned
+
+
+def _broadcast_buffers(model: nn.Module, *, groups: MeshGroups, collectives: Collectives, tape: Tape) -> None:
+    """Buffers that training changes come from rank 0, one collective a dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_dtype.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        collectives.broadcast(flat, source=0, group=groups.reduce_world).wait()
+        parts = torch.split(flat, [buffer.numel() for buffer in buffers])
+        torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
+    if by_dtype:
+        tape.record(Kind.BROADCAST, ROOT)

@@ -1,0 +1,164 @@
+"""Gradients: copied once into a buffer of the reduce dtype, summed over the ranks, handed to their owners.
+
+Replicated gradients keep the buffer: it is the gradients. Sharded ones keep this rank's slice of it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import Collectives, Work, own_slice
+from shardwise.comm.groups import MeshGroups
+from shardwise.engine.flat import FlatParams
+from shardwise.engine.guard import unguarded
+from shardwise.engine.tape import Tape
+from shardwise.engine.unit import Unit
+from shardwise.placement import SHARDED
+from shardwise.program import Bucket, Kind
+
+
+@dataclass(slots=True, kw_only=True)
+class _Segment:
+    """Flat buffers whose gradients share one buffer and one collective: all of one dtype."""
+
+    dtype: torch.dtype
+    flats: list[FlatParams]
+    buffer: Tensor | None = None
+    work: Work | None = None
+
+    @property
+    def num_elements(self) -> int:
+        return sum(flat.layout.num_elements for flat in self.flats)
+
+    def part(self, flat: FlatParams) -> Tensor:
+        """The flat's place in the buffer, which comes into being with the first that asks."""
+        if self.buffer is None:
+            self.buffer = torch.empty(self.num_elements, dtype=self.dtype, device=flat.device)
+        before = self.flats[: self.flats.index(flat)]
+        start = sum(other.layout.num_elements for other in before)
+        return self.buffer[start : start + flat.layout.num_elements]
+
+
+class ReduceBucket:
+    """A bucket of the program at work."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        *,
+        units: list[Unit],
+        reduce_dtype: torch.dtype,
+        groups: MeshGroups,
+        collectives: Collectives,
+        tape: Tape,
+    ) -> None:
+        self.bucket = bucket
+        self.units = units
+        self.groups = groups
+        self.collectives = collectives
+        self.tape = tape
+        self.sharded = units[0].placement.grads is SHARDED
+        self.ready: set[str] = set()
+        self.segments: list[_Segment] = []
+        for flat in (flat for unit in units for flat in unit.flats):
+            if flat.full.is_floating_point() or flat.full.is_complex():
+                self._place(flat, dtype=_reduce_dtype(flat, reduce_dtype))
+
+    def _place(self, flat: FlatParams, *, dtype: torch.dtype) -> None:
+        """Sharded gradients are cut into slices flat by flat; replicated ones of a dtype go together."""
+        if not self.sharded:
+            for segment in self.segments:
+                if segment.dtype == dtype:
+                    segment.flats.append(flat)
+                    return
+        self.segments.append(_Segment(dtype=dtype, flats=[flat]))
+
+    @property
+    def complete(self) -> bool:
+        """Whether the gradients of all its units are in the buffer."""
+        return len(self.ready) == len(self.units)
+
+    @torch.no_grad()
+    def take_grads(self, unit: Unit) -> None:
+        """Move a unit's gradients into the buffer; a parameter without one counts as zero."""
+        self.ready.add(unit.name)
+        for segment in self.segments:
+            for flat in segment.flats:
+                if any(flat is own for own in unit.flats):
+                    _copy_in(flat, segment.part(flat))
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Sum over the ranks."""
+        for unit in self.units:
+            if unit.name not in self.ready:
+                self.take_grads(unit)
+        for segment in self.segments:
+            buffer = segment.buffer
+            assert buffer is not None
+            if self.sharded:
+                segment.work = self.collectives.reduce_scatter(buffer, group=self.groups.reduce)
+            else:
+                segment.work = self.collectives.all_reduce(buffer, group=self.groups.reduce_world)
+        self.tape.record(Kind.REDUCE, self.bucket.name, self._num_bytes)
+
+    def _num_bytes(self) -> int:
+        return sum(segment.num_elements * segment.dtype.itemsize for segment in self.segments)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the sums, average them, and give each owner its gradient."""
+        for segment in self.segments:
+            assert segment.work is not None
+            segment.work.wait()
+            if self.sharded:
+                self._deliver_slices(segment)
+            else:
+                self._deliver_whole(segment)
+            segment.work = segment.buffer = None
+        self.ready.clear()
+        self.tape.record(Kind.WAIT_REDUCE, self.bucket.name)
+
+    def drop(self) -> None:
+        """Forget what is under way, once nobody writes into it any more (a backward that raised)."""
+        for segment in self.segments:
+            if segment.work is not None:
+                segment.work.wait()
+            segment.work = segment.buffer = None
+        self.ready.clear()
+
+    def _deliver_slices(self, segment: _Segment) -> None:
+        (flat,) = segment.flats
+        assert segment.buffer is not None
+        mine = own_slice(segment.buffer, group=self.groups.reduce)
+        if self.groups.replicate.size > 1:
+            self.collectives.all_reduce(mine, group=self.groups.replicate).wait()
+        # A copy, so that the buffer can go.
+        flat.add_grads(mine.to(flat.master_dtype, copy=True).mul_(1 / self.groups.mesh.num_ranks))
+
+    def _deliver_whole(self, segment: _Segment) -> None:
+        assert segment.buffer is not None
+        segment.buffer.mul_(1 / self.groups.mesh.num_ranks)
+        for flat in segment.flats:
+            flat.add_grads(segment.part(flat).to(flat.master_dtype))
+
+
+def _reduce_dtype(flat: FlatParams, planned: torch.dtype) -> torch.dtype:
+    """The plan's, but never narrower than parameters that are float64."""
+    return torch.promote_types(planned, flat.master_dtype) if flat.master_dtype.itemsize > 4 else planned
+
+
+def _copy_in(flat: FlatParams, buffer: Tensor) -> None:
+    views, grads = [], []
+    with unguarded():
+        for parameter, view in zip(flat.params, flat.views(buffer), strict=True):
+            grad = parameter.grad
+            if grad is None:
+                view.zero_()
+            else:
+                views.append(view)
+                grads.append(grad.to_dense() if grad.is_sparse else grad)
+                parameter.grad = None
+    if views:
+        torch._foreach_copy_(views, grads)

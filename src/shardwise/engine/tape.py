@@ -1,0 +1,47 @@
+"""The tape: the operations that a run really issued. Off, it costs one comparison an operation."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwise.program import Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TapeEntry:
+    """One operation as it was issued: what, on what, in which queue, when, and on how many bytes (padding included)."""
+
+    kind: Kind
+    subject: str
+    num_bytes: int
+    seconds: float
+
+    @property
+    def stream(self) -> str:
+        return self.kind.stream
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} {self.subject}"
+
+
+class Tape:
+    """Records while `recording`; `take` hands out what was recorded since the last time."""
+
+    def __init__(self) -> None:
+        self.recording = False
+        self._entries: list[TapeEntry] = []
+
+    def record(self, kind: Kind, subject: str, num_bytes: Callable[[], int] | None = None) -> None:
+        if not self.recording:
+            return
+        entry = TapeEntry(
+            kind=kind,
+            subject=subject,
+            num_bytes=num_bytes() if num_bytes else 0,
+            seconds=time.perf_counter(),
+        )
+        self._entries.append(entry)
+
+    def take(self) -> list[TapeEntry]:
+        entries, self._entries = self._entries, []
+        return entries

@@ -1,0 +1,146 @@
+"""A unit at work: its module, its flat buffers, and where it stands in the step."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from torch import nn
+
+from shardwise.engine.flat import FlatParams
+from shardwise.engine.guard import refuse, rest, unguarded, wake
+from shardwise.engine.tape import Tape
+from shardwise.placement import SHARDED, Placement
+from shardwise.program import Kind
+
+
+class Unit:
+    """Gather, wait, free: each does nothing where it is done already, so that any order of calls is safe."""
+
+    def __init__(
+        self, name: str, *, module: nn.Module, placement: Placement, flats: list[FlatParams], tape: Tape
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.placement = placement
+        self.flats = flats
+        self.tape = tape
+        self.sharded = placement.params is SHARDED
+        self.whole = True
+        self.arrived = True
+        self.at_rest = False
+        # How often forward has called it in this step, and which of those calls backward has come to.
+        self.calls = 0
+        self.begun: set[int] = set()
+        # Gradients that are there in this backward, of those that are to come.
+        self.num_grads = 0
+        self.num_expected = 0
+        self._hooked: set[int] = set()
+
+    def params(self) -> Iterator[nn.Parameter]:
+        return (parameter for flat in self.flats for parameter in flat.params)
+
+    # The parameters
+
+    def gather(self) -> None:
+        if not self.whole:
+            self._gather()
+
+    def _gather(self) -> None:
+        for flat in self.flats:
+            flat.gather()
+        self.whole = True
+        self.arrived = False
+        self.tape.record(Kind.GATHER, self.name, self._gathered_bytes)
+
+    def _gathered_bytes(self) -> int:
+        return sum(flat.full_bytes for flat in self.flats)
+
+    def wait_gather(self) -> None:
+        if self.arrived:
+            return
+        for flat in self.flats:
+            flat.wait_gather()
+        self.arrived = True
+        self.tape.record(Kind.WAIT_GATHER, self.name)
+
+    def ensure(self) -> None:
+        """Whole, arrived and awake, now."""
+        self.gather()
+        self.wait_gather()
+        if self.at_rest:
+            wake(self.params())
+            self.at_rest = False
+
+    def free(self) -> None:
+        """Give the gathered parameters' memory back, where they are sharded."""
+        if not self.sharded or not self.whole:
+            return
+        for flat in self.flats:
+            flat.free()
+        self.whole = self.arrived = False
+        self._rest()
+        self.tape.record(Kind.FREE, self.name)
+
+    def updated(self) -> None:
+        """After the optimizer's step: what is whole is old."""
+        if self.sharded:
+            self.free()
+        elif self.placement.optim is SHARDED:
+            self._gather()
+            self._rest()
+        else:
+            for flat in self.flats:
+                flat.refresh()
+
+    def settle(self) -> None:
+        """Once the buffers are filled: as a step finds it. What is sharded is freed, and noticed when it is read."""
+        for flat in self.flats:
+            for parameter, name in zip(flat.params, flat.names, strict=True):
+                parameter._touched = partial(self._touched, name)  # type: ignore[attr-defined]
+                parameter._drop_grad = flat.drop_grads  # type: ignore[attr-defined]
+        self.whole = self.arrived = not self.sharded
+        if self.placement.grads is SHARDED:
+            self._rest()
+
+    def refilled(self) -> None:
+        """New values have come into the master, and where parameters are replicated also into what is whole."""
+        self.free()
+
+    def _rest(self) -> None:
+        rest(self.params())
+        self.at_rest = True
+
+    def _touched(self, name: str, is_grad: bool) -> None:
+        """Somebody reads a parameter at rest."""
+        if (is_grad and self.placement.grads is SHARDED) or (self.sharded and not self.whole):
+            refuse(name, is_grad=is_grad)
+        for flat in self.flats:
+            flat.wait_gather()
+
+    # The step
+
+    def begin(self, on_grad: Callable[["Unit"], None]) -> None:
+        """A new forward: what has been thawed gets its hook, what has been cleared is forgotten."""
+        self.calls = 0
+        self.num_expected = 0
+        with unguarded():
+            for parameter in self.params():
+                if parameter.requires_grad:
+                    self.num_expected += 1
+                    if id(parameter) not in self._hooked:
+                        self._hooked.add(id(parameter))
+                        parameter.register_post_accumulate_grad_hook(lambda _: on_grad(self))  # type: ignore[no-untyped-call]
+            for flat in self.flats:
+                flat.drop_stale_grads()
+
+    def begin_backward(self) -> None:
+        self.num_grads = 0
+        self.begun.clear()
+        for flat in self.flats:
+            if flat.shows_grads:
+                flat.hide_grads()
+
+    def end_backward(self) -> None:
+        """Where gradients are sharded, `p.grad` has nothing to show, and says so."""
+        self.free()
+        if self.placement.grads is SHARDED and not self.at_rest:
+            self._rest()

@@ -1,0 +1,9 @@
+"""Step 3 of 5: spec + plan → step program: one training step as a list of operations. No torch here.
+
+The planner replays it with byte counts and clocks, the engine issues it, the reports draw it.
+"""
+
+from shardwise.program.build import build
+from shardwise.program.operations import Bucket, Kind, Operation, Row, StepProgram, Trigger
+
+__all__ = ["Bucket", "Kind", "Operation", "Row", "StepProgram", "Trigger", "build"]

@@ -1,0 +1,126 @@
+"""Spec + plan → the program of one step: the events of a step in order, and what the rules make of each."""
+
+from collections.abc import Iterator, Mapping
+
+from shardwise.placement import SHARDED, Placement
+from shardwise.plan import Plan
+from shardwise.program.operations import Bucket, Kind, Operation, Row, StepProgram, Trigger
+from shardwise.program.rules import RULES, Event, Setting, first_state
+from shardwise.spec import ROOT, ModelSpec, UnitSpec
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def build(spec: ModelSpec, *, plan: Plan) -> StepProgram:
+    """The program of a step that follows on a step: forward, backward, update."""
+    placements = plan.placements(unit.name for unit in spec.units)
+    events = tuple(_events(spec.call_order))
+    setting = Setting(
+        placements=placements,
+        calls=spec.call_order,
+        buckets=_buckets(spec, events=events, placements=placements, plan=plan),
+        gather_bytes={unit.name: _gather_bytes(unit, plan=plan) for unit in spec.units},
+        broadcasts=_broadcasts(spec),
+        prefetch=plan.prefetch,
+        reduces_in_flight=plan.reduces_in_flight,
+    )
+    state = first_state(setting)
+    rows = []
+    for event in events:
+        state, operations = RULES[event.trigger](state, event, setting)
+        rows.append(Row(trigger=event.trigger, unit=event.unit, call=event.call, operations=operations))
+    return StepProgram(rows=tuple(rows), buckets=setting.buckets)
+
+
+def _events(calls: tuple[str, ...]) -> Iterator[Event]:
+    """What happens in a step, in order.
+
+    A call ends when one begins that is not inside it. Backward is forward in reverse; a unit's gradients are
+    complete when its first call has been gone back through.
+    """
+    forward: list[Event] = []
+    running: list[Event] = []
+    counts: dict[str, int] = {}
+
+    def end_last() -> None:
+        last = running.pop()
+        ended = Event(trigger=Trigger.AFTER_FORWARD, unit=last.unit, call=last.call, position=last.position)
+        forward.append(ended)
+
+    for position, unit in enumerate(calls):
+        while running and not _is_inside(unit, running[-1].unit):
+            end_last()
+        call = counts[unit] = counts.get(unit, -1) + 1
+        running.append(Event(trigger=Trigger.BEFORE_FORWARD, unit=unit, call=call, position=position))
+        forward.append(running[-1])
+    while running:
+        end_last()
+
+    yield from forward
+    for event in reversed(forward):
+        if event.trigger is Trigger.AFTER_FORWARD:
+            yield Event(trigger=Trigger.BEFORE_BACKWARD, unit=event.unit, call=event.call, position=event.position)
+        elif event.call == 0:
+            yield Event(trigger=Trigger.GRADS_READY, unit=event.unit, position=event.position)
+    yield Event(trigger=Trigger.BACKWARD_DONE, unit=ROOT)
+    yield Event(trigger=Trigger.AFTER_STEP, unit=ROOT)
+
+
+def _is_inside(unit: str, outer: str) -> bool:
+    return unit != outer and (outer == ROOT or unit.startswith(outer + "."))
+
+
+def _buckets(
+    spec: ModelSpec, *, events: tuple[Event, ...], placements: Mapping[str, Placement], plan: Plan
+) -> tuple[Bucket, ...]:
+    """In the order of backward: replicated gradients together up to bucket_bytes, sharded ones unit by unit.
+
+    A unit that is never called comes last: other ranks may call it.
+    """
+    ready = [event.unit for event in events if event.trigger is Trigger.GRADS_READY]
+    uncalled = [unit.name for unit in spec.units if unit.name not in ready]
+    groups: list[list[str]] = []
+    sizes: list[int] = []
+    for name in (*ready, *uncalled):
+        num_bytes = _reduce_bytes(spec.unit(name), plan=plan)
+        if not num_bytes:
+            continue
+        joins = (
+            groups
+            and placements[name].grads is not SHARDED
+            and placements[groups[-1][-1]] == placements[name]
+            and sizes[-1] < plan.bucket_bytes
+        )
+        if joins:
+            groups[-1].append(name)
+            sizes[-1] += num_bytes
+        else:
+            groups.append([name])
+            sizes.append(num_bytes)
+    return tuple(
+        Bucket(name="+".join(group), units=tuple(group), num_bytes=size)
+        for group, size in zip(groups, sizes, strict=True)
+    )
+
+
+def _gather_bytes(unit: UnitSpec, *, plan: Plan) -> int:
+    if plan.precision == "native":
+        return unit.param_bytes
+    return unit.num_params * _BYTES[plan.precision]
+
+
+def _reduce_bytes(unit: UnitSpec, *, plan: Plan) -> int:
+    """Trainable parameters in the plan's reduce dtype; float64 ones, left as they are, are reduced as such."""
+    return sum(
+        param.num_bytes
+        if plan.precision == "native" and param.dtype == "float64"
+        else param.num_elements * _BYTES[plan.reduce_dtype]
+        for param in unit.params
+        if param.trainable
+    )
+
+
+def _broadcasts(spec: ModelSpec) -> tuple[Operation, ...]:
+    """Buffers that training changes and checkpoints keep come from rank 0 at the start of each forward."""
+    num_bytes = sum(buffer.num_bytes for unit in spec.units for buffer in unit.buffers if buffer.persistent)
+    return (Operation(kind=Kind.BROADCAST, subject=ROOT, num_bytes=num_bytes),) if num_bytes else ()

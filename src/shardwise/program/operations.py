@@ -1,0 +1,88 @@
+"""The operations of a step, and the program that lists them: data, not code."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What an operation does; the value is the verb that pictures and tapes show."""
+
+    GATHER = "gather"
+    WAIT_GATHER = "wait gather"
+    FORWARD = "forward"
+    FREE = "free"
+    BACKWARD = "backward"
+    REDUCE = "reduce"
+    WAIT_REDUCE = "wait reduce"
+    BROADCAST = "broadcast"
+    UPDATE = "update"
+
+    @property
+    def stream(self) -> str:
+        """The queue it runs in: `compute`, `gather` or `reduce`; waits and frees happen on `compute`."""
+        if self in (Kind.GATHER, Kind.BROADCAST):
+            return "gather"
+        return "reduce" if self is Kind.REDUCE else "compute"
+
+
+class Trigger(Enum):
+    """What happens in a step; each happening has its rule (rules.py)."""
+
+    BEFORE_FORWARD = "before forward"
+    AFTER_FORWARD = "after forward"
+    BEFORE_BACKWARD = "before backward"
+    GRADS_READY = "grads ready"
+    BACKWARD_DONE = "backward done"
+    AFTER_STEP = "after step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One operation on one unit, or on one bucket for reduces.
+
+    `num_bytes` is what the whole group works on: the full parameters of a gather, the full gradients of a
+    reduce; 0 for the others.
+    """
+
+    kind: Kind
+    subject: str
+    num_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} {self.subject}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Consecutive units, in the order of backward, of one placement, whose gradients are reduced together."""
+
+    name: str
+    units: tuple[str, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What is to be done when `trigger` happens to `unit` for the `call`-th time in a step."""
+
+    trigger: Trigger
+    unit: str
+    call: int
+    operations: tuple[Operation, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProgram:
+    """One step: its rows in order, and the buckets in the order in which they are reduced."""
+
+    rows: tuple[Row, ...]
+    buckets: tuple[Bucket, ...]
+
+    def operations(self) -> Iterator[Operation]:
+        """All operations of a step, in order."""
+        return (operation for row in self.rows for operation in row.operations)
+
+    def table(self) -> dict[tuple[Trigger, str, int], int]:
+        """(trigger, unit, call) → the index of its row."""
+        return {(row.trigger, row.unit, row.call): index for index, row in enumerate(self.rows)}

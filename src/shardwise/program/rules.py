@@ -1,0 +1,174 @@
+"""The rules of a step, written once: `rule(state, event, setting) -> (state, operations)`.
+
+What is gathered when, how far ahead, what is freed when, how many reduces may be under way and when each is
+waited for: all of it stands here and nowhere else.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from shardwise.placement import SHARDED, Placement
+from shardwise.program.operations import Bucket, Kind, Operation, Trigger
+from shardwise.spec import ROOT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What stays the same through a step."""
+
+    placements: Mapping[str, Placement]
+    calls: tuple[str, ...]
+    buckets: tuple[Bucket, ...]
+    gather_bytes: Mapping[str, int]
+    broadcasts: tuple[Operation, ...]
+    prefetch: int
+    reduces_in_flight: int
+
+    def sharded(self, unit: str) -> bool:
+        return self.placements[unit].params is SHARDED
+
+    def grads_sharded(self, bucket: Bucket) -> bool:
+        return self.placements[bucket.units[0]].grads is SHARDED
+
+    def gathered_after_update(self, unit: str) -> bool:
+        """Each rank updates its slice of parameters that every rank holds whole (zero1, zero2)."""
+        placement = self.placements[unit]
+        return placement.params is not SHARDED and placement.optim is SHARDED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What changes: which units are whole or arriving, which have arrived, and what is being reduced."""
+
+    whole: frozenset[str]
+    arrived: frozenset[str]
+    with_grads: frozenset[str] = frozenset()
+    reducing: tuple[Bucket, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A trigger at a unit. `position` is that of the call among all calls of the forward."""
+
+    trigger: Trigger
+    unit: str
+    call: int = 0
+    position: int = 0
+
+
+Outcome = tuple[State, tuple[Operation, ...]]
+Rule = Callable[[State, Event, Setting], Outcome]
+
+
+def before_forward(state: State, event: Event, setting: Setting) -> Outcome:
+    """Gather this unit if nobody has, then those that come next, then wait for this one."""
+    coming = setting.calls[event.position + 1 :]
+    state, operations = _gather_and_wait(state, event.unit, coming, setting)
+    broadcasts = setting.broadcasts if event.unit == ROOT else ()
+    return state, (*broadcasts, *operations, Operation(kind=Kind.FORWARD, subject=event.unit))
+
+
+def after_forward(state: State, event: Event, setting: Setting) -> Outcome:
+    """Free the unit, unless it is needed next: as the root and the last unit are, in backward."""
+    unit = event.unit
+    coming = setting.calls[event.position + 1 :]
+    needed_next = unit == ROOT or not coming or coming[0] == unit
+    if needed_next or not setting.placements[unit].reshard_after_forward:
+        return state, ()
+    return _free(state, unit)
+
+
+def before_backward(state: State, event: Event, setting: Setting) -> Outcome:
+    """As before forward, with the calls in reverse."""
+    coming = setting.calls[: event.position][::-1]
+    state, operations = _gather_and_wait(state, event.unit, coming, setting)
+    return state, (*operations, Operation(kind=Kind.BACKWARD, subject=event.unit))
+
+
+def grads_ready(state: State, event: Event, setting: Setting) -> Outcome:
+    """The parameters have done their work; the gradients go when the whole bucket's are there."""
+    operations: tuple[Operation, ...] = ()
+    if setting.sharded(event.unit):
+        state, operations = _free(state, event.unit)
+    state = replace(state, with_grads=state.with_grads | {event.unit})
+    bucket = next((bucket for bucket in setting.buckets if event.unit in bucket.units), None)
+    if bucket is None or not state.with_grads.issuperset(bucket.units):
+        return state, operations
+    state, reduces = _reduce(state, bucket, setting)
+    return state, (*operations, *reduces)
+
+
+def backward_done(state: State, event: Event, setting: Setting) -> Outcome:
+    """What nothing made ready is reduced all the same, because other ranks do; then all is waited for."""
+    operations: tuple[Operation, ...] = ()
+    for bucket in setting.buckets:
+        if not state.with_grads.issuperset(bucket.units):
+            state, reduces = _reduce(state, bucket, setting)
+            operations += reduces
+    for unit in sorted(unit for unit in state.whole if setting.sharded(unit)):
+        state, freed = _free(state, unit)
+        operations += freed
+    waits = tuple(Operation(kind=Kind.WAIT_REDUCE, subject=bucket.name) for bucket in state.reducing)
+    return replace(state, reducing=(), with_grads=frozenset()), operations + waits
+
+
+def after_step(state: State, event: Event, setting: Setting) -> Outcome:
+    """Update; parameters of which each rank updated a slice are gathered again, in the order of their use."""
+    updated = [unit for unit in dict.fromkeys(setting.calls) if setting.gathered_after_update(unit)]
+    gathers = tuple(_gather(unit, setting) for unit in updated)
+    state = replace(state, arrived=state.arrived - set(updated))
+    return state, (Operation(kind=Kind.UPDATE, subject=ROOT), *gathers)
+
+
+RULES: Mapping[Trigger, Rule] = {
+    Trigger.BEFORE_FORWARD: before_forward,
+    Trigger.AFTER_FORWARD: after_forward,
+    Trigger.BEFORE_BACKWARD: before_backward,
+    Trigger.GRADS_READY: grads_ready,
+    Trigger.BACKWARD_DONE: backward_done,
+    Trigger.AFTER_STEP: after_step,
+}
+
+
+def first_state(setting: Setting) -> State:
+    """How a step finds things: as the step before it left them."""
+    replicated = frozenset(unit for unit in setting.placements if not setting.sharded(unit))
+    on_their_way = {unit for unit in replicated if setting.gathered_after_update(unit) and unit in setting.calls}
+    return State(whole=replicated, arrived=replicated - on_their_way)
+
+
+def _gather_and_wait(state: State, unit: str, coming: tuple[str, ...], setting: Setting) -> Outcome:
+    ahead = [other for other in dict.fromkeys(coming) if setting.sharded(other) and other != unit]
+    wanted = [unit, *ahead[: setting.prefetch]]
+    missing = [other for other in wanted if other not in state.whole]
+    operations = tuple(_gather(other, setting) for other in missing)
+    state = replace(state, whole=state.whole | set(missing))
+    if unit not in state.arrived:
+        operations += (Operation(kind=Kind.WAIT_GATHER, subject=unit),)
+        state = replace(state, arrived=state.arrived | {unit})
+    return state, operations
+
+
+def _gather(unit: str, setting: Setting) -> Operation:
+    return Operation(kind=Kind.GATHER, subject=unit, num_bytes=setting.gather_bytes[unit])
+
+
+def _free(state: State, unit: str) -> Outcome:
+    state = replace(state, whole=state.whole - {unit}, arrived=state.arrived - {unit})
+    return state, (Operation(kind=Kind.FREE, subject=unit),)
+
+
+def _reduce(state: State, bucket: Bucket, setting: Setting) -> Outcome:
+    """Reduce a bucket; before that, wait for the oldest so that no more than allowed are under way.
+
+    The bound is for memory, so it counts sharded gradients only: of those the wait frees the buffer, while the
+    buffer of replicated ones stays as the gradients themselves.
+    """
+    operations: tuple[Operation, ...] = ()
+    bounded = [other for other in state.reducing if setting.grads_sharded(other)]
+    if setting.grads_sharded(bucket) and len(bounded) >= setting.reduces_in_flight:
+        operations = (Operation(kind=Kind.WAIT_REDUCE, subject=bounded[0].name),)
+        state = replace(state, reducing=tuple(other for other in state.reducing if other != bounded[0]))
+    operations += (Operation(kind=Kind.REDUCE, subject=bucket.name, num_bytes=bucket.num_bytes),)
+    with_grads = state.with_grads | set(bucket.units)
+    return replace(state, reducing=(*state.reducing, bucket), with_grads=with_grads), operations
