@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	@$(BIN)/python examples/train_one_process.py $(ARGS)
+	@$(BIN)/python examples/compare_ddp_fsdp.py $(ARGS)
 
 test: setup
 	@$(BIN)/python -m pytest $(ARGS)

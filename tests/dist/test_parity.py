@@ -1,56 +1,13 @@
 """Every strategy trains as one process does, on every family of models; also when collectives are as late as can be."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import pytest
-import torch
+from cases import MODELS, adamw, sgd
 from ranks import run_ranks
-from torch import nn
-from training import Batch, Case, assert_close, assert_equal, on_ranks, one_process
+from training import Case, assert_close, assert_equal, on_ranks, one_process
 
 from shardwise.mesh import Mesh
-from shardwise.models.build import build_model
-from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, ViTShape
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
-
-# Widths that divide by nothing, so that slices cut through parameters.
-GPT = GPTShape(num_layers=3, width=18, num_heads=3, vocab_size=31, max_seq=8)
-LLAMA = LlamaShape(num_layers=3, width=24, num_heads=4, num_kv_heads=2, ffn_width=37, vocab_size=29, max_seq=8)
-VIT = ViTShape(num_layers=2, width=18, num_heads=3, image_size=8, patch_size=4, num_channels=1, num_classes=7)
-RESNET = ResNetShape(
-    block="basic", num_blocks=(1, 1, 1, 1), width=3, image_size=8, num_channels=1, num_classes=5, small_images=True
-)
-
-
-def make_tokens(shape: Any) -> tuple[nn.Module, Callable[[int, int], Batch]]:
-    def batch(step: int, rank: int) -> Batch:
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        tokens = torch.randint(shape.vocab_size, (2, shape.max_seq + 1), generator=generator)
-        return tokens[:, :-1], tokens[:, 1:]
-
-    return build_model(shape), batch
-
-
-def make_images(shape: Any) -> tuple[nn.Module, Callable[[int, int], Batch]]:
-    def batch(step: int, rank: int) -> Batch:
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        images = torch.randn(3, shape.num_channels, shape.image_size, shape.image_size, generator=generator)
-        return images, torch.randint(shape.num_classes, (3,), generator=generator)
-
-    return build_model(shape), batch
-
-
-MODELS = {
-    "gpt": partial(make_tokens, GPT),
-    "llama": partial(make_tokens, LLAMA),
-    "vit": partial(make_images, VIT),
-    "resnet": partial(make_images, RESNET),
-}
-adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-sgd = partial(torch.optim.SGD, lr=1e-1, momentum=0.9)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])

@@ -42,8 +42,31 @@ class MeshGroups:
     reduce_world: Group
 
 
+_MADE: dict[Mesh, MeshGroups] = {}
+
+
 def mesh_groups(mesh: Mesh) -> MeshGroups:
-    """Make the groups. Collective: every rank of the job calls it, at the same place in its program."""
+    """The groups of a mesh. Collective: every rank of the job calls it, at the same place in its program.
+
+    They are made once: a second model on the same mesh uses the same, since a group costs connections, and on a GPU
+    hundreds of megabytes.
+    """
+    if mesh not in _MADE or not _still_there(_MADE[mesh]):
+        _MADE[mesh] = _make_groups(mesh)
+    return _MADE[mesh]
+
+
+def _still_there(groups: MeshGroups) -> bool:
+    """Whether nobody has destroyed them since (the job was torn down and started again)."""
+    try:
+        for group in (groups.gather, groups.reduce, groups.replicate, groups.reduce_world):
+            dist.get_process_group_ranks(group.handle)
+    except (ValueError, RuntimeError, KeyError):
+        return False
+    return True
+
+
+def _make_groups(mesh: Mesh) -> MeshGroups:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     mesh.check_ranks(num_ranks)
     everyone = range(num_ranks)

@@ -49,11 +49,11 @@ def agree(describe: Callable[[], str], *, what: str) -> None:
     for rank, other in enumerate(everyone):
         if other.startswith("!"):
             raise RanksDisagree(f"rank {rank} could not go on: {other[1:]}")
-    different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    different = [rank for rank, description in enumerate(everyone) if description != everyone[0]]
     if different:
-        other = different[0]
+        first = different[0]
         raise RanksDisagree(
-            f"rank 0 and rank {other} were given different {what}: {_difference(everyone[0], everyone[other])}"
+            f"rank 0 and rank {first} were given different {what}: {_difference(everyone[0], everyone[first])}"
         )
 
 

@@ -52,7 +52,7 @@ class Resting(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return function(*arguments, **(options or {}))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Resting({tuple(self.shape)}, {self.dtype})"
 
 

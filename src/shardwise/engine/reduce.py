@@ -118,7 +118,7 @@ class ReduceBucket:
                 self._deliver_whole(segment)
             segment.work = segment.buffer = None
         self.ready.clear()
-        self.tape.record(Kind.WAIT_REDUCE, self.bucket.name)
+        self.tape.record(Kind.WAIT_REDUCE, self.bucket.name, self._num_bytes)
 
     def drop(self) -> None:
         """Forget what is under way, once nobody writes into it any more (a backward that raised)."""

@@ -55,7 +55,7 @@ class Unit:
         return sum(flat.full_bytes for flat in self.flats)
 
     def wait_gather(self) -> None:
-        if self.arrived:
+        if self.arrived or not self.whole:
             return
         for flat in self.flats:
             flat.wait_gather()
@@ -78,7 +78,7 @@ class Unit:
             flat.free()
         self.whole = self.arrived = False
         self._rest()
-        self.tape.record(Kind.FREE, self.name)
+        self.tape.record(Kind.FREE, self.name, self._gathered_bytes)
 
     def updated(self) -> None:
         """After the optimizer's step: what is whole is old."""
@@ -111,8 +111,13 @@ class Unit:
 
     def _touched(self, name: str, is_grad: bool) -> None:
         """Somebody reads a parameter at rest."""
-        if (is_grad and self.placement.grads is SHARDED) or (self.sharded and not self.whole):
-            refuse(name, is_grad=is_grad)
+        if is_grad:
+            # Before a backward there is no gradient, and None is the truth.
+            if any(flat.grads is not None for flat in self.flats):
+                refuse(name, is_grad=True)
+            return
+        if self.sharded and not self.whole:
+            refuse(name, is_grad=False)
         for flat in self.flats:
             flat.wait_gather()
 

@@ -1,0 +1,32 @@
+"""What a rank holds for a model between steps, in bytes by category."""
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.engine.engine import engine_of
+from shardwise.placement import SHARDED
+
+
+def held_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, int]:
+    """Bytes that this rank holds now: `params`, `gathered`, `grads` and `optim`.
+
+    params    the full buffers of replicated parameters, the slices of sharded ones that compute in fp32
+    gathered  full buffers of sharded parameters that are not freed
+    grads     reduced gradients
+    optim     the optimizer's state, and its fp32 master where that is a copy of its own
+    """
+    held = {"params": 0, "gathered": 0, "grads": 0, "optim": 0}
+    for flat in engine_of(model).flats:
+        full_bytes = flat.full.untyped_storage().nbytes()
+        sharded = flat.placement.params is SHARDED
+        held["gathered" if sharded else "params"] += full_bytes
+        if not flat.aliased:
+            is_the_parameter = sharded and flat.full.dtype == flat.master_dtype
+            held["params" if is_the_parameter else "optim"] += flat.master.nbytes
+        if flat.grads is not None:
+            held["grads"] += flat.grads.nbytes
+        if optimizer is not None:
+            for part in flat.owned:
+                values = optimizer.state.get(part.parameter, {}).values()
+                held["optim"] += sum(value.nbytes for value in values if isinstance(value, Tensor))
+    return held

@@ -1,0 +1,246 @@
+"""What a user may do with a prepared model: optimizers, evaluation, exceptions, awkward parameters, misuse."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from cases import GPT, MODELS, OPTIMIZERS, Batch, adamw, by_weight_decay, make_awkward, sgd, squares
+from ranks import run_ranks
+from torch import nn
+from training import Case, Result, assert_close, assert_equal, make_collectives, on_ranks, one_process
+
+from shardwise.engine.prepare import prepare
+from shardwise.engine.state import full_state_dict, load_full_state_dict
+from shardwise.models.build import build_model
+from shardwise.placement import STRATEGIES
+from shardwise.plan import Plan
+from shardwise.tasks import cross_entropy
+
+each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+@each_strategy
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+def test_awkward_sizes_and_ties_train_as_in_one_process(strategy: str, late: bool) -> None:
+    case = Case(make=make_awkward, optimizer=adamw, loss=squares, num_steps=5)
+    assert_equal(
+        run_ranks(on_ranks, num_ranks=2, args=(case, Plan(strategy=strategy), late)), one_process(case, num_ranks=2)
+    )
+    double = Case(make=make_awkward, optimizer=adamw, loss=squares, num_steps=5, double=True)
+    plan = Plan(strategy=strategy, precision="native")
+    assert_close(
+        run_ranks(on_ranks, num_ranks=4, args=(double, plan, late)), one_process(double, num_ranks=4), tolerance=1e-10
+    )
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_steps_slices_as_it_steps_the_whole(optimizer: str, strategy: str) -> None:
+    case = Case(make=MODELS["vit"], optimizer=OPTIMIZERS[optimizer], num_steps=3)
+    assert_equal(
+        run_ranks(on_ranks, num_ranks=2, args=(case, Plan(strategy=strategy), False)), one_process(case, num_ranks=2)
+    )
+
+
+@each_strategy
+def test_gradients_that_are_zeroed_and_kept_train_the_same(strategy: str) -> None:
+    kept = Case(make=MODELS["vit"], optimizer=adamw, num_steps=4, set_to_none=False)
+    plain = Case(make=MODELS["vit"], optimizer=adamw, num_steps=4)
+    assert_equal(
+        run_ranks(on_ranks, num_ranks=2, args=(kept, Plan(strategy=strategy), True)), one_process(plain, num_ranks=2)
+    )
+
+
+@each_strategy
+def test_weights_that_differ_between_ranks_start_as_rank_0s(strategy: str) -> None:
+    case = Case(make=MODELS["vit"], optimizer=adamw, num_steps=2)
+    results = run_ranks(on_ranks, num_ranks=2, args=(case, Plan(strategy=strategy), False, True))
+    assert_equal(results, one_process(case, num_ranks=2))
+
+
+@each_strategy
+def test_clipping_is_by_the_norm_of_the_whole_gradient(strategy: str) -> None:
+    case = Case(make=MODELS["llama"], optimizer=adamw, num_steps=4, max_norm=0.1, double=True)
+    plan = Plan(strategy=strategy, precision="native", overrides={"blocks.1": "ddp", "(root)": "zero1"})
+    assert_close(
+        run_ranks(on_ranks, num_ranks=4, args=(case, plan, True)), one_process(case, num_ranks=4), tolerance=1e-10
+    )
+
+
+OVERRIDES: list[dict[str, Any]] = [
+    {"blocks.0": "ddp", "blocks.1": "shard_grad_op", "blocks.2": "zero1"},
+    {"(root)": "ddp"},
+    {"(root)": "fsdp", "blocks.*": "zero2", "blocks.2": "ddp"},
+]
+
+
+@pytest.mark.parametrize("overrides", OVERRIDES, ids=str)
+@pytest.mark.parametrize("collectives", ["backend", "ring"])
+def test_units_may_differ(overrides: dict[str, str], collectives: str) -> None:
+    case = Case(make=MODELS["gpt"], optimizer=adamw, num_steps=4)
+    plan = Plan(strategy="fsdp", overrides=overrides, collectives=collectives, prefetch=2)
+    assert_equal(run_ranks(on_ranks, num_ranks=2, args=(case, plan, True)), one_process(case, num_ranks=2))
+
+
+def train(model: nn.Module, optimizer: Any, batches: list[Batch]) -> list[float]:
+    losses = []
+    for batch in batches:
+        loss = cross_entropy(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def interrupted(rank: int, strategy: str) -> None:
+    """Whatever happens between steps, training goes on as if it had not."""
+    plain, batch = MODELS["gpt"]()
+    optimizer = sgd(plain.parameters())
+    torch.manual_seed(1)
+    model = copy.deepcopy(plain)
+    prepare(plain, optimizer, Plan(strategy=strategy), collectives=make_collectives(late=True, rank=rank))
+    batches = [batch(step, rank) for step in range(6)]
+    expected = train(plain, optimizer, batches)
+
+    other = sgd(model.parameters())
+    prepare(model, other, Plan(strategy=strategy), collectives=make_collectives(late=True, rank=rank))
+    losses = train(model, other, batches[:1])
+    with torch.no_grad():
+        cross_entropy(model, batches[0])
+    losses += train(model, other, batches[1:2])
+    model.eval()
+    with torch.inference_mode():
+        cross_entropy(model, batches[0])
+    model.train()
+    losses += train(model, other, batches[2:3])
+    cross_entropy(model, batches[0])  # a forward that is never gone back through
+    losses += train(model, other, batches[3:4])
+    for where in ("forward", "backward"):
+        with pytest.raises(ZeroDivisionError):
+            raises_in(where, model, batches[0])
+    losses += train(model, other, batches[4:5])
+    twice = cross_entropy(model, batches[5])
+    (twice * 0.25).backward(retain_graph=True)
+    (twice * 0.75).backward()
+    other.step()
+    model.zero_grad()
+    losses.append(twice.item())
+    assert losses == expected
+    for name, weight in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], weight, atol=1e-6, rtol=1e-5)
+
+
+def raises_in(where: str, model: nn.Module, batch: Batch) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    block = model.blocks[1]
+    if where == "forward":
+        handle = block.feed_forward.register_forward_hook(fail)
+        try:
+            cross_entropy(model, batch)
+        finally:
+            handle.remove()
+    else:
+        handle = block.feed_forward.register_forward_hook(
+            lambda module, inputs, output: output.register_hook(fail) and None
+        )
+        try:
+            cross_entropy(model, batch).backward()
+        finally:
+            handle.remove()
+
+
+@each_strategy
+def test_evaluation_and_exceptions_between_steps_change_nothing(strategy: str) -> None:
+    run_ranks(interrupted, num_ranks=2, args=(strategy,))
+
+
+def optimizer_made_later(rank: int, strategy: str) -> Result:
+    case = Case(make=MODELS["gpt"], optimizer=adamw, num_steps=4)
+    torch.manual_seed(1234)
+    model, batch = case.make()
+    prepare(model, None, Plan(strategy=strategy))
+    optimizer = adamw(model.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    losses = []
+    for step in range(case.num_steps):
+        optimizer.zero_grad()
+        loss = cross_entropy(model, batch(step, rank))
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append([loss.item()])
+    return Result(losses=losses, weights=dict(model.state_dict()))
+
+
+@each_strategy
+def test_an_optimizer_may_be_made_after_prepare(strategy: str) -> None:
+    case = Case(make=MODELS["gpt"], optimizer=adamw, num_steps=4)
+    assert_equal(run_ranks(optimizer_made_later, num_ranks=2, args=(strategy,)), one_process(case, num_ranks=2))
+
+
+def from_meta(rank: int, strategy: str) -> None:
+    torch.manual_seed(7)
+    whole = build_model(GPT)
+    model = build_model(GPT, device="meta")
+    torch.manual_seed(7 + rank)  # rank 0's counts
+    prepare(model, None, Plan(strategy=strategy), device="cpu")
+    state = model.state_dict()
+    for name, value in whole.state_dict().items():
+        assert torch.equal(state[name], value), name
+    assert model.head.weight is model.embed.weight
+
+
+@each_strategy
+def test_a_model_on_the_meta_device_is_filled_straight_into_shards(strategy: str) -> None:
+    run_ranks(from_meta, num_ranks=2, args=(strategy,))
+
+
+def saved_and_loaded(rank: int, strategy: str) -> None:
+    model, batch = MODELS["gpt"]()
+    optimizer = by_weight_decay(model.parameters())
+    prepare(model, optimizer, Plan(strategy=strategy))
+    train(model, optimizer, [batch(step, rank) for step in range(2)])
+    state = full_state_dict(model, optimizer)
+    expected = train(model, optimizer, [batch(step, rank) for step in range(2, 4)])
+    for other_strategy in ("ddp", "zero1", "fsdp"):
+        other, _ = MODELS["gpt"]()
+        other_optimizer = by_weight_decay(other.parameters())
+        prepare(other, other_optimizer, Plan(strategy=other_strategy))
+        only_rank_0 = state if rank == 0 else {}
+        load_full_state_dict(other, only_rank_0, other_optimizer, from_rank0=True)
+        assert train(other, other_optimizer, [batch(step, rank) for step in range(2, 4)]) == expected
+    # And an ordinary model and optimizer take it by name.
+    plain, _ = MODELS["gpt"]()
+    plain.load_state_dict(state["model"])
+    assert state["optimizer"]["state"]["embed.weight"]["exp_avg"].shape == plain.embed.weight.shape
+    assert [len(group["params"]) for group in state["optimizer"]["param_groups"]] == [
+        sum(p.dim() >= 2 for p in plain.parameters()),
+        sum(p.dim() < 2 for p in plain.parameters()),
+    ]
+
+
+@each_strategy
+def test_a_full_state_loads_under_any_strategy(strategy: str) -> None:
+    run_ranks(saved_and_loaded, num_ranks=3, args=(strategy,))
+
+
+def copied(rank: int) -> None:
+    model, batch = MODELS["gpt"]()
+    optimizer = adamw(model.parameters())
+    prepare(model, optimizer, Plan(strategy="fsdp"))
+    train(model, optimizer, [batch(0, rank)])
+    twin = copy.deepcopy(model)
+    assert type(twin).__mro__[1] is nn.Module
+    assert twin.head.weight is twin.embed.weight
+    for name, value in model.state_dict().items():
+        assert torch.equal(twin.state_dict()[name], value)
+    assert torch.equal(twin(batch(1, 0)[0]), model(batch(1, 0)[0]))
+    train(model, optimizer, [batch(1, rank)])
+
+
+def test_a_deep_copy_is_an_ordinary_whole_model() -> None:
+    run_ranks(copied, num_ranks=2)

@@ -1,0 +1,211 @@
+"""Mistakes end in one clear line on every rank: never a crash, never silence, never a hang."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import MODELS, sgd
+from ranks import run_ranks
+from torch import nn
+
+from shardwise.engine.clip import clip_grad_norm_
+from shardwise.engine.prepare import prepare
+from shardwise.errors import ShardwiseError
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan
+from shardwise.tasks import cross_entropy
+
+
+def line(action: Callable[[], Any]) -> str:
+    """The message that an action ends in."""
+    with pytest.raises(ShardwiseError) as caught:
+        action()
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    return message
+
+
+def trained(strategy: str, rank: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model, batch = MODELS["gpt"]()
+    optimizer = sgd(model.parameters())
+    prepare(model, optimizer, Plan(strategy=strategy))
+    for step in range(2):
+        cross_entropy(model, batch(step, rank)).backward()
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizer, batch
+
+
+def reads_sharded(rank: int, strategy: str) -> None:
+    model, optimizer, _ = trained(strategy, rank)
+    weight = model.blocks[0].attention.qkv.weight
+    # What is about the parameter is answered.
+    assert (weight.shape, weight.dim(), weight.numel(), weight.dtype) == ((54, 18), 2, 972, torch.float32)
+    assert weight.requires_grad
+    assert isinstance(weight, nn.Parameter)
+    assert "Resting" in repr(weight)
+    assert len(list(model.parameters())) == len({id(p) for p in model.parameters()})
+    # What is in it is not here.
+    for read in (
+        lambda: weight + 1,
+        lambda: weight.data,
+        lambda: weight[0],
+        lambda: weight.detach(),
+        lambda: weight.tolist(),
+        lambda: weight.copy_(torch.zeros(54, 18)),
+        lambda: torch.nn.init.zeros_(weight),
+        lambda: model.blocks[0].state_dict(),
+    ):
+        assert "blocks.0." in line(read)
+        assert "full_state_dict" in line(read)
+    assert "clip_grad_norm_" in line(lambda: weight.grad)
+    assert "clip_grad_norm_" in line(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    clip_grad_norm_(model, 1.0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "fsdp"])
+def test_reading_what_a_rank_does_not_hold_is_refused(strategy: str) -> None:
+    run_ranks(reads_sharded, num_ranks=2, args=(strategy,))
+
+
+def reads_replicated(rank: int) -> None:
+    model, optimizer, _ = trained("zero2", rank)
+    assert "clip_grad_norm_" in line(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    optimizer.step()
+    # Gathered after the update: a read waits for it.
+    values = [p.detach().clone() for p in model.parameters()]
+    for value, (name, _) in zip(values, model.named_parameters(), strict=True):
+        assert torch.equal(value, model.state_dict()[name])
+    for strategy in ("ddp", "zero1"):
+        model, optimizer, _ = trained(strategy, rank)
+        # Replicated gradients are there to read, and clipping them clips what is stepped.
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        torch.testing.assert_close(norm, clip_grad_norm_(model, 1e9))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        torch.testing.assert_close(clip_grad_norm_(model, 1e9), torch.tensor(0.5))
+        model.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+
+
+def test_what_is_replicated_can_be_read() -> None:
+    run_ranks(reads_replicated, num_ranks=2)
+
+
+def steps_between(rank: int) -> None:
+    for strategy in ("ddp", "zero2", "fsdp"):
+        model, optimizer, batch = trained(strategy, rank)
+        loss = cross_entropy(model, batch(0, rank))
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        cross_entropy(model, batch(0, rank)).backward()
+
+
+def test_a_step_between_forward_and_backward_is_torchs_own_error() -> None:
+    run_ranks(steps_between, num_ranks=2)
+
+
+def bad_arguments(rank: int) -> None:
+    def fresh() -> nn.Module:
+        return MODELS["gpt"]()[0]
+
+    assert "matches no unit; the units are (root), blocks.0" in line(
+        lambda: prepare(fresh(), None, Plan(overrides={"head": "ddp"}))
+    )
+    assert "mesh 2×2 is 4 ranks, but the job has 2" in line(
+        lambda: prepare(fresh(), None, Plan(mesh=Mesh(replicate=2, shard=2)))
+    )
+    mixed = fresh()
+    mixed.head = nn.Linear(3, 3, device="meta")
+    mixed.extra = nn.Linear(3, 3)
+    assert "has no Bottleneck" in line(lambda: prepare(fresh(), None, Plan(units="class:Bottleneck")))
+    assert "cannot capture" in line(lambda: prepare(fresh(), None, Plan(capture=True)))
+    model = fresh()
+    prepare(model, None, Plan())
+    assert "already" in line(lambda: prepare(model, None, Plan()))
+    assert "pickled" in line(lambda: pickle.dumps(model))
+    other = nn.Linear(2, 2)
+    assert "that is not the model's" in line(
+        lambda: prepare(m := fresh(), torch.optim.SGD([*m.parameters(), *other.parameters()], lr=0.1), Plan())
+    )
+    stepped = fresh()
+    optimizer = torch.optim.AdamW(stepped.parameters())
+    cross_entropy(stepped, MODELS["gpt"]()[1](0, 0)).backward()
+    optimizer.step()
+    assert "has stepped before" in line(lambda: prepare(stepped, optimizer, Plan()))
+
+
+def test_what_cannot_run_is_refused_on_every_rank() -> None:
+    run_ranks(bad_arguments, num_ranks=2)
+
+
+class Whole(torch.optim.Optimizer):
+    """An update that looks at the whole parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                assert parameter.grad.shape == parameter.shape
+                parameter.sub_(parameter.grad / (1 + parameter.grad.norm()), alpha=group["lr"])
+
+
+def not_elementwise(rank: int) -> None:
+    model, batch = MODELS["gpt"]()
+    assert "Whole is not known to update each element by itself" in line(
+        lambda: prepare(model, Whole(model.parameters()), Plan(strategy="zero1"))
+    )
+    for plan, any_optimizer in ((Plan(strategy="ddp"), False), (Plan(strategy="fsdp"), True)):
+        model, batch = MODELS["gpt"]()
+        shapes = [p.shape for p in model.parameters()]
+        optimizer = Whole(model.parameters())
+        prepare(model, optimizer, plan, any_optimizer=any_optimizer)
+        if not any_optimizer:
+            assert [p.shape for p in optimizer.param_groups[0]["params"]] == shapes
+        cross_entropy(model, batch(0, rank)).backward()
+        optimizer.step()
+
+
+def test_an_optimizer_that_needs_whole_parameters_is_refused_slices() -> None:
+    run_ranks(not_elementwise, num_ranks=2)
+
+
+def disagree(rank: int) -> list[str]:
+    wide = nn.Sequential(nn.Linear(3, 4 + rank))
+    return [
+        line(lambda: prepare(MODELS["gpt"]()[0], None, Plan(prefetch=rank))),
+        line(lambda: prepare(wide, None, Plan())),
+        line(lambda: prepare(MODELS["gpt"]()[0], None, Plan(overrides={"x": "ddp"} if rank else {}))),
+    ]
+
+
+def test_ranks_that_disagree_say_so_and_do_not_hang() -> None:
+    zero, one = run_ranks(disagree, num_ranks=2)
+    assert zero[0] == one[0] == "rank 0 and rank 1 were given different plans or models: prefetch = 0 | prefetch = 1"
+    assert "0.weight [4, 3]" in zero[1]
+    assert "0.weight [5, 3]" in one[1]
+    assert zero[2].startswith("rank 1 could not go on: overrides.x matches no unit")
+    assert one[2].startswith("overrides.x matches no unit")
+
+
+def stale(rank: int) -> None:
+    """An optimizer that was made before and not handed over is recognised at its first step."""
+    model, batch = MODELS["gpt"]()
+    forgotten = sgd(model.parameters())
+    prepare(model, None, Plan(strategy="fsdp"))
+    before = model.state_dict()["blocks.0.attention.qkv.weight"].clone()
+    cross_entropy(model, batch(0, rank)).backward()
+    forgotten.step()
+    assert not torch.equal(model.state_dict()["blocks.0.attention.qkv.weight"], before)
+
+
+def test_an_optimizer_that_was_not_handed_over_still_trains() -> None:
+    run_ranks(stale, num_ranks=2)

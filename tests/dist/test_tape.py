@@ -1,0 +1,96 @@
+"""What a run issues is what the program says, operation by operation."""
+
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+from cases import MODELS
+from ranks import run_ranks
+from training import model_units
+
+from shardwise.comm.collectives import BackendCollectives
+from shardwise.comm.late import LateCollectives
+from shardwise.engine.engine import engine_of, tape
+from shardwise.engine.prepare import prepare
+from shardwise.mesh import Mesh
+from shardwise.placement import STRATEGIES
+from shardwise.plan import Plan
+from shardwise.program import Kind, build
+from shardwise.tasks import cross_entropy
+
+
+def compare_with_program(rank: int, model_name: str, plans: list[Plan]) -> int:
+    compared = 0
+    for plan in plans:
+        model, batch = MODELS[model_name]()
+        optimizer = torch.optim.AdamW(model.parameters())
+        prepare(model, optimizer, plan)
+        with tape(model) as recorded:
+            for step in range(3):
+                cross_entropy(model, batch(step, rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                entries = recorded.take()
+                if step == 0:
+                    continue
+                expected = list(build(engine_of(model).runner.spec, plan=plan).operations())
+                assert [str(entry) for entry in entries] == [str(operation) for operation in expected], plan
+                for entry, operation in zip(entries, expected, strict=True):
+                    assert entry.stream == operation.kind.stream
+                    # What is issued is what is counted, and padding.
+                    assert operation.num_bytes <= entry.num_bytes or entry.kind is Kind.BROADCAST
+                compared += len(entries)
+    return compared
+
+
+@pytest.mark.parametrize("model", ["gpt", "resnet"])
+def test_the_tape_of_every_strategy_and_prefetch_is_the_program(model: str) -> None:
+    plans = [
+        Plan(strategy=strategy, prefetch=prefetch, reduces_in_flight=reduces, bucket_bytes=4000)
+        for strategy, (prefetch, reduces) in product(STRATEGIES, [(0, 1), (1, 2), (3, 1)])
+    ]
+    assert min(run_ranks(compare_with_program, num_ranks=2, args=(model, plans))) > 500
+
+
+def test_the_tape_on_every_mesh_and_with_overrides_is_the_program() -> None:
+    plans = [
+        Plan(strategy=strategy, mesh=mesh, overrides=overrides)
+        for strategy in STRATEGIES
+        for mesh in (Mesh(replicate=4), Mesh(replicate=2, shard=2))
+        for overrides in ({}, {"blocks.0": "ddp", "blocks.1": "fsdp", "(root)": "zero2"})
+    ]
+    assert min(run_ranks(compare_with_program, num_ranks=4, args=("gpt", plans))) > 500
+
+
+def count_collectives(rank: int, strategy: str) -> Counter[str]:
+    model, batch = MODELS["gpt"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    late = LateCollectives(BackendCollectives(), seed=rank)
+    prepare(model, optimizer, Plan(strategy=strategy), collectives=late)
+    for step in range(2):
+        late.issued.clear()
+        cross_entropy(model, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    counted = Counter(name for name, *_ in late.issued)
+    for unit in model_units(model):
+        unit.ensure()
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        # Three blocks and the root: one bucket; one gather after the update; forward and backward.
+        ("ddp", {"all_reduce": 1}),
+        ("zero1", {"all_reduce": 1, "all_gather": 4}),
+        ("zero2", {"reduce_scatter": 4, "all_gather": 4}),
+        ("shard_grad_op", {"reduce_scatter": 4, "all_gather": 4}),
+        # The root and the last block are kept for backward, the two other blocks are gathered twice.
+        ("fsdp", {"reduce_scatter": 4, "all_gather": 6}),
+    ],
+)
+def test_a_step_issues_no_more_collectives_than_it_must(strategy: str, expected: dict[str, int]) -> None:
+    for counted in run_ranks(count_collectives, num_ranks=2, args=(strategy,)):
+        assert counted == expected

@@ -1,0 +1,45 @@
+"""On NCCL every strategy gives the losses that it gives on Gloo; several ranks share one GPU for this."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+def losses(folder: Path, *, num_ranks: int, device: str) -> dict[str, list[float]]:
+    script = Path(__file__).with_name("nccl_rank.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(num_ranks), str(folder), device],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), outputs
+    return json.loads((folder / f"losses-{device}-{num_ranks}.json").read_text())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_nccl_gives_what_gloo_gives(tmp_path: Path, num_ranks: int) -> None:
+    nccl = losses(tmp_path, num_ranks=num_ranks, device="cuda")
+    gloo = losses(tmp_path, num_ranks=num_ranks, device="cpu")
+    for name, expected in gloo.items():
+        # fp32 differs by the order of sums in matrix products; bf16 has 8 bits.
+        tolerance = 1e-4 if name.endswith("fp32") else 2e-2
+        assert nccl[name] == pytest.approx(expected, rel=tolerance), name
+    for precision in ("fp32", "bf16"):
+        reference = nccl[f"ddp {precision}"]
+        for name, found in nccl.items():
+            if name.endswith(precision):
+                assert found == pytest.approx(reference, rel=1e-4 if precision == "fp32" else 5e-3), name
