@@ -1,6 +1,8 @@
 """What a user may do with a prepared model: optimizers, evaluation, exceptions, awkward parameters, misuse."""
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -244,3 +246,19 @@ def copied(rank: int) -> None:
 
 def test_a_deep_copy_is_an_ordinary_whole_model() -> None:
     run_ranks(copied, num_ranks=2)
+
+
+def let_go(rank: int, strategy: str) -> None:
+    model, batch = MODELS["gpt"]()
+    optimizer = adamw(model.parameters())
+    prepare(model, optimizer, Plan(strategy=strategy))
+    train(model, optimizer, [batch(step, rank) for step in range(2)])
+    full = weakref.ref(engine_of(model).flats[0].full)
+    del model, optimizer, batch
+    gc.collect()
+    assert full() is None
+
+
+@each_strategy
+def test_a_model_that_is_let_go_takes_its_memory_with_it(strategy: str) -> None:
+    run_ranks(let_go, num_ranks=2, args=(strategy,))

@@ -1,6 +1,5 @@
-"""What `prepare` made of a model, by model."""
+"""What `prepare` made of a model; the model carries it."""
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,22 +31,29 @@ class Engine:
     handles: list[Any]
 
 
-_ENGINES: "weakref.WeakKeyDictionary[nn.Module, Engine]" = weakref.WeakKeyDictionary()
+# An attribute of the model: a table of engines by model would keep both alive, since an engine holds its model.
+_ATTRIBUTE = "_shardwise_engine"
 
 
 def register(model: nn.Module, engine: Engine) -> None:
-    _ENGINES[model] = engine
+    model.__dict__[_ATTRIBUTE] = engine
+
+
+def unregister(model: nn.Module) -> Engine:
+    engine: Engine = model.__dict__.pop(_ATTRIBUTE)
+    return engine
 
 
 def is_prepared(model: nn.Module) -> bool:
-    return model in _ENGINES
+    return _ATTRIBUTE in model.__dict__
 
 
 def engine_of(model: nn.Module) -> Engine:
     """The engine of a prepared model."""
-    if model not in _ENGINES:
+    if not is_prepared(model):
         raise InvalidModel(f"this {type(model).__name__} has not been through shardwise.prepare")
-    return _ENGINES[model]
+    engine: Engine = model.__dict__[_ATTRIBUTE]
+    return engine
 
 
 @contextmanager

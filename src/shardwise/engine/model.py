@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.engine import engine_of
+from shardwise.engine.engine import engine_of, register, unregister
 from shardwise.engine.guard import unguarded
 from shardwise.engine.hooks import attach_hooks
 from shardwise.engine.precision import input_dtype
@@ -40,7 +40,7 @@ class PreparedModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """An ordinary, whole model of the original class, with nothing of the plan in it. Collective."""
         values = self.state_dict()
-        engine = engine_of(self)
+        engine = unregister(self)
         for handle in engine.handles:
             handle.remove()
         prepared, self.__class__ = self.__class__, self.__class__.__mro__[2]
@@ -52,6 +52,7 @@ class PreparedModule(nn.Module):
                 return copy.deepcopy(self, memo)
         finally:
             self.__class__ = prepared
+            register(self, engine)
             engine.handles = attach_hooks(engine.runner, input_dtype=input_dtype(engine.plan))
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -1,5 +1,6 @@
 """A unit at work: its module, its flat buffers, and where it stands in the step."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -34,6 +35,7 @@ class Unit:
         self.num_grads = 0
         self.num_expected = 0
         self._hooked: set[int] = set()
+        self.on_grad: Callable[[Unit], None] | None = None
 
     def params(self) -> Iterator[nn.Parameter]:
         return (parameter for flat in self.flats for parameter in flat.params)
@@ -125,6 +127,7 @@ class Unit:
 
     def begin(self, on_grad: Callable[["Unit"], None]) -> None:
         """A new forward: what has been thawed gets its hook, what has been cleared is forgotten."""
+        self.on_grad = on_grad
         self.calls = 0
         self.num_expected = 0
         with unguarded():
@@ -133,7 +136,8 @@ class Unit:
                     self.num_expected += 1
                     if id(parameter) not in self._hooked:
                         self._hooked.add(id(parameter))
-                        parameter.register_post_accumulate_grad_hook(lambda _: on_grad(self))  # type: ignore[no-untyped-call]
+                        hook = partial(_grad_arrived, weakref.ref(self))
+                        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             for flat in self.flats:
                 flat.drop_stale_grads()
 
@@ -149,3 +153,10 @@ class Unit:
         self.free()
         if self.placement.grads is SHARDED and not self.at_rest:
             self._rest()
+
+
+def _grad_arrived(unit: "weakref.ref[Unit]", parameter: nn.Parameter) -> None:
+    """Autograd holds this hook where the garbage collector cannot look, so it must not hold the unit."""
+    there = unit()
+    if there is not None and there.on_grad is not None:
+        there.on_grad(there)
