@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.data.sampler import DistributedSampler
-    from shardwise.engine.clip import clip_grad_norm_
     from shardwise.engine.engine import tape
-    from shardwise.engine.prepare import prepare
-    from shardwise.engine.state import full_state_dict, load_full_state_dict
+    from shardwise.engines import clip_grad_norm_, full_state_dict, load_full_state_dict, prepare
     from shardwise.errors import ShardwiseError
     from shardwise.mesh import Mesh
     from shardwise.placement import STRATEGIES, Placement
@@ -34,12 +32,12 @@ _HOME = {
     "Task": "shardwise.tasks",
     "TensorSpec": "shardwise.spec",
     "UnitSpec": "shardwise.spec",
-    "clip_grad_norm_": "shardwise.engine.clip",
-    "full_state_dict": "shardwise.engine.state",
-    "load_full_state_dict": "shardwise.engine.state",
+    "clip_grad_norm_": "shardwise.engines",
+    "full_state_dict": "shardwise.engines",
+    "load_full_state_dict": "shardwise.engines",
     "load_task": "shardwise.tasks",
     "model_spec": "shardwise.units",
-    "prepare": "shardwise.engine.prepare",
+    "prepare": "shardwise.engines",
     "tape": "shardwise.engine.engine",
 }
 

@@ -45,23 +45,15 @@ class Placement:
     def __post_init__(self) -> None:
         for name in ("params", "grads", "optim"):
             if not isinstance(getattr(self, name), Where):
-                raise InvalidPlan(
-                    f"{name} = {getattr(self, name)!r}: must be Where.REPLICATED or Where.SHARDED"
-                )
+                raise InvalidPlan(f"{name} = {getattr(self, name)!r}: must be Where.REPLICATED or Where.SHARDED")
         if not isinstance(self.reshard_after_forward, bool):
-            raise InvalidPlan(
-                f"reshard_after_forward = {self.reshard_after_forward!r}: must be true or false"
-            )
+            raise InvalidPlan(f"reshard_after_forward = {self.reshard_after_forward!r}: must be true or false")
         if self.params is SHARDED and self.grads is not SHARDED:
-            raise InvalidPlan(
-                "params = 'sharded' with grads = 'replicated': sharded params need sharded grads"
-            )
+            raise InvalidPlan("params = 'sharded' with grads = 'replicated': sharded params need sharded grads")
         if self.grads is SHARDED and self.optim is not SHARDED:
             raise InvalidPlan("grads = 'sharded' with optim = 'replicated': sharded grads need sharded optim")
         if self.reshard_after_forward and self.params is not SHARDED:
-            raise InvalidPlan(
-                "reshard_after_forward = true with params = 'replicated': only sharded params reshard"
-            )
+            raise InvalidPlan("reshard_after_forward = true with params = 'replicated': only sharded params reshard")
 
 
 STRATEGIES: Mapping[str, Placement] = MappingProxyType(

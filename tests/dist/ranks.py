@@ -1,13 +1,12 @@
 """The one helper that starts ranks: `run_ranks(body, num_ranks=2)` runs a function on every rank of a small job.
 
-    run_ranks ──▶ a pool of num_ranks processes, kept for the whole session; each has joined one Gloo group,
+    run_ranks ──▶ a pool of num_ranks processes, kept for the whole session: each has joined one Gloo group,
                   waits for a body, runs it, sends back what it returned, and cleans up
 
 Importing torch takes longer than most tests, so it is done once: in multiprocessing's fork server, which then forks
 a worker in milliseconds. A pool in which anything went wrong is killed, and the next call starts a fresh one.
-
-A body is a function of a module, `body(rank, *args)`; arguments and results are pickled. It runs on a process's main
-thread with the random numbers seeded anew; groups that it makes are destroyed for it.
+A body is a function of a module, `body(rank, *args)`; arguments and results are pickled. It runs on a process's
+main thread with the random numbers seeded anew; groups that it makes are destroyed for it.
 """
 
 import atexit
@@ -134,11 +133,9 @@ class _Pool:
         return [pickle.loads(result) for result in results], all(reusable)
 
     def kill(self) -> None:
-        for process in self._processes:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
             process.kill()
-        for process in self._processes:
             process.join()
-        for pipe in self._pipes:
             pipe.close()
         self._folder.cleanup()
 
@@ -184,14 +181,18 @@ class _Pool:
 
     def _missing(self, reports: dict[int, _Report], *, stage: str, timeout_seconds: float) -> str:
         missing = [rank for rank in range(self._num_ranks) if rank not in reports]
+        sizes = {rank: len(self._printed(rank)) for rank in missing}
         for rank in missing:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)  # the worker writes where it is, see `_serve`
-        time.sleep(0.2)
+        for _ in range(40):
+            if any(len(self._printed(rank)) == sizes[rank] for rank in missing):
+                time.sleep(0.05)
         where = "".join(self._printed(rank) for rank in missing)
         return f"ranks {missing} of {self._num_ranks} did not {stage} within {timeout_seconds:g} s{where}"
 
     def _printed(self, rank: int) -> str:
-        text = Path(self._folder.name, f"rank-{rank}.txt").read_text(errors="replace").strip()
+        path = Path(self._folder.name, f"rank-{rank}.txt")
+        text = path.read_text(errors="replace").strip() if path.exists() else ""
         return f"\n--- rank {rank} wrote ---\n{text}" if text else ""
 
 
@@ -199,9 +200,7 @@ _pools: dict[int, _Pool] = {}
 atexit.register(shut_down)
 
 
-# The worker's side.
-
-
+# From here on: the worker's side.
 def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
     """Join the job, then run bodies until this process is killed or the other end of the pipe is gone."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -209,11 +208,12 @@ def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
     output = os.open(Path(folder, f"rank-{rank}.txt"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable(output)
     faulthandler.register(signal.SIGUSR1, file=output)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder, "store")), num_ranks)
+    store = dist.FileStore(f"{folder}/store", num_ranks)
     forever = timedelta(hours=1)  # a rank that waits is reported by the pool, not by Gloo
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=forever)
     _report(pipe, value=None)
@@ -251,9 +251,8 @@ def _load(job: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     # What is imported stays; a collection that does not walk through it takes microseconds.
     gc.freeze()
     body = operator.attrgetter(qualname)(module)
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
     return body, pickle.loads(args)
 
 

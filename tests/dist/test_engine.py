@@ -12,6 +12,7 @@ from ranks import run_ranks
 from torch import nn
 from training import Case, Result, assert_close, assert_equal, make_collectives, on_ranks, one_process
 
+from shardwise.engine.engine import engine_of
 from shardwise.engine.prepare import prepare
 from shardwise.engine.state import full_state_dict, load_full_state_dict
 from shardwise.models.build import build_model

@@ -19,6 +19,7 @@ ROWS: list[set[str]] = [
     {"comm"},
     {"engine"},
     {"native"},
+    {"engines"},
     {"data", "models"},
     {"tasks"},
     {"cli"},
