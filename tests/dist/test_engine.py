@@ -254,6 +254,9 @@ def let_go(rank: int, strategy: str) -> None:
     optimizer = adamw(model.parameters())
     prepare(model, optimizer, Plan(strategy=strategy))
     train(model, optimizer, [batch(step, rank) for step in range(2)])
+    # What is being gathered belongs to the collective until it ends.
+    with torch.no_grad():
+        model(batch(0, rank)[0])
     full = weakref.ref(engine_of(model).flats[0].full)
     del model, optimizer, batch
     gc.collect()
