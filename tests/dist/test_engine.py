@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from cases import GPT, MODELS, OPTIMIZERS, Batch, adamw, by_weight_decay, make_awkward, sgd, squares
 from ranks import run_ranks
 from torch import nn
@@ -266,3 +267,57 @@ def let_go(rank: int, strategy: str) -> None:
 @each_strategy
 def test_a_model_that_is_let_go_takes_its_memory_with_it(strategy: str) -> None:
     run_ranks(let_go, num_ranks=2, args=(strategy,))
+
+
+class Recomputed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
+
+
+def recomputed(rank: int, strategy: str) -> None:
+    plain, batch = MODELS["gpt"]()
+    model = copy.deepcopy(plain)
+    for index in range(len(model.blocks)):
+        model.blocks[index] = Recomputed(model.blocks[index])
+    batches = [batch(step, rank) for step in range(3)]
+    losses = []
+    for each in (plain, model):
+        optimizer = adamw(each.parameters())
+        plan = Plan(strategy=strategy, units="class:Block")
+        prepare(each, optimizer, plan, collectives=make_collectives(late=True, rank=rank))
+        losses.append(train(each, optimizer, batches))
+    assert losses[0] == losses[1]
+
+
+@each_strategy
+def test_blocks_that_are_recomputed_train_the_same(strategy: str) -> None:
+    run_ranks(recomputed, num_ranks=2, args=(strategy,))
+
+
+def two_forwards(rank: int, strategy: str) -> None:
+    """Two passes through the model in one loss, as contrastive losses have them."""
+    results = []
+    for prepared in (False, True):
+        torch.manual_seed(3)
+        model, batch = MODELS["gpt"]()
+        optimizer = sgd(model.parameters())
+        if prepared:
+            prepare(model, optimizer, Plan(strategy=strategy), collectives=make_collectives(late=True, rank=rank))
+        for step in range(3):
+            # The same data on both ranks, so that one process is its own reference.
+            loss = cross_entropy(model, batch(2 * step, 0)) + cross_entropy(model, batch(2 * step + 1, 0))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(dict(model.state_dict()))
+    for name, weight in results[0].items():
+        torch.testing.assert_close(results[1][name], weight, atol=1e-6, rtol=1e-5)
+
+
+@each_strategy
+def test_two_forwards_may_share_a_backward(strategy: str) -> None:
+    run_ranks(two_forwards, num_ranks=2, args=(strategy,))

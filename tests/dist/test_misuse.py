@@ -120,15 +120,14 @@ def bad_arguments(rank: int) -> None:
     assert "mesh 2×2 is 4 ranks, but the job has 2" in line(
         lambda: prepare(fresh(), None, Plan(mesh=Mesh(replicate=2, shard=2)))
     )
-    mixed = fresh()
-    mixed.head = nn.Linear(3, 3, device="meta")
-    mixed.extra = nn.Linear(3, 3)
     assert "has no Bottleneck" in line(lambda: prepare(fresh(), None, Plan(units="class:Bottleneck")))
+    assert "does not recompute by itself" in line(lambda: prepare(fresh(), None, Plan(recompute="full")))
     assert "cannot capture" in line(lambda: prepare(fresh(), None, Plan(capture=True)))
     model = fresh()
     prepare(model, None, Plan())
     assert "already" in line(lambda: prepare(model, None, Plan()))
     assert "pickled" in line(lambda: pickle.dumps(model))
+    assert "cannot be moved or cast" in line(lambda: model.double())
     other = nn.Linear(2, 2)
     assert "that is not the model's" in line(
         lambda: prepare(m := fresh(), torch.optim.SGD([*m.parameters(), *other.parameters()], lr=0.1), Plan())
@@ -209,3 +208,14 @@ def stale(rank: int) -> None:
 
 def test_an_optimizer_that_was_not_handed_over_still_trains() -> None:
     run_ranks(stale, num_ranks=2)
+
+
+def scaled(rank: int) -> None:
+    _, optimizer, _ = trained("zero1", rank)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))
+    assert "GradScaler cannot see an overflow" in line(lambda: scaler.step(optimizer))
+
+
+def test_torchs_grad_scaler_is_refused_where_it_would_see_a_slice_only() -> None:
+    run_ranks(scaled, num_ranks=2)

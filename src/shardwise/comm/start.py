@@ -26,6 +26,13 @@ def start_process_group(device: torch.device) -> None:
     atexit.register(_stop)
 
 
+def local_device() -> torch.device:
+    """The device of this rank: its GPU among those of its machine, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+
+
 def _stop() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

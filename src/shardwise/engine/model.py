@@ -37,6 +37,10 @@ class PreparedModule(nn.Module):
             own = super().state_dict(keep_vars=True)
         return load_tensors(engine_of(self), own, state_dict, strict=strict)
 
+    def _apply(self, function: Any, recurse: bool = True) -> Any:
+        """`to`, `cuda`, `half` … would tear the parameters out of their buffers."""
+        raise InvalidModel("a prepared model cannot be moved or cast: do it before, or with device= and plan.precision")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """An ordinary, whole model of the original class, with nothing of the plan in it. Collective."""
         values = self.state_dict()

@@ -4,6 +4,7 @@ Its param groups are rewritten in place: the module's parameters go, the owned s
 made after `prepare`, or was not handed to it, is recognised at its first step by the parameters that it holds.
 """
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -70,8 +71,18 @@ class OwnedParameters:
         for group in optimizer.param_groups:
             owned = [self._owned[id(parameter)] for parameter in group["params"]]
             group["params"][:] = [parameter for parameter in owned if parameter is not None]
-        optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        sharded = any(self._sharded[id(parameter)] for parameter in held)
+        optimizer.register_step_pre_hook(lambda *_: self.before_step(sharded=sharded))
         optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+    def before_step(self, *, sharded: bool) -> None:
+        """Each rank's GradScaler sees its own slices only: one would skip a step that the others take."""
+        if sharded and _called_by_grad_scaler():
+            raise InvalidPlan(
+                "torch's GradScaler cannot see an overflow in another rank's slice: use precision = 'bf16', which "
+                "needs no scaling, or a strategy that shards nothing ('ddp')"
+            )
+        self._before_step()
 
     def _check_elementwise(self, optimizer: Optimizer, held: list[nn.Parameter]) -> None:
         kinds = {kind.__name__ for kind in type(optimizer).__mro__}
@@ -87,6 +98,17 @@ class OwnedParameters:
         return optimizer in self.group_names
 
 
+def _called_by_grad_scaler() -> bool:
+    frame = sys._getframe(1)
+    for _ in range(12):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            return True
+    return False
+
+
 _REGISTRY: weakref.WeakSet[OwnedParameters] = weakref.WeakSet()
 
 
@@ -95,7 +117,7 @@ def _before_any_step(optimizer: Optimizer, arguments: Any, options: Any) -> None
         if not owner.adopted(optimizer) and owner.concerns(optimizer):
             owner.adopt(optimizer)
             # The hook that was just registered is not called for the step that is under way.
-            owner._before_step()
+            owner.before_step(sharded=False)
 
 
 _HOOK = register_optimizer_step_pre_hook(_before_any_step)

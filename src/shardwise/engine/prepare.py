@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups import MeshGroups, mesh_groups
-from shardwise.comm.start import agree, start_process_group
+from shardwise.comm.start import agree, local_device, start_process_group
 from shardwise.engine.engine import Engine, is_prepared, register
 from shardwise.engine.flat import FlatParams
 from shardwise.engine.hooks import attach_hooks
@@ -115,7 +115,7 @@ def _device(model: nn.Module, *, device: torch.device | str | None) -> torch.dev
         )
     if found:
         return found.pop()
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return local_device()
 
 
 def _description(model: nn.Module, *, plan: Plan, mesh: Mesh) -> str:
@@ -125,6 +125,11 @@ def _description(model: nn.Module, *, plan: Plan, mesh: Mesh) -> str:
         raise InvalidPlan(f"engine = {plan.engine!r}: shardwise.prepare runs engine = 'shardwise'")
     if plan.capture:
         raise InvalidPlan("capture = true: this version cannot capture a step yet; set capture = false")
+    if plan.recompute != "none":
+        raise InvalidPlan(
+            f"recompute = {plan.recompute!r}: this version does not recompute by itself; set recompute = 'none' and "
+            "call torch.utils.checkpoint.checkpoint(…, use_reentrant=False) in the model"
+        )
     spec = model_spec(model, policy=plan.units)
     plan.placements(unit.name for unit in spec.units)
     lines = [f"{name} = {value}" for name, value in plan.to_dict().items()]

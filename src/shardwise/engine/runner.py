@@ -112,6 +112,8 @@ class Runner:
     def before_backward(self, unit: Unit, call: int) -> None:
         self._begin_backward()
         if call in unit.begun:
+            # Another output of the same call, or the same call of another forward.
+            unit.ensure()
             return
         unit.begun.add(call)
         self._run(unit, Trigger.BEFORE_BACKWARD, call)

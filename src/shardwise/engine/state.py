@@ -71,6 +71,8 @@ def load_tensors(
     unexpected = [name for name in state if name not in own]
     if strict and (missing or unexpected):
         raise InvalidData(f"the state does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}")
+    # Nothing may still be on its way into what is filled.
+    engine.runner.before_step()
     places = {id(p): (flat, index) for flat in engine.flats for index, p in enumerate(flat.params)}
     for name in own:
         if name not in state:
