@@ -64,8 +64,9 @@ class FlatParams:
         self.whole = True
         if placement.params is SHARDED:
             self.free()
-        # The averaged gradients, of which the owned parameters' are views: a slice, or everything.
-        self.grads: Tensor | None = None
+        # The averaged gradients that `p.grad` showed before this backward, which are to be added to.
+        self.hidden: list[Tensor | None] = [None] * len(params)
+        self.awaits_grads = False
 
     def _make_master(self) -> Tensor:
         optim_sharded = self.placement.optim is SHARDED
@@ -163,29 +164,38 @@ class FlatParams:
             for (offset, size), shape in zip(self.layout.sizes(), self.layout.shapes, strict=True)
         ]
 
-    def add_grads(self, average: Tensor) -> None:
-        """Take this backward's averaged gradients, on top of those that are there."""
-        trainable = [part for part in self.owned if self.params[part.index].requires_grad]
-        mine = self._mine(average)
-        if self.grads is None:
-            self.grads = average
-        else:
-            for part in trainable:
-                if part.parameter.grad is None:
-                    self._mine(self.grads)[part.start : part.stop].zero_()
-            self.grads.add_(average)
-            mine = self._mine(self.grads)
-        for part in trainable:
-            if part.parameter.grad is None:
-                part.parameter.grad = mine[part.start : part.stop].view_as(part.parameter)
-        if self.shows_grads:
-            for parameter, view in zip(self.params, self.views(self.grads), strict=True):
-                parameter.grad = view if parameter.requires_grad else None
-
     @property
     def shows_grads(self) -> bool:
         """Whether `p.grad` of the module's parameters is the averaged gradient."""
         return self.placement.grads is not SHARDED and self.full.dtype == self.master_dtype
+
+    def has_grads(self) -> bool:
+        return any(part.parameter.grad is not None for part in self.owned)
+
+    def add_grads(self, average: Tensor) -> None:
+        """Take this backward's averaged gradients, on top of those that are there: of the slice, or of everything."""
+        olds: list[Tensor] = []
+        news: list[Tensor] = []
+        self.awaits_grads = False
+        if self.shows_grads:
+            # The owned parts' gradients are views of the same memory.
+            for index, (parameter, view) in enumerate(zip(self.params, self.views(average), strict=True)):
+                old = self.hidden[index]
+                if old is not None:
+                    olds.append(old)
+                    news.append(view)
+                parameter.grad = (view if old is None else old) if parameter.requires_grad else None
+        mine = self._mine(average)
+        for part in self.owned:
+            if self.params[part.index].requires_grad:
+                new = mine[part.start : part.stop].view_as(part.parameter)
+                if part.parameter.grad is None:
+                    part.parameter.grad = new
+                elif not self.shows_grads:
+                    olds.append(part.parameter.grad)
+                    news.append(new)
+        if olds:
+            torch._foreach_add_(olds, news)
 
     def _mine(self, grads: Tensor) -> Tensor:
         """What the owned parts' starts and stops count in."""
@@ -196,23 +206,38 @@ class FlatParams:
     def hide_grads(self) -> None:
         """Before backward: autograd must find no gradient, or it would add this rank's own to the average."""
         with unguarded():
+            for index, parameter in enumerate(self.params):
+                self.hidden[index] = parameter.grad if self.shows_grads else None
+                parameter.grad = None
+        self.awaits_grads = True
+
+    def restore_grads(self) -> None:
+        """After a backward that raised: what autograd left is this rank's own, and part of it; the averages count."""
+        if not self.awaits_grads:
+            return
+        with unguarded():
+            for parameter, average in zip(self.params, self.hidden, strict=True):
+                parameter.grad = average
+        self.awaits_grads = False
+
+    def drop_stale_grads(self) -> None:
+        """Before forward: a gradient that was cleared in the optimizer is cleared in the model, and the reverse."""
+        if not self.shows_grads:
+            return
+        for part in self.owned:
+            if self.params[part.index].grad is None:
+                part.parameter.grad = None
+            elif part.parameter.grad is None:
+                self.params[part.index].grad = None
+        if not self.has_grads():
+            # Also what this rank does not own a part of.
             for parameter in self.params:
                 parameter.grad = None
 
-    def drop_stale_grads(self) -> None:
-        """Before forward: gradients that the user has cleared, through the optimizer or the model, are gone."""
-        if self.grads is None:
-            return
-        if self.shows_grads:
-            for part in self.owned:
-                if self.params[part.index].grad is None:
-                    part.parameter.grad = None
-        if all(part.parameter.grad is None for part in self.owned):
-            self.drop_grads()
-
     def drop_grads(self) -> None:
         """Forget all gradients."""
-        self.grads = None
         for part in self.owned:
             part.parameter.grad = None
-        self.hide_grads()
+        with unguarded():
+            for parameter in self.params:
+                parameter.grad = None

@@ -16,6 +16,8 @@ def held_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
     optim     the optimizer's state, and its fp32 master where that is a copy of its own
     """
     held = {"params": 0, "gathered": 0, "grads": 0, "optim": 0}
+    # A bucket's gradients share one storage.
+    grads: dict[int, int] = {}
     for flat in engine_of(model).flats:
         full_bytes = flat.full.untyped_storage().nbytes()
         sharded = flat.placement.params is SHARDED
@@ -23,10 +25,13 @@ def held_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
         if not flat.aliased:
             is_the_parameter = sharded and flat.full.dtype == flat.master_dtype
             held["params" if is_the_parameter else "optim"] += flat.master.nbytes
-        if flat.grads is not None:
-            held["grads"] += flat.grads.nbytes
+        for part in flat.owned:
+            if part.parameter.grad is not None:
+                storage = part.parameter.grad.untyped_storage()
+                grads[storage.data_ptr()] = storage.nbytes()
         if optimizer is not None:
             for part in flat.owned:
                 values = optimizer.state.get(part.parameter, {}).values()
                 held["optim"] += sum(value.nbytes for value in values if isinstance(value, Tensor))
+    held["grads"] = sum(grads.values())
     return held

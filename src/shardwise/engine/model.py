@@ -20,10 +20,11 @@ class PreparedModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those that the optimizer steps by."""
         for flat in engine_of(self).flats:
-            if set_to_none or flat.grads is None:
+            if set_to_none:
                 flat.drop_grads()
-            else:
-                flat.grads.zero_()
+            for part in flat.owned:
+                if part.parameter.grad is not None:
+                    part.parameter.grad.zero_()
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Full names, shapes and master values, on every rank. Collective."""

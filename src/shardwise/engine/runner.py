@@ -97,7 +97,7 @@ class Runner:
         if self.in_backward:
             for unit in self.units.values():
                 for flat in unit.flats:
-                    flat.hide_grads()
+                    flat.restore_grads()
         self.in_backward = False
         self.reducing.clear()
         self.cursor = 0

@@ -115,7 +115,7 @@ class Unit:
         """Somebody reads a parameter at rest."""
         if is_grad:
             # Before a backward there is no gradient, and None is the truth.
-            if any(flat.grads is not None for flat in self.flats):
+            if any(flat.has_grads() for flat in self.flats):
                 refuse(name, is_grad=True)
             return
         if self.sharded and not self.whole:
@@ -145,8 +145,7 @@ class Unit:
         self.num_grads = 0
         self.begun.clear()
         for flat in self.flats:
-            if flat.shows_grads:
-                flat.hide_grads()
+            flat.hide_grads()
 
     def end_backward(self) -> None:
         """Where gradients are sharded, `p.grad` has nothing to show, and says so."""
