@@ -22,6 +22,7 @@ ROWS: list[set[str]] = [
     {"engines"},
     {"data", "models"},
     {"tasks"},
+    {"report"},
     {"cli"},
     {"__init__", "__main__"},
 ]
@@ -32,6 +33,10 @@ WITHOUT_TORCH = [
     "shardwise.models.catalogue",
     "shardwise.placement",
     "shardwise.plan",
+    "shardwise.program",
+    "shardwise.report.explain",
+    "shardwise.report.outline",
+    "shardwise.report.ring",
     "shardwise.spec",
 ]
 

@@ -8,6 +8,7 @@ import typer
 
 from shardwise import __version__
 from shardwise.cli.doctor import doctor
+from shardwise.cli.explain import explain
 from shardwise.cli.models import models
 from shardwise.cli.tokens import tokens
 from shardwise.errors import ShardwiseError
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(models)
 app.command()(tokens)
 app.command()(doctor)
+app.command()(explain)
 
 
 def _print_version(asked: bool) -> None:

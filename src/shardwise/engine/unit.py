@@ -24,7 +24,8 @@ class Unit:
         self.placement = placement
         self.flats = flats
         self.tape = tape
-        self.sharded = placement.params is SHARDED
+        # Whether there is anything to gather and free.
+        self.sharded = placement.params is SHARDED and bool(flats)
         self.whole = True
         self.arrived = True
         self.at_rest = False
@@ -86,7 +87,7 @@ class Unit:
         """After the optimizer's step: what is whole is old."""
         if self.sharded:
             self.free()
-        elif self.placement.optim is SHARDED:
+        elif self.placement.optim is SHARDED and self.num_expected:
             self._gather()
             self._rest()
         else:

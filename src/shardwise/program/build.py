@@ -14,10 +14,13 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 def build(spec: ModelSpec, *, plan: Plan) -> StepProgram:
     """The program of a step that follows on a step: forward, backward, update."""
     placements = plan.placements(unit.name for unit in spec.units)
-    events = tuple(_events(spec.call_order))
+    trainable = frozenset(unit.name for unit in spec.units if any(param.trainable for param in unit.params))
+    events = tuple(_events(spec.call_order, trainable=trainable))
     setting = Setting(
         placements=placements,
+        trainable=trainable,
         calls=spec.call_order,
+        backward_calls=tuple(event.unit for event in events if event.trigger is Trigger.BEFORE_BACKWARD),
         buckets=_buckets(spec, events=events, placements=placements, plan=plan),
         gather_bytes={unit.name: _gather_bytes(unit, plan=plan) for unit in spec.units},
         broadcasts=_broadcasts(spec),
@@ -32,36 +35,38 @@ def build(spec: ModelSpec, *, plan: Plan) -> StepProgram:
     return StepProgram(rows=tuple(rows), buckets=setting.buckets)
 
 
-def _events(calls: tuple[str, ...]) -> Iterator[Event]:
+def _events(calls: tuple[str, ...], *, trainable: frozenset[str]) -> Iterator[Event]:
     """What happens in a step, in order.
 
-    A call ends when one begins that is not inside it. Backward is forward in reverse; a unit's gradients are
-    complete when its first call has been gone back through.
+    A call ends when one begins that is not inside it. Backward is forward in reverse; a unit's gradients, if it has
+    any, are complete when its first call has been gone back through.
     """
     forward: list[Event] = []
     running: list[Event] = []
     counts: dict[str, int] = {}
 
-    def end_last() -> None:
+    def end_last(position: int) -> None:
         last = running.pop()
-        ended = Event(trigger=Trigger.AFTER_FORWARD, unit=last.unit, call=last.call, position=last.position)
-        forward.append(ended)
+        forward.append(Event(trigger=Trigger.AFTER_FORWARD, unit=last.unit, call=last.call, position=position))
 
     for position, unit in enumerate(calls):
         while running and not _is_inside(unit, running[-1].unit):
-            end_last()
+            end_last(position - 1)
         call = counts[unit] = counts.get(unit, -1) + 1
         running.append(Event(trigger=Trigger.BEFORE_FORWARD, unit=unit, call=call, position=position))
         forward.append(running[-1])
     while running:
-        end_last()
+        end_last(len(calls) - 1)
 
     yield from forward
+    backward_position = 0
     for event in reversed(forward):
         if event.trigger is Trigger.AFTER_FORWARD:
-            yield Event(trigger=Trigger.BEFORE_BACKWARD, unit=event.unit, call=event.call, position=event.position)
-        elif event.call == 0:
-            yield Event(trigger=Trigger.GRADS_READY, unit=event.unit, position=event.position)
+            trigger = Trigger.BEFORE_BACKWARD
+            yield Event(trigger=trigger, unit=event.unit, call=event.call, position=backward_position)
+            backward_position += 1
+        elif event.call == 0 and event.unit in trainable:
+            yield Event(trigger=Trigger.GRADS_READY, unit=event.unit)
     yield Event(trigger=Trigger.BACKWARD_DONE, unit=ROOT)
     yield Event(trigger=Trigger.AFTER_STEP, unit=ROOT)
 

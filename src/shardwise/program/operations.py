@@ -20,10 +20,13 @@ class Kind(Enum):
 
     @property
     def stream(self) -> str:
-        """The queue it runs in: `compute`, `gather` or `reduce`; waits and frees happen on `compute`."""
-        if self in (Kind.GATHER, Kind.BROADCAST):
+        """The queue it runs in: `compute`, `gather` or `reduce`; waits and frees happen on `compute`.
+
+        A broadcast has no wait of its own: it is over before anything else begins.
+        """
+        if self is Kind.GATHER:
             return "gather"
-        return "reduce" if self is Kind.REDUCE else "compute"
+        return "reduce" if self in (Kind.REDUCE, Kind.BROADCAST) else "compute"
 
 
 class Trigger(Enum):

@@ -17,7 +17,9 @@ class Setting:
     """What stays the same through a step."""
 
     placements: Mapping[str, Placement]
+    trainable: frozenset[str]
     calls: tuple[str, ...]
+    backward_calls: tuple[str, ...]
     buckets: tuple[Bucket, ...]
     gather_bytes: Mapping[str, int]
     broadcasts: tuple[Operation, ...]
@@ -25,7 +27,8 @@ class Setting:
     reduces_in_flight: int
 
     def sharded(self, unit: str) -> bool:
-        return self.placements[unit].params is SHARDED
+        """Whether there is anything to gather and free."""
+        return self.placements[unit].params is SHARDED and self.gather_bytes[unit] > 0
 
     def grads_sharded(self, bucket: Bucket) -> bool:
         return self.placements[bucket.units[0]].grads is SHARDED
@@ -33,7 +36,8 @@ class Setting:
     def gathered_after_update(self, unit: str) -> bool:
         """Each rank updates its slice of parameters that every rank holds whole (zero1, zero2)."""
         placement = self.placements[unit]
-        return placement.params is not SHARDED and placement.optim is SHARDED
+        updated_in_slices = placement.params is not SHARDED and placement.optim is SHARDED
+        return updated_in_slices and unit in self.trainable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +52,7 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A trigger at a unit. `position` is that of the call among all calls of the forward."""
+    """A trigger at a unit. `position` is that of the call that began last, in forward or in backward."""
 
     trigger: Trigger
     unit: str
@@ -62,25 +66,24 @@ Rule = Callable[[State, Event, Setting], Outcome]
 
 def before_forward(state: State, event: Event, setting: Setting) -> Outcome:
     """Gather this unit if nobody has, then those that come next, then wait for this one."""
-    coming = setting.calls[event.position + 1 :]
-    state, operations = _gather_and_wait(state, event.unit, coming, setting)
+    state, operations = _gather_and_wait(state, event.unit, setting.calls[event.position + 1 :], setting)
     broadcasts = setting.broadcasts if event.unit == ROOT else ()
     return state, (*broadcasts, *operations, Operation(kind=Kind.FORWARD, subject=event.unit))
 
 
 def after_forward(state: State, event: Event, setting: Setting) -> Outcome:
-    """Free the unit, unless it is needed next: as the root and the last unit are, in backward."""
+    """Free the unit, unless it is needed at once: by the next call, or, after the last one, in backward."""
     unit = event.unit
     coming = setting.calls[event.position + 1 :]
-    needed_next = unit == ROOT or not coming or coming[0] == unit
-    if needed_next or not setting.placements[unit].reshard_after_forward:
+    needed = not coming or unit == ROOT or unit in _wanted(coming[0], coming[1:], setting)
+    if needed or not setting.placements[unit].reshard_after_forward or not setting.sharded(unit):
         return state, ()
     return _free(state, unit)
 
 
 def before_backward(state: State, event: Event, setting: Setting) -> Outcome:
-    """As before forward, with the calls in reverse."""
-    coming = setting.calls[: event.position][::-1]
+    """As before forward, with the calls in the order of backward."""
+    coming = setting.backward_calls[event.position + 1 :]
     state, operations = _gather_and_wait(state, event.unit, coming, setting)
     return state, (*operations, Operation(kind=Kind.BACKWARD, subject=event.unit))
 
@@ -105,19 +108,27 @@ def backward_done(state: State, event: Event, setting: Setting) -> Outcome:
         if not state.with_grads.issuperset(bucket.units):
             state, reduces = _reduce(state, bucket, setting)
             operations += reduces
-    for unit in sorted(unit for unit in state.whole if setting.sharded(unit)):
-        state, freed = _free(state, unit)
-        operations += freed
+    for unit in setting.placements:
+        # Nothing announces the end of a frozen unit's backward.
+        if unit in state.whole and setting.sharded(unit):
+            state, freed = _free(state, unit)
+            operations += freed
     waits = tuple(Operation(kind=Kind.WAIT_REDUCE, subject=bucket.name) for bucket in state.reducing)
     return replace(state, reducing=(), with_grads=frozenset()), operations + waits
 
 
 def after_step(state: State, event: Event, setting: Setting) -> Outcome:
-    """Update; parameters of which each rank updated a slice are gathered again, in the order of their use."""
-    updated = [unit for unit in dict.fromkeys(setting.calls) if setting.gathered_after_update(unit)]
+    """Update; parameters of which each rank updated a slice are gathered again, in the order of their use.
+
+    What no forward has waited for since the last update is waited for first: the update writes into it.
+    """
+    late = [unit for unit in setting.placements if unit in state.whole and unit not in state.arrived]
+    waits = tuple(Operation(kind=Kind.WAIT_GATHER, subject=unit) for unit in late)
+    in_order_of_use = dict.fromkeys((*setting.calls, *setting.placements))
+    updated = [unit for unit in in_order_of_use if setting.gathered_after_update(unit)]
     gathers = tuple(_gather(unit, setting) for unit in updated)
     state = replace(state, arrived=state.arrived - set(updated))
-    return state, (Operation(kind=Kind.UPDATE, subject=ROOT), *gathers)
+    return state, (*waits, Operation(kind=Kind.UPDATE, subject=ROOT), *gathers)
 
 
 RULES: Mapping[Trigger, Rule] = {
@@ -133,20 +144,24 @@ RULES: Mapping[Trigger, Rule] = {
 def first_state(setting: Setting) -> State:
     """How a step finds things: as the step before it left them."""
     replicated = frozenset(unit for unit in setting.placements if not setting.sharded(unit))
-    on_their_way = {unit for unit in replicated if setting.gathered_after_update(unit) and unit in setting.calls}
+    on_their_way = {unit for unit in replicated if setting.gathered_after_update(unit)}
     return State(whole=replicated, arrived=replicated - on_their_way)
 
 
 def _gather_and_wait(state: State, unit: str, coming: tuple[str, ...], setting: Setting) -> Outcome:
-    ahead = [other for other in dict.fromkeys(coming) if setting.sharded(other) and other != unit]
-    wanted = [unit, *ahead[: setting.prefetch]]
-    missing = [other for other in wanted if other not in state.whole]
+    missing = [other for other in _wanted(unit, coming, setting) if other not in state.whole]
     operations = tuple(_gather(other, setting) for other in missing)
     state = replace(state, whole=state.whole | set(missing))
     if unit not in state.arrived:
         operations += (Operation(kind=Kind.WAIT_GATHER, subject=unit),)
         state = replace(state, arrived=state.arrived | {unit})
     return state, operations
+
+
+def _wanted(unit: str, coming: tuple[str, ...], setting: Setting) -> list[str]:
+    """The unit that computes, and the sharded ones among the next `prefetch` that do."""
+    ahead = [other for other in dict.fromkeys(coming) if setting.sharded(other)]
+    return list(dict.fromkeys((unit, *ahead[: setting.prefetch])))
 
 
 def _gather(unit: str, setting: Setting) -> Operation:
@@ -170,5 +185,4 @@ def _reduce(state: State, bucket: Bucket, setting: Setting) -> Outcome:
         operations = (Operation(kind=Kind.WAIT_REDUCE, subject=bounded[0].name),)
         state = replace(state, reducing=tuple(other for other in state.reducing if other != bounded[0]))
     operations += (Operation(kind=Kind.REDUCE, subject=bucket.name, num_bytes=bucket.num_bytes),)
-    with_grads = state.with_grads | set(bucket.units)
-    return replace(state, reducing=(*state.reducing, bucket), with_grads=with_grads), operations
+    return replace(state, reducing=(*state.reducing, bucket)), operations

@@ -1,0 +1,62 @@
+"""`shardwise explain`: one step, or the ring, in text pictures."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from shardwise.errors import InvalidPlan, UnknownName
+from shardwise.placement import STRATEGIES
+
+
+def explain(
+    strategy: Annotated[str | None, typer.Argument(help=f"{', '.join(STRATEGIES)}; or ring, which is --ring.")] = None,
+    ranks: Annotated[int, typer.Option("--ranks", help="How many ranks take part.")] = 4,
+    model: Annotated[
+        str | None, typer.Option("--model", help="A model of the catalogue; without one, three equal blocks.")
+    ] = None,
+    prefetch: Annotated[int, typer.Option("--prefetch", help="Units gathered ahead of the one that computes.")] = 1,
+    ring: Annotated[bool, typer.Option("--ring", help="The ring all-reduce, chunk by chunk.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Show one training step, operation by operation: who holds what, and how many bytes."""
+    if ranks < 1:
+        raise InvalidPlan(f"--ranks {ranks}: must be a whole number of at least 1")
+    known = (*STRATEGIES, "ring")
+    if strategy is None and not ring:
+        raise InvalidPlan(f"explain needs a strategy: {', '.join(known)}")
+    if strategy is not None and strategy not in known:
+        raise UnknownName.of("strategy", strategy, known=known)
+    from shardwise.models.catalogue import shape_of
+    from shardwise.report.explain import explain as explain_step
+    from shardwise.report.explain import explain_as_data
+    from shardwise.report.outline import outline, picture_model
+    from shardwise.report.ring import explain_ring, ring_as_data
+
+    if ring or strategy is None or strategy == "ring":
+        if as_json:
+            print(json.dumps(ring_as_data(num_ranks=ranks), indent=2))
+        else:
+            _show(explain_ring(num_ranks=ranks))
+        return
+    spec = outline(shape_of(model), name=model) if model else picture_model()
+    if as_json:
+        data = explain_as_data(spec, strategy=strategy, num_ranks=ranks, prefetch=prefetch)
+        print(json.dumps(data, indent=2, ensure_ascii=False))
+    else:
+        _show(explain_step(spec, strategy=strategy, num_ranks=ranks, prefetch=prefetch))
+
+
+def _show(lines: list[str]) -> None:
+    """Plain lines; on a terminal that has colours, with what computes and what moves set off."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    for line in lines:
+        text = Text(line)
+        text.highlight_regex(r"^ (forward|backward|update) \S+", "bold")
+        text.highlight_regex(r"░|(?<= )[+=][a-zΣ\d]+", "yellow")
+        text.highlight_regex(r"▒", "magenta")
+        text.highlight_regex(r"◀", "bold red")
+        console.print(text, soft_wrap=True)

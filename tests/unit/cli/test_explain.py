@@ -1,0 +1,99 @@
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.app import main
+from shardwise.placement import STRATEGIES
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "how-it-works.md"
+
+
+def exit_code(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    return int(caught.value.code or 0)
+
+
+def output(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert exit_code(*arguments) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    return out
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_strategy_is_explained(strategy: str, capfd: pytest.CaptureFixture[str]) -> None:
+    lines = output(capfd, "explain", strategy, "--ranks", "2").splitlines()
+    assert lines[0].startswith(f"{strategy}, also known as ")
+    assert "  rank 1" in [line[:8] for line in lines]
+    assert "\x1b" not in "".join(lines), "colours are for terminals"
+
+
+def test_ring_is_asked_for_in_three_ways(capfd: pytest.CaptureFixture[str]) -> None:
+    expected = output(capfd, "explain", "ring", "--ranks", "3")
+    assert output(capfd, "explain", "--ring", "--ranks", "3") == expected
+    assert output(capfd, "explain", "fsdp", "--ring", "--ranks", "3") == expected
+
+
+def test_json_is_json_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(output(capfd, "explain", "zero2", "--model", "gpt-tiny", "--prefetch", "2", "--json"))
+    assert (data["model"], data["strategy"], data["ranks"], data["prefetch"]) == ("gpt-tiny", "zero2", 4, 2)
+    assert data["rows"][0]["operations"][0]["kind"] == "wait gather"
+    assert len(json.loads(output(capfd, "explain", "ring", "--json"))["rounds"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fdsp"], "UnknownName: unknown strategy 'fdsp'; did you mean fsdp or ddp?"),
+        (["rings"], "UnknownName: unknown strategy 'rings'; did you mean ring?"),
+        (["fsdp", "--ranks", "0"], "InvalidPlan: --ranks 0: must be a whole number of at least 1"),
+        (["ring", "--ranks", "-3"], "InvalidPlan: --ranks -3: must be a whole number of at least 1"),
+        (["fsdp", "--prefetch", "-1"], "InvalidPlan: prefetch = -1: must be a whole number of at least 0"),
+        (["fsdp", "--model", "gpt2-125m"], "UnknownName: unknown model 'gpt2-125m'; did you mean"),
+        ([], "InvalidPlan: explain needs a strategy: ddp, zero1, zero2, shard_grad_op, fsdp, ring"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("explain", *arguments) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+
+
+def test_explain_imports_no_torch() -> None:
+    code = (
+        "import sys; from shardwise.cli.app import main\n"
+        "try: main(['explain', 'fsdp', '--model', 'resnet18'])\n"
+        "except SystemExit: sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def shown_in(document: str) -> list[tuple[list[str], list[str]]]:
+    """(arguments, lines) of every `$ shardwise …` block; a line ⋮ stands for some that are left out."""
+    blocks = [block.splitlines()[1:] for block in document.split("```")[1::2]]
+    return [(lines[0].split()[2:], lines[1:]) for lines in blocks if lines[0].startswith("$ shardwise ")]
+
+
+def test_what_the_document_shows_is_what_the_commands_print(capfd: pytest.CaptureFixture[str]) -> None:
+    blocks = shown_in(DOCUMENT.read_text(encoding="utf-8"))
+    assert {arguments[1] for arguments, _ in blocks} >= {"ddp", "fsdp", "ring"}
+    for arguments, shown in blocks:
+        printed = output(capfd, *arguments).splitlines()
+        position = 0
+        for before, line in pairwise(["", *shown]):
+            if line == "⋮":
+                continue
+            if before == "⋮":
+                assert line in printed[position:], (arguments, line)
+                position = printed.index(line, position)
+            assert printed[position] == line, arguments
+            position += 1

@@ -1,0 +1,240 @@
+"""The program of a step, written out for small models; test_properties.py says what holds of every program."""
+
+import pytest
+
+from shardwise.plan import Plan
+from shardwise.program import Kind, Operation, build
+from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+
+
+def unit(name: str) -> UnitSpec:
+    weight = TensorSpec(name=f"{name}.weight", shape=(10,))
+    return UnitSpec(name=name, class_name="Block", params=(weight,))
+
+
+def model(*calls: str, never_called: tuple[str, ...] = ()) -> ModelSpec:
+    """A model whose forward calls the root and then these units, of 10 fp32 parameters each."""
+    names = dict.fromkeys((ROOT, *calls, *never_called))
+    return ModelSpec(name="example", units=tuple(map(unit, names)), call_order=(ROOT, *calls))
+
+
+def lines(spec: ModelSpec, **settings: object) -> list[str]:
+    """One line per row that has operations."""
+    program = build(spec, plan=Plan.from_dict(settings))
+    return ["; ".join(map(str, row.operations)) for row in program.rows if row.operations]
+
+
+# Written out: what each strategy does with a model of two blocks.
+
+TWO_BLOCKS = model("blocks.0", "blocks.1")
+
+
+def test_ddp_gathers_and_frees_nothing_and_reduces_each_bucket_once() -> None:
+    assert lines(TWO_BLOCKS, strategy="ddp", bucket_bytes=60) == [
+        "forward (root)",
+        "forward blocks.0",
+        "forward blocks.1",
+        "backward (root)",
+        "backward blocks.1",
+        "backward blocks.0",
+        "reduce blocks.1+blocks.0",
+        "reduce (root)",
+        "wait reduce blocks.1+blocks.0; wait reduce (root)",
+        "update (root)",
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_replicated_params_with_sharded_optim_are_gathered_after_the_update(strategy: str) -> None:
+    operations = lines(TWO_BLOCKS, strategy=strategy)
+    assert operations[:3] == [
+        # The gathers are those of the step before.
+        "wait gather (root); forward (root)",
+        "wait gather blocks.0; forward blocks.0",
+        "wait gather blocks.1; forward blocks.1",
+    ]
+    assert operations[-1] == "update (root); gather (root); gather blocks.0; gather blocks.1"
+
+
+def test_zero2_reduces_unit_by_unit() -> None:
+    assert lines(TWO_BLOCKS, strategy="zero2", reduces_in_flight=1)[3:-1] == [
+        "backward (root)",
+        "backward blocks.1",
+        "reduce blocks.1",
+        "backward blocks.0",
+        "wait reduce blocks.1; reduce blocks.0",
+        "wait reduce blocks.0; reduce (root)",
+        "wait reduce (root)",
+    ]
+
+
+def test_shard_grad_op_gathers_once_and_frees_after_backward() -> None:
+    assert lines(TWO_BLOCKS, strategy="shard_grad_op", prefetch=1, reduces_in_flight=2) == [
+        "gather (root); gather blocks.0; wait gather (root); forward (root)",
+        "gather blocks.1; wait gather blocks.0; forward blocks.0",
+        "wait gather blocks.1; forward blocks.1",
+        "backward (root)",
+        "backward blocks.1",
+        "free blocks.1; reduce blocks.1",
+        "backward blocks.0",
+        "free blocks.0; reduce blocks.0",
+        "free (root); wait reduce blocks.1; reduce (root)",
+        "wait reduce blocks.0; wait reduce (root)",
+        "update (root)",
+    ]
+
+
+def test_fsdp_frees_after_forward_and_gathers_again_for_backward() -> None:
+    assert lines(TWO_BLOCKS, strategy="fsdp", prefetch=1, reduces_in_flight=1) == [
+        "gather (root); gather blocks.0; wait gather (root); forward (root)",
+        "gather blocks.1; wait gather blocks.0; forward blocks.0",
+        "free blocks.0",
+        # The last unit and the root are not freed: backward begins with them.
+        "wait gather blocks.1; forward blocks.1",
+        "backward (root)",
+        "gather blocks.0; backward blocks.1",
+        "free blocks.1; reduce blocks.1",
+        "wait gather blocks.0; backward blocks.0",
+        "free blocks.0; wait reduce blocks.1; reduce blocks.0",
+        "free (root); wait reduce blocks.0; reduce (root)",
+        "wait reduce (root)",
+        "update (root)",
+    ]
+
+
+def test_without_prefetch_a_unit_is_gathered_when_it_is_needed() -> None:
+    assert lines(TWO_BLOCKS, strategy="fsdp", prefetch=0)[:7] == [
+        "gather (root); wait gather (root); forward (root)",
+        "gather blocks.0; wait gather blocks.0; forward blocks.0",
+        "free blocks.0",
+        "gather blocks.1; wait gather blocks.1; forward blocks.1",
+        "backward (root)",
+        "backward blocks.1",
+        "free blocks.1; reduce blocks.1",
+    ]
+
+
+def test_an_outer_unit_stays_whole_while_the_units_inside_it_run() -> None:
+    assert lines(model("a", "a.inner", "b"), strategy="fsdp", prefetch=0, reduces_in_flight=4) == [
+        "gather (root); wait gather (root); forward (root)",
+        "gather a; wait gather a; forward a",
+        "gather a.inner; wait gather a.inner; forward a.inner",
+        "free a.inner",
+        "free a",
+        "gather b; wait gather b; forward b",
+        "backward (root)",
+        "backward b",
+        "free b; reduce b",
+        "gather a; wait gather a; backward a",
+        "gather a.inner; wait gather a.inner; backward a.inner",
+        "free a.inner; reduce a.inner",
+        "free a; reduce a",
+        "free (root); reduce (root)",
+        "wait reduce b; wait reduce a.inner; wait reduce a; wait reduce (root)",
+        "update (root)",
+    ]
+
+
+def test_a_name_that_begins_like_another_is_not_inside_it() -> None:
+    assert lines(model("blocks.1", "blocks.10"), strategy="fsdp", prefetch=0)[1:4] == [
+        "gather blocks.1; wait gather blocks.1; forward blocks.1",
+        "free blocks.1",
+        "gather blocks.10; wait gather blocks.10; forward blocks.10",
+    ]
+
+
+def test_a_unit_called_twice_is_reduced_once_after_its_first_call_was_gone_back_through() -> None:
+    assert lines(model("a", "b", "a"), strategy="fsdp", prefetch=0, reduces_in_flight=4) == [
+        "gather (root); wait gather (root); forward (root)",
+        "gather a; wait gather a; forward a",
+        "free a",
+        "gather b; wait gather b; forward b",
+        "free b",
+        "gather a; wait gather a; forward a",
+        "backward (root)",
+        "backward a",
+        "gather b; wait gather b; backward b",
+        "free b; reduce b",
+        "backward a",
+        "free a; reduce a",
+        "free (root); reduce (root)",
+        "wait reduce b; wait reduce a; wait reduce (root)",
+        "update (root)",
+    ]
+
+
+def test_a_unit_called_twice_in_a_row_is_gathered_once_for_both() -> None:
+    forward = lines(model("a", "a", "b"), strategy="fsdp", prefetch=0)[1:4]
+    assert forward == ["gather a; wait gather a; forward a", "forward a", "free a"]
+
+
+def test_a_unit_that_this_rank_never_calls_is_reduced_all_the_same() -> None:
+    last = lines(model("a", never_called=("experts.7",)), strategy="fsdp", reduces_in_flight=1)[-2:]
+    assert last == ["wait reduce (root); reduce experts.7; wait reduce experts.7", "update (root)"]
+
+
+def test_units_may_differ() -> None:
+    overrides = {"a": "ddp", "b": "shard_grad_op", "c": "zero1"}
+    assert lines(model("a", "b", "c", "d"), strategy="fsdp", overrides=overrides, prefetch=0)[:6] == [
+        "gather (root); wait gather (root); forward (root)",
+        "forward a",
+        "gather b; wait gather b; forward b",
+        "wait gather c; forward c",
+        "gather d; wait gather d; forward d",
+        "backward (root)",
+    ]
+
+
+def test_buffers_come_from_rank_0_before_the_root_computes() -> None:
+    statistics = TensorSpec(name="a.mean", shape=(3,), trainable=False)
+    scratch = TensorSpec(name="a.scratch", shape=(100,), trainable=False, persistent=False)
+    root = UnitSpec(name=ROOT, class_name="Net")
+    a = UnitSpec(name="a", class_name="Norm", buffers=(statistics, scratch))
+    spec = ModelSpec(name="norms", units=(root, a), call_order=(ROOT, "a"))
+    first, *others = build(spec, plan=Plan(strategy="ddp")).operations()
+    assert first == Operation(kind=Kind.BROADCAST, subject=ROOT, num_bytes=12)
+    assert Kind.BROADCAST not in {operation.kind for operation in others}
+
+
+@pytest.mark.parametrize(("precision", "gathered_bytes"), [("fp32", 40), ("bf16", 20), ("native", 40)])
+def test_bytes_are_those_of_the_whole_unit_in_the_plans_dtypes(precision: str, gathered_bytes: int) -> None:
+    program = build(TWO_BLOCKS, plan=Plan(strategy="fsdp", precision=precision, reduce_dtype="bf16"))
+    moved = {(op.kind, op.num_bytes) for op in program.operations() if op.num_bytes}
+    assert moved == {(Kind.GATHER, gathered_bytes), (Kind.REDUCE, 20)}
+
+
+# Not so yet. Each is the smallest example; strict, so that a mended rule shows here.
+
+
+def test_backward_prefetches_an_outer_unit_before_the_units_inside_it() -> None:
+    operations = lines(model("a", "b", "b.inner", "c"), strategy="fsdp", prefetch=1)
+    assert [line for line in operations[operations.index("backward (root)") :] if "backward" in line] == [
+        "backward (root)",
+        "gather b; backward c",
+        "gather b.inner; wait gather b; backward b",
+        "gather a; wait gather b.inner; backward b.inner",
+        "wait gather a; backward a",
+    ]
+
+
+def test_a_unit_that_this_rank_never_calls_is_gathered_after_the_update() -> None:
+    last = lines(model("a", never_called=("experts.7",)), strategy="zero2")[-1]
+    assert "gather experts.7" in last
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        pytest.param(("a", "a.inner"), id="the outermost of the last units is needed first in backward"),
+        pytest.param(("a", "a.inner", "a"), id="an outer unit is called twice in a row"),
+        pytest.param(("a", "b", "a"), id="a unit is called again within the prefetch distance"),
+    ],
+)
+def test_nothing_is_freed_only_to_be_gathered_again_at_once(calls: tuple[str, ...]) -> None:
+    freed: set[str] = set()
+    for operation in build(model(*calls), plan=Plan(strategy="fsdp", prefetch=1)).operations():
+        if operation.kind in (Kind.FORWARD, Kind.BACKWARD) and operation.subject != ROOT:
+            freed.clear()
+        elif operation.kind is Kind.FREE:
+            freed.add(operation.subject)
+        assert not (operation.kind is Kind.GATHER and operation.subject in freed)

@@ -1,0 +1,324 @@
+"""What must hold of the program of any model under any plan; a small replay that knows no rule checks it."""
+
+from collections import Counter
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.placement import REPLICATED, SHARDED, STRATEGIES
+from shardwise.plan import Plan
+from shardwise.program import Kind, Operation, StepProgram, Trigger, build
+from shardwise.program.build import _events
+from shardwise.program.rules import RULES, Setting, first_state
+from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+
+NAMES = ("a", "b", "c", "a.x", "a.y", "b.x", "a.x.deep", "d", "e")
+UNITS = {
+    "trainable": ((10, True), (7, True)),
+    "large": ((100, True),),
+    "frozen": ((10, False),),
+    "partly frozen": ((10, False), (3, True)),
+    "without parameters": (),
+    "with an empty parameter": ((0, True),),
+}
+"""(number of elements, trainable) of each parameter."""
+
+
+def make_unit(name: str, kind: str, *, buffered: bool) -> UnitSpec:
+    params = tuple(
+        TensorSpec(name=f"{name}.{index}", shape=(size,), trainable=trainable)
+        for index, (size, trainable) in enumerate(UNITS[kind])
+    )
+    buffer = TensorSpec(name=f"{name}.buffer", shape=(5,), trainable=False)
+    return UnitSpec(name=name, class_name="Block", params=params, buffers=(buffer,) if buffered else ())
+
+
+@st.composite
+def specs(
+    draw: st.DrawFn,
+    *,
+    names: tuple[str, ...] = NAMES,
+    repeats: bool = True,
+    repeated_root: bool = False,
+) -> ModelSpec:
+    """Some of the names are units, and some of the units are called, in any order, again and again.
+
+    A root that is called again stands for two forwards before one backward.
+    """
+    chosen = draw(st.lists(st.sampled_from(names), unique=True, min_size=len(names) // 2))
+    callable_units = [*chosen, ROOT] if repeated_root else chosen
+    calls = draw(st.lists(st.sampled_from(callable_units), unique=not repeats, max_size=10))
+    kinds = st.sampled_from(["trainable", *UNITS])
+    return ModelSpec(
+        name="random",
+        units=tuple(make_unit(name, draw(kinds), buffered=draw(st.booleans())) for name in (ROOT, *chosen)),
+        call_order=(ROOT, *calls),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn, *, spec: ModelSpec) -> Plan:
+    """Plans of every strategy; most often of one that shards everything, where most can go wrong."""
+    sharded = [name for name, placement in STRATEGIES.items() if placement.params is SHARDED]
+    strategies = st.sampled_from([*STRATEGIES, *sharded])
+    names = st.sampled_from([unit.name for unit in spec.units])
+    return Plan(
+        strategy=draw(strategies),
+        overrides=draw(st.dictionaries(names, strategies, max_size=4)),
+        prefetch=draw(st.sampled_from([1, 2, 0, 3, 4])),
+        reduces_in_flight=draw(st.integers(1, 3)),
+        bucket_bytes=draw(st.sampled_from([1, 100, 400, 25 * 2**20])),
+        precision=draw(st.sampled_from(["fp32", "bf16", "native"])),
+    )
+
+
+def cases(source: st.SearchStrategy[ModelSpec]) -> st.SearchStrategy[tuple[ModelSpec, Plan]]:
+    return source.flatmap(lambda spec: st.tuples(st.just(spec), plans(spec=spec)))
+
+
+class Replay:
+    """Carries out a program on sets of names, and knows no rule: only what can not be.
+
+    Parameters are `absent`, `arriving`, `here`, or, when only one slice of them was updated, `stale`.
+    """
+
+    def __init__(self, spec: ModelSpec, *, plan: Plan, program: StepProgram) -> None:
+        self.spec, self.plan = spec, plan
+        self.placements = plan.placements(unit.name for unit in spec.units)
+        self.buckets = {bucket.name: bucket for bucket in program.buckets}
+        self.num_calls = Counter(spec.call_order)
+        self.params = {name: self.between_steps(name) for name in self.placements}
+        self.start_step()
+
+    def start_step(self) -> None:
+        self.running: list[str] = []  # forwards that have begun and not ended, the innermost last
+        self.called: set[str] = set()
+        self.going_back: set[str] = set()  # backward has begun, gradients are not complete
+        self.num_backwards: Counter[str] = Counter()
+        self.num_broadcasts = 0
+        self.reducing: list[str] = []
+        self.reduced: list[str] = []
+        self.updated = False
+
+    def sharded(self, name: str) -> bool:
+        return self.placements[name].params is SHARDED and self.spec.unit(name).num_params > 0
+
+    def trainable(self, name: str) -> bool:
+        return any(param.trainable for param in self.spec.unit(name).params)
+
+    def updates_a_slice(self, name: str) -> bool:
+        placement = self.placements[name]
+        return placement.params is REPLICATED and placement.optim is SHARDED and self.trainable(name)
+
+    def between_steps(self, name: str) -> str:
+        if self.sharded(name):
+            return "absent"
+        return "arriving" if self.updates_a_slice(name) else "here"
+
+    def whole(self) -> set[str]:
+        """The sharded units that take the memory of whole ones."""
+        return {name for name, state in self.params.items() if self.sharded(name) and state != "absent"}
+
+    def happens(self, trigger: Trigger, name: str) -> None:
+        """An event of the model itself, after its row's operations."""
+        if trigger is Trigger.AFTER_FORWARD:
+            assert self.running.pop() == name
+        elif trigger is Trigger.GRADS_READY:
+            assert self.num_backwards[name] == self.num_calls[name]
+            self.going_back.remove(name)
+        elif trigger is Trigger.BACKWARD_DONE:
+            # Nothing announces the end of a frozen unit's backward.
+            assert not any(self.trainable(unit) for unit in self.going_back)
+            self.going_back.clear()
+
+    def do(self, operation: Operation) -> None:
+        {
+            Kind.GATHER: self.gather,
+            Kind.WAIT_GATHER: self.wait_gather,
+            Kind.FORWARD: self.forward,
+            Kind.FREE: self.free,
+            Kind.BACKWARD: self.backward,
+            Kind.REDUCE: self.reduce,
+            Kind.WAIT_REDUCE: self.wait_reduce,
+            Kind.BROADCAST: self.broadcast,
+            Kind.UPDATE: self.update,
+        }[operation.kind](operation.subject)
+
+    def gather(self, name: str) -> None:
+        assert self.params[name] == ("absent" if self.sharded(name) else "stale")
+        self.params[name] = "arriving"
+
+    def wait_gather(self, name: str) -> None:
+        assert self.params[name] == "arriving"
+        self.params[name] = "here"
+
+    def forward(self, name: str) -> None:
+        self.running.append(name)
+        self.called.add(name)
+        assert all(self.params[outer] == "here" for outer in self.running)
+
+    def backward(self, name: str) -> None:
+        self.num_backwards[name] += 1
+        self.going_back.add(name)
+        assert all(self.params[outer] == "here" for outer in self.going_back)
+
+    def free(self, name: str) -> None:
+        assert self.sharded(name)
+        assert name not in self.running[:-1], "units inside it still run"
+        assert self.params[name] == "here", "it was not gathered, or nobody waited for it"
+        self.params[name] = "absent"
+
+    def reduce(self, name: str) -> None:
+        bucket = self.buckets[name]
+        assert name not in self.reduced
+        assert all(self.num_backwards[member] == self.num_calls[member] for member in bucket.units)
+        self.reduced.append(name)
+        self.reducing.append(name)
+        sharded = [b for b in self.reducing if self.placements[self.buckets[b].units[0]].grads is SHARDED]
+        assert len(sharded) <= self.plan.reduces_in_flight
+
+    def wait_reduce(self, name: str) -> None:
+        self.reducing.remove(name)
+
+    def broadcast(self, name: str) -> None:
+        assert not self.running
+        assert any(buffer.persistent for unit in self.spec.units for buffer in unit.buffers)
+        self.num_broadcasts += 1
+
+    def update(self, name: str) -> None:
+        assert not self.running
+        assert not self.going_back
+        assert not self.whole()
+        assert not self.reducing
+        assert Counter(self.reduced) == Counter(list(self.buckets))
+        for unit_name in self.placements:
+            if self.updates_a_slice(unit_name):
+                assert self.params[unit_name] == "here"
+                self.params[unit_name] = "stale"
+        self.updated = True
+
+
+@settings(max_examples=250)
+@given(cases(specs() | specs(repeated_root=True)))
+def test_every_program_can_be_carried_out_step_after_step(case: tuple[ModelSpec, Plan]) -> None:
+    """Nothing computes without its parameters, and each gather, free, reduce and wait has its partner."""
+    spec, plan = case
+    program = build(spec, plan=plan)
+    replay = Replay(spec, plan=plan, program=program)
+    before = dict(replay.params)
+    for _ in range(2):
+        replay.start_step()
+        for row in program.rows:
+            for operation in row.operations:
+                replay.do(operation)
+            replay.happens(row.trigger, row.unit)
+        assert replay.updated
+        assert replay.num_backwards == replay.num_calls
+        assert replay.params == before
+        assert replay.reduced == [bucket.name for bucket in program.buckets]
+        has_buffers = any(unit.buffers for unit in spec.units)
+        assert replay.num_broadcasts == (spec.call_order.count(ROOT) if has_buffers else 0)
+
+
+@given(cases(specs()))
+def test_the_rules_leave_their_state_as_they_found_it(case: tuple[ModelSpec, Plan]) -> None:
+    """So the program of one step is that of every step."""
+    spec, plan = case
+    program = build(spec, plan=plan)
+    trainable = frozenset(unit.name for unit in spec.units if any(param.trainable for param in unit.params))
+    events = list(_events(spec.call_order, trainable=trainable))
+    setting = Setting(
+        placements=plan.placements(unit.name for unit in spec.units),
+        trainable=trainable,
+        calls=spec.call_order,
+        backward_calls=tuple(event.unit for event in events if event.trigger is Trigger.BEFORE_BACKWARD),
+        buckets=program.buckets,
+        gather_bytes={unit.name: unit.param_bytes for unit in spec.units},
+        broadcasts=(),
+        prefetch=plan.prefetch,
+        reduces_in_flight=plan.reduces_in_flight,
+    )
+    state = first_state(setting)
+    for event in events:
+        state, _ = RULES[event.trigger](state, event, setting)
+    assert state == first_state(setting)
+
+
+@given(cases(specs()))
+def test_buckets_partition_the_trainable_units_in_the_order_of_backward(case: tuple[ModelSpec, Plan]) -> None:
+    spec, plan = case
+    placements = plan.placements(unit.name for unit in spec.units)
+    called = list(dict.fromkeys(spec.call_order))[::-1]
+    never_called = [unit.name for unit in spec.units if unit.name not in called]
+    num_trainable = {
+        unit.name: sum(param.num_elements for param in unit.params if param.trainable) for unit in spec.units
+    }
+    buckets = build(spec, plan=plan).buckets
+    assert [name for bucket in buckets for name in bucket.units] == [
+        name for name in (*called, *never_called) if num_trainable[name]
+    ]
+    for bucket in buckets:
+        assert len({placements[name] for name in bucket.units}) == 1
+        assert bucket.num_bytes == 4 * sum(num_trainable[name] for name in bucket.units)
+        if placements[bucket.units[0]].grads is SHARDED:
+            assert len(bucket.units) == 1
+        else:
+            # It was still too small before the last one joined.
+            assert 4 * sum(num_trainable[name] for name in bucket.units[:-1]) < plan.bucket_bytes
+    for bucket, following in pairwise(buckets):
+        placement = placements[bucket.units[0]]
+        if placement == placements[following.units[0]] and placement.grads is REPLICATED:
+            assert bucket.num_bytes >= plan.bucket_bytes
+
+
+@given(specs(), st.sampled_from([name for name, row in STRATEGIES.items() if row.optim is REPLICATED]))
+def test_where_all_is_replicated_nothing_is_gathered_or_freed(spec: ModelSpec, strategy: str) -> None:
+    kinds = {operation.kind for operation in build(spec, plan=Plan(strategy=strategy)).operations()}
+    assert not kinds & {Kind.GATHER, Kind.WAIT_GATHER, Kind.FREE}
+
+
+@given(cases(specs()))
+def test_each_row_is_found_by_its_trigger_unit_and_call(case: tuple[ModelSpec, Plan]) -> None:
+    spec, plan = case
+    program = build(spec, plan=plan)
+    table = program.table()
+    assert len(table) == len(program.rows)
+    for (trigger, name, call), index in table.items():
+        row = program.rows[index]
+        assert (row.trigger, row.unit, row.call) == (trigger, name, call)
+
+
+def most_gathered_ahead(spec: ModelSpec, *, plan: Plan, kind: Kind) -> int:
+    """While anything computes: sharded units that are whole or arriving, less those that have to be.
+
+    Those are the root, the units that run (with the units around them), and what forward keeps for backward: the
+    units that are not resharded, and the last one.
+    """
+    program = build(spec, plan=plan)
+    replay = Replay(spec, plan=plan, program=program)
+    kept = {name for name, placement in replay.placements.items() if not placement.reshard_after_forward}
+    most = 0
+    for row in program.rows:
+        for operation in row.operations:
+            replay.do(operation)
+            if operation.kind is kind:
+                needed = {ROOT, *replay.running, *replay.going_back, *(kept & replay.called)}
+                if kind is Kind.BACKWARD:
+                    last = spec.call_order[-1]
+                    needed |= {name for name in replay.placements if last == name or last.startswith(name + ".")}
+                most = max(most, len(replay.whole() - needed))
+        replay.happens(row.trigger, row.unit)
+    return most
+
+
+@given(cases(specs()))
+def test_forward_gathers_at_most_prefetch_units_ahead(case: tuple[ModelSpec, Plan]) -> None:
+    spec, plan = case
+    assert most_gathered_ahead(spec, plan=plan, kind=Kind.FORWARD) <= plan.prefetch
+
+
+@given(cases(specs()))
+def test_backward_gathers_at_most_prefetch_units_ahead(case: tuple[ModelSpec, Plan]) -> None:
+    spec, plan = case
+    assert most_gathered_ahead(spec, plan=plan, kind=Kind.BACKWARD) <= plan.prefetch
