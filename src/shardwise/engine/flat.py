@@ -6,6 +6,7 @@ master    what the optimizer steps: the owned slice where optim is sharded, else
           replicated and compute in the master's dtype it is not a second copy but a view of `full`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -52,12 +53,18 @@ class FlatParams:
         self.collectives = collectives
         self.master_dtype = master_dtype
         self.layout = lay_out([tuple(p.shape) for p in params], num_slices=groups.gather.size)
+        self.pieces = self.layout.pieces()
         size = self.layout.num_elements
         # Zeros, because the padding is communicated too and should not be what happened to lie there.
         self.full = torch.zeros(size, dtype=compute_dtype, device=device)
         self.full_bytes = self.full.untyped_storage().nbytes()
         self.master = self._make_master()
         self.owned = self._own()
+        # Gap, part, gap, part … of the owned slice, as the layout's pieces are of everything.
+        ends = [0, *(part.stop for part in self.owned)]
+        gaps = [part.start - end for part, end in zip(self.owned, ends, strict=False)]
+        sizes = [size for part, gap in zip(self.owned, gaps, strict=True) for size in (gap, part.stop - part.start)]
+        self.owned_pieces = (*sizes, self.layout.slice_elements - ends[-1])
         # Made while there is storage behind them: a view of freed storage can be kept, but not made.
         self.full_views = self.views(self.full)
         self.gathering: Work | None = None
@@ -159,10 +166,8 @@ class FlatParams:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The parameters' places in a buffer of this layout, in their shapes."""
-        return [
-            buffer[offset : offset + size].view(shape)
-            for (offset, size), shape in zip(self.layout.sizes(), self.layout.shapes, strict=True)
-        ]
+        pieces = torch.split_with_sizes(buffer, self.pieces)[::2]
+        return [piece.view(shape) for piece, shape in zip(pieces, self.layout.shapes, strict=True)]
 
     @property
     def shows_grads(self) -> bool:
@@ -177,18 +182,18 @@ class FlatParams:
         olds: list[Tensor] = []
         news: list[Tensor] = []
         self.awaits_grads = False
+        whole = [] if self.placement.grads is SHARDED else self.views(average)
         if self.shows_grads:
             # The owned parts' gradients are views of the same memory.
-            for index, (parameter, view) in enumerate(zip(self.params, self.views(average), strict=True)):
+            for index, (parameter, view) in enumerate(zip(self.params, whole, strict=True)):
                 old = self.hidden[index]
                 if old is not None:
                     olds.append(old)
                     news.append(view)
                 parameter.grad = (view if old is None else old) if parameter.requires_grad else None
-        mine = self._mine(average)
-        for part in self.owned:
+        owned_grads = self._owned_grads(average) if self.placement.optim is SHARDED else whole
+        for part, new in zip(self.owned, owned_grads, strict=True):
             if self.params[part.index].requires_grad:
-                new = mine[part.start : part.stop].view_as(part.parameter)
                 if part.parameter.grad is None:
                     part.parameter.grad = new
                 elif not self.shows_grads:
@@ -197,11 +202,10 @@ class FlatParams:
         if olds:
             torch._foreach_add_(olds, news)
 
-    def _mine(self, grads: Tensor) -> Tensor:
-        """What the owned parts' starts and stops count in."""
-        if self.placement.optim is SHARDED and self.placement.grads is not SHARDED:
-            return own_slice(grads, group=self.groups.gather)
-        return grads
+    def _owned_grads(self, average: Tensor) -> Sequence[Tensor]:
+        """The owned parts' places in a slice, which is cut out of everything where that is not done yet."""
+        mine = average if self.placement.grads is SHARDED else own_slice(average, group=self.groups.gather)
+        return torch.split_with_sizes(mine, self.owned_pieces)[1::2]
 
     def hide_grads(self) -> None:
         """Before backward: autograd must find no gradient, or it would add this rank's own to the average."""

@@ -29,6 +29,18 @@ class Layout:
         """(offset, number of elements) of each parameter."""
         return ((offset, prod(shape)) for offset, shape in zip(self.offsets, self.shapes, strict=True))
 
+    def pieces(self) -> tuple[int, ...]:
+        """Sizes that cut the buffer into parameter, gap, parameter, gap …; gaps may be empty.
+
+        One split by these is several times as fast as a slice for each parameter.
+        """
+        ends = [*self.offsets[1:], self.num_elements]
+        return tuple(
+            size
+            for (offset, length), end in zip(self.sizes(), ends, strict=True)
+            for size in (length, end - offset - length)
+        )
+
     def owned(self, index: int) -> list[tuple[int, int, int]]:
         """(parameter, start, stop) of what lies in slice `index`, in elements from the slice's start.
 

@@ -3,6 +3,7 @@
 Replicated gradients keep the buffer: it is the gradients. Sharded ones keep this rank's slice of it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,26 +19,55 @@ from shardwise.placement import SHARDED
 from shardwise.program import Bucket, Kind
 
 
-@dataclass(slots=True, kw_only=True)
 class _Segment:
     """Flat buffers whose gradients share one buffer and one collective: all of one dtype."""
 
-    dtype: torch.dtype
-    flats: list[FlatParams]
-    buffer: Tensor | None = None
-    work: Work | None = None
+    def __init__(self, flat: FlatParams, *, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.flats = [flat]
+        self.buffer: Tensor | None = None
+        self.work: Work | None = None
+        self._kept: _Kept | None = None
 
     @property
     def num_elements(self) -> int:
         return sum(flat.layout.num_elements for flat in self.flats)
 
-    def part(self, flat: FlatParams) -> Tensor:
-        """The flat's place in the buffer, which comes into being with the first that asks."""
+    def views(self, flat: FlatParams) -> list[Tensor]:
+        """The places of a flat's gradients in the buffer, which comes into being with the first that asks."""
         if self.buffer is None:
-            self.buffer = torch.empty(self.num_elements, dtype=self.dtype, device=flat.device)
-        before = self.flats[: self.flats.index(flat)]
-        start = sum(other.layout.num_elements for other in before)
-        return self.buffer[start : start + flat.layout.num_elements]
+            if self._kept is not None and self._kept.is_unused():
+                self.buffer = self._kept.buffer
+            else:
+                self.buffer = torch.empty(self.num_elements, dtype=self.dtype, device=flat.device)
+        if self._kept is not None and self.buffer is self._kept.buffer:
+            return self._kept.views[self.flats.index(flat)]
+        return flat.views(self.parts()[self.flats.index(flat)])
+
+    def parts(self) -> Sequence[Tensor]:
+        """The buffer, flat by flat."""
+        assert self.buffer is not None
+        return torch.split_with_sizes(self.buffer, [flat.layout.num_elements for flat in self.flats])
+
+    def keep_buffer(self) -> None:
+        """On a CPU, where a new buffer costs a page fault every 4 KiB, use this one again when nobody else does."""
+        assert self.buffer is not None
+        if self.buffer.device.type == "cpu" and (self._kept is None or self._kept.buffer is not self.buffer):
+            views = [flat.views(part) for flat, part in zip(self.flats, self.parts(), strict=True)]
+            self._kept = _Kept(buffer=self.buffer, views=views)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """A buffer that has done its work, with the views of it that are needed to fill it again."""
+
+    buffer: Tensor
+    views: list[list[Tensor]]
+
+    def is_unused(self) -> bool:
+        """Whether no gradient lies in it any more: its uses are the buffer itself, our views, and this question."""
+        num_uses = int(torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata))
+        return num_uses == 2 + sum(map(len, self.views))
 
 
 class ReduceBucket:
@@ -72,7 +102,7 @@ class ReduceBucket:
                 if segment.dtype == dtype:
                     segment.flats.append(flat)
                     return
-        self.segments.append(_Segment(dtype=dtype, flats=[flat]))
+        self.segments.append(_Segment(flat, dtype=dtype))
 
     @property
     def complete(self) -> bool:
@@ -86,7 +116,7 @@ class ReduceBucket:
         for segment in self.segments:
             for flat in segment.flats:
                 if any(flat is own for own in unit.flats):
-                    _copy_in(flat, segment.part(flat))
+                    _copy_in(flat, segment.views(flat))
 
     @torch.no_grad()
     def start(self) -> None:
@@ -140,8 +170,9 @@ class ReduceBucket:
     def _deliver_whole(self, segment: _Segment) -> None:
         assert segment.buffer is not None
         segment.buffer.mul_(1 / self.groups.mesh.num_ranks)
-        for flat in segment.flats:
-            flat.add_grads(segment.part(flat).to(flat.master_dtype))
+        for flat, part in zip(segment.flats, segment.parts(), strict=True):
+            flat.add_grads(part.to(flat.master_dtype))
+        segment.keep_buffer()
 
 
 def _reduce_dtype(flat: FlatParams, planned: torch.dtype) -> torch.dtype:
@@ -149,10 +180,10 @@ def _reduce_dtype(flat: FlatParams, planned: torch.dtype) -> torch.dtype:
     return torch.promote_types(planned, flat.master_dtype) if flat.master_dtype.itemsize > 4 else planned
 
 
-def _copy_in(flat: FlatParams, buffer: Tensor) -> None:
+def _copy_in(flat: FlatParams, places: list[Tensor]) -> None:
     views, grads = [], []
     with unguarded():
-        for parameter, view in zip(flat.params, flat.views(buffer), strict=True):
+        for parameter, view in zip(flat.params, places, strict=True):
             grad = parameter.grad
             if grad is None:
                 view.zero_()

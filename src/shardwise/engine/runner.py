@@ -122,7 +122,8 @@ class Runner:
 
     def grad_ready(self, unit: Unit) -> None:
         """One more of the unit's gradients is there."""
-        self._begin_backward()
+        if not self.in_backward:
+            self._begin_backward()
         unit.num_grads += 1
         if unit.num_grads == unit.num_expected:
             self._grads_ready(unit)
