@@ -1,0 +1,93 @@
+"""Which engine runs a model: ours, or torch's own. The one place that asks; everything else is theirs.
+
+torch's engine is imported when a plan asks for it.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.comm.collectives import Collectives
+from shardwise.engine import clip as engine_clip
+from shardwise.engine import prepare as engine_prepare
+from shardwise.engine import state as engine_state
+from shardwise.engine.engine import is_prepared
+from shardwise.errors import InvalidPlan
+from shardwise.plan import Plan
+
+AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None)
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: AnyOptimizer,
+    plan: Plan,
+    *,
+    device: torch.device | str | None = None,
+    any_optimizer: bool = False,
+    collectives: Collectives | None = None,
+) -> tuple[nn.Module, AnyOptimizer]:
+    """Make `model` and `optimizer` run `plan`; then train what is returned with an ordinary loop.
+
+    Collective: every rank of the job calls it. Starts the process group from the environment if there is none, or a
+    job of one rank. Values come from rank 0. `device` moves the model; without it the model stays where it is (from
+    meta: the GPU of LOCAL_RANK, or the CPU). `optimizer` may be None, and be made later.
+
+    engine = 'shardwise'   the same two objects come back. `any_optimizer` admits an optimizer that is not known to
+                           be elementwise; `collectives` replaces the plan's, for tests.
+    engine = 'torch'       under ddp the model comes back inside a DistributedDataParallel.
+    """
+    if plan.engine != "torch":
+        return engine_prepare.prepare(
+            model, optimizer, plan, device=device, any_optimizer=any_optimizer, collectives=collectives
+        )
+    if collectives is not None:
+        raise InvalidPlan("engine = 'torch' has collectives of its own: leave collectives out of prepare")
+    from shardwise.native.prepare import prepare_native
+
+    return prepare_native(model, optimizer, plan, device=device)
+
+
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale the gradients so that their norm is at most `max_norm`; the norm they had, the same on every rank.
+
+    Collective. As torch's, but of the whole gradient, wherever its slices lie.
+    """
+    if is_prepared(model):
+        return engine_clip.clip_grad_norm_(model, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    from shardwise.native.state import clip_grad_norm_native
+
+    return clip_grad_norm_native(model, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+
+def full_state_dict(
+    model: nn.Module, optimizer: Optimizer | None = None, *, rank0_only: bool = False
+) -> dict[str, Any]:
+    """{"model": names → full tensors, "optimizer": names → full states, and groups}. Collective.
+
+    With `rank0_only`, the other ranks take part and get an empty dict.
+    """
+    if is_prepared(model):
+        return engine_state.full_state_dict(model, optimizer, rank0_only=rank0_only)
+    from shardwise.native.state import full_state_dict_native
+
+    return full_state_dict_native(model, optimizer, rank0_only=rank0_only)
+
+
+def load_full_state_dict(
+    model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None = None, *, from_rank0: bool = False
+) -> None:
+    """Load what `full_state_dict` gave, under any plan, engine and number of ranks. Collective.
+
+    With `from_rank0`, only rank 0's `state` is read.
+    """
+    if is_prepared(model):
+        return engine_state.load_full_state_dict(model, state, optimizer, from_rank0=from_rank0)
+    from shardwise.native.state import load_full_state_dict_native
+
+    return load_full_state_dict_native(model, state, optimizer, from_rank0=from_rank0)
