@@ -27,9 +27,7 @@ def _nothing_leaks() -> Iterator[None]:
     assert not changed, f"the test leaks environment variables: {sorted(changed)}"
     if "torch.distributed" in sys.modules:
         distributed = sys.modules["torch.distributed"]
-        assert not (distributed.is_available() and distributed.is_initialized()), (
-            "the test leaks a process group"
-        )
+        assert not (distributed.is_available() and distributed.is_initialized()), "the test leaks a process group"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

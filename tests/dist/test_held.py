@@ -22,7 +22,7 @@ def held(rank: int, strategy: str, precision: str) -> list[dict[str, int]]:
     model = build_model(SHAPE)
     optimizer = adamw(model.parameters())
     prepare(model, optimizer, Plan(strategy=strategy, precision=precision))
-    for step in range(2):
+    for _ in range(2):
         tokens = torch.zeros(1, 8, dtype=torch.int64)
         cross_entropy(model, (tokens, tokens)).backward()
         before = held_bytes(model, optimizer)

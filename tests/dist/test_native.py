@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cases import MODELS, adamw, sgd
-from ranks import run_ranks
+from ranks import run_ranks, shut_down
 from torch import Tensor, nn
 from training import Case, Result, assert_close, build
 
@@ -32,6 +32,12 @@ RESNET = Case(make=MODELS["resnet"], optimizer=sgd, num_steps=5)
 # Buckets smaller than the model, so that there are several.
 DDP = Plan(strategy="ddp", bucket_bytes=4000)
 MIXED = Plan(overrides={"blocks.1": "shard_grad_op"})
+
+
+@pytest.fixture(autouse=True)
+def _fresh_ranks() -> None:
+    """torch 2.11 remembers the process groups of a mesh by name, and the pool destroys them after a body."""
+    shut_down()
 
 
 def started(rank: int, case: Case, plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[int], Tensor]]:

@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups import MeshGroups, mesh_groups
-from shardwise.comm.start import agree, local_device, start_process_group
+from shardwise.comm.start import agree, start_process_group
+from shardwise.engine.agreement import choose_device, describe
 from shardwise.engine.engine import Engine, is_prepared, register
 from shardwise.engine.flat import FlatParams
 from shardwise.engine.hooks import attach_hooks
@@ -49,7 +50,9 @@ def prepare(
     `optimizer` may be None, and be made later. `any_optimizer` admits one that is not known to be elementwise.
     `collectives` replaces the plan's, for tests.
     """
-    chosen = _device(model, device=device)
+    if is_prepared(model):
+        raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
+    chosen = choose_device(model, device=device)
     start_process_group(chosen)
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
     agree(lambda: _description(model, plan=plan, mesh=mesh), what="plans or models")
@@ -103,21 +106,6 @@ def prepare(
     return model, optimizer
 
 
-def _device(model: nn.Module, *, device: torch.device | str | None) -> torch.device:
-    if is_prepared(model):
-        raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
-    if device is not None:
-        return torch.device(device)
-    found = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
-    if len(found) > 1:
-        raise InvalidModel(
-            f"the model's parameters are on {', '.join(sorted(map(str, found)))}: move it to one device first"
-        )
-    if found:
-        return found.pop()
-    return local_device()
-
-
 def _description(model: nn.Module, *, plan: Plan, mesh: Mesh) -> str:
     """What ranks must agree on, a line each; raises for what no rank could run."""
     mesh.check_ranks(dist.get_world_size())
@@ -132,10 +120,7 @@ def _description(model: nn.Module, *, plan: Plan, mesh: Mesh) -> str:
         )
     spec = model_spec(model, policy=plan.units)
     plan.placements(unit.name for unit in spec.units)
-    lines = [f"{name} = {value}" for name, value in plan.to_dict().items()]
-    for unit in spec.units:
-        lines += [f"{p.name} {list(p.shape)} {p.dtype} trainable={p.trainable}" for p in unit.params]
-    return "\n".join(lines)
+    return describe(spec, plan=plan)
 
 
 def _collectives(plan: Plan) -> Collectives:

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardwise.comm.start import agree, local_device, start_process_group
+from shardwise.comm.start import agree, start_process_group
+from shardwise.engine.agreement import choose_device, describe
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.optim import StaleOptimizer
 from shardwise.engine.precision import DTYPES
@@ -43,7 +44,9 @@ def prepare_native(
     A model on the meta device is filled whole on every rank before it is sharded. The optimizer keeps its options,
     and gets the new parameters by name.
     """
-    chosen = _device(model, device=device)
+    if is_prepared(model) or is_native(model):
+        raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
+    chosen = choose_device(model, device=device)
     start_process_group(chosen)
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -116,19 +119,6 @@ def _device_mesh(mesh: Mesh, *, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (mesh.replicate, mesh.shard), mesh_dim_names=("replicate", "shard"))
 
 
-def _device(model: nn.Module, *, device: torch.device | str | None) -> torch.device:
-    if is_prepared(model) or is_native(model):
-        raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
-    if device is not None:
-        return torch.device(device)
-    found = sorted({str(parameter.device) for parameter in model.parameters() if not parameter.is_meta})
-    if len(found) > 1:
-        raise InvalidModel(f"the model's parameters are on {', '.join(found)}: move it to one device first")
-    if found:
-        return torch.device(found[0])
-    return local_device()
-
-
 def _description(
     model: nn.Module, optimizer: Optimizer | None, *, plan: Plan, mesh: Mesh, names: Mapping[int, str]
 ) -> str:
@@ -143,10 +133,7 @@ def _description(
         check_replicated(spec)
     if optimizer is not None:
         _check_optimizer(optimizer, names=names)
-    lines = [f"{name} = {value}" for name, value in plan.to_dict().items()]
-    for unit in spec.units:
-        lines += [f"{p.name} {list(p.shape)} {p.dtype} trainable={p.trainable}" for p in unit.params]
-    return "\n".join(lines)
+    return describe(spec, plan=plan)
 
 
 def _to_master_dtype(model: nn.Module, *, plan: Plan) -> None:

@@ -1,0 +1,29 @@
+"""What both engines settle before they touch a model: its device, and what all ranks must have been given alike."""
+
+import torch
+from torch import nn
+
+from shardwise.comm.start import local_device
+from shardwise.errors import InvalidModel
+from shardwise.plan import Plan
+from shardwise.spec import ModelSpec
+
+
+def choose_device(model: nn.Module, *, device: torch.device | str | None) -> torch.device:
+    """The device that is asked for, or the one that the model is on; from meta, this rank's own."""
+    if device is not None:
+        return torch.device(device)
+    found = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    if len(found) > 1:
+        raise InvalidModel(
+            f"the model's parameters are on {', '.join(sorted(map(str, found)))}: move it to one device first"
+        )
+    return found.pop() if found else local_device()
+
+
+def describe(spec: ModelSpec, *, plan: Plan) -> str:
+    """A plan and a model, a line each thing: equal on all ranks, or they would wait for each other in vain."""
+    lines = [f"{name} = {value}" for name, value in plan.to_dict().items()]
+    for unit in spec.units:
+        lines += [f"{p.name} {list(p.shape)} {p.dtype} trainable={p.trainable}" for p in unit.params]
+    return "\n".join(lines)
