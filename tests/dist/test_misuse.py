@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from cases import MODELS, sgd
 from ranks import run_ranks
 from torch import nn
 
 from shardwise.engine.clip import clip_grad_norm_
+from shardwise.engine.engine import engine_of
 from shardwise.engine.prepare import prepare
 from shardwise.errors import ShardwiseError
 from shardwise.mesh import Mesh
@@ -219,3 +221,45 @@ def scaled(rank: int) -> None:
 
 def test_torchs_grad_scaler_is_refused_where_it_would_see_a_slice_only() -> None:
     run_ranks(scaled, num_ranks=2)
+
+
+def subtle(rank: int) -> None:
+    model, optimizer, batch = trained("fsdp", rank)
+    optimizer.zero_grad()
+    assert "gradients of gradients" in line(lambda: cross_entropy(model, batch(0, rank)).backward(create_graph=True))
+    cross_entropy(model, batch(0, rank)).backward()
+
+    reentrant, batch = MODELS["gpt"]()
+    block = reentrant.blocks[1]
+    prepare(reentrant, None, Plan(units="class:Block"))
+    whole = block.forward
+    block.forward = lambda x: torch.utils.checkpoint.checkpoint(block.feed_forward, whole(x), use_reentrant=True)
+    assert "two gradients in one backward" in line(lambda: cross_entropy(reentrant, batch(0, rank)).backward())
+    other, _ = MODELS["gpt"]()
+    other.blocks[1] = Reentrant(other.blocks[1])
+    prepare(other, None, Plan(units="class:Block"))
+    assert "use_reentrant=False" in line(lambda: cross_entropy(other, batch(0, rank)).backward())
+
+
+class Reentrant(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=True)
+
+
+def test_what_backward_cannot_do_is_refused() -> None:
+    run_ranks(subtle, num_ranks=2)
+
+
+def alone(rank: int) -> None:
+    model, _, _ = trained("fsdp", rank)
+    engine_of(model).limit_seconds = 0.3
+    if rank == 0:
+        assert line(model.state_dict) == "rank 1, 2 did not come to state_dict within 0 s: call it on every rank"
+
+
+def test_a_state_dict_on_one_rank_alone_names_the_ranks_that_did_not_come() -> None:
+    run_ranks(alone, num_ranks=3)

@@ -1,7 +1,9 @@
 """The process group, if nobody has started one; and agreement between ranks before they trust each other."""
 
 import atexit
+import itertools
 import os
+import time
 from collections.abc import Callable
 
 import torch
@@ -62,6 +64,35 @@ def agree(describe: Callable[[], str], *, what: str) -> None:
         raise RanksDisagree(
             f"rank 0 and rank {first} were given different {what}: {_difference(everyone[0], everyone[first])}"
         )
+
+
+class RanksMissing(ShardwiseError):  # noqa: N818
+    """Some ranks did not come to what needs all of them."""
+
+
+_MEETINGS = itertools.count()
+
+
+def meet(what: str, *, limit_seconds: float = 60.0) -> None:
+    """Wait until every rank has come to `what`; within the limit, or the missing ranks are named.
+
+    For what users may call on one rank by mistake (`if rank == 0: model.state_dict()`), where a collective would only
+    hang. Over the job's store, so that it needs no collective itself.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    meeting = next(_MEETINGS)
+    store.set(f"shardwise/{meeting}/{dist.get_rank()}", what)
+    deadline = time.monotonic() + limit_seconds
+    missing = list(range(dist.get_world_size()))
+    while missing:
+        missing = [rank for rank in missing if not store.check([f"shardwise/{meeting}/{rank}"])]
+        if missing and time.monotonic() > deadline:
+            ranks = ", ".join(map(str, missing))
+            raise RanksMissing(
+                f"rank {ranks} did not come to {what} within {limit_seconds:.0f} s: call it on every rank"
+            )
+        if missing:
+            time.sleep(0.002)
 
 
 def _difference(one: str, other: str) -> str:

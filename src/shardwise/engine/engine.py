@@ -29,6 +29,8 @@ class Engine:
     owned: OwnedParameters
     tape: Tape
     handles: list[Any]
+    # How long a rank waits for the others in what users may call on one rank by mistake.
+    limit_seconds: float = 60.0
 
 
 # An attribute of the model: a table of engines by model would keep both alive, since an engine holds its model.

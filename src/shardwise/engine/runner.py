@@ -11,11 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 
 from shardwise.engine.reduce import ReduceBucket
 from shardwise.engine.tape import Tape
 from shardwise.engine.unit import Unit
+from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.program import Bucket, Kind, Operation, Row, StepProgram, Trigger, build
 from shardwise.spec import ROOT, ModelSpec
@@ -63,6 +65,12 @@ class Runner:
         return torch._C._current_graph_task_id() != -1
 
     def before_forward(self, unit: Unit) -> None:
+        if self.recomputing() and not unit.calls:
+            # Its forward ran without gradients, so nothing of the program knows of it.
+            raise InvalidModel(
+                f"{unit.name} is recomputed by a reentrant checkpoint: say use_reentrant=False in "
+                "torch.utils.checkpoint"
+            )
         if not torch.is_grad_enabled() or self.recomputing():
             unit.ensure()
             return
@@ -120,12 +128,17 @@ class Runner:
         unit.ensure()
         self.tape.record(Kind.BACKWARD, unit.name)
 
-    def grad_ready(self, unit: Unit) -> None:
+    def grad_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
         """One more of the unit's gradients is there."""
         if not self.in_backward:
             self._begin_backward()
-        unit.num_grads += 1
-        if unit.num_grads == unit.num_expected:
+        if id(parameter) in unit.with_grads:
+            raise InvalidModel(
+                f"a parameter of {unit.name} got two gradients in one backward, as a reentrant checkpoint gives them: "
+                "say use_reentrant=False in torch.utils.checkpoint"
+            )
+        unit.with_grads.add(id(parameter))
+        if len(unit.with_grads) == unit.num_expected:
             self._grads_ready(unit)
 
     def _grads_ready(self, unit: Unit) -> None:
@@ -151,6 +164,8 @@ class Runner:
     def _begin_backward(self) -> None:
         if self.in_backward:
             return
+        if torch.is_grad_enabled():
+            raise InvalidModel("backward(create_graph=True): this engine does not give gradients of gradients")
         self.in_backward = True
         self.next_bucket = 0
         if self.program is None:

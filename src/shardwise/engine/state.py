@@ -10,6 +10,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from shardwise.comm.collectives import own_slice
+from shardwise.comm.start import meet
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.flat import FlatParams
 from shardwise.errors import InvalidData
@@ -50,6 +51,7 @@ def load_full_state_dict(
 
 def full_tensors(engine: Engine, state: Any, *, keep_vars: bool) -> Any:
     """Replace the parameters in a state dict by their full master values; buffers are detached."""
+    meet("state_dict", limit_seconds=engine.limit_seconds)
     values: dict[int, Tensor] = {}
     for flat in engine.flats:
         for parameter, view in zip(flat.params, flat.views(flat.full_master()), strict=True):

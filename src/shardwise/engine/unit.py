@@ -32,11 +32,11 @@ class Unit:
         # How often forward has called it in this step, and which of those calls backward has come to.
         self.calls = 0
         self.begun: set[int] = set()
-        # Gradients that are there in this backward, of those that are to come.
-        self.num_grads = 0
+        # The parameters whose gradients are there in this backward, of those that are to come.
+        self.with_grads: set[int] = set()
         self.num_expected = 0
         self._hooked: set[int] = set()
-        self.on_grad: Callable[[Unit], None] | None = None
+        self.on_grad: Callable[[Unit, nn.Parameter], None] | None = None
 
     def params(self) -> Iterator[nn.Parameter]:
         return (parameter for flat in self.flats for parameter in flat.params)
@@ -126,7 +126,7 @@ class Unit:
 
     # The step
 
-    def begin(self, on_grad: Callable[["Unit"], None]) -> None:
+    def begin(self, on_grad: Callable[["Unit", nn.Parameter], None]) -> None:
         """A new forward: what has been thawed gets its hook, what has been cleared is forgotten."""
         self.on_grad = on_grad
         self.calls = 0
@@ -143,7 +143,7 @@ class Unit:
                 flat.drop_stale_grads()
 
     def begin_backward(self) -> None:
-        self.num_grads = 0
+        self.with_grads.clear()
         self.begun.clear()
         for flat in self.flats:
             flat.hide_grads()
@@ -159,4 +159,4 @@ def _grad_arrived(unit: "weakref.ref[Unit]", parameter: nn.Parameter) -> None:
     """Autograd holds this hook where the garbage collector cannot look, so it must not hold the unit."""
     there = unit()
     if there is not None and there.on_grad is not None:
-        there.on_grad(there)
+        there.on_grad(there, parameter)
