@@ -89,6 +89,8 @@ def reads_replicated(rank: int) -> None:
         torch.testing.assert_close(norm, clip_grad_norm_(model, 1e9))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         torch.testing.assert_close(clip_grad_norm_(model, 1e9), torch.tensor(0.5))
+        if strategy == "ddp":
+            assert optimizer.param_groups[0]["params"] == list(model.parameters())
         model.zero_grad()
         assert all(parameter.grad is None for parameter in model.parameters())
         assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])

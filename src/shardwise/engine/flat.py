@@ -84,7 +84,10 @@ class FlatParams:
         return own_slice(self.full, group=self.groups.gather) if optim_sharded else self.full
 
     def _own(self) -> list[Owned]:
-        """Views of the master for the optimizer: 1-D slices, or the whole parameter in its own shape."""
+        """What the optimizer steps: 1-D views of the owned slice, or whole parameters in their own shape.
+
+        Where the master is the full buffer, those are the module's own parameters.
+        """
         if self.placement.optim is SHARDED:
             parts = self.layout.owned(self.groups.gather.index)
             views = [self.master[start:stop] for _, start, stop in parts]
@@ -93,7 +96,9 @@ class FlatParams:
             views = [self.master[start:stop].view(self.params[i].shape) for i, start, stop in parts]
         return [
             Owned(
-                parameter=nn.Parameter(view, requires_grad=self.params[i].requires_grad),
+                parameter=self.params[i]
+                if self.master is self.full
+                else nn.Parameter(view, requires_grad=self.params[i].requires_grad),
                 index=i,
                 start=start,
                 stop=stop,
@@ -121,9 +126,12 @@ class FlatParams:
         if self.placement.params is not SHARDED:
             self.full[offset : offset + size].copy_(flat)
 
-    def attach(self, index: int) -> None:
-        """Make the module's parameter a view of the full buffer."""
-        self.params[index].data = self.full_views[index]
+    def attach(self, index: int, parameter: nn.Parameter) -> None:
+        """Make the module's parameter, which may be a new one where it was on the meta device, a view of the buffer."""
+        parameter.data = self.full_views[index]
+        self.params[index] = parameter
+        if self.master is self.full:
+            self.owned[index].parameter = parameter
 
     @torch.no_grad()
     def gather(self) -> None:

@@ -201,8 +201,7 @@ def _fill(model: nn.Module, *, flats: list[FlatParams], groups: MeshGroups, devi
             value = parameter.detach().to(device).contiguous()
             dist.broadcast(value, src=0, group=everyone)
             flat.fill(index, value)
-            flat.params[index] = parameter
-            flat.attach(index)
+            flat.attach(index, parameter)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 value = buffer.to(device).contiguous()
