@@ -191,12 +191,15 @@ def from_meta(rank: int, strategy: str) -> None:
     torch.manual_seed(7)
     whole = build_model(GPT)
     model = build_model(GPT, device="meta")
+    optimizer = adamw(model.parameters())
     torch.manual_seed(7 + rank)  # rank 0's counts
-    prepare(model, None, Plan(strategy=strategy), device="cpu")
+    prepare(model, optimizer, Plan(strategy=strategy), device="cpu")
     state = model.state_dict()
     for name, value in whole.state_dict().items():
         assert torch.equal(state[name], value), name
     assert model.head.weight is model.embed.weight
+    train(model, optimizer, [MODELS["gpt"]()[1](0, rank)])
+    assert not torch.equal(model.state_dict()["embed.weight"], whole.embed.weight)
 
 
 @each_strategy

@@ -32,6 +32,8 @@ class OwnedParameters:
 
     def __init__(self, *, before_step: Callable[[], None], after_step: Callable[[], None], any_optimizer: bool) -> None:
         self._owned: dict[int, nn.Parameter | None] = {}
+        # Held, so that an id stays that of its parameter.
+        self._known: list[nn.Parameter] = []
         self._sharded: dict[int, bool] = {}
         self._names: dict[int, str] = {}
         # The full names of each param group, also of what this rank owns nothing of.
@@ -43,6 +45,7 @@ class OwnedParameters:
 
     def add(self, parameter: nn.Parameter, *, name: str, owned: nn.Parameter | None, sharded: bool) -> None:
         """`owned` stands for `parameter`; None where this rank owns no element of it."""
+        self._known.append(parameter)
         self._owned[id(parameter)] = owned
         self._sharded[id(parameter)] = sharded
         self._names[id(parameter)] = name

@@ -62,6 +62,8 @@ def prepare(
     tape = Tape()
     units = _units(model, spec=spec, plan=plan, groups=groups, collectives=chosen_collectives, tape=tape, device=chosen)
     flats = [flat for unit in units.values() for flat in unit.flats]
+    # Parameters on the meta device are replaced; an optimizer may hold those that were there before.
+    before = [list(flat.params) for flat in flats]
     _fill(model, flats=flats, groups=groups, device=chosen)
 
     def make_bucket(bucket: Bucket) -> ReduceBucket:
@@ -85,7 +87,7 @@ def prepare(
     )
     for unit in units.values():
         unit.settle()
-    owned = _owned(flats, runner=runner, any_optimizer=any_optimizer)
+    owned = _owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
     if optimizer is not None:
         owned.adopt(optimizer)
     handles = attach_hooks(runner, input_dtype=input_dtype(plan))
@@ -209,13 +211,16 @@ def _fill(model: nn.Module, *, flats: list[FlatParams], groups: MeshGroups, devi
                 module._buffers[name] = value
 
 
-def _owned(flats: list[FlatParams], *, runner: Runner, any_optimizer: bool) -> OwnedParameters:
+def _owned(
+    flats: list[FlatParams], *, before: list[list[nn.Parameter]], runner: Runner, any_optimizer: bool
+) -> OwnedParameters:
     owned = OwnedParameters(before_step=runner.before_step, after_step=runner.after_step, any_optimizer=any_optimizer)
-    for flat in flats:
+    for flat, old_params in zip(flats, before, strict=True):
         parts = {part.index: part.parameter for part in flat.owned}
-        for index, (parameter, name) in enumerate(zip(flat.params, flat.names, strict=True)):
-            sharded = flat.placement.optim is SHARDED
-            owned.add(parameter, name=name, owned=parts.get(index), sharded=sharded)
+        sharded = flat.placement.optim is SHARDED
+        for index, name in enumerate(flat.names):
+            for parameter in (flat.params[index], old_params[index]):
+                owned.add(parameter, name=name, owned=parts.get(index), sharded=sharded)
     return owned
 
 

@@ -65,7 +65,7 @@ class Runner:
         return torch._C._current_graph_task_id() != -1
 
     def before_forward(self, unit: Unit) -> None:
-        if self.recomputing() and not unit.calls:
+        if self.recomputing() and torch.is_grad_enabled() and not unit.calls:
             # Its forward ran without gradients, so nothing of the program knows of it.
             raise InvalidModel(
                 f"{unit.name} is recomputed by a reentrant checkpoint: say use_reentrant=False in "
