@@ -43,6 +43,7 @@ format: setup
 
 bench: setup
 	@$(BIN)/python benchmarks/startup.py
+	@$(BIN)/python benchmarks/engine_step.py --case cpu
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,12 +1,19 @@
 """Step 5 of 5: the engine runs a plan. `prepare` changes a model and an optimizer so that an ordinary loop trains.
 
-layout.py    where parameters lie in a flat buffer, and which slice belongs to which rank
-flat.py      the buffers of a unit: gather, free, the owned slice
-reduce.py    gradients: into a buffer, summed over ranks, back to the owner
-guard.py     parameters that say so instead of crashing when they are read while freed
-runner.py    events of a step → operations of the program
-hooks.py     module and autograd hooks → events
-optim.py     an optimizer that steps what the rank owns
-state.py     full state dicts in and out
-prepare.py   puts it together
+layout.py      where parameters lie in a flat buffer, and which slice belongs to which rank
+flat.py        the buffers of a unit's parameters: gather, free, the owned slice
+guard.py       parameters that say so instead of crashing when they are read while freed
+unit.py        a unit at work: whole, arrived, at rest
+reduce.py      gradients: into a buffer, summed over ranks, back to the owner
+runner.py      events of a step → operations of the program
+hooks.py       module and autograd hooks → events
+optim.py       an optimizer that steps what the rank owns
+clip.py        the norm of gradients that lie in slices
+state.py       full state dicts in and out
+model.py       what a prepared model answers differently
+tape.py        the operations that a run issued
+held.py        the bytes that a rank holds
+precision.py   which dtype computes, which is stepped, which sums
+agreement.py   what ranks must have been given alike
+prepare.py     puts it together; engine.py is the result, which the model carries
 """

@@ -66,25 +66,7 @@ def prepare(
     before = [list(flat.params) for flat in flats]
     _fill(model, flats=flats, groups=groups, device=chosen)
 
-    def make_bucket(bucket: Bucket) -> ReduceBucket:
-        return ReduceBucket(
-            bucket,
-            units=[units[name] for name in bucket.units],
-            reduce_dtype=reduce_dtype(plan),
-            groups=groups,
-            collectives=chosen_collectives,
-            tape=tape,
-        )
-
-    runner = Runner(
-        spec,
-        plan=plan,
-        units=units,
-        make_bucket=make_bucket,
-        broadcast_buffers=lambda: _broadcast_buffers(model, groups=groups, collectives=chosen_collectives, tape=tape),
-        agree=_from_rank_0,
-        tape=tape,
-    )
+    runner = _runner(model, spec=spec, plan=plan, units=units, groups=groups, collectives=chosen_collectives, tape=tape)
     for unit in units.values():
         unit.settle()
     owned = _owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
@@ -106,6 +88,37 @@ def prepare(
     )
     become_prepared(model)
     return model, optimizer
+
+
+def _runner(
+    model: nn.Module,
+    *,
+    spec: ModelSpec,
+    plan: Plan,
+    units: dict[str, Unit],
+    groups: MeshGroups,
+    collectives: Collectives,
+    tape: Tape,
+) -> Runner:
+    def make_bucket(bucket: Bucket) -> ReduceBucket:
+        return ReduceBucket(
+            bucket,
+            units=[units[name] for name in bucket.units],
+            reduce_dtype=reduce_dtype(plan),
+            groups=groups,
+            collectives=collectives,
+            tape=tape,
+        )
+
+    return Runner(
+        spec,
+        plan=plan,
+        units=units,
+        make_bucket=make_bucket,
+        broadcast_buffers=lambda: _broadcast_buffers(model, groups=groups, collectives=collectives, tape=tape),
+        agree=_from_rank_0,
+        tape=tape,
+    )
 
 
 def _description(model: nn.Module, *, plan: Plan, mesh: Mesh) -> str:
