@@ -166,6 +166,9 @@ def not_elementwise(rank: int) -> None:
     assert "Whole is not known to update each element by itself" in line(
         lambda: prepare(model, Whole(model.parameters()), Plan(strategy="zero1"))
     )
+    # Nothing was touched: the model trains as before.
+    cross_entropy(model, batch(0, rank)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
     for plan, any_optimizer in ((Plan(strategy="ddp"), False), (Plan(strategy="fsdp"), True)):
         model, batch = MODELS["gpt"]()
         shapes = [p.shape for p in model.parameters()]

@@ -6,7 +6,7 @@ made after `prepare`, or was not handed to it, is recognised at its first step b
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -25,6 +25,30 @@ ELEMENTWISE = frozenset(
 
 class StaleOptimizer(ShardwiseError):  # noqa: N818
     """An optimizer whose state belongs to parameters that are no longer there."""
+
+
+def check_optimizer(optimizer: Optimizer, *, sharded: Mapping[int, bool], any_optimizer: bool) -> None:
+    """Refuse an optimizer that cannot step what `sharded` tells, by id: the model's parameters, and which in slices."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in held:
+        if id(parameter) not in sharded:
+            raise InvalidPlan(
+                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: "
+                "give it an optimizer of its own"
+            )
+    if optimizer.state:
+        raise StaleOptimizer(
+            "the optimizer has stepped before: hand a fresh one to shardwise.prepare, then load the old state "
+            "with shardwise.load_full_state_dict"
+        )
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    if any_optimizer or kinds & ELEMENTWISE or not any(sharded[id(p)] for p in held):
+        return
+    raise InvalidPlan(
+        f"{type(optimizer).__name__} is not known to update each element by itself, and under this plan a rank "
+        f"holds slices: use one of {', '.join(sorted(ELEMENTWISE))}, strategy = 'ddp', or say "
+        "prepare(…, any_optimizer=True) if it does"
+    )
 
 
 class OwnedParameters:
@@ -55,19 +79,8 @@ class OwnedParameters:
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Rewrite the param groups; their options, and whoever holds them (schedulers), stay."""
+        check_optimizer(optimizer, sharded=self._sharded, any_optimizer=self._any_optimizer)
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        for parameter in held:
-            if id(parameter) not in self._owned:
-                raise InvalidPlan(
-                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: "
-                    "give it an optimizer of its own"
-                )
-        if optimizer.state:
-            raise StaleOptimizer(
-                "the optimizer has stepped before: hand a fresh one to shardwise.prepare, then load the old state "
-                "with shardwise.load_full_state_dict"
-            )
-        self._check_elementwise(optimizer, held)
         self.group_names[optimizer] = [
             [self._names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups
         ]
@@ -86,16 +99,6 @@ class OwnedParameters:
                 "needs no scaling, or a strategy that shards nothing ('ddp')"
             )
         self._before_step()
-
-    def _check_elementwise(self, optimizer: Optimizer, held: list[nn.Parameter]) -> None:
-        kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-        if self._any_optimizer or kinds & ELEMENTWISE or not any(self._sharded[id(p)] for p in held):
-            return
-        raise InvalidPlan(
-            f"{type(optimizer).__name__} is not known to update each element by itself, and under this plan a rank "
-            f"holds slices: use one of {', '.join(sorted(ELEMENTWISE))}, strategy = 'ddp', or say "
-            "prepare(…, any_optimizer=True) if it does"
-        )
 
     def adopted(self, optimizer: Optimizer) -> bool:
         return optimizer in self.group_names

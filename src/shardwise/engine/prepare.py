@@ -15,7 +15,7 @@ from shardwise.engine.engine import Engine, is_prepared, register
 from shardwise.engine.flat import FlatParams
 from shardwise.engine.hooks import attach_hooks
 from shardwise.engine.model import become_prepared
-from shardwise.engine.optim import OwnedParameters
+from shardwise.engine.optim import OwnedParameters, check_optimizer
 from shardwise.engine.precision import compute_dtype, input_dtype, master_dtype, reduce_dtype
 from shardwise.engine.reduce import ReduceBucket
 from shardwise.engine.runner import Runner
@@ -55,7 +55,10 @@ def prepare(
     chosen = choose_device(model, device=device)
     start_process_group(chosen)
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
-    agree(lambda: _description(model, plan=plan, mesh=mesh), what="plans or models")
+    agree(
+        lambda: _description(model, optimizer, plan=plan, mesh=mesh, any_optimizer=any_optimizer),
+        what="plans or models",
+    )
     groups = mesh_groups(mesh)
     chosen_collectives = collectives or _collectives(plan)
     spec = model_spec(model, policy=plan.units)
@@ -121,8 +124,8 @@ def _runner(
     )
 
 
-def _description(model: nn.Module, *, plan: Plan, mesh: Mesh) -> str:
-    """What ranks must agree on, a line each; raises for what no rank could run."""
+def _description(model: nn.Module, optimizer: Optimizer | None, *, plan: Plan, mesh: Mesh, any_optimizer: bool) -> str:
+    """What ranks must agree on, a line each; raises for what no rank could run, before anything is touched."""
     mesh.check_ranks(dist.get_world_size())
     if plan.engine != "shardwise":
         raise InvalidPlan(f"engine = {plan.engine!r}: shardwise.prepare runs engine = 'shardwise'")
@@ -134,7 +137,15 @@ def _description(model: nn.Module, *, plan: Plan, mesh: Mesh) -> str:
             "call torch.utils.checkpoint.checkpoint(…, use_reentrant=False) in the model"
         )
     spec = model_spec(model, policy=plan.units)
-    plan.placements(unit.name for unit in spec.units)
+    placements = plan.placements(unit.name for unit in spec.units)
+    if optimizer is not None:
+        parameters = dict(model.named_parameters())
+        sharded = {
+            id(parameters[param.name]): placements[unit.name].optim is SHARDED
+            for unit in spec.units
+            for param in unit.params
+        }
+        check_optimizer(optimizer, sharded=sharded, any_optimizer=any_optimizer)
     return describe(spec, plan=plan)
 
 
