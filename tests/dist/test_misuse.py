@@ -264,6 +264,9 @@ def alone(rank: int) -> None:
     engine_of(model).limit_seconds = 0.3
     if rank == 0:
         assert line(model.state_dict) == "rank 1, 2 did not come to state_dict within 0 s: call it on every rank"
+    # Afterwards all of them may come.
+    engine_of(model).limit_seconds = 60.0
+    assert model.state_dict().keys() == MODELS["gpt"]()[0].state_dict().keys()
 
 
 def test_a_state_dict_on_one_rank_alone_names_the_ranks_that_did_not_come() -> None:

@@ -1,7 +1,6 @@
 """The process group, if nobody has started one; and agreement between ranks before they trust each other."""
 
 import atexit
-import itertools
 import os
 import time
 from collections.abc import Callable
@@ -70,7 +69,8 @@ class RanksMissing(ShardwiseError):  # noqa: N818
     """Some ranks did not come to what needs all of them."""
 
 
-_MEETINGS = itertools.count()
+# What all ranks have come to so far: its length numbers the next meeting, the same on every rank.
+_HELD: list[str] = []
 
 
 def meet(what: str, *, limit_seconds: float = 60.0) -> None:
@@ -80,19 +80,23 @@ def meet(what: str, *, limit_seconds: float = 60.0) -> None:
     hang. Over the job's store, so that it needs no collective itself.
     """
     store = dist.distributed_c10d._get_default_store()
-    meeting = next(_MEETINGS)
-    store.set(f"shardwise/{meeting}/{dist.get_rank()}", what)
+    meeting = len(_HELD)
+    mine = f"shardwise/{meeting}/{dist.get_rank()}"
+    store.set(mine, what)
     deadline = time.monotonic() + limit_seconds
     missing = list(range(dist.get_world_size()))
     while missing:
         missing = [rank for rank in missing if not store.check([f"shardwise/{meeting}/{rank}"])]
         if missing and time.monotonic() > deadline:
+            # It was not held: whoever goes on from here counts as the others do.
+            store.delete_key(mine)
             ranks = ", ".join(map(str, missing))
             raise RanksMissing(
                 f"rank {ranks} did not come to {what} within {limit_seconds:.0f} s: call it on every rank"
             )
         if missing:
             time.sleep(0.002)
+    _HELD.append(what)
 
 
 def _difference(one: str, other: str) -> str:
