@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from cases import MODELS, sgd
 from ranks import run_ranks
@@ -265,6 +266,7 @@ def alone(rank: int) -> None:
     if rank == 0:
         assert line(model.state_dict) == "rank 1, 2 did not come to state_dict within 0 s: call it on every rank"
     # Afterwards all of them may come.
+    dist.barrier()
     engine_of(model).limit_seconds = 60.0
     assert model.state_dict().keys() == MODELS["gpt"]()[0].state_dict().keys()
 
