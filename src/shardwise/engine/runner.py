@@ -49,7 +49,7 @@ class Runner:
         self.bucket_of: dict[str, ReduceBucket] = {}
         self.program: StepProgram | None = None
         self.rows: tuple[Row, ...] = ()
-        self.row_of: dict[str, dict[Trigger, list[int]]] = {}
+        self.row_of: dict[tuple[Trigger, str, int], int] = {}
         self._last_row_of_backward = 0
         # The next row to run; the calls of a first step.
         self.cursor = 0
@@ -142,7 +142,7 @@ class Runner:
             self._grads_ready(unit)
 
     def _grads_ready(self, unit: Unit) -> None:
-        row = self._row(unit, Trigger.GRADS_READY, 0)
+        row = self.row_of.get((Trigger.GRADS_READY, unit.name, 0))
         if row is not None and row >= self.cursor:
             self._skip_to(row)
             self.cursor = row + 1
@@ -218,20 +218,11 @@ class Runner:
         self._last_row_of_backward = next(
             i for i, row in enumerate(program.rows) if row.trigger is Trigger.BACKWARD_DONE
         )
-        self.row_of = {name: {trigger: [] for trigger in Trigger} for name in self.units}
-        for index, row in enumerate(program.rows):
-            # Calls of a unit come in the order of their numbers in forward, and in reverse in backward.
-            self.row_of[row.unit][row.trigger].append(index)
-        for rows in self.row_of.values():
-            rows[Trigger.BEFORE_BACKWARD].reverse()
-
-    def _row(self, unit: Unit, trigger: Trigger, call: int) -> int | None:
-        rows = self.row_of[unit.name][trigger]
-        return rows[call] if call < len(rows) else None
+        self.row_of = program.table()
 
     def _run(self, unit: Unit, trigger: Trigger, call: int) -> None:
         """Do a row's operations. A call that the program does not know, or is past, is served on demand."""
-        row = self._row(unit, trigger, call)
+        row = self.row_of.get((trigger, unit.name, call))
         if row is None or row < self.cursor:
             return
         self._skip_to(row)

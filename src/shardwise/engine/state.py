@@ -37,16 +37,22 @@ def load_full_state_dict(
 
     With `from_rank0`, only rank 0's `state` is read.
     """
+    state = received_state(state, with_optimizer=optimizer is not None, from_rank0=from_rank0)
+    model.load_state_dict(state["model"])
+    if optimizer is not None:
+        _load_optimizer_state(engine_of(model), optimizer, state["optimizer"])
+
+
+def received_state(state: Mapping[str, Any], *, with_optimizer: bool, from_rank0: bool) -> Mapping[str, Any]:
+    """The state to load: this rank's own, or rank 0's; refused where it is not one."""
     if from_rank0:
         box = [state if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(box, src=0)
         assert box[0] is not None
         state = box[0]
-    if "model" not in state or (optimizer is not None and "optimizer" not in state):
+    if "model" not in state or (with_optimizer and "optimizer" not in state):
         raise InvalidData('this is not a state of shardwise.full_state_dict: it must have "model" (and "optimizer")')
-    model.load_state_dict(state["model"])
-    if optimizer is not None:
-        _load_optimizer_state(engine_of(model), optimizer, state["optimizer"])
+    return state
 
 
 def full_tensors(engine: Engine, state: Any, *, keep_vars: bool) -> Any:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from shardwise.engine.state import received_state
 from shardwise.errors import InvalidData, InvalidModel
 from shardwise.native.prepare import is_native
 
@@ -60,13 +61,7 @@ def load_full_state_dict_native(
     With `from_rank0`, only rank 0's `state` is read.
     """
     _check(model)
-    if from_rank0:
-        box = [state if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(box, src=0)
-        assert box[0] is not None
-        state = box[0]
-    if "model" not in state or (optimizer is not None and "optimizer" not in state):
-        raise InvalidData('this is not a state of shardwise.full_state_dict: it must have "model" (and "optimizer")')
+    state = received_state(state, with_optimizer=optimizer is not None, from_rank0=from_rank0)
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, dict(state["model"]), options=options)
     if optimizer is not None:
