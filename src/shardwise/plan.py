@@ -5,7 +5,7 @@ The planner costs it, the engine runs it, and it is saved as TOML so that both t
 
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, Self
 from shardwise.atomic import atomic_write
 from shardwise.errors import InvalidPlan, ShardwiseError, UnknownName
 from shardwise.mesh import Mesh
+from shardwise.patterns import Patterns, check_pattern, unmatched
 from shardwise.placement import STRATEGIES, Placement, Where, placement_of, strategy_of
 from shardwise.policy import UnitPolicy
 
@@ -34,46 +35,45 @@ _LEAST: Mapping[str, int] = {
     "bucket_bytes": 1,
 }
 _OPTIONAL = ("micro_batch",)
+_SWITCHES = ("accumulate_reduced", "offload_activations", "offload_states", "capture")
 # What TOML's integers are sure to hold.
 _MOST = 2**63 - 1
 
 
-class Overrides(Mapping[str, str]):
-    """Pattern → strategy; ordered, frozen, hashable. A placement is kept by the name of its row."""
-
-    __slots__ = ("_items",)
-
-    def __init__(self, items: Mapping[str, str | Placement] | None = None) -> None:
-        self._items = tuple((pattern, _strategy(pattern, value)) for pattern, value in (items or {}).items())
-
-    def __getitem__(self, pattern: str) -> str:
-        return dict(self._items)[pattern]
-
-    def __iter__(self) -> Iterator[str]:
-        return (pattern for pattern, _ in self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __eq__(self, other: object) -> bool:
-        # Unlike other mappings, in order: a later pattern wins over an earlier one.
-        return isinstance(other, Overrides) and self._items == other._items
-
-    def __hash__(self) -> int:
-        return hash(self._items)
-
-    def __repr__(self) -> str:
-        return repr(dict(self._items))
+def _strategies(items: object) -> Patterns:
+    """Pattern → strategy; a placement is kept by the name of its row."""
+    return Patterns({check_pattern(p, key="overrides"): _strategy(p, v) for p, v in _mapping("overrides", items)})
 
 
-def _strategy(pattern: object, value: object) -> str:
-    if not isinstance(pattern, str) or not pattern or not pattern.isprintable():
-        raise InvalidPlan(f"overrides: {_show(pattern)} is not a pattern for unit names")
+def _strategy(pattern: str, value: object) -> str:
     if isinstance(value, Placement):
         return strategy_of(value)
     if not isinstance(value, str) or value not in STRATEGIES:
         raise InvalidPlan(_not_among(f"overrides.{pattern}", value, STRATEGIES) + ", or a placement")
     return value
+
+
+def _recomputes(items: object) -> Patterns:
+    """Pattern → recompute."""
+    checked = {}
+    for pattern, value in _mapping("recompute_overrides", items):
+        key = f"recompute_overrides.{check_pattern(pattern, key='recompute_overrides')}"
+        if not isinstance(value, str) or value not in _CHOICES["recompute"]:
+            raise InvalidPlan(_not_among(key, value, _CHOICES["recompute"]))
+        checked[pattern] = value
+    return Patterns(checked)
+
+
+def _mapping(key: str, items: object) -> Iterable[tuple[str, object]]:
+    if not isinstance(items, Mapping):
+        raise InvalidPlan(f"{key} = {_show(items)}: must map unit-name patterns to values")
+    return items.items()
+
+
+def _module_patterns(key: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, list | tuple):
+        raise InvalidPlan(f"{key} = {_show(value)}: must be a list of module-name patterns")
+    return tuple(check_pattern(pattern, key=key) for pattern in value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +86,15 @@ class Plan:
     mesh               replicate × shard; None: all ranks on the shard axis
     micro_batch        samples per rank and pass; None: the caller's loop decides
     accumulate         passes per optimizer step
+    accumulate_reduced each of those passes reduces its gradients: less memory, more communication
     precision          what units compute in; `native` leaves the module's own dtypes alone
+    keep_fp32          module-name patterns (`*.norm*`, `head`): what these hold computes in fp32 all the same
     reduce_dtype       what gradients are summed in
-    recompute          activations that backward computes again
+    recompute          activations of a unit that backward computes again: none; all (full); all but the outputs of
+                       matrix products and attention (selective). The root's are kept
+    recompute_overrides  unit-name pattern → recompute; a later one wins
+    offload_activations  what backward needs of a unit waits in host memory
+    offload_states     sharded optimizer state (and sharded parameters) live in host memory and are updated there
     prefetch           units gathered ahead of the one that computes
     reduces_in_flight  gradient reductions that may be under way at once
     bucket_bytes       gradients that are reduced together, at least, where grads are replicated
@@ -98,14 +104,19 @@ class Plan:
     """
 
     strategy: str = "fsdp"
-    overrides: Mapping[str, str | Placement] = field(default_factory=Overrides)
+    overrides: Mapping[str, str | Placement] = field(default_factory=Patterns)
     units: str = "auto"
     mesh: Mesh | None = None
     micro_batch: int | None = None
     accumulate: int = 1
+    accumulate_reduced: bool = False
     precision: str = "fp32"
+    keep_fp32: tuple[str, ...] = ()
     reduce_dtype: str = "fp32"
     recompute: str = "none"
+    recompute_overrides: Mapping[str, str] = field(default_factory=Patterns)
+    offload_activations: bool = False
+    offload_states: bool = False
     prefetch: int = 1
     reduces_in_flight: int = 1
     bucket_bytes: int = 25 * 2**20
@@ -120,15 +131,16 @@ class Plan:
                 raise InvalidPlan(_not_among(name, value, allowed))
         for name, least in _LEAST.items():
             _check_count(name, getattr(self, name), least=least, optional=name in _OPTIONAL)
-        if not isinstance(self.capture, bool):
-            raise InvalidPlan(f"capture = {_show(self.capture)}: must be true or false")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidPlan(f"{name} = {_show(getattr(self, name))}: must be true or false")
         if self.mesh is not None and not isinstance(self.mesh, Mesh):
             raise InvalidPlan(f"mesh = {_show(self.mesh)}: must be a Mesh (replicate and shard)")
-        if not isinstance(self.overrides, Mapping):
-            raise InvalidPlan(f"overrides = {_show(self.overrides)}: must map unit-name patterns to strategies")
         # One spelling for one plan, so that equal plans are equal values.
         object.__setattr__(self, "units", str(UnitPolicy.parse(self.units)))
-        object.__setattr__(self, "overrides", Overrides(self.overrides))
+        object.__setattr__(self, "overrides", _strategies(self.overrides))
+        object.__setattr__(self, "recompute_overrides", _recomputes(self.recompute_overrides))
+        object.__setattr__(self, "keep_fp32", _module_patterns("keep_fp32", self.keep_fp32))
         self._check_combination()
 
     def _check_combination(self) -> None:
@@ -136,27 +148,40 @@ class Plan:
             raise InvalidPlan("capture = true with engine = 'torch': only engine = 'shardwise' can capture a step")
         if self.engine == "torch" and self.collectives == "ring":
             raise InvalidPlan("collectives = 'ring' with engine = 'torch': torch's engine uses collectives = 'backend'")
+        if self.engine == "torch" and (self.offload_activations or self.offload_states):
+            raise InvalidPlan("engine = 'torch' does not offload: set engine = 'shardwise'")
+        if self.precision == "native" and self.keep_fp32:
+            raise InvalidPlan("keep_fp32 with precision = 'native': native leaves every module's dtypes alone")
 
     def placements(self, unit_names: Iterable[str]) -> dict[str, Placement]:
         """The placement of each unit; every override must name at least one of them."""
         names = list(unit_names)
-        for pattern in self.overrides:
-            if not any(fnmatchcase(name, pattern) for name in names):
+        for key in ("overrides", "recompute_overrides"):
+            for pattern in unmatched(getattr(self, key), names):
                 raise InvalidPlan(
-                    f"overrides.{pattern} matches no unit; the units are {_some(names)} "
+                    f"{key}.{pattern} matches no unit; the units are {_some(names)} "
                     f"(units = {self.units!r}; 'auto + MODULE' makes a module a unit)"
                 )
-        return {name: self._placement(name) for name in names}
+        assert isinstance(self.overrides, Patterns)
+        return {name: placement_of(self.overrides.find(name, default=self.strategy)) for name in names}
 
-    def _placement(self, unit_name: str) -> Placement:
-        matching = [value for pattern, value in self.overrides.items() if fnmatchcase(unit_name, pattern)]
-        chosen = matching[-1] if matching else self.strategy
-        return chosen if isinstance(chosen, Placement) else placement_of(chosen)
+    def recompute_of(self, unit_name: str) -> str:
+        """What backward computes again of a unit; nothing of the root, which would be the whole model."""
+        assert isinstance(self.recompute_overrides, Patterns)
+        return "none" if unit_name == "(root)" else self.recompute_overrides.find(unit_name, default=self.recompute)
+
+    def keeps_fp32(self, path: str) -> bool:
+        """Whether a parameter or module of that path lies in a module that `keep_fp32` names."""
+        parts = path.split(".")
+        above = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+        return any(fnmatchcase(module, pattern) for pattern in self.keep_fp32 for module in above)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in TOML's own types, every key written out; what is None is left out."""
         data = {item.name: getattr(self, item.name) for item in fields(self)}
         data["overrides"] = dict(self.overrides)
+        data["recompute_overrides"] = dict(self.recompute_overrides)
+        data["keep_fp32"] = list(self.keep_fp32)
         if self.mesh is not None:
             data["mesh"] = {"replicate": self.mesh.replicate, "shard": self.mesh.shard}
         # Tables go last: a key after a table's header would belong to the table.

@@ -11,7 +11,7 @@ from shardwise.plan import Plan
 patterns = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=12)
 placements = st.one_of(st.sampled_from(list(STRATEGIES)), st.sampled_from(list(STRATEGIES.values())))
 
-plans = st.builds(
+_plans = st.builds(
     Plan,
     strategy=st.sampled_from(list(STRATEGIES)),
     overrides=st.dictionaries(patterns, placements, max_size=4),
@@ -19,9 +19,12 @@ plans = st.builds(
     mesh=st.none() | st.builds(Mesh, replicate=st.integers(1, 64), shard=st.integers(1, 64)),
     micro_batch=st.none() | st.integers(1, 4096),
     accumulate=st.integers(1, 64),
-    precision=st.sampled_from(["fp32", "bf16", "fp16", "native"]),
+    accumulate_reduced=st.booleans(),
+    precision=st.sampled_from(["fp32", "bf16", "fp16"]),
+    keep_fp32=st.lists(patterns, max_size=3),
     reduce_dtype=st.sampled_from(["fp32", "bf16", "fp16"]),
     recompute=st.sampled_from(["none", "full", "selective"]),
+    recompute_overrides=st.dictionaries(patterns, st.sampled_from(["none", "full", "selective"]), max_size=3),
     prefetch=st.integers(0, 8),
     reduces_in_flight=st.integers(1, 8),
     bucket_bytes=st.integers(1, 2**40),
@@ -29,6 +32,14 @@ plans = st.builds(
     engine=st.sampled_from(["shardwise", "torch"]),
     collectives=st.just("backend"),
 )
+
+_native_plans = st.builds(
+    Plan,
+    precision=st.just("native"),
+    offload_activations=st.booleans(),
+    offload_states=st.booleans(),
+)
+plans = _plans | _native_plans
 
 _MISTAKES: list[tuple[str, str]] = [
     ("strategy", '"fsdp3"'),
@@ -52,6 +63,14 @@ _MISTAKES: list[tuple[str, str]] = [
     ("bucket_bytes", "0"),
     ("bucket_bytes", "nan"),
     ("capture", '"yes"'),
+    ("accumulate_reduced", "1"),
+    ("offload_states", '"cpu"'),
+    ("keep_fp32", '"head"'),
+    ("keep_fp32", "[1]"),
+    ("keep_fp32", '[""]'),
+    ("recompute_overrides", '"full"'),
+    ("recompute_overrides", '{"blocks.0" = "some"}'),
+    ("recompute_overrides", '{"" = "full"}'),
     ("capture", "1"),
     ("engine", '"deepspeed"'),
     ("engine", "{}"),
@@ -87,6 +106,9 @@ _MISTAKES: list[tuple[str, str]] = [
     ('"two words"', "1"),
     ('"line\\nbreak"', "1"),
     ("capture", 'true\nengine = "torch"'),
+    ("offload_states", 'true\nengine = "torch"'),
+    ("offload_activations", 'true\nengine = "torch"'),
+    ("keep_fp32", '["head"]\nprecision = "native"'),
     ("collectives", '"ring"\nengine = "torch"'),
     # Not TOML at all.
     ("precision", ""),

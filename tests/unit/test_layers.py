@@ -12,7 +12,7 @@ SOURCE = Path(shardwise.__file__).parent
 # From the bottom up. A row may import itself and the rows before it.
 ROWS: list[set[str]] = [
     {"errors", "atomic"},
-    {"placement", "mesh", "policy", "plan"},
+    {"placement", "mesh", "policy", "patterns", "plan"},
     {"spec"},
     {"units", "materialize"},
     {"program"},

@@ -124,3 +124,18 @@ def test_a_plan_that_cannot_be_saved_leaves_what_was_there(tmp_path: Path) -> No
 def test_a_mesh_is_saved_as_a_table(tmp_path: Path) -> None:
     Plan(mesh=Mesh(replicate=2, shard=4)).save(tmp_path / "plan.toml")
     assert "[mesh]\nreplicate = 2\nshard = 4\n" in (tmp_path / "plan.toml").read_text()
+
+
+def test_recompute_is_chosen_by_pattern_and_never_for_the_root() -> None:
+    plan = Plan(recompute="full", recompute_overrides={"blocks.*": "selective", "blocks.1": "none"})
+    names = ["(root)", "blocks.0", "blocks.1", "head"]
+    assert [plan.recompute_of(name) for name in names] == ["none", "selective", "none", "full"]
+    with pytest.raises(InvalidPlan, match=r"recompute_overrides\.blocks\.\* matches no unit"):
+        plan.placements(["(root)", "head"])
+
+
+def test_what_lies_in_a_module_that_is_kept_in_fp32_is_kept() -> None:
+    plan = Plan(precision="bf16", keep_fp32=("head", "*.norm?"))
+    kept = ["head", "head.weight", "head.mlp.weight", "blocks.0.norm1", "blocks.0.norm1.weight"]
+    assert all(plan.keeps_fp32(path) for path in kept)
+    assert not any(plan.keeps_fp32(path) for path in ["headless.weight", "blocks.0.norm.weight", "blocks.0", ""])
