@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import InvalidModel
 from shardwise.policy import Cut, UnitPolicy
@@ -159,6 +160,7 @@ def _owners(model: nn.Module, *, modules: dict[str, nn.Module]) -> list[tuple[st
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 trainable=tensor.requires_grad,
                 persistent=not is_buffer or path in saved,
+                keep_fp32=isinstance(model.get_submodule(holder), _BatchNorm),
             )
             found[id(tensor)] = ([holder], is_buffer, spec)
         else:

@@ -126,7 +126,15 @@ def bad_arguments(rank: int) -> None:
         lambda: prepare(fresh(), None, Plan(mesh=Mesh(replicate=2, shard=2)))
     )
     assert "has no Bottleneck" in line(lambda: prepare(fresh(), None, Plan(units="class:Bottleneck")))
-    assert "does not recompute by itself" in line(lambda: prepare(fresh(), None, Plan(recompute="full")))
+    assert "what every rank holds whole stays on the device" in line(
+        lambda: prepare(fresh(), None, Plan(strategy="zero1", offload_states=True))
+    )
+    assert "keep_fp32: norm5 matches no module" in line(
+        lambda: prepare(fresh(), None, Plan(precision="bf16", keep_fp32=("norm5",)))
+    )
+    assert "names head.weight and not embed.weight, one parameter" in line(
+        lambda: prepare(fresh(), None, Plan(precision="bf16", keep_fp32=("head",)))
+    )
     assert "cannot capture" in line(lambda: prepare(fresh(), None, Plan(capture=True)))
     model = fresh()
     prepare(model, None, Plan())

@@ -82,13 +82,13 @@ def count_collectives(rank: int, strategy: str) -> Counter[str]:
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        # Three blocks and the root: one bucket; one gather after the update; forward and backward.
-        ("ddp", {"all_reduce": 1}),
-        ("zero1", {"all_reduce": 1, "all_gather": 4}),
-        ("zero2", {"reduce_scatter": 4, "all_gather": 4}),
-        ("shard_grad_op", {"reduce_scatter": 4, "all_gather": 4}),
+        # Everywhere the flags of used parameters. Three blocks and the root: one bucket; one gather after the update; forward and backward.
+        ("ddp", {"all_reduce": 2}),
+        ("zero1", {"all_reduce": 2, "all_gather": 4}),
+        ("zero2", {"reduce_scatter": 4, "all_reduce": 1, "all_gather": 4}),
+        ("shard_grad_op", {"reduce_scatter": 4, "all_reduce": 1, "all_gather": 4}),
         # The root and the last block are kept for backward, the two other blocks are gathered twice.
-        ("fsdp", {"reduce_scatter": 4, "all_gather": 6}),
+        ("fsdp", {"reduce_scatter": 4, "all_reduce": 1, "all_gather": 6}),
     ],
 )
 def test_a_step_issues_no_more_collectives_than_it_must(strategy: str, expected: dict[str, int]) -> None:

@@ -48,7 +48,10 @@ def build(case: Case) -> tuple[nn.Module, Callable[[int, int], Batch]]:
 
 
 def to_double(batch: Batch, case: Case) -> Batch:
-    return tuple(t.double() if case.double and t.is_floating_point() else t for t in batch)  # type: ignore[return-value]
+    def double(value: Any) -> Any:
+        return value.double() if case.double and isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tuple(map(double, batch))  # type: ignore[return-value]
 
 
 @cache

@@ -4,10 +4,12 @@ import atexit
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.groups import Group
 from shardwise.errors import ShardwiseError
 
 
@@ -39,6 +41,13 @@ def _stop() -> None:
         dist.destroy_process_group()
 
 
+def exchange(value: Any, *, group: Group | None = None) -> list[Any]:
+    """What each rank of the group (of the job, without one) gave, in rank order. Collective."""
+    everyone = [None] * (dist.get_world_size() if group is None else group.size)
+    dist.all_gather_object(everyone, value, group=None if group is None else group.handle)
+    return everyone
+
+
 def agree(describe: Callable[[], str], *, what: str) -> None:
     """Every rank must describe the same thing; a rank that cannot says why, on all of them.
 
@@ -50,8 +59,7 @@ def agree(describe: Callable[[], str], *, what: str) -> None:
     except ShardwiseError as error:
         failure = error
         mine = "!" + str(error)
-    everyone = [""] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = exchange(mine)
     if failure is not None:
         raise failure
     for rank, other in enumerate(everyone):

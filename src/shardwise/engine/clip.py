@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.engine.accumulate import refuse_in_the_middle
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.errors import InvalidData
 from shardwise.placement import SHARDED
@@ -21,13 +22,15 @@ def clip_grad_norm_(
     how the gradient is cut into slices.
     """
     engine = engine_of(model)
+    refuse_in_the_middle(engine, what="clip_grad_norm_")
     total = _norm(engine, norm_type=float(norm_type))
     if error_if_nonfinite and not total.isfinite():
         raise InvalidData(f"the norm of the gradients is {total.item()}: they cannot be clipped")
-    grads = [*_grads(engine, sharded=False), *_grads(engine, sharded=True)]
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    if grads:
-        torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+    for grads in (_grads(engine, sharded=False), _grads(engine, sharded=True)):
+        if grads:
+            # Slices may lie in host memory.
+            torch._foreach_mul_(grads, scale.to(grads[0].device, grads[0].dtype))
     return total.to(torch.float32)
 
 
@@ -43,7 +46,7 @@ def _grads(engine: Engine, *, sharded: bool) -> list[Tensor]:
 
 
 def _norm(engine: Engine, *, norm_type: float) -> Tensor:
-    device = engine.flats[0].device if engine.flats else torch.device("cpu")
+    device = engine.device
     everywhere = _power_sum(_grads(engine, sharded=False), norm_type=norm_type, device=device)
     slices = _power_sum(_grads(engine, sharded=True), norm_type=norm_type, device=device)
     operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
@@ -57,5 +60,5 @@ def _power_sum(grads: list[Tensor], *, norm_type: float, device: torch.device) -
     """Σ |g|^p, or the maximum for p = ∞; what adds up over slices."""
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack([torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in grads])
+    norms = torch.stack([torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in grads]).to(device)
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()

@@ -1,10 +1,11 @@
 """What `prepare` made of a model; the model carries it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.comm.collectives import Collectives
@@ -28,7 +29,10 @@ class Engine:
     runner: Runner
     owned: OwnedParameters
     tape: Tape
+    device: torch.device
     handles: list[Any]
+    # What puts the modules' own forward back.
+    undo: list[Callable[[], None]]
     # How long a rank waits for the others in what users may call on one rank by mistake.
     limit_seconds: float = 60.0
 

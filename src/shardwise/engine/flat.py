@@ -3,10 +3,11 @@
 full      compute dtype; parameters are views of it. Freed by resizing its storage to 0, so that what autograd
           saved of the parameters is valid again as soon as it is gathered again.
 master    what the optimizer steps: the owned slice where optim is sharded, else everything. Where params are
-          replicated and compute in the master's dtype it is not a second copy but a view of `full`.
+          replicated and compute in the master's dtype it is not a second copy but a view of `full`. It may
+          live in host memory; then it is staged there in the compute dtype, so that less crosses the bus.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import Collectives, Work, own_slice
 from shardwise.comm.groups import MeshGroups
 from shardwise.engine.guard import unguarded
+from shardwise.engine.host import HostCopies
 from shardwise.engine.layout import lay_out
 from shardwise.placement import SHARDED, Placement
 
@@ -44,6 +46,7 @@ class FlatParams:
         device: torch.device,
         groups: MeshGroups,
         collectives: Collectives,
+        host: HostCopies | None = None,
     ) -> None:
         self.params = params
         self.names = names
@@ -51,6 +54,7 @@ class FlatParams:
         self.device = device
         self.groups = groups
         self.collectives = collectives
+        self.host = host
         self.master_dtype = master_dtype
         self.layout = lay_out([tuple(p.shape) for p in params], num_slices=groups.gather.size)
         self.pieces = self.layout.pieces()
@@ -59,6 +63,10 @@ class FlatParams:
         self.full = torch.zeros(size, dtype=compute_dtype, device=device)
         self.full_bytes = self.full.untyped_storage().nbytes()
         self.master = self._make_master()
+        # What is copied into the full buffer; the master itself, where it need not be staged.
+        self.staged = self.master
+        if host is not None and compute_dtype != master_dtype:
+            self.staged = host.zeros(self.master.numel(), dtype=compute_dtype)
         self.owned = self._own()
         # Gap, part, gap, part … of the owned slice, as the layout's pieces are of everything.
         ends = [0, *(part.stop for part in self.owned)]
@@ -74,11 +82,15 @@ class FlatParams:
         # The averaged gradients that `p.grad` showed before this backward, which are to be added to.
         self.hidden: list[Tensor | None] = [None] * len(params)
         self.awaits_grads = False
+        # The parameters whose gradients this backward alone has made.
+        self.with_new_grads: set[int] = set()
 
     def _make_master(self) -> Tensor:
         optim_sharded = self.placement.optim is SHARDED
         whole_size = self.layout.num_elements
         size = self.layout.slice_elements if optim_sharded else whole_size
+        if self.host is not None:
+            return self.host.zeros(size, dtype=self.master_dtype)
         if self.placement.params is SHARDED or self.full.dtype != self.master_dtype:
             return torch.zeros(size, dtype=self.master_dtype, device=self.device)
         return own_slice(self.full, group=self.groups.gather) if optim_sharded else self.full
@@ -126,6 +138,12 @@ class FlatParams:
         if self.placement.params is not SHARDED:
             self.full[offset : offset + size].copy_(flat)
 
+    @torch.no_grad()
+    def stage(self) -> None:
+        """The master has changed."""
+        if self.staged is not self.master:
+            self.staged.copy_(self.master)
+
     def attach(self, index: int, parameter: nn.Parameter) -> None:
         """Make the module's parameter, which may be a new one where it was on the meta device, a view of the buffer."""
         parameter.data = self.full_views[index]
@@ -141,7 +159,7 @@ class FlatParams:
             self.full.untyped_storage().resize_(self.full_bytes)
             self.whole = True
         if not self.aliased:
-            own_slice(self.full, group=self.groups.gather).copy_(self.master)
+            own_slice(self.full, group=self.groups.gather).copy_(self.staged, non_blocking=True)
         self.gathering = self.collectives.all_gather(self.full, group=self.groups.gather)
 
     def wait_gather(self) -> None:
@@ -190,6 +208,7 @@ class FlatParams:
         olds: list[Tensor] = []
         news: list[Tensor] = []
         self.awaits_grads = False
+        self.with_new_grads.clear()
         whole = [] if self.placement.grads is SHARDED else self.views(average)
         if self.shows_grads:
             # The owned parts' gradients are views of the same memory.
@@ -198,21 +217,28 @@ class FlatParams:
                 if old is not None:
                     olds.append(old)
                     news.append(view)
+                else:
+                    self.with_new_grads.add(index)
                 parameter.grad = (view if old is None else old) if parameter.requires_grad else None
         owned_grads = self._owned_grads(average) if self.placement.optim is SHARDED else whole
         for part, new in zip(self.owned, owned_grads, strict=True):
             if self.params[part.index].requires_grad:
                 if part.parameter.grad is None:
                     part.parameter.grad = new
+                    self.with_new_grads.add(part.index)
                 elif not self.shows_grads:
                     olds.append(part.parameter.grad)
                     news.append(new)
         if olds:
+            if self.host is not None:
+                self.host.land()
             torch._foreach_add_(olds, news)
 
     def _owned_grads(self, average: Tensor) -> Sequence[Tensor]:
         """The owned parts' places in a slice, which is cut out of everything where that is not done yet."""
         mine = average if self.placement.grads is SHARDED else own_slice(average, group=self.groups.gather)
+        if self.host is not None:
+            mine = self.host.fetch(mine)
         return torch.split_with_sizes(mine, self.owned_pieces)[1::2]
 
     def hide_grads(self) -> None:
@@ -246,10 +272,16 @@ class FlatParams:
             for parameter in self.params:
                 parameter.grad = None
 
-    def drop_grads(self) -> None:
-        """Forget all gradients."""
+    def drop_new_grad(self, index: int) -> None:
+        """Take back a gradient that this backward alone has made: no rank used the parameter."""
+        if index in self.with_new_grads:
+            self.drop_grads({index})
+
+    def drop_grads(self, indices: Collection[int]) -> None:
+        """Forget the gradients of these parameters."""
         for part in self.owned:
-            part.parameter.grad = None
+            if part.index in indices:
+                part.parameter.grad = None
         with unguarded():
-            for parameter in self.params:
-                parameter.grad = None
+            for index in indices:
+                self.params[index].grad = None

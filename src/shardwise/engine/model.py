@@ -9,8 +9,9 @@ from torch import nn
 from shardwise.engine.engine import engine_of, register, unregister
 from shardwise.engine.guard import unguarded
 from shardwise.engine.hooks import attach_hooks
-from shardwise.engine.precision import input_dtype
+from shardwise.engine.precision import input_dtype, keep_in_fp32
 from shardwise.engine.state import full_tensors, load_tensors
+from shardwise.engine.wrap import wrap_units
 from shardwise.errors import InvalidModel
 
 
@@ -19,12 +20,12 @@ class PreparedModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those that the optimizer steps by."""
-        for flat in engine_of(self).flats:
-            if set_to_none:
-                flat.drop_grads()
-            for part in flat.owned:
-                if part.parameter.grad is not None:
-                    part.parameter.grad.zero_()
+        engine = engine_of(self)
+        kept = [] if set_to_none else [part.parameter.grad for flat in engine.flats for part in flat.owned]
+        engine.runner.forget_grads([name for flat in engine.flats for name in flat.names], drop=set_to_none)
+        for grad in kept:
+            if grad is not None:
+                grad.zero_()
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Full names, shapes and master values, on every rank. Collective."""
@@ -48,6 +49,8 @@ class PreparedModule(nn.Module):
         engine = unregister(self)
         for handle in engine.handles:
             handle.remove()
+        for undo in reversed(engine.undo):
+            undo()
         prepared, self.__class__ = self.__class__, self.__class__.__mro__[2]
         try:
             with unguarded():
@@ -59,6 +62,8 @@ class PreparedModule(nn.Module):
             self.__class__ = prepared
             register(self, engine)
             engine.handles = attach_hooks(engine.runner, input_dtype=input_dtype(engine.plan))
+            engine.handles += keep_in_fp32(self, plan=engine.plan)
+            engine.undo = wrap_units(self, units=engine.runner.units, plan=engine.plan, device=engine.device)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidModel("a prepared model cannot be pickled: save shardwise.full_state_dict(model) instead")

@@ -7,12 +7,14 @@ made after `prepare`, or was not handed to it, is recognised at its first step b
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.engine.scaler import GradScaler
 from shardwise.errors import InvalidPlan, ShardwiseError
 
 # Each element's update depends on that element's gradient and state alone, so a slice can be updated by itself.
@@ -54,7 +56,14 @@ def check_optimizer(optimizer: Optimizer, *, sharded: Mapping[int, bool], any_op
 class OwnedParameters:
     """Which slices stand for which parameters, and what is to happen around a step."""
 
-    def __init__(self, *, before_step: Callable[[], None], after_step: Callable[[], None], any_optimizer: bool) -> None:
+    def __init__(
+        self,
+        *,
+        before_step: Callable[[], None],
+        after_step: Callable[[], None],
+        forget_grads: Callable[..., None],
+        any_optimizer: bool,
+    ) -> None:
         self._owned: dict[int, nn.Parameter | None] = {}
         # Held, so that an id stays that of its parameter.
         self._known: list[nn.Parameter] = []
@@ -64,6 +73,7 @@ class OwnedParameters:
         self.group_names: weakref.WeakKeyDictionary[Optimizer, list[list[str]]] = weakref.WeakKeyDictionary()
         self._before_step = before_step
         self._after_step = after_step
+        self._forget_grads = forget_grads
         self._any_optimizer = any_optimizer
         _REGISTRY.add(self)
 
@@ -90,13 +100,22 @@ class OwnedParameters:
         sharded = any(self._sharded[id(parameter)] for parameter in held)
         optimizer.register_step_pre_hook(lambda *_: self.before_step(sharded=sharded))
         optimizer.register_step_post_hook(lambda *_: self._after_step())
+        optimizer.zero_grad = partial(self._zero_grad, weakref.ref(optimizer))  # type: ignore[method-assign]
+
+    def _zero_grad(self, held: "weakref.ref[Optimizer]", set_to_none: bool = True) -> None:
+        """The optimizer's own, and what is not in its slices: gradients of an accumulation, `p.grad` of the model."""
+        optimizer = held()
+        assert optimizer is not None
+        type(optimizer).zero_grad(optimizer, set_to_none)
+        names = [name for group in self.group_names[optimizer] for name in group]
+        self._forget_grads(names, drop=set_to_none)
 
     def before_step(self, *, sharded: bool) -> None:
         """Each rank's GradScaler sees its own slices only: one would skip a step that the others take."""
-        if sharded and _called_by_grad_scaler():
+        if sharded and _called_by_torchs_grad_scaler():
             raise InvalidPlan(
-                "torch's GradScaler cannot see an overflow in another rank's slice: use precision = 'bf16', which "
-                "needs no scaling, or a strategy that shards nothing ('ddp')"
+                "torch's GradScaler cannot see an overflow in another rank's slice: use shardwise.GradScaler, or "
+                "precision = 'bf16', which needs no scaling"
             )
         self._before_step()
 
@@ -104,14 +123,14 @@ class OwnedParameters:
         return optimizer in self.group_names
 
 
-def _called_by_grad_scaler() -> bool:
+def _called_by_torchs_grad_scaler() -> bool:
     frame = sys._getframe(1)
     for _ in range(12):
         if frame.f_back is None:
             return False
         frame = frame.f_back
         if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
-            return True
+            return not isinstance(frame.f_locals.get("self"), GradScaler)
     return False
 
 

@@ -1,5 +1,6 @@
 """`prepare`: an ordinary model and optimizer become ones that run a plan. They stay the same objects."""
 
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -9,18 +10,31 @@ from torch.optim import Optimizer
 
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups import MeshGroups, mesh_groups
-from shardwise.comm.start import agree, start_process_group
+from shardwise.comm.start import agree, exchange, start_process_group
 from shardwise.engine.agreement import choose_device, describe
 from shardwise.engine.engine import Engine, is_prepared, register
 from shardwise.engine.flat import FlatParams
 from shardwise.engine.hooks import attach_hooks
+from shardwise.engine.host import HostCopies
+from shardwise.engine.learn import FirstForward
 from shardwise.engine.model import become_prepared
 from shardwise.engine.optim import OwnedParameters, check_optimizer
-from shardwise.engine.precision import compute_dtype, input_dtype, master_dtype, reduce_dtype
+from shardwise.engine.passes import Passes
+from shardwise.engine.precision import (
+    check_kept,
+    compute_dtype,
+    input_dtype,
+    keep_in_fp32,
+    master_dtype,
+    reduce_dtype,
+)
+from shardwise.engine.queue import ReduceQueue
 from shardwise.engine.reduce import ReduceBucket
 from shardwise.engine.runner import Runner
 from shardwise.engine.tape import Tape
 from shardwise.engine.unit import Unit
+from shardwise.engine.used import UsedFlags
+from shardwise.engine.wrap import wrap_units
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.materialize import materialize_module
 from shardwise.mesh import Mesh
@@ -63,19 +77,40 @@ def prepare(
     chosen_collectives = collectives or _collectives(plan)
     spec = model_spec(model, policy=plan.units)
     tape = Tape()
-    units = _units(model, spec=spec, plan=plan, groups=groups, collectives=chosen_collectives, tape=tape, device=chosen)
+    host = HostCopies(chosen) if plan.offload_states else None
+    units = _units(
+        model,
+        spec=spec,
+        plan=plan,
+        groups=groups,
+        collectives=chosen_collectives,
+        tape=tape,
+        device=chosen,
+        host=host,
+    )
     flats = [flat for unit in units.values() for flat in unit.flats]
     # Parameters on the meta device are replaced; an optimizer may hold those that were there before.
     before = [list(flat.params) for flat in flats]
     _fill(model, flats=flats, groups=groups, device=chosen)
 
-    runner = _runner(model, spec=spec, plan=plan, units=units, groups=groups, collectives=chosen_collectives, tape=tape)
+    runner = _runner(
+        model,
+        spec=spec,
+        plan=plan,
+        units=units,
+        groups=groups,
+        collectives=chosen_collectives,
+        tape=tape,
+        device=chosen,
+        host=host,
+    )
     for unit in units.values():
         unit.settle()
     owned = _owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
     if optimizer is not None:
         owned.adopt(optimizer)
     handles = attach_hooks(runner, input_dtype=input_dtype(plan))
+    handles += keep_in_fp32(model, plan=plan)
     register(
         model,
         Engine(
@@ -86,7 +121,9 @@ def prepare(
             runner=runner,
             owned=owned,
             tape=tape,
+            device=chosen,
             handles=handles,
+            undo=wrap_units(model, units=units, plan=plan, device=chosen),
         ),
     )
     become_prepared(model)
@@ -102,7 +139,11 @@ def _runner(
     groups: MeshGroups,
     collectives: Collectives,
     tape: Tape,
+    device: torch.device,
+    host: HostCopies | None,
 ) -> Runner:
+    passes = Passes()
+
     def make_bucket(bucket: Bucket) -> ReduceBucket:
         return ReduceBucket(
             bucket,
@@ -111,15 +152,23 @@ def _runner(
             groups=groups,
             collectives=collectives,
             tape=tape,
+            passes=passes,
         )
+
+    def broadcast_buffers() -> None:
+        _broadcast_buffers(model, source=passes.source, groups=groups, collectives=collectives, tape=tape)
 
     return Runner(
         spec,
         plan=plan,
         units=units,
-        make_bucket=make_bucket,
-        broadcast_buffers=lambda: _broadcast_buffers(model, groups=groups, collectives=collectives, tape=tape),
-        agree=_from_rank_0,
+        make_queue=partial(ReduceQueue, make=make_bucket, in_flight=plan.reduces_in_flight),
+        make_first_forward=lambda: FirstForward(units, exchange=partial(exchange, group=groups.gather)),
+        gather_seen=exchange,
+        broadcast_buffers=broadcast_buffers,
+        flags=UsedFlags(units.values(), device=device, groups=groups, collectives=collectives, tape=tape),
+        passes=passes,
+        land=host.land if host is not None else lambda: None,
         tape=tape,
     )
 
@@ -131,13 +180,14 @@ def _description(model: nn.Module, optimizer: Optimizer | None, *, plan: Plan, m
         raise InvalidPlan(f"engine = {plan.engine!r}: shardwise.prepare runs engine = 'shardwise'")
     if plan.capture:
         raise InvalidPlan("capture = true: this version cannot capture a step yet; set capture = false")
-    if plan.recompute != "none":
-        raise InvalidPlan(
-            f"recompute = {plan.recompute!r}: this version does not recompute by itself; set recompute = 'none' and "
-            "call torch.utils.checkpoint.checkpoint(…, use_reentrant=False) in the model"
-        )
     spec = model_spec(model, policy=plan.units)
     placements = plan.placements(unit.name for unit in spec.units)
+    check_kept(model, spec=spec, plan=plan)
+    if plan.offload_states and not any(placement.grads is SHARDED for placement in placements.values()):
+        raise InvalidPlan(
+            f"offload_states = true with strategy = {plan.strategy!r}: what every rank holds whole stays on the "
+            "device; use zero2, shard_grad_op or fsdp"
+        )
     if optimizer is not None:
         parameters = dict(model.named_parameters())
         sharded = {
@@ -157,12 +207,6 @@ def _collectives(plan: Plan) -> Collectives:
     return BackendCollectives()
 
 
-def _from_rank_0(names: list[str]) -> list[str]:
-    box = [names]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
 def _units(
     model: nn.Module,
     *,
@@ -172,37 +216,36 @@ def _units(
     collectives: Collectives,
     tape: Tape,
     device: torch.device,
+    host: HostCopies | None,
 ) -> dict[str, Unit]:
     modules = unit_modules(model, policy=plan.units)
     placements = plan.placements(modules)
     parameters = dict(model.named_parameters())
     units: dict[str, Unit] = {}
     for unit in spec.units:
-        by_dtype: dict[torch.dtype, list[str]] = {}
+        # Parameters that compute and are stepped in the same dtypes share a buffer.
+        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
         for param in unit.params:
-            by_dtype.setdefault(_group_dtype(plan, parameters[param.name].dtype), []).append(param.name)
+            own = parameters[param.name].dtype
+            dtypes = (compute_dtype(plan, own, param=param), master_dtype(plan, own))
+            by_dtype.setdefault(dtypes, []).append(param.name)
+        placement = placements[unit.name]
         flats = [
             FlatParams(
                 [parameters[name] for name in names],
                 names=names,
-                placement=placements[unit.name],
-                compute_dtype=compute_dtype(plan, dtype),
-                master_dtype=master_dtype(plan, dtype),
+                placement=placement,
+                compute_dtype=computes_in,
+                master_dtype=stepped_in,
                 device=device,
                 groups=groups,
                 collectives=collectives,
+                host=host if placement.grads is SHARDED else None,
             )
-            for dtype, names in by_dtype.items()
+            for (computes_in, stepped_in), names in by_dtype.items()
         ]
-        units[unit.name] = Unit(
-            unit.name, module=modules[unit.name], placement=placements[unit.name], flats=flats, tape=tape
-        )
+        units[unit.name] = Unit(unit.name, module=modules[unit.name], placement=placement, flats=flats, tape=tape)
     return units
-
-
-def _group_dtype(plan: Plan, own: torch.dtype) -> torch.dtype:
-    """Parameters that compute and are stepped in the same dtypes share a buffer."""
-    return own if plan.precision == "native" or not own.is_floating_point else torch.float32
 
 
 def _fill(model: nn.Module, *, flats: list[FlatParams], groups: MeshGroups, device: torch.device) -> None:
@@ -238,7 +281,12 @@ def _fill(model: nn.Module, *, flats: list[FlatParams], groups: MeshGroups, devi
 def _owned(
     flats: list[FlatParams], *, before: list[list[nn.Parameter]], runner: Runner, any_optimizer: bool
 ) -> OwnedParameters:
-    owned = OwnedParameters(before_step=runner.before_step, after_step=runner.after_step, any_optimizer=any_optimizer)
+    owned = OwnedParameters(
+        before_step=runner.before_step,
+        after_step=runner.after_step,
+        forget_grads=runner.forget_grads,
+        any_optimizer=any_optimizer,
+    )
     for flat, old_params in zip(flats, before, strict=True):
         parts = {part.index: part.parameter for part in flat.owned}
         sharded = flat.placement.optim is SHARDED
@@ -248,8 +296,10 @@ def _owned(
     return owned
 
 
-def _broadcast_buffers(model: nn.Module, *, groups: MeshGroups, collectives: Collectives, tape: Tape) -> None:
-    """Buffers that training changes come from rank 0, one collective a dtype."""
+def _broadcast_buffers(
+    model: nn.Module, *, source: int, groups: MeshGroups, collectives: Collectives, tape: Tape
+) -> None:
+    """Buffers that training changes come from one rank, one collective a dtype."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -257,7 +307,7 @@ def _broadcast_buffers(model: nn.Module, *, groups: MeshGroups, collectives: Col
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
     for buffers in by_dtype.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        collectives.broadcast(flat, source=0, group=groups.reduce_world).wait()
+        collectives.broadcast(flat, source=source, group=groups.reduce_world).wait()
         parts = torch.split(flat, [buffer.numel() for buffer in buffers])
         torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
     if by_dtype:

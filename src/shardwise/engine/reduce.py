@@ -1,9 +1,10 @@
 """Gradients: copied once into a buffer of the reduce dtype, summed over the ranks, handed to their owners.
 
-Replicated gradients keep the buffer: it is the gradients. Sharded ones keep this rank's slice of it.
+Replicated gradients keep the buffer: it is the gradients. Sharded ones keep this rank's slice of it. In an
+accumulation the buffer waits, and each pass adds to what it holds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from shardwise.comm.collectives import Collectives, Work, own_slice
 from shardwise.comm.groups import MeshGroups
 from shardwise.engine.flat import FlatParams
 from shardwise.engine.guard import unguarded
+from shardwise.engine.passes import Passes
 from shardwise.engine.tape import Tape
 from shardwise.engine.unit import Unit
 from shardwise.placement import SHARDED
@@ -26,6 +28,8 @@ class _Segment:
         self.dtype = dtype
         self.flats = [flat]
         self.buffer: Tensor | None = None
+        # Whether earlier passes have left gradients in the buffer.
+        self.holds = False
         self.work: Work | None = None
         self._kept: _Kept | None = None
 
@@ -82,12 +86,14 @@ class ReduceBucket:
         groups: MeshGroups,
         collectives: Collectives,
         tape: Tape,
+        passes: Passes,
     ) -> None:
         self.bucket = bucket
         self.units = units
         self.groups = groups
         self.collectives = collectives
         self.tape = tape
+        self.passes = passes
         self.sharded = units[0].placement.grads is SHARDED
         self.ready: set[str] = set()
         self.segments: list[_Segment] = []
@@ -113,17 +119,50 @@ class ReduceBucket:
     def take_grads(self, unit: Unit) -> None:
         """Move a unit's gradients into the buffer; a parameter without one counts as zero."""
         self.ready.add(unit.name)
+        unit.closed = True
+        weight = self.passes.weight(num_ranks=self.groups.mesh.num_ranks)
+        if weight:
+            unit.used |= unit.with_grads
         for segment in self.segments:
             for flat in segment.flats:
                 if any(flat is own for own in unit.flats):
-                    _copy_in(flat, segment.views(flat))
+                    _copy_in(flat, segment.views(flat), add=segment.holds, weight=weight)
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Leave the gradients in the buffer for a later pass."""
+        self._take_missing()
+        for segment in self.segments:
+            segment.holds = True
+        self.ready.clear()
+
+    def _take_missing(self) -> None:
+        for unit in self.units:
+            if unit.name not in self.ready:
+                self.take_grads(unit)
+
+    @property
+    def holds(self) -> bool:
+        return any(segment.holds for segment in self.segments)
+
+    @torch.no_grad()
+    def forget(self, names: Collection[str]) -> None:
+        """Clear what is held for the parameters of these names; with all of them, the buffer goes."""
+        for segment in self.segments:
+            if not segment.holds:
+                continue
+            for flat in segment.flats:
+                for view, name in zip(segment.views(flat), flat.names, strict=True):
+                    if name in names:
+                        view.zero_()
+            if all(name in names for flat in segment.flats for name in flat.names):
+                segment.holds = False
+                segment.buffer = None
 
     @torch.no_grad()
     def start(self) -> None:
         """Sum over the ranks."""
-        for unit in self.units:
-            if unit.name not in self.ready:
-                self.take_grads(unit)
+        self._take_missing()
         for segment in self.segments:
             buffer = segment.buffer
             assert buffer is not None
@@ -147,6 +186,7 @@ class ReduceBucket:
             else:
                 self._deliver_whole(segment)
             segment.work = segment.buffer = None
+            segment.holds = False
         self.ready.clear()
         self.tape.record(Kind.WAIT_REDUCE, self.bucket.name, self._num_bytes)
 
@@ -155,7 +195,9 @@ class ReduceBucket:
         for segment in self.segments:
             if segment.work is not None:
                 segment.work.wait()
-            segment.work = segment.buffer = None
+            segment.work = None
+            if not segment.holds:
+                segment.buffer = None
         self.ready.clear()
 
     def _deliver_slices(self, segment: _Segment) -> None:
@@ -180,16 +222,24 @@ def _reduce_dtype(flat: FlatParams, planned: torch.dtype) -> torch.dtype:
     return torch.promote_types(planned, flat.master_dtype) if flat.master_dtype.itemsize > 4 else planned
 
 
-def _copy_in(flat: FlatParams, places: list[Tensor]) -> None:
+def _copy_in(flat: FlatParams, places: list[Tensor], *, add: bool, weight: float) -> None:
+    """Gradients × weight into their places, or on top of what is there. With weight 0 they do not even count as NaN."""
     views, grads = [], []
     with unguarded():
         for parameter, view in zip(flat.params, places, strict=True):
             grad = parameter.grad
-            if grad is None:
-                view.zero_()
-            else:
+            if grad is not None and weight:
                 views.append(view)
                 grads.append(grad.to_dense() if grad.is_sparse else grad)
-                parameter.grad = None
-    if views:
-        torch._foreach_copy_(views, grads)
+            elif not add:
+                view.zero_()
+            parameter.grad = None
+    if not views:
+        return
+    if add:
+        # In the buffer's dtype also where the gradients are narrower.
+        torch._foreach_add_(views, grads, alpha=weight)
+        return
+    torch._foreach_copy_(views, grads)
+    if weight != 1.0:
+        torch._foreach_mul_(views, weight)

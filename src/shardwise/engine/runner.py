@@ -1,26 +1,31 @@
 """The runner: what happens in a step → the operations of the program, issued in the program's order.
 
 Two things are kept in order on every rank, each in a process group of its own: gathers, and reduces. A rank that
-skips a unit issues the unit's gathers all the same, before the next one; a bucket that is ready early waits for
-those before it; what is left when backward ends is flushed in order.
+skips a unit issues the unit's gathers and reduces all the same, before the next ones; a bucket that is ready early
+waits for those before it; what is left when backward ends is flushed in order.
 
-The first step finds out in which order the units are called; it gathers on demand and nothing ahead.
+The first step finds out in which order the units are called (learn.py).
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
-from shardwise.engine.reduce import ReduceBucket
+from shardwise.comm.start import meet
+from shardwise.engine.learn import FirstForward, Observation, first_row_of_backward, learned, whole_after_forward
+from shardwise.engine.passes import Passes
+from shardwise.engine.queue import ReduceQueue
 from shardwise.engine.tape import Tape
 from shardwise.engine.unit import Unit
-from shardwise.errors import InvalidModel
+from shardwise.engine.used import UsedFlags
+from shardwise.errors import InvalidData, InvalidModel
 from shardwise.plan import Plan
 from shardwise.program import Bucket, Kind, Operation, Row, StepProgram, Trigger, build
-from shardwise.spec import ROOT, ModelSpec
+from shardwise.spec import ROOT, UNANNOUNCED, ModelSpec
 
 
 class Runner:
@@ -32,9 +37,13 @@ class Runner:
         *,
         plan: Plan,
         units: dict[str, Unit],
-        make_bucket: Callable[[Bucket], ReduceBucket],
+        make_queue: Callable[[Iterable[Bucket]], ReduceQueue],
+        make_first_forward: Callable[[], FirstForward],
+        gather_seen: Callable[[Observation], list[Observation]],
         broadcast_buffers: Callable[[], None],
-        agree: Callable[[list[str]], list[str]],
+        flags: UsedFlags,
+        passes: Passes,
+        land: Callable[[], None],
         tape: Tape,
     ) -> None:
         self.spec = spec
@@ -42,21 +51,29 @@ class Runner:
         self.units = units
         self.root = units[ROOT]
         self.tape = tape
-        self.make_bucket = make_bucket
+        self.make_queue = make_queue
+        self.make_first_forward = make_first_forward
+        self.gather_seen = gather_seen
         self.broadcast_buffers = broadcast_buffers
-        self.agree = agree
-        self.buckets: list[ReduceBucket] = []
-        self.bucket_of: dict[str, ReduceBucket] = {}
+        self.flags = flags
+        self.passes = passes
+        self.land = land
+        self.any_sharded = any(unit.sharded for unit in units.values())
+        self.queue = make_queue(())
         self.program: StepProgram | None = None
         self.rows: tuple[Row, ...] = ()
         self.row_of: dict[tuple[Trigger, str, int], int] = {}
         self._last_row_of_backward = 0
         # The next row to run; the calls of a first step.
         self.cursor = 0
-        self.observed: list[str] = []
+        self.first: FirstForward | None = None
+        # Forwards since the last backward; whether this backward reduces, or leaves that to a later one.
+        self.forwards = 0
         self.in_backward = False
-        self.next_bucket = 0
-        self.reducing: list[ReduceBucket] = []
+        self.reduces = True
+        self._told: set[str] = set()
+        # How long a rank waits for the others where it leaves the program.
+        self.limit_seconds = 60.0
 
     # Forward
 
@@ -65,55 +82,88 @@ class Runner:
         return torch._C._current_graph_task_id() != -1
 
     def before_forward(self, unit: Unit) -> None:
-        if self.recomputing() and torch.is_grad_enabled() and not unit.calls:
+        recomputing = self.recomputing()
+        if recomputing and torch.is_grad_enabled() and not unit.calls:
             # Its forward ran without gradients, so nothing of the program knows of it.
             raise InvalidModel(
                 f"{unit.name} is recomputed by a reentrant checkpoint: say use_reentrant=False in "
                 "torch.utils.checkpoint"
             )
-        if not torch.is_grad_enabled() or self.recomputing():
+        if recomputing:
+            self._serve(unit)
+            return
+        if not torch.is_grad_enabled():
             unit.ensure()
             return
         if unit is self.root:
             self._begin()
-        if self.program is None:
-            self.observed.append(unit.name)
+        if self.first is not None:
+            self.first.calls.append(unit.name)
+            self.first.want(unit)
         else:
             self._run(unit, Trigger.BEFORE_FORWARD, unit.calls)
-        unit.ensure()
+        self._serve(unit)
         self.tape.record(Kind.FORWARD, unit.name)
         unit.calls += 1
 
-    def after_forward(self, unit: Unit, *, differentiable: bool) -> None:
+    def after_forward(self, unit: Unit, *, backward: str) -> None:
+        """`backward`: how backward will come to this call."""
         if self.recomputing():
             return
         if not torch.is_grad_enabled():
             unit.end_backward()
             return
-        if not differentiable:
-            # Nothing will announce its backward, so what autograd saved of it must stay.
-            return
-        if self.program is not None:
+        if backward == UNANNOUNCED and unit.sharded:
+            self._tell(unit)
+        if self.first is not None:
+            self.first.note_backward(unit, backward)
+            if unit is not self.root and unit.placement.reshard_after_forward and backward != UNANNOUNCED:
+                unit.free()
+        elif backward != UNANNOUNCED or self.spec.unit(unit.name).backward == UNANNOUNCED:
             self._run(unit, Trigger.AFTER_FORWARD, unit.calls - 1)
-        elif unit is not self.root and unit.placement.reshard_after_forward:
-            unit.free()
+
+    def _tell(self, unit: Unit) -> None:
+        if unit.name not in self._told:
+            self._told.add(unit.name)
+            warnings.warn(
+                f"{unit.name} returns an object in which no tensor can be found, so its parameters stay gathered until "
+                "backward is over: return tensors, or tuples, dicts or dataclasses of them",
+                stacklevel=2,
+            )
 
     def _begin(self) -> None:
         """A new step; whatever the last one left undone (a backward that raised, or none) is dropped."""
-        for bucket in self.buckets:
-            bucket.drop()
         if self.in_backward:
-            for unit in self.units.values():
-                for flat in unit.flats:
-                    flat.restore_grads()
-        self.in_backward = False
-        self.reducing.clear()
+            if self.queue.holds_grads:
+                raise InvalidData(
+                    "a backward failed in the middle of an accumulation, so the gradients so far are not whole: call "
+                    "optimizer.zero_grad() and begin the step again"
+                )
+            self._abandon()
+        self.queue.drop()
         self.cursor = 0
-        self.observed.clear()
-        for unit in self.units.values():
-            unit.begin(self.grad_ready)
-        if self.program is None:
+        self.forwards += 1
+        changed = [unit.begin(self.grad_ready) for unit in self.units.values()]
+        if self.program is None or any(changed):
+            self._forget_program()
             self.broadcast_buffers()
+
+    def _abandon(self) -> None:
+        """A backward raised: what it left is part of a gradient."""
+        for unit in self.units.values():
+            unit.used.clear()
+            for flat in unit.flats:
+                flat.restore_grads()
+        self.in_backward = False
+
+    def _forget_program(self) -> None:
+        """A first step, or parameters were frozen or thawed: the order, and what is reduced, is to be learned."""
+        if self.program is not None:
+            if self.queue.holds_grads:
+                raise InvalidModel("parameters were frozen or thawed in the middle of an accumulation: do it after it")
+            meet("a step before which parameters were frozen or thawed", limit_seconds=self.limit_seconds)
+            self.program = None
+        self.first = self.make_first_forward()
 
     # Backward
 
@@ -121,11 +171,11 @@ class Runner:
         self._begin_backward()
         if call in unit.begun:
             # Another output of the same call, or the same call of another forward.
-            unit.ensure()
+            self._serve(unit)
             return
         unit.begun.add(call)
         self._run(unit, Trigger.BEFORE_BACKWARD, call)
-        unit.ensure()
+        self._serve(unit)
         self.tape.record(Kind.BACKWARD, unit.name)
 
     def grad_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
@@ -137,60 +187,97 @@ class Runner:
                 f"a parameter of {unit.name} got two gradients in one backward, as a reentrant checkpoint gives them: "
                 "say use_reentrant=False in torch.utils.checkpoint"
             )
+        if unit.closed:
+            raise InvalidModel(
+                f"a parameter of {unit.name} got a gradient after the unit's backward was over: it is used outside of "
+                "the unit; make the module that uses it the unit (units = 'auto + MODULE')"
+            )
         unit.with_grads.add(id(parameter))
-        if len(unit.with_grads) == unit.num_expected:
-            self._grads_ready(unit)
+        if unit.complete:
+            if self._in_order and (Trigger.GRADS_READY, unit.name, 0) in self.row_of:
+                self._close_complete()
+            else:
+                self._close(unit)
 
-    def _grads_ready(self, unit: Unit) -> None:
-        row = self.row_of.get((Trigger.GRADS_READY, unit.name, 0))
-        if row is not None and row >= self.cursor:
-            self._skip_to(row)
-            self.cursor = row + 1
+    def _close_complete(self) -> None:
+        """Close the units whose turn it is and that are complete.
+
+        One that is complete early (an outer one, of which the last gradient comes from inside) waits for its turn. Of
+        one that is partly frozen, other parameters may be needed yet: it is closed when backward has left it.
+        """
+        while self.rows[self.cursor].trigger is Trigger.GRADS_READY:
+            unit = self.units[self.rows[self.cursor].unit]
+            if not unit.complete or (unit.sharded and unit.partly_frozen):
+                return
+            self.cursor += 1
+            self._close(unit)
+
+    def _close(self, unit: Unit) -> None:
+        """Backward is done with a unit: its parameters go, and its gradients."""
         unit.free()
-        self.bucket_of[unit.name].take_grads(unit)
-        while self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
-            self._reduce_next()
-
-    def _reduce_next(self) -> None:
-        bucket = self.buckets[self.next_bucket]
-        bounded = [other for other in self.reducing if other.sharded]
-        if bucket.sharded and len(bounded) >= self.plan.reduces_in_flight:
-            bounded[0].finish()
-            self.reducing.remove(bounded[0])
-        bucket.start()
-        self.reducing.append(bucket)
-        self.next_bucket += 1
+        self.queue.take(unit, reduces=self.reduces)
 
     def _begin_backward(self) -> None:
         if self.in_backward:
             return
         if torch.is_grad_enabled():
             raise InvalidModel("backward(create_graph=True): this engine does not give gradients of gradients")
+        if self.first is not None:
+            self._learn(self.first)
         self.in_backward = True
-        self.next_bucket = 0
-        if self.program is None:
-            self._learn()
+        self.reduces = not self.passes.accumulating or self.plan.accumulate_reduced
+        self.queue.begin()
         for unit in self.units.values():
             unit.begin_backward()
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._skip_to(self._last_row_of_backward)
-        while self.next_bucket < len(self.buckets):
-            self._reduce_next()
+        if self.reduces:
+            self.queue.flush()
+            self.flags.start()
+        else:
+            self.queue.keep()
         for unit in self.units.values():
             unit.free()
-        for bucket in self.reducing:
-            bucket.finish()
-        self.reducing.clear()
+        self.queue.finish()
+        if self.reduces:
+            self.flags.settle()
+        self.land()
         self.in_backward = False
+        self.forwards = 0
         for unit in self.units.values():
+            for flat in unit.flats:
+                flat.restore_grads()
             unit.end_backward()
+
+    # Between backwards
+
+    def forget_grads(self, names: Collection[str], *, drop: bool) -> None:
+        """Somebody clears the gradients of these parameters; with `drop`, also those that are reduced."""
+        self.queue.forget(names)
+        for unit in self.units.values():
+            for flat in unit.flats:
+                cleared = {index for index, name in enumerate(flat.names) if name in names}
+                if drop:
+                    flat.drop_grads(cleared)
+                unit.used.difference_update(id(flat.params[index]) for index in cleared)
+        if self.in_backward and not self.queue.holds_grads:
+            self.queue.drop()
+            self._abandon()
 
     # Update
 
     def before_step(self) -> None:
         """The update writes into what a gather after the last update may still read."""
+        if self.queue.holds_grads:
+            raise InvalidModel(
+                "the gradients of an accumulation are not reduced yet: run its last backward outside "
+                "shardwise.accumulate"
+            )
+        self.wait_gathers()
+
+    def wait_gathers(self) -> None:
         for unit in self.units.values():
             unit.wait_gather()
 
@@ -203,17 +290,34 @@ class Runner:
 
     # The program
 
-    def _learn(self) -> None:
-        """The first forward is over: its calls are the program's order."""
-        self.spec = replace(self.spec, call_order=tuple(self.agree(self.observed)))
+    def _learn(self, first: FirstForward) -> None:
+        """The first forward is over on all ranks: its calls are the program's order."""
+        seen = self.gather_seen(first.end())
+        sharded = [unit.name for unit in self.units.values() if unit.sharded]
+        trainable = {name for unit in self.units.values() for name in unit.trainable_names()}
+        units = tuple(
+            replace(unit, params=tuple(replace(param, trainable=param.name in trainable) for param in unit.params))
+            for unit in self.spec.units
+        )
+        self.spec = learned(replace(self.spec, units=units), seen=seen, sharded=sharded)
         self._set_program(build(self.spec, plan=self.plan))
-        # This backward still goes by demand; the cursor stands where nothing is left to run.
-        self.cursor = len(self.rows)
+        self.first = None
+        self._stand_at_backward(seen)
+
+    def _stand_at_backward(self, seen: list[Observation]) -> None:
+        """Bring all ranks to where the program stands after forward, whatever each of them has called."""
+        assert self.program is not None
+        whole = whole_after_forward(self.program)
+        for unit in self.units.values():
+            if unit.sharded and unit.name not in whole:
+                unit.free()
+            elif unit.sharded and not all(unit.name in other.whole for other in seen):
+                unit.gather()
+        self.cursor = first_row_of_backward(self.program)
 
     def _set_program(self, program: StepProgram) -> None:
         self.program = program
-        self.buckets = [self.make_bucket(bucket) for bucket in program.buckets]
-        self.bucket_of = {unit.name: bucket for bucket in self.buckets for unit in bucket.units}
+        self.queue = self.make_queue(program.buckets)
         self.rows = program.rows
         self._last_row_of_backward = next(
             i for i, row in enumerate(program.rows) if row.trigger is Trigger.BACKWARD_DONE
@@ -231,16 +335,35 @@ class Runner:
         self.cursor = row + 1
 
     def _skip_to(self, row: int) -> None:
-        """Rows that this rank does not come by: it takes part in their gathers, and frees what it does not need."""
+        """Rows that this rank does not come by: it takes part in their collectives, and frees what it does not need."""
         while self.cursor < row:
             skipped = self.rows[self.cursor]
             self.cursor += 1
             unit = self.units[skipped.unit]
+            if skipped.trigger is Trigger.GRADS_READY and self._in_order:
+                self._close(unit)
+                continue
             for operation in skipped.operations:
                 if operation.kind is Kind.GATHER:
                     self.units[operation.subject].gather()
                 elif operation.kind is Kind.FREE and not unit.calls:
                     unit.free()
+
+    @property
+    def _in_order(self) -> bool:
+        """Whether a unit whose row is passed has all the gradients that it will get.
+
+        Autograd goes back through a forward in reverse, so it has; unless two forwards are under way. Where nothing is
+        sharded it need not be known: nobody waits in the middle of a backward.
+        """
+        return self.any_sharded and self.forwards <= 1
+
+    def _serve(self, unit: Unit) -> None:
+        """Where the program did not see to it, a unit is gathered now: by all ranks, or not at all."""
+        if not unit.whole:
+            what = f"a gather of {unit.name} that the first step had no place for"
+            meet(what, limit_seconds=self.limit_seconds)
+        unit.ensure()
 
     def _do(self, operation: Operation) -> None:
         unit = self.units.get(operation.subject)

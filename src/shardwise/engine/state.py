@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.collectives import own_slice
 from shardwise.comm.start import meet
+from shardwise.engine.accumulate import refuse_in_the_middle
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.flat import FlatParams
 from shardwise.errors import InvalidData
@@ -57,6 +58,7 @@ def received_state(state: Mapping[str, Any], *, with_optimizer: bool, from_rank0
 
 def full_tensors(engine: Engine, state: Any, *, keep_vars: bool) -> Any:
     """Replace the parameters in a state dict by their full master values; buffers are detached."""
+    refuse_in_the_middle(engine, what="a state_dict")
     meet("state_dict", limit_seconds=engine.limit_seconds)
     values: dict[int, Tensor] = {}
     for flat in engine.flats:
@@ -75,12 +77,13 @@ def load_tensors(
     engine: Engine, own: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool
 ) -> _IncompatibleKeys:
     """Fill the owned slices from full tensors by name."""
+    refuse_in_the_middle(engine, what="load_state_dict")
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
     if strict and (missing or unexpected):
         raise InvalidData(f"the state does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}")
     # Nothing may still be on its way into what is filled.
-    engine.runner.before_step()
+    engine.runner.wait_gathers()
     places = {id(p): (flat, index) for flat in engine.flats for index, p in enumerate(flat.params)}
     for name in own:
         if name not in state:
@@ -182,6 +185,6 @@ def _own_part(flat: FlatParams, index: int, value: Any) -> Any:
     if value.dim() == 0 or tuple(value.shape) != flat.layout.shapes[index]:
         return value.clone()
     if flat.placement.optim is not SHARDED:
-        return value.to(flat.device, copy=True).view_as(part.parameter)
+        return value.to(part.parameter.device, copy=True).view_as(part.parameter)
     first = flat.groups.gather.index * flat.layout.slice_elements - flat.layout.offsets[index]
-    return value.reshape(-1)[first + part.start : first + part.stop].to(flat.device, copy=True)
+    return value.reshape(-1)[first + part.start : first + part.stop].to(part.parameter.device, copy=True)

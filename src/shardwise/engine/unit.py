@@ -32,9 +32,12 @@ class Unit:
         # How often forward has called it in this step, and which of those calls backward has come to.
         self.calls = 0
         self.begun: set[int] = set()
-        # The parameters whose gradients are there in this backward, of those that are to come.
+        # The parameters that can have gradients, those whose are there in this backward, and those that any backward
+        # since the last reduction has used; by id. Once closed, no more gradients are taken in this backward.
+        self.trainable: frozenset[int] = frozenset()
         self.with_grads: set[int] = set()
-        self.num_expected = 0
+        self.used: set[int] = set()
+        self.closed = False
         self._hooked: set[int] = set()
         self.on_grad: Callable[[Unit, nn.Parameter], None] | None = None
 
@@ -44,15 +47,16 @@ class Unit:
     # The parameters
 
     def gather(self) -> None:
-        if not self.whole:
-            self._gather()
-
-    def _gather(self) -> None:
+        """Take part in a gather. A rank that has no need of it does so too: the others cannot do without it."""
+        in_use = self.whole and self.arrived
         for flat in self.flats:
             flat.gather()
         self.whole = True
         self.arrived = False
         self.tape.record(Kind.GATHER, self.name, self._gathered_bytes)
+        if in_use and self.sharded:
+            # Whoever uses it does not ask again.
+            self.wait_gather()
 
     def _gathered_bytes(self) -> int:
         return sum(flat.full_bytes for flat in self.flats)
@@ -67,7 +71,8 @@ class Unit:
 
     def ensure(self) -> None:
         """Whole, arrived and awake, now."""
-        self.gather()
+        if not self.whole:
+            self.gather()
         self.wait_gather()
         if self.at_rest:
             wake(self.params())
@@ -85,10 +90,12 @@ class Unit:
 
     def updated(self) -> None:
         """After the optimizer's step: what is whole is old."""
+        for flat in self.flats:
+            flat.stage()
         if self.sharded:
             self.free()
-        elif self.placement.optim is SHARDED and self.num_expected:
-            self._gather()
+        elif self.placement.optim is SHARDED and self.trainable:
+            self.gather()
             self._rest()
         else:
             for flat in self.flats:
@@ -97,15 +104,18 @@ class Unit:
     def settle(self) -> None:
         """Once the buffers are filled: as a step finds it. What is sharded is freed, and noticed when it is read."""
         for flat in self.flats:
-            for parameter, name in zip(flat.params, flat.names, strict=True):
+            for index, (parameter, name) in enumerate(zip(flat.params, flat.names, strict=True)):
                 parameter._touched = partial(self._touched, name)  # type: ignore[attr-defined]
-                parameter._drop_grad = flat.drop_grads  # type: ignore[attr-defined]
+                parameter._drop_grad = partial(flat.drop_grads, {index})  # type: ignore[attr-defined]
+            flat.stage()
         self.whole = self.arrived = not self.sharded
         if self.placement.grads is SHARDED:
             self._rest()
 
     def refilled(self) -> None:
         """New values have come into the master, and where parameters are replicated also into what is whole."""
+        for flat in self.flats:
+            flat.stage()
         self.free()
 
     def _rest(self) -> None:
@@ -126,25 +136,57 @@ class Unit:
 
     # The step
 
-    def begin(self, on_grad: Callable[["Unit", nn.Parameter], None]) -> None:
-        """A new forward: what has been thawed gets its hook, what has been cleared is forgotten."""
+    def begin(self, on_grad: Callable[["Unit", nn.Parameter], None]) -> bool:
+        """A new forward: what has been thawed gets its hook, what has been cleared is forgotten.
+
+        Returns whether anything was frozen or thawed since the last one.
+        """
         self.on_grad = on_grad
         self.calls = 0
-        self.num_expected = 0
+        before = self.trainable
+        trainable = []
         with unguarded():
             for parameter in self.params():
                 if parameter.requires_grad:
-                    self.num_expected += 1
+                    trainable.append(id(parameter))
                     if id(parameter) not in self._hooked:
                         self._hooked.add(id(parameter))
                         hook = partial(_grad_arrived, weakref.ref(self))
                         parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             for flat in self.flats:
                 flat.drop_stale_grads()
+        self.trainable = frozenset(trainable)
+        if self.trainable == before:
+            return False
+        for flat in self.flats:
+            for part in flat.owned:
+                part.parameter.requires_grad_(id(flat.params[part.index]) in self.trainable)
+        return True
+
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients that can come in this backward have come."""
+        return len(self.with_grads) == len(self.trainable)
+
+    @property
+    def used_all(self) -> bool:
+        return len(self.used) == len(self.trainable)
+
+    @property
+    def partly_frozen(self) -> bool:
+        """Then its last gradient does not tell that backward is done with its parameters."""
+        return len(self.trainable) < sum(len(flat.params) for flat in self.flats)
+
+    def is_trainable(self, flat: FlatParams, index: int) -> bool:
+        return id(flat.params[index]) in self.trainable
+
+    def trainable_names(self) -> set[str]:
+        return {name for flat in self.flats for i, name in enumerate(flat.names) if self.is_trainable(flat, i)}
 
     def begin_backward(self) -> None:
         self.with_grads.clear()
         self.begun.clear()
+        self.closed = False
         for flat in self.flats:
             flat.hide_grads()
 

@@ -6,27 +6,18 @@ from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
 from shardwise.program.operations import Bucket, Kind, Operation, Row, StepProgram, Trigger
 from shardwise.program.rules import RULES, Event, Setting, first_state
-from shardwise.spec import ROOT, ModelSpec, UnitSpec
+from shardwise.spec import ANNOUNCED, NONE, ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.spec.tensor import BYTES_PER_ELEMENT
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def build(spec: ModelSpec, *, plan: Plan) -> StepProgram:
-    """The program of a step that follows on a step: forward, backward, update."""
-    placements = plan.placements(unit.name for unit in spec.units)
-    trainable = frozenset(unit.name for unit in spec.units if any(param.trainable for param in unit.params))
-    events = tuple(_events(spec.call_order, trainable=trainable))
-    setting = Setting(
-        placements=placements,
-        trainable=trainable,
-        calls=spec.call_order,
-        backward_calls=tuple(event.unit for event in events if event.trigger is Trigger.BEFORE_BACKWARD),
-        buckets=_buckets(spec, events=events, placements=placements, plan=plan),
-        gather_bytes={unit.name: _gather_bytes(unit, plan=plan) for unit in spec.units},
-        broadcasts=_broadcasts(spec),
-        prefetch=plan.prefetch,
-        reduces_in_flight=plan.reduces_in_flight,
-    )
+def build(spec: ModelSpec, *, plan: Plan, reduces: bool = True) -> StepProgram:
+    """The program of a step that follows on a step: forward, backward, update.
+
+    With `reduces=False`, that of a pass whose gradients are kept for a later one to reduce.
+    """
+    events, setting = _setting(spec, plan=plan, reduces=reduces)
     state = first_state(setting)
     rows = []
     for event in events:
@@ -35,11 +26,39 @@ def build(spec: ModelSpec, *, plan: Plan) -> StepProgram:
     return StepProgram(rows=tuple(rows), buckets=setting.buckets)
 
 
-def _events(calls: tuple[str, ...], *, trainable: frozenset[str]) -> Iterator[Event]:
+def _setting(spec: ModelSpec, *, plan: Plan, reduces: bool) -> tuple[tuple[Event, ...], Setting]:
+    """The events of a step, and what the rules have to know."""
+    placements = plan.placements(unit.name for unit in spec.units)
+    trainable = frozenset(unit.name for unit in spec.units if any(param.trainable for param in unit.params))
+    backward = {unit.name: unit.backward for unit in spec.units}
+    events = tuple(_events(spec.call_order, with_params={u.name for u in spec.units if u.params}, backward=backward))
+    num_flags = sum(len(unit.params) for unit in spec.units)
+    flags = Operation(kind=Kind.REDUCE_FLAGS, subject=ROOT, num_bytes=4 * num_flags)
+    return events, Setting(
+        placements=placements,
+        trainable=trainable,
+        backward=backward,
+        inside={
+            outer: tuple(unit for unit in dict.fromkeys(spec.call_order) if _is_inside(unit, outer))
+            for outer in placements
+            if plan.recompute_of(outer) != "none"
+        },
+        calls=spec.call_order,
+        backward_calls=tuple(event.unit for event in events if event.trigger is Trigger.BEFORE_BACKWARD),
+        buckets=_buckets(spec, events=events, placements=placements, plan=plan) if reduces else (),
+        gather_bytes={unit.name: _gather_bytes(unit, plan=plan) for unit in spec.units},
+        broadcasts=_broadcasts(spec),
+        flags=(flags,) if reduces else (),
+        prefetch=plan.prefetch,
+        reduces_in_flight=plan.reduces_in_flight,
+    )
+
+
+def _events(calls: tuple[str, ...], *, with_params: set[str], backward: Mapping[str, str]) -> Iterator[Event]:
     """What happens in a step, in order.
 
     A call ends when one begins that is not inside it. Backward is forward in reverse; a unit's gradients, if it has
-    any, are complete when its first call has been gone back through.
+    any, are complete, and its parameters done with, when its first call has been gone back through.
     """
     forward: list[Event] = []
     running: list[Event] = []
@@ -62,10 +81,11 @@ def _events(calls: tuple[str, ...], *, trainable: frozenset[str]) -> Iterator[Ev
     backward_position = 0
     for event in reversed(forward):
         if event.trigger is Trigger.AFTER_FORWARD:
-            trigger = Trigger.BEFORE_BACKWARD
-            yield Event(trigger=trigger, unit=event.unit, call=event.call, position=backward_position)
-            backward_position += 1
-        elif event.call == 0 and event.unit in trainable:
+            if backward[event.unit] == ANNOUNCED:
+                trigger = Trigger.BEFORE_BACKWARD
+                yield Event(trigger=trigger, unit=event.unit, call=event.call, position=backward_position)
+                backward_position += 1
+        elif event.call == 0 and event.unit in with_params and backward[event.unit] != NONE:
             yield Event(trigger=Trigger.GRADS_READY, unit=event.unit)
     yield Event(trigger=Trigger.BACKWARD_DONE, unit=ROOT)
     yield Event(trigger=Trigger.AFTER_STEP, unit=ROOT)
@@ -109,9 +129,15 @@ def _buckets(
 
 
 def _gather_bytes(unit: UnitSpec, *, plan: Plan) -> int:
+    return sum(param.num_elements * compute_bytes(param, plan=plan) for param in unit.params)
+
+
+def compute_bytes(param: TensorSpec, *, plan: Plan) -> int:
+    """The size of an element of a parameter in the dtype that it computes in."""
     if plan.precision == "native":
-        return unit.param_bytes
-    return unit.num_params * _BYTES[plan.precision]
+        return BYTES_PER_ELEMENT[param.dtype]
+    kept = param.keep_fp32 or any(plan.keeps_fp32(name) for name in (param.name, *param.aliases))
+    return 4 if kept else _BYTES[plan.precision]
 
 
 def _reduce_bytes(unit: UnitSpec, *, plan: Plan) -> int:

@@ -15,6 +15,7 @@ class Kind(Enum):
     BACKWARD = "backward"
     REDUCE = "reduce"
     WAIT_REDUCE = "wait reduce"
+    REDUCE_FLAGS = "reduce flags"
     BROADCAST = "broadcast"
     UPDATE = "update"
 
@@ -22,11 +23,12 @@ class Kind(Enum):
     def stream(self) -> str:
         """The queue it runs in: `compute`, `gather` or `reduce`; waits and frees happen on `compute`.
 
-        A broadcast has no wait of its own: it is over before anything else begins.
+        A broadcast has no wait of its own: it is over before anything else begins. Nor have flags (one a parameter:
+        did this rank use it?): only a rank that left a parameter unused has to read whether all others did.
         """
         if self is Kind.GATHER:
             return "gather"
-        return "reduce" if self in (Kind.REDUCE, Kind.BROADCAST) else "compute"
+        return "reduce" if self in (Kind.REDUCE, Kind.REDUCE_FLAGS, Kind.BROADCAST) else "compute"
 
 
 class Trigger(Enum):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.placement import SHARDED, Placement
 from shardwise.program.operations import Bucket, Kind, Operation, Trigger
-from shardwise.spec import ROOT
+from shardwise.spec import NONE, ROOT, UNANNOUNCED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +18,14 @@ class Setting:
 
     placements: Mapping[str, Placement]
     trainable: frozenset[str]
+    backward: Mapping[str, str]
+    inside: Mapping[str, tuple[str, ...]]
     calls: tuple[str, ...]
     backward_calls: tuple[str, ...]
     buckets: tuple[Bucket, ...]
     gather_bytes: Mapping[str, int]
     broadcasts: tuple[Operation, ...]
+    flags: tuple[Operation, ...]
     prefetch: int
     reduces_in_flight: int
 
@@ -72,26 +75,35 @@ def before_forward(state: State, event: Event, setting: Setting) -> Outcome:
 
 
 def after_forward(state: State, event: Event, setting: Setting) -> Outcome:
-    """Free the unit, unless it is needed at once: by the next call, or, after the last one, in backward."""
+    """Free the unit, unless it is needed at once: by the next call, or, after the last one, in backward.
+
+    What backward comes to unannounced has to wait for it whole; what it does not come to at all is free to go.
+    """
     unit = event.unit
     coming = setting.calls[event.position + 1 :]
-    needed = not coming or unit == ROOT or unit in _wanted(coming[0], coming[1:], setting)
-    if needed or not setting.placements[unit].reshard_after_forward or not setting.sharded(unit):
+    done = setting.backward[unit] == NONE
+    soon = unit in _wanted(coming[0], coming[1:], setting) if coming else not done
+    kept = unit == ROOT or setting.backward[unit] == UNANNOUNCED
+    reshards = setting.placements[unit].reshard_after_forward or done
+    if soon or kept or not reshards or not setting.sharded(unit):
         return state, ()
     return _free(state, unit)
 
 
 def before_backward(state: State, event: Event, setting: Setting) -> Outcome:
-    """As before forward, with the calls in the order of backward."""
+    """As before forward, with the calls in the order of backward; what a recomputation calls, before that."""
     coming = setting.backward_calls[event.position + 1 :]
     state, operations = _gather_and_wait(state, event.unit, coming, setting)
+    for unit in setting.inside.get(event.unit, ()):
+        state, more = _gather_and_wait(state, unit, (), setting)
+        operations += more
     return state, (*operations, Operation(kind=Kind.BACKWARD, subject=event.unit))
 
 
 def grads_ready(state: State, event: Event, setting: Setting) -> Outcome:
-    """The parameters have done their work; the gradients go when the whole bucket's are there."""
+    """The parameters have done their work; the gradients, if any, go when the whole bucket's are there."""
     operations: tuple[Operation, ...] = ()
-    if setting.sharded(event.unit):
+    if setting.sharded(event.unit) and event.unit in state.whole:
         state, operations = _free(state, event.unit)
     state = replace(state, with_grads=state.with_grads | {event.unit})
     bucket = next((bucket for bucket in setting.buckets if event.unit in bucket.units), None)
@@ -108,8 +120,9 @@ def backward_done(state: State, event: Event, setting: Setting) -> Outcome:
         if not state.with_grads.issuperset(bucket.units):
             state, reduces = _reduce(state, bucket, setting)
             operations += reduces
+    operations += setting.flags
     for unit in setting.placements:
-        # Nothing announces the end of a frozen unit's backward.
+        # A unit in the middle of which forward ended.
         if unit in state.whole and setting.sharded(unit):
             state, freed = _free(state, unit)
             operations += freed

@@ -3,18 +3,28 @@
 from dataclasses import dataclass
 
 from shardwise.errors import InvalidModel
+from shardwise.spec.law import Law
+from shardwise.spec.step import StepTrace
 from shardwise.spec.tensor import TensorSpec
 
 ROOT = "(root)"
 """The name of the unit that holds what no other unit covers; no module path looks like it."""
 
 
+ANNOUNCED, UNANNOUNCED, NONE = "announced", "unannounced", "none"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSpec:
-    """Modules that are communicated together. The name is the module's own path, or `(root)`."""
+    """Modules that are communicated together. The name is the module's own path, or `(root)`.
+
+    `backward` says how backward comes to it: `announced` by a gradient of its output; `unannounced`, where none of its
+    outputs can be found, so that it has to be ready all the time; `none`, where no gradient flows through it.
+    """
 
     name: str
     class_name: str
+    backward: str = ANNOUNCED
     params: tuple[TensorSpec, ...] = ()
     buffers: tuple[TensorSpec, ...] = ()
 
@@ -33,11 +43,18 @@ class ModelSpec:
 
     Invariants, checked here: names are unique; the root is there; every parameter and buffer is
     in exactly one unit; the call order names units. A unit that is called twice is listed twice.
+
+    seq          the length of a sample (tokens) that the traces' laws are asked for; None where it plays no part
+    batch_bytes  what the caller holds of a batch
+    traces       a step in each way that was traced; without any, only states can be planned
     """
 
     name: str
     units: tuple[UnitSpec, ...]
     call_order: tuple[str, ...]
+    seq: int | None = None
+    batch_bytes: Law | None = None
+    traces: tuple[StepTrace, ...] = ()
 
     def __post_init__(self) -> None:
         names = [unit.name for unit in self.units]
@@ -56,6 +73,10 @@ class ModelSpec:
             if name not in names:
                 raise InvalidModel(f"{self.name}: the call order names {name}, which is no unit")
 
+    def __hash__(self) -> int:
+        # Not over all it holds: specs are keys of caches, and nearly always the very same object.
+        return hash((self.name, self.seq, len(self.units), len(self.traces)))
+
     @property
     def num_params(self) -> int:
         return sum(unit.num_params for unit in self.units)
@@ -63,6 +84,13 @@ class ModelSpec:
     @property
     def param_bytes(self) -> int:
         return sum(unit.param_bytes for unit in self.units)
+
+    def trace(self, *, computes_in: str, recompute: str) -> StepTrace | None:
+        """The trace of a step that computes and recomputes so, if there is one."""
+        for trace in self.traces:
+            if trace.computes_in == computes_in and trace.recompute == recompute:
+                return trace
+        return None
 
     def unit(self, name: str) -> UnitSpec:
         """The unit of that name."""

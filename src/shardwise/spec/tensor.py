@@ -34,6 +34,7 @@ class TensorSpec:
 
     `name` is its full path in the model; `aliases` are the further paths of a tied one.
     `trainable` is False for buffers and frozen parameters, `persistent` for buffers that are not saved.
+    `keep_fp32`: computes in fp32 whatever a plan's precision says (BatchNorm's, whose statistics are fp32).
     """
 
     name: str
@@ -41,6 +42,7 @@ class TensorSpec:
     dtype: str = "float32"
     trainable: bool = True
     persistent: bool = True
+    keep_fp32: bool = False
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

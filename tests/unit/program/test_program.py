@@ -1,10 +1,12 @@
 """The program of a step, written out for small models; test_properties.py says what holds of every program."""
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.plan import Plan
 from shardwise.program import Kind, Operation, build
-from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.spec import NONE, ROOT, UNANNOUNCED, ModelSpec, TensorSpec, UnitSpec
 
 
 def unit(name: str) -> UnitSpec:
@@ -39,7 +41,7 @@ def test_ddp_gathers_and_frees_nothing_and_reduces_each_bucket_once() -> None:
         "backward blocks.0",
         "reduce blocks.1+blocks.0",
         "reduce (root)",
-        "wait reduce blocks.1+blocks.0; wait reduce (root)",
+        "reduce flags (root); wait reduce blocks.1+blocks.0; wait reduce (root)",
         "update (root)",
     ]
 
@@ -64,7 +66,7 @@ def test_zero2_reduces_unit_by_unit() -> None:
         "backward blocks.0",
         "wait reduce blocks.1; reduce blocks.0",
         "wait reduce blocks.0; reduce (root)",
-        "wait reduce (root)",
+        "reduce flags (root); wait reduce (root)",
     ]
 
 
@@ -79,7 +81,7 @@ def test_shard_grad_op_gathers_once_and_frees_after_backward() -> None:
         "backward blocks.0",
         "free blocks.0; reduce blocks.0",
         "free (root); wait reduce blocks.1; reduce (root)",
-        "wait reduce blocks.0; wait reduce (root)",
+        "reduce flags (root); wait reduce blocks.0; wait reduce (root)",
         "update (root)",
     ]
 
@@ -97,7 +99,7 @@ def test_fsdp_frees_after_forward_and_gathers_again_for_backward() -> None:
         "wait gather blocks.0; backward blocks.0",
         "free blocks.0; wait reduce blocks.1; reduce blocks.0",
         "free (root); wait reduce blocks.0; reduce (root)",
-        "wait reduce (root)",
+        "reduce flags (root); wait reduce (root)",
         "update (root)",
     ]
 
@@ -130,7 +132,7 @@ def test_an_outer_unit_stays_whole_while_the_units_inside_it_run() -> None:
         "free a.inner; reduce a.inner",
         "free a; reduce a",
         "free (root); reduce (root)",
-        "wait reduce b; wait reduce a.inner; wait reduce a; wait reduce (root)",
+        "reduce flags (root); wait reduce b; wait reduce a.inner; wait reduce a; wait reduce (root)",
         "update (root)",
     ]
 
@@ -158,7 +160,7 @@ def test_a_unit_called_twice_is_reduced_once_after_its_first_call_was_gone_back_
         "backward a",
         "free a; reduce a",
         "free (root); reduce (root)",
-        "wait reduce b; wait reduce a; wait reduce (root)",
+        "reduce flags (root); wait reduce b; wait reduce a; wait reduce (root)",
         "update (root)",
     ]
 
@@ -170,7 +172,7 @@ def test_a_unit_called_twice_in_a_row_is_gathered_once_for_both() -> None:
 
 def test_a_unit_that_this_rank_never_calls_is_reduced_all_the_same() -> None:
     last = lines(model("a", never_called=("experts.7",)), strategy="fsdp", reduces_in_flight=1)[-2:]
-    assert last == ["wait reduce (root); reduce experts.7; wait reduce experts.7", "update (root)"]
+    assert last == ["wait reduce (root); reduce experts.7; reduce flags (root); wait reduce experts.7", "update (root)"]
 
 
 def test_units_may_differ() -> None:
@@ -200,10 +202,64 @@ def test_buffers_come_from_rank_0_before_the_root_computes() -> None:
 def test_bytes_are_those_of_the_whole_unit_in_the_plans_dtypes(precision: str, gathered_bytes: int) -> None:
     program = build(TWO_BLOCKS, plan=Plan(strategy="fsdp", precision=precision, reduce_dtype="bf16"))
     moved = {(op.kind, op.num_bytes) for op in program.operations() if op.num_bytes}
-    assert moved == {(Kind.GATHER, gathered_bytes), (Kind.REDUCE, 20)}
+    # And one flag of 4 bytes for each of three parameters.
+    assert moved == {(Kind.GATHER, gathered_bytes), (Kind.REDUCE, 20), (Kind.REDUCE_FLAGS, 12)}
 
 
-# Not so yet. Each is the smallest example; strict, so that a mended rule shows here.
+def test_what_is_kept_in_fp32_is_gathered_in_fp32() -> None:
+    statistics = replace(TWO_BLOCKS.unit("blocks.0"), params=(TensorSpec(name="n", shape=(10,), keep_fp32=True),))
+    spec = replace(TWO_BLOCKS, units=(*TWO_BLOCKS.units[:1], statistics, *TWO_BLOCKS.units[2:]))
+    program = build(spec, plan=Plan(strategy="fsdp", precision="bf16", keep_fp32=("(root)",)))
+    gathered = {op.subject: op.num_bytes for op in program.operations() if op.kind is Kind.GATHER}
+    assert gathered == {"(root)": 40, "blocks.0": 40, "blocks.1": 20}
+
+
+# How backward comes to a unit
+
+
+def with_backward(spec: ModelSpec, name: str, how: str) -> ModelSpec:
+    return replace(spec, units=tuple(replace(u, backward=how) if u.name == name else u for u in spec.units))
+
+
+def test_a_unit_that_no_gradient_flows_through_is_gathered_for_forward_alone() -> None:
+    spec = with_backward(TWO_BLOCKS, "blocks.0", NONE)
+    for strategy in ("fsdp", "shard_grad_op"):
+        operations = lines(spec, strategy=strategy, prefetch=0)
+        assert operations[1:3] == ["gather blocks.0; wait gather blocks.0; forward blocks.0", "free blocks.0"]
+        assert not any("blocks.0" in line for line in operations[3:] if "reduce blocks.0" not in line)
+
+
+def test_a_unit_that_backward_comes_to_unannounced_stays_whole_until_then() -> None:
+    spec = with_backward(TWO_BLOCKS, "blocks.0", UNANNOUNCED)
+    assert lines(spec, strategy="fsdp", prefetch=0)[1:-2] == [
+        "gather blocks.0; wait gather blocks.0; forward blocks.0",
+        "gather blocks.1; wait gather blocks.1; forward blocks.1",
+        "backward (root)",
+        "backward blocks.1",
+        "free blocks.1; reduce blocks.1",
+        "free blocks.0; wait reduce blocks.1; reduce blocks.0",
+        "free (root); wait reduce blocks.0; reduce (root)",
+    ]
+
+
+def test_a_recomputation_finds_the_units_inside_it_whole() -> None:
+    recompute = {"recompute_overrides": {"a": "full"}}
+    operations = lines(model("a", "a.x", "a.y", "b"), strategy="fsdp", prefetch=0, **recompute)
+    backward = operations[operations.index("backward b") + 2 :]
+    assert backward[:3] == [
+        "gather a; wait gather a; gather a.x; wait gather a.x; gather a.y; wait gather a.y; backward a",
+        "backward a.y",
+        "free a.y; wait reduce b; reduce a.y",
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_a_pass_that_leaves_its_gradients_to_a_later_one_reduces_nothing(strategy: str) -> None:
+    whole = build(TWO_BLOCKS, plan=Plan(strategy=strategy))
+    kept = build(TWO_BLOCKS, plan=Plan(strategy=strategy), reduces=False)
+    reduces = (Kind.REDUCE, Kind.WAIT_REDUCE, Kind.REDUCE_FLAGS)
+    assert list(kept.operations()) == [op for op in whole.operations() if op.kind not in reduces]
+    assert kept.buckets == ()
 
 
 def test_backward_prefetches_an_outer_unit_before_the_units_inside_it() -> None:

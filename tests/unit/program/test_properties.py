@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from shardwise.placement import REPLICATED, SHARDED, STRATEGIES
 from shardwise.plan import Plan
 from shardwise.program import Kind, Operation, StepProgram, Trigger, build
-from shardwise.program.build import _events
-from shardwise.program.rules import RULES, Setting, first_state
-from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.program.build import _setting
+from shardwise.program.rules import RULES, first_state
+from shardwise.spec import ANNOUNCED, NONE, ROOT, UNANNOUNCED, ModelSpec, TensorSpec, UnitSpec
 
 NAMES = ("a", "b", "c", "a.x", "a.y", "b.x", "a.x.deep", "d", "e")
 UNITS = {
@@ -25,13 +25,14 @@ UNITS = {
 """(number of elements, trainable) of each parameter."""
 
 
-def make_unit(name: str, kind: str, *, buffered: bool) -> UnitSpec:
+def make_unit(name: str, kind: str, *, buffered: bool, backward: str) -> UnitSpec:
     params = tuple(
         TensorSpec(name=f"{name}.{index}", shape=(size,), trainable=trainable)
         for index, (size, trainable) in enumerate(UNITS[kind])
     )
     buffer = TensorSpec(name=f"{name}.buffer", shape=(5,), trainable=False)
-    return UnitSpec(name=name, class_name="Block", params=params, buffers=(buffer,) if buffered else ())
+    buffers = (buffer,) if buffered else ()
+    return UnitSpec(name=name, class_name="Block", params=params, buffers=buffers, backward=backward)
 
 
 @st.composite
@@ -52,7 +53,15 @@ def specs(
     kinds = st.sampled_from(["trainable", *UNITS])
     return ModelSpec(
         name="random",
-        units=tuple(make_unit(name, draw(kinds), buffered=draw(st.booleans())) for name in (ROOT, *chosen)),
+        units=tuple(
+            make_unit(
+                name,
+                draw(kinds),
+                buffered=draw(st.booleans()),
+                backward=ANNOUNCED if name == ROOT else draw(st.sampled_from([ANNOUNCED, UNANNOUNCED, NONE])),
+            )
+            for name in (ROOT, *chosen)
+        ),
         call_order=(ROOT, *calls),
     )
 
@@ -70,6 +79,7 @@ def plans(draw: st.DrawFn, *, spec: ModelSpec) -> Plan:
         reduces_in_flight=draw(st.integers(1, 3)),
         bucket_bytes=draw(st.sampled_from([1, 100, 400, 25 * 2**20])),
         precision=draw(st.sampled_from(["fp32", "bf16", "native"])),
+        recompute_overrides=draw(st.dictionaries(names, st.just("full"), max_size=2)),
     )
 
 
@@ -100,6 +110,7 @@ class Replay:
         self.reducing: list[str] = []
         self.reduced: list[str] = []
         self.updated = False
+        self.flagged = False
 
     def sharded(self, name: str) -> bool:
         return self.placements[name].params is SHARDED and self.spec.unit(name).num_params > 0
@@ -124,13 +135,18 @@ class Replay:
         """An event of the model itself, after its row's operations."""
         if trigger is Trigger.AFTER_FORWARD:
             assert self.running.pop() == name
+            if self.spec.unit(name).backward == UNANNOUNCED:
+                self.going_back.add(name)
         elif trigger is Trigger.GRADS_READY:
-            assert self.num_backwards[name] == self.num_calls[name]
+            assert self.num_backwards[name] == self.num_calls_back(name)
             self.going_back.remove(name)
         elif trigger is Trigger.BACKWARD_DONE:
-            # Nothing announces the end of a frozen unit's backward.
-            assert not any(self.trainable(unit) for unit in self.going_back)
+            assert not any(self.spec.unit(unit).params for unit in self.going_back)
             self.going_back.clear()
+
+    def num_calls_back(self, name: str) -> int:
+        """How often backward is announced."""
+        return self.num_calls[name] if self.spec.unit(name).backward == ANNOUNCED else 0
 
     def do(self, operation: Operation) -> None:
         {
@@ -141,6 +157,7 @@ class Replay:
             Kind.BACKWARD: self.backward,
             Kind.REDUCE: self.reduce,
             Kind.WAIT_REDUCE: self.wait_reduce,
+            Kind.REDUCE_FLAGS: self.reduce_flags,
             Kind.BROADCAST: self.broadcast,
             Kind.UPDATE: self.update,
         }[operation.kind](operation.subject)
@@ -172,11 +189,15 @@ class Replay:
     def reduce(self, name: str) -> None:
         bucket = self.buckets[name]
         assert name not in self.reduced
-        assert all(self.num_backwards[member] == self.num_calls[member] for member in bucket.units)
+        assert all(self.num_backwards[member] == self.num_calls_back(member) for member in bucket.units)
         self.reduced.append(name)
         self.reducing.append(name)
         sharded = [b for b in self.reducing if self.placements[self.buckets[b].units[0]].grads is SHARDED]
         assert len(sharded) <= self.plan.reduces_in_flight
+
+    def reduce_flags(self, name: str) -> None:
+        assert Counter(self.reduced) == Counter(list(self.buckets))
+        self.flagged = True
 
     def wait_reduce(self, name: str) -> None:
         self.reducing.remove(name)
@@ -191,6 +212,7 @@ class Replay:
         assert not self.going_back
         assert not self.whole()
         assert not self.reducing
+        assert self.flagged
         assert Counter(self.reduced) == Counter(list(self.buckets))
         for unit_name in self.placements:
             if self.updates_a_slice(unit_name):
@@ -214,7 +236,7 @@ def test_every_program_can_be_carried_out_step_after_step(case: tuple[ModelSpec,
                 replay.do(operation)
             replay.happens(row.trigger, row.unit)
         assert replay.updated
-        assert replay.num_backwards == replay.num_calls
+        assert all(replay.num_backwards[unit.name] == replay.num_calls_back(unit.name) for unit in spec.units)
         assert replay.params == before
         assert replay.reduced == [bucket.name for bucket in program.buckets]
         has_buffers = any(unit.buffers for unit in spec.units)
@@ -225,20 +247,7 @@ def test_every_program_can_be_carried_out_step_after_step(case: tuple[ModelSpec,
 def test_the_rules_leave_their_state_as_they_found_it(case: tuple[ModelSpec, Plan]) -> None:
     """So the program of one step is that of every step."""
     spec, plan = case
-    program = build(spec, plan=plan)
-    trainable = frozenset(unit.name for unit in spec.units if any(param.trainable for param in unit.params))
-    events = list(_events(spec.call_order, trainable=trainable))
-    setting = Setting(
-        placements=plan.placements(unit.name for unit in spec.units),
-        trainable=trainable,
-        calls=spec.call_order,
-        backward_calls=tuple(event.unit for event in events if event.trigger is Trigger.BEFORE_BACKWARD),
-        buckets=program.buckets,
-        gather_bytes={unit.name: unit.param_bytes for unit in spec.units},
-        broadcasts=(),
-        prefetch=plan.prefetch,
-        reduces_in_flight=plan.reduces_in_flight,
-    )
+    events, setting = _setting(spec, plan=plan, reduces=True)
     state = first_state(setting)
     for event in events:
         state, _ = RULES[event.trigger](state, event, setting)
@@ -249,7 +258,7 @@ def test_the_rules_leave_their_state_as_they_found_it(case: tuple[ModelSpec, Pla
 def test_buckets_partition_the_trainable_units_in_the_order_of_backward(case: tuple[ModelSpec, Plan]) -> None:
     spec, plan = case
     placements = plan.placements(unit.name for unit in spec.units)
-    called = list(dict.fromkeys(spec.call_order))[::-1]
+    called = [name for name in dict.fromkeys(spec.call_order) if spec.unit(name).backward != NONE][::-1]
     never_called = [unit.name for unit in spec.units if unit.name not in called]
     num_trainable = {
         unit.name: sum(param.num_elements for param in unit.params if param.trainable) for unit in spec.units

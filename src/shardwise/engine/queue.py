@@ -1,0 +1,72 @@
+"""The buckets of a program, reduced in its order on every rank, however early or late each is ready."""
+
+from collections.abc import Callable, Collection, Iterable
+
+from shardwise.engine.reduce import ReduceBucket
+from shardwise.engine.unit import Unit
+from shardwise.program import Bucket
+
+
+class ReduceQueue:
+    """At most `in_flight` reductions of sharded gradients are under way at once."""
+
+    def __init__(self, buckets: Iterable[Bucket], *, make: Callable[[Bucket], ReduceBucket], in_flight: int) -> None:
+        self.buckets = [make(bucket) for bucket in buckets]
+        self.in_flight = in_flight
+        self._bucket_of = {unit.name: bucket for bucket in self.buckets for unit in bucket.units}
+        self._next = 0
+        self._reducing: list[ReduceBucket] = []
+
+    def begin(self) -> None:
+        """A new backward."""
+        self._next = 0
+
+    def take(self, unit: Unit, *, reduces: bool) -> None:
+        """A unit's gradients are all there; with them perhaps a bucket is complete whose turn it is."""
+        bucket = self._bucket_of.get(unit.name)
+        if bucket is not None and not unit.closed:
+            bucket.take_grads(unit)
+        while reduces and self._next < len(self.buckets) and self.buckets[self._next].complete:
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        bucket = self.buckets[self._next]
+        bounded = [other for other in self._reducing if other.sharded]
+        if bucket.sharded and len(bounded) >= self.in_flight:
+            bounded[0].finish()
+            self._reducing.remove(bounded[0])
+        bucket.start()
+        self._reducing.append(bucket)
+        self._next += 1
+
+    def flush(self) -> None:
+        """Backward is over: what is left is reduced, with zeros for what did not come."""
+        while self._next < len(self.buckets):
+            self._reduce_next()
+
+    def finish(self) -> None:
+        """Wait for all that is under way, and hand out the gradients."""
+        for bucket in self._reducing:
+            bucket.finish()
+        self._reducing.clear()
+
+    def keep(self) -> None:
+        """Backward is over: what it gave stays on this rank, for a later one to reduce."""
+        for bucket in self.buckets:
+            bucket.keep()
+
+    @property
+    def holds_grads(self) -> bool:
+        """Whether gradients are summed on this rank alone, for a later backward to reduce."""
+        return any(bucket.holds for bucket in self.buckets)
+
+    def forget(self, names: Collection[str]) -> None:
+        """Clear what is held for the parameters of these names."""
+        for bucket in self.buckets:
+            bucket.forget(names)
+
+    def drop(self) -> None:
+        """Forget what a backward that raised has left under way."""
+        for bucket in self.buckets:
+            bucket.drop()
+        self._reducing.clear()

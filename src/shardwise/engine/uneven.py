@@ -1,0 +1,77 @@
+"""Ranks that hold different amounts of data, and ranks that run out of it.
+
+The engine averages gradients over ranks. That is the gradient of the mean over all samples only where every rank
+holds as many; elsewhere a loss has to be divided by what all ranks hold together.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.comm.start import exchange
+from shardwise.engine.engine import Engine, engine_of
+from shardwise.errors import InvalidData, InvalidModel
+
+Batch = TypeVar("Batch")
+
+
+def mean_count(model: nn.Module, count: float) -> float:
+    """The mean over ranks of how many samples, or tokens, each of them holds: what to divide a summed loss by.
+
+        loss = cross_entropy(model(x), y, reduction="sum") / shardwise.mean_count(model, num_tokens)
+
+    gives Σ losses / Σ counts over all ranks, whatever each holds: Σ_r (l_r / mean) / W = Σ_r l_r / Σ_r n_r. In an
+    accumulation give the count of the whole step to every pass. Collective, and it waits for the others.
+    """
+    engine = engine_of(model)
+    passes = engine.runner.passes
+    counts = torch.tensor([float(count) if passes.counts else 0.0], dtype=torch.float64, device=engine.device)
+    dist.all_reduce(counts, group=engine.groups.reduce_world.handle)
+    total = counts.item()
+    if not total > 0:
+        raise InvalidData(f"all ranks together hold a count of {total:g}: there is nothing to take the mean of")
+    return total / (passes.num_counting or engine.groups.mesh.num_ranks)
+
+
+def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """This rank's batches, and after them its last one again for as long as any other rank has some left.
+
+    Every rank then runs the loop equally often, with all that it calls, so nobody waits for one that has gone. What a
+    rank computes when it has run out does not count: its gradients are not added, an average is over the ranks that
+    have a batch, and BatchNorm's statistics come from one of those. Collective: a small exchange a batch.
+    """
+    engine = engine_of(model)
+    if engine.runner.passes.num_counting is not None:
+        raise InvalidModel("shardwise.join inside shardwise.join: one loop over batches at a time")
+    try:
+        yield from _joined(engine, iter(batches))
+    finally:
+        passes = engine.runner.passes
+        passes.num_counting, passes.counts = None, True
+
+
+def _joined(engine: Engine, mine: Iterator[Batch]) -> Iterator[Batch]:
+    passes = engine.runner.passes
+    last: Batch | None = None
+    while True:
+        batch = next(mine, None)
+        counting = [rank for rank, has in enumerate(exchange(batch is not None)) if has]
+        if not counting:
+            break
+        if last is None and len(counting) < engine.groups.mesh.num_ranks:
+            # A rank that never had a batch borrows one to run on.
+            box = [batch]
+            dist.broadcast_object_list(box, src=counting[0])
+            last = box[0]
+        last = batch if batch is not None else last
+        passes.counts = batch is not None
+        passes.num_counting = len(counting)
+        passes.source = counting[0]
+        assert last is not None
+        yield last
+    # The buffers that count are those of a rank that had data to the end.
+    engine.runner.broadcast_buffers()
+    passes.source = 0
