@@ -2,6 +2,7 @@
 
     ShardwiseError
     ├── InvalidPlan       a plan, placement, mesh or unit policy that cannot be
+    ├── InvalidCluster    a cluster, device or link that cannot be, or cannot be read
     ├── UnknownName       a model, dataset, strategy … that is not in its table
     ├── InvalidModel      a module that cannot be cut into units, a Task that is not one
     ├── InvalidData       a file or dataset that is missing, empty, truncated or malformed
@@ -21,6 +22,10 @@ class ShardwiseError(Exception):
 
 class InvalidPlan(ShardwiseError):  # noqa: N818 - reads as the first word of the line that users see
     """A plan, placement, mesh or unit policy that cannot be."""
+
+
+class InvalidCluster(ShardwiseError):  # noqa: N818
+    """A cluster, device or link that cannot be, or cannot be read."""
 
 
 class UnknownName(ShardwiseError):  # noqa: N818

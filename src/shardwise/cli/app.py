@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from shardwise import __version__
+from shardwise.cli.devices import devices
 from shardwise.cli.doctor import doctor
 from shardwise.cli.explain import explain
 from shardwise.cli.models import models
@@ -22,6 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(models)
+app.command()(devices)
 app.command()(tokens)
 app.command()(doctor)
 app.command()(explain)

@@ -1,0 +1,154 @@
+"""Clusters: how many devices of which kind, and what links them.
+
+    cluster = [nodes "x"] devices "x" kind ["@" fabric]        16x8xh100-80gb@ib-8x400
+    fabric  = network "-" [links "x"] gigabits_per_s           ib-8x400: 8 × 400 Gb/s a node
+
+or the path of a TOML file (cluster_file.py), which can also describe a device or links of one's own.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import NoReturn
+
+from shardwise.errors import InvalidCluster
+from shardwise.hardware.device import Device, device_of
+from shardwise.hardware.link import Fabric, Link, link_of, port_of
+
+_EXAMPLE = "8xh100-80gb or 16x8xh100-80gb@ib-8x400"
+# Beyond this a count is a slip of the finger, and nothing is made of that many parts.
+_MOST_DIGITS = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`num_nodes` machines with `devices_per_node` equal devices each; one rank a device.
+
+    link     between the devices of a node; None where it is not known
+    fabric   between nodes; None where there is one node
+    """
+
+    num_nodes: int = 1
+    devices_per_node: int
+    device: Device
+    link: Link | None = None
+    fabric: Fabric | None = None
+
+    def __post_init__(self) -> None:
+        check_count("num_nodes", self.num_nodes)
+        check_count("devices_per_node", self.devices_per_node)
+        if self.num_nodes > 1 and self.fabric is None:
+            raise InvalidCluster(f"{self.num_nodes} nodes without a fabric: say what links them, such as ib-8x400")
+        if self.num_nodes == 1 and self.fabric is not None:
+            raise InvalidCluster(f"one node with a fabric ({self.fabric}): there is nothing for it to link")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+    def __str__(self) -> str:
+        nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
+        fabric = f"@{self.fabric}" if self.fabric is not None else ""
+        return f"{nodes}{self.devices_per_node}x{self.device.name}{fabric}"
+
+
+def check_count(name: str, count: object) -> None:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise InvalidCluster(f"{name} = {count!r}: must be a whole number of at least 1")
+
+
+def cluster_of(text: str) -> Cluster:
+    """The cluster that `text` describes, in the grammar above or in the file that it names."""
+    if text.endswith(".toml"):
+        from shardwise.hardware.cluster_file import read_cluster_file
+
+        return read_cluster_file(text)
+    return _Parser(text).cluster()
+
+
+def make_cluster(
+    device: Device, *, num_nodes: int, devices_per_node: int, fabric: Fabric | None, link: Link | None = None
+) -> Cluster:
+    """A cluster with the device's own link and, over several nodes, with its usual fabric unless one is given."""
+    if link is None and device.link is not None:
+        link = link_of(device.link.value)
+    if fabric is None and num_nodes > 1 and device.nic is not None:
+        fabric = Fabric(link=port_of(device.nic.value), num_links=devices_per_node)
+    return Cluster(num_nodes=num_nodes, devices_per_node=devices_per_node, device=device, link=link, fabric=fabric)
+
+
+def fabric_of(text: str) -> Fabric:
+    """The fabric of a string such as `ib-8x400`, `roce-400` or `eth-100`."""
+    return _Parser(text).fabric()
+
+
+class _Parser:
+    """Reads a string from left to right; `position` is the character that comes next."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.position = 0
+
+    def cluster(self) -> Cluster:
+        counts = [self._count("devices")]
+        self._expect("x", after=f"{counts[0]} (devices x kind, such as {_EXAMPLE})")
+        if self._peek(r"\d+x"):
+            counts.append(self._count("devices"))
+            self._expect("x", after=str(counts[1]))
+        if self._peek(r"\d+x"):
+            self._fail("expected a kind of device: before it stand nodes x devices and no third number")
+        num_nodes, devices_per_node = counts if len(counts) == 2 else (1, counts[0])
+        device = device_of(self._take(r"[\w.-]+", expected="a kind of device, such as h100-80gb"))
+        fabric, at = None, self.position
+        if self._peek("@"):
+            self.position += 1
+            fabric = self.fabric()
+            if num_nodes == 1:
+                self.position = at
+                self._fail("one node has no links to others: say how many nodes (2x8xh100-80gb@…), or leave @ out")
+        self._expect_end()
+        if num_nodes > 1 and fabric is None and device.nic is None:
+            self._fail(f"what links nodes of {device.name} is not known: add it, such as @eth-100 or @ib-8x400")
+        return make_cluster(device, num_nodes=num_nodes, devices_per_node=devices_per_node, fabric=fabric)
+
+    def fabric(self) -> Fabric:
+        network = self._take(r"[A-Za-z]+", expected="a network, such as ib, roce, eth or efa").lower()
+        self._expect("-", after=f"{network} (such as {network}-8x400: 8 links of 400 Gb/s a node)")
+        num_links = 1
+        if self._peek(r"\d+x"):
+            num_links = self._count("links")
+            self._expect("x", after=str(num_links))
+        speed = self._take(r"\d+", expected="the Gb/s of a link, such as 400")
+        self._expect_end()
+        return Fabric(link=port_of(f"{network}-{speed}"), num_links=num_links)
+
+    def _count(self, what: str) -> int:
+        start = self.position
+        digits = self._take(r"[0-9]+", expected=f"a number of {what}, as in {_EXAMPLE}")
+        if len(digits) > _MOST_DIGITS or int(digits) == 0:
+            self.position = start
+            self._fail(f"a number of {what} is from 1 to {10**_MOST_DIGITS - 1:,}")
+        return int(digits)
+
+    def _peek(self, pattern: str) -> bool:
+        return re.compile(pattern, re.ASCII).match(self.text, self.position) is not None
+
+    def _take(self, pattern: str, *, expected: str) -> str:
+        found = re.compile(pattern, re.ASCII).match(self.text, self.position)
+        if found is None:
+            self._fail(f"expected {expected}")
+        self.position = found.end()
+        return found.group()
+
+    def _expect(self, sign: str, *, after: str) -> None:
+        if not self.text.startswith(sign, self.position):
+            self._fail(f"expected {sign!r} after {after}")
+        self.position += len(sign)
+
+    def _expect_end(self) -> None:
+        if self.position < len(self.text):
+            self._fail(f"unexpected {self.text[self.position]!r}; a cluster is written {_EXAMPLE}")
+
+    def _fail(self, message: str) -> NoReturn:
+        """One line, and beneath it the string with a mark under the character."""
+        shown = "".join(sign if sign.isprintable() else "?" for sign in self.text)
+        raise InvalidCluster(f"{message}\n  {shown}\n  {' ' * self.position}^")
