@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.data.sampler import DistributedSampler
     from shardwise.engine.engine import tape
-    from shardwise.engines import clip_grad_norm_, full_state_dict, load_full_state_dict, prepare
+    from shardwise.engine.scaler import GradScaler
+    from shardwise.engines import (
+        accumulate,
+        clip_grad_norm_,
+        full_state_dict,
+        join,
+        load_full_state_dict,
+        mean_count,
+        prepare,
+    )
     from shardwise.errors import ShardwiseError
     from shardwise.mesh import Mesh
     from shardwise.placement import STRATEGIES, Placement
@@ -23,6 +32,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "DistributedSampler": "shardwise.data.sampler",
+    "GradScaler": "shardwise.engine.scaler",
     "Mesh": "shardwise.mesh",
     "ModelSpec": "shardwise.spec",
     "Placement": "shardwise.placement",
@@ -32,10 +42,13 @@ _HOME = {
     "Task": "shardwise.tasks",
     "TensorSpec": "shardwise.spec",
     "UnitSpec": "shardwise.spec",
+    "accumulate": "shardwise.engines",
     "clip_grad_norm_": "shardwise.engines",
     "full_state_dict": "shardwise.engines",
+    "join": "shardwise.engines",
     "load_full_state_dict": "shardwise.engines",
     "load_task": "shardwise.tasks",
+    "mean_count": "shardwise.engines",
     "model_spec": "shardwise.units",
     "prepare": "shardwise.engines",
     "tape": "shardwise.engine.engine",
@@ -44,6 +57,7 @@ _HOME = {
 __all__ = [
     "STRATEGIES",
     "DistributedSampler",
+    "GradScaler",
     "Mesh",
     "ModelSpec",
     "Placement",
@@ -52,10 +66,13 @@ __all__ = [
     "Task",
     "TensorSpec",
     "UnitSpec",
+    "accumulate",
     "clip_grad_norm_",
     "full_state_dict",
+    "join",
     "load_full_state_dict",
     "load_task",
+    "mean_count",
     "model_spec",
     "prepare",
     "tape",

@@ -3,7 +3,8 @@
 torch's engine is imported when a plan asks for it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -11,14 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.collectives import Collectives
+from shardwise.engine import accumulate as engine_accumulate
 from shardwise.engine import clip as engine_clip
 from shardwise.engine import prepare as engine_prepare
 from shardwise.engine import state as engine_state
+from shardwise.engine import uneven as engine_uneven
 from shardwise.engine.engine import is_prepared
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 
 AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None)
+Batch = TypeVar("Batch")
 
 
 def prepare(
@@ -49,6 +53,61 @@ def prepare(
     from shardwise.native.prepare import prepare_native
 
     return prepare_native(model, optimizer, plan, device=device)
+
+
+def accumulate(model: nn.Module, *, enabled: bool = True) -> AbstractContextManager[None]:
+    """A pass in here does not reduce its gradients; the next one outside reduces them all.
+
+        for number, batch in enumerate(micro_batches):
+            with shardwise.accumulate(model, enabled=number + 1 < len(micro_batches)):
+                (loss_of(model, batch) / len(micro_batches)).backward()
+        optimizer.step()
+
+    The gradients add up on each rank, in the reduce dtype. Where the plan says `accumulate_reduced`, every backward
+    reduces all the same, and the averages add up: a slice of memory instead of the whole, more communication.
+    """
+    if is_prepared(model):
+        return engine_accumulate.accumulate(model, enabled=enabled)
+    from shardwise.native.passes import accumulate_native
+    from shardwise.native.prepare import check_native
+
+    check_native(model)
+    return accumulate_native(model, enabled=enabled)
+
+
+def mean_count(model: nn.Module, count: float) -> float:
+    """The mean over ranks of how many samples, or tokens, each of them holds: what to divide a summed loss by.
+
+        loss = cross_entropy(model(x), y, reduction="sum") / shardwise.mean_count(model, num_tokens)
+
+    is the mean over all ranks' tokens, however many each has. In an accumulation, give every pass the count of this
+    rank's whole step. Collective, and it waits for the other ranks.
+    """
+    if is_prepared(model):
+        return engine_uneven.mean_count(model, count)
+    from shardwise.native.passes import mean_count_native
+    from shardwise.native.prepare import check_native
+
+    check_native(model)
+    return mean_count_native(model, count)
+
+
+def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """This rank's batches, and then its last one again for as long as any other rank has some left.
+
+        for batch in shardwise.join(model, loader):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    So every rank runs the loop equally often, and nobody waits for one that has gone. What a rank computes after its
+    own batches does not count: averages are over the ranks that still have one. Collective, a small exchange a batch.
+    """
+    if is_prepared(model):
+        return engine_uneven.join(model, batches)
+    raise InvalidPlan(
+        "shardwise.join needs engine = 'shardwise'; on torch's, DistributedDataParallel has a join() of its own"
+    )
 
 
 def clip_grad_norm_(

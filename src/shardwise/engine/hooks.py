@@ -90,10 +90,12 @@ def _announce(tensor: Tensor, *, runner: Runner, unit: Unit) -> None:
 
     Units that hand the same tensor on share one hook, which comes to the outermost first.
     """
-    node, calls = getattr(tensor, "_shardwise_announces", (None, []))
-    if node is not tensor.grad_fn or not calls:
+    calls: list[tuple[Unit, int]] = []
+    node, known = getattr(tensor, "_shardwise_announces", (None, calls))
+    if node is tensor.grad_fn and known:
+        calls = known
+    else:
         # A tensor that was written into since has another gradient, and needs another hook.
-        calls = []
         tensor._shardwise_announces = (tensor.grad_fn, calls)  # type: ignore[attr-defined]
         tensor.register_hook(partial(_before_backward, runner, calls))  # type: ignore[no-untyped-call]
     if (unit, unit.calls - 1) not in calls:

@@ -72,7 +72,7 @@ def learned(spec: ModelSpec, *, seen: Sequence[Observation], sharded: Iterable[s
     call it in a later step.
     """
     orders: list[tuple[str, ...]] = list(dict.fromkeys(observation.calls for observation in seen))
-    order = list(reduce(_merge, orders))
+    order = list(reduce(_merge, orders[1:], orders[0]))
     names = [unit.name for unit in spec.units]
     uncalled = [name for name in names if name in set(sharded) and name not in order]
     for name in uncalled:

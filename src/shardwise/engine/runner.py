@@ -143,8 +143,9 @@ class Runner:
         self.queue.drop()
         self.cursor = 0
         self.forwards += 1
-        changed = [unit.begin(self.grad_ready) for unit in self.units.values()]
-        if self.program is None or any(changed):
+        for unit in self.units.values():
+            unit.begin(self.grad_ready)
+        if self.program is None or any(unit.trainable != unit.learned_trainable for unit in self.units.values()):
             self._forget_program()
             self.broadcast_buffers()
 
@@ -294,6 +295,8 @@ class Runner:
         """The first forward is over on all ranks: its calls are the program's order."""
         seen = self.gather_seen(first.end())
         sharded = [unit.name for unit in self.units.values() if unit.sharded]
+        for unit in self.units.values():
+            unit.learned_trainable = unit.trainable
         trainable = {name for unit in self.units.values() for name in unit.trainable_names()}
         units = tuple(
             replace(unit, params=tuple(replace(param, trainable=param.name in trainable) for param in unit.params))

@@ -28,12 +28,17 @@ def mean_count(model: nn.Module, count: float) -> float:
     """
     engine = engine_of(model)
     passes = engine.runner.passes
-    counts = torch.tensor([float(count) if passes.counts else 0.0], dtype=torch.float64, device=engine.device)
-    dist.all_reduce(counts, group=engine.groups.reduce_world.handle)
-    total = counts.item()
-    if not total > 0:
-        raise InvalidData(f"all ranks together hold a count of {total:g}: there is nothing to take the mean of")
+    total = summed(count if passes.counts else 0.0, device=engine.device)
     return total / (passes.num_counting or engine.groups.mesh.num_ranks)
+
+
+def summed(count: float, *, device: torch.device) -> float:
+    """Over all ranks of the job."""
+    total = torch.tensor(float(count), dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    if not total.item() > 0:
+        raise InvalidData(f"all ranks together hold a count of {total.item():g}: there is nothing to take the mean of")
+    return total.item()
 
 
 def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:

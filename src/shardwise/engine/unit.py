@@ -35,6 +35,7 @@ class Unit:
         # The parameters that can have gradients, those whose are there in this backward, and those that any backward
         # since the last reduction has used; by id. Once closed, no more gradients are taken in this backward.
         self.trainable: frozenset[int] = frozenset()
+        self.learned_trainable: frozenset[int] = frozenset()
         self.with_grads: set[int] = set()
         self.used: set[int] = set()
         self.closed = False
@@ -136,11 +137,8 @@ class Unit:
 
     # The step
 
-    def begin(self, on_grad: Callable[["Unit", nn.Parameter], None]) -> bool:
-        """A new forward: what has been thawed gets its hook, what has been cleared is forgotten.
-
-        Returns whether anything was frozen or thawed since the last one.
-        """
+    def begin(self, on_grad: Callable[["Unit", nn.Parameter], None]) -> None:
+        """A new forward: what has been thawed gets its hook, what has been cleared is forgotten."""
         self.on_grad = on_grad
         self.calls = 0
         before = self.trainable
@@ -156,12 +154,10 @@ class Unit:
             for flat in self.flats:
                 flat.drop_stale_grads()
         self.trainable = frozenset(trainable)
-        if self.trainable == before:
-            return False
-        for flat in self.flats:
-            for part in flat.owned:
-                part.parameter.requires_grad_(id(flat.params[part.index]) in self.trainable)
-        return True
+        if self.trainable != before:
+            for flat in self.flats:
+                for part in flat.owned:
+                    part.parameter.requires_grad_(self.is_trainable(flat, part.index))
 
     @property
     def complete(self) -> bool:

@@ -70,6 +70,12 @@ def is_native(model: nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel | FSDPModule)
 
 
+def check_native(model: nn.Module) -> None:
+    """Refuse what no engine has prepared."""
+    if not is_native(model):
+        raise InvalidModel(f"this {type(model).__name__} has not been through shardwise.prepare")
+
+
 class AutocastDataParallel(DistributedDataParallel):
     """DistributedDataParallel whose forward runs under autocast.
 
