@@ -49,6 +49,9 @@ LIMIT_SECONDS = 200.0
 
 Step = Callable[[], torch.Tensor]
 Body = Callable[..., dict[str, Any]]
+# (model, plan) → plan: what another benchmark changes before an engine gets them.
+Arrange = Callable[[torch.nn.Module, Plan], Plan]
+MakeStep = Callable[..., Step]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +91,9 @@ CASES = {
 }
 
 
-def make_step(case: Case, *, engine: str, rank: int, device: torch.device) -> Step:
+def make_step(
+    case: Case, *, engine: str, rank: int, device: torch.device, arrange: Arrange = lambda model, plan: plan
+) -> Step:
     """A model on an engine ("plain": on none), and a function that trains one step and gives the loss."""
     torch.manual_seed(0)
     model = build_model(case.shape, device=device)
@@ -96,7 +101,7 @@ def make_step(case: Case, *, engine: str, rank: int, device: torch.device) -> St
     if engine != "plain":
         # Freed here at the latest, not by a thread of the backend, where live_bytes would not see it.
         originals = [parameter.data for parameter in model.parameters()]
-        plan = Plan(strategy=case.strategy, precision=case.precision, engine=engine)
+        plan = arrange(model, Plan(strategy=case.strategy, precision=case.precision, engine=engine))
         model, optimizer = prepare(model, optimizer, plan)
         del originals
     generator = torch.Generator().manual_seed(rank)
@@ -113,9 +118,9 @@ def make_step(case: Case, *, engine: str, rank: int, device: torch.device) -> St
     return step
 
 
-def timed(case: Case, rank: int, device: torch.device) -> dict[str, Any]:
+def timed(case: Case, rank: int, device: torch.device, make: MakeStep) -> dict[str, Any]:
     """Seconds per step of each block, by the wall and on a CPU, and the losses of the first steps."""
-    steps = {engine: make_step(case, engine=engine, rank=rank, device=device) for engine in ENGINES}
+    steps = {engine: make(case, engine=engine, rank=rank, device=device) for engine in ENGINES}
     losses = {engine: [step().item() for _ in range(WARM_UP_STEPS)] for engine, step in steps.items()}
     finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     seconds: dict[str, list[float]] = {engine: [] for engine in ENGINES}
@@ -134,12 +139,12 @@ def timed(case: Case, rank: int, device: torch.device) -> dict[str, Any]:
     return {"seconds": seconds, "cpu_seconds": cpu_seconds, "losses": losses}
 
 
-def remembered(case: Case, rank: int, device: torch.device, engines: tuple[str, ...]) -> dict[str, Any]:
+def remembered(case: Case, rank: int, device: torch.device, engines: tuple[str, ...], make: MakeStep) -> dict[str, Any]:
     """Bytes by engine: the peak of a step, and what is left after it."""
     measure = cpu_bytes if device.type == "cpu" else cuda_bytes
     found = {}
     for engine in engines:
-        found[engine] = measure(partial(make_step, case, engine=engine, rank=rank, device=device))
+        found[engine] = measure(partial(make, case, engine=engine, rank=rank, device=device))
         gc.collect()
     return found
 
@@ -219,8 +224,8 @@ def compare(ranks: list[dict[str, list[float]]]) -> dict[str, Any]:
     return {"step_seconds": {engine: spread(slowest[engine]) for engine in ENGINES}, "ratio": spread(ratios)}
 
 
-def measure_time(case: Case) -> dict[str, Any]:
-    ranks = on_ranks(timed, case)
+def measure_time(case: Case, *, make: MakeStep = make_step) -> dict[str, Any]:
+    ranks = on_ranks(timed, case, make)
     return {
         **compare([rank["seconds"] for rank in ranks]),
         "cpu": compare([rank["cpu_seconds"] for rank in ranks]),
@@ -228,11 +233,11 @@ def measure_time(case: Case) -> dict[str, Any]:
     }
 
 
-def measure_memory(case: Case) -> dict[str, Any]:
+def measure_memory(case: Case, *, make: MakeStep = make_step) -> dict[str, Any]:
     """A GPU's numbers are of the whole process, so there each engine gets processes of its own."""
     found: dict[str, Any] = {}
     for engines in [(*ENGINES, "plain")] if case.device == "cpu" else [(engine,) for engine in ENGINES]:
-        ranks = on_ranks(remembered, case, engines)
+        ranks = on_ranks(remembered, case, engines, make)
         for engine in engines:
             # Ranks hold equal shares, so the least of them too is the one that unseen frees blur least.
             found[engine] = {key: min(rank[engine][key] for rank in ranks) for key in ("peak_bytes", "rest_bytes")}

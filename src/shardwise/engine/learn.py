@@ -8,7 +8,6 @@ has come to the end of its forward goes on taking part until all have.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from functools import reduce
 
 from shardwise.engine.unit import Unit
 from shardwise.program import Kind, StepProgram, Trigger
@@ -71,8 +70,9 @@ def learned(spec: ModelSpec, *, seen: Sequence[Observation], sharded: Iterable[s
     A sharded unit that nobody called has its place all the same, so that every rank gathers it should one of them
     call it in a later step.
     """
-    orders: list[tuple[str, ...]] = list(dict.fromkeys(observation.calls for observation in seen))
-    order = list(reduce(_merge, orders[1:], orders[0]))
+    order: list[str] = []
+    for calls in dict.fromkeys(observation.calls for observation in seen):
+        order = _merge(order, calls)
     names = [unit.name for unit in spec.units]
     uncalled = [name for name in names if name in set(sharded) and name not in order]
     for name in uncalled:
@@ -96,14 +96,14 @@ def _how(answers: Iterable[str]) -> str:
     return NONE if found == {NONE} else ANNOUNCED
 
 
-def _merge(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
+def _merge(one: Sequence[str], other: Sequence[str]) -> list[str]:
     """An order that holds both: what is common once, what is not one after the other."""
     merged: list[str] = []
     for tag, start, stop, other_start, other_stop in SequenceMatcher(a=one, b=other, autojunk=False).get_opcodes():
         merged += one[start:stop]
         if tag != "equal":
             merged += other[other_start:other_stop]
-    return tuple(merged)
+    return merged
 
 
 def first_row_of_backward(program: StepProgram) -> int:

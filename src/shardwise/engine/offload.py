@@ -128,7 +128,7 @@ class ActivationOffload:
                 call.going.append(copy)
         if not call.copies:
             call.before, self._latest = self._latest, weakref.ref(call)
-        call.copies.append(weakref.ref(copy))
+        call.copies[key] = weakref.ref(copy)
         return _Offloaded(tensor, copy=copy, call=call, offload=self)
 
     def _goes(self, tensor: Tensor) -> bool:
@@ -224,13 +224,13 @@ class _Call:
         self.name = name
         self.number = number
         self.before: weakref.ref[_Call] | None = None
-        self.copies: list[weakref.ref[_Copy]] = []
+        self.copies: dict[tuple[int, int], weakref.ref[_Copy]] = {}
         self.going: list[_Copy] = []
         # The backward that has come to it.
         self.task = -1
 
     def saved(self) -> "list[_Copy]":
-        return [copy for copy in (reference() for reference in self.copies) if copy is not None]
+        return [copy for copy in (reference() for reference in self.copies.values()) if copy is not None]
 
 
 class _Copy:

@@ -7,6 +7,7 @@ from torch import nn
 
 from shardwise.engine.offload import ActivationOffload, offload_unit
 from shardwise.engine.recompute import recompute_unit
+from shardwise.engine.saved import Kept
 from shardwise.engine.unit import Unit
 from shardwise.plan import Plan
 from shardwise.spec import ROOT
@@ -21,7 +22,7 @@ def wrap_units(
     for name, unit in units.items():
         mode = plan.recompute_of(name)
         if mode != "none":
-            undo.append(recompute_unit(unit.module, mode=mode))
+            undo.append(recompute_unit(unit.module, mode=mode, pack=offload.pack if offload is not None else Kept))
         if offload is not None and name != ROOT:
             # Outside of the recomputation: then it is the unit's inputs that wait in host memory.
             undo.append(offload_unit(unit.module, name=name, offload=offload))

@@ -1,0 +1,73 @@
+"""Parameters and optimizer state in host memory: the same training, updated there."""
+
+import pytest
+import torch
+from cases import MODELS, adamw
+from ranks import run_ranks
+from training import Case, assert_equal, make_collectives, on_ranks, one_process
+
+import shardwise
+from shardwise.engine.engine import engine_of
+from shardwise.engine.held import held_bytes
+from shardwise.plan import Plan
+from shardwise.tasks import cross_entropy
+
+SHARDED = ["zero2", "shard_grad_op", "fsdp"]
+GPT = Case(make=MODELS["gpt"], optimizer=adamw, num_steps=4)
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_offloaded_states_train_as_one_process_does(strategy: str) -> None:
+    plan = Plan(strategy=strategy, offload_states=True)
+    assert_equal(run_ranks(on_ranks, num_ranks=2, args=(GPT, plan, True)), one_process(GPT, num_ranks=2))
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_offloaded_states_are_staged_in_the_dtype_that_computes(strategy: str) -> None:
+    plan = Plan(strategy=strategy, precision="bf16", reduce_dtype="fp32")
+    offloaded = Plan(strategy=strategy, precision="bf16", reduce_dtype="fp32", offload_states=True)
+    expected = run_ranks(on_ranks, num_ranks=2, args=(GPT, plan, False))
+    for one, other in zip(expected, run_ranks(on_ranks, num_ranks=2, args=(GPT, offloaded, True)), strict=True):
+        assert one.losses == other.losses
+        assert all(torch.equal(one.weights[name], weight) for name, weight in other.weights.items())
+
+
+def kept_on_the_host(rank: int) -> None:
+    torch.manual_seed(0)
+    model, batch = MODELS["gpt"]()
+    plan = Plan(strategy="fsdp", precision="bf16", offload_states=True, overrides={"blocks.0": "ddp"})
+    collectives = make_collectives(late=True, rank=rank)
+    _, optimizer = shardwise.prepare(model, adamw(model.parameters()), plan, collectives=collectives)
+    losses = []
+    for step in range(3):
+        with shardwise.accumulate(model, enabled=False):
+            loss = cross_entropy(model, batch(step, rank))
+            loss.backward()
+        # Gradients add up on the host as well.
+        cross_entropy(model, batch(step, rank)).backward()
+        shardwise.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    held = held_bytes(model, optimizer)
+    sharded = [flat for flat in engine_of(model).flats if flat.host is not None]
+    # fp32 master and two moments, the parameters staged in bf16, and AdamW's step counts.
+    sizes = sum(flat.layout.slice_elements for flat in sharded)
+    owned = sum(part.stop - part.start for flat in sharded for part in flat.owned)
+    counts = 4 * sum(len(flat.owned) for flat in sharded)
+    assert held["host"] == sizes * (4 + 2) + owned * 8 + counts
+    # What is replicated stays on the device: bf16 parameters, fp32 master and moments.
+    (replicated,) = [flat for flat in engine_of(model).flats if flat.host is None]
+    assert held["params"] == 2 * replicated.layout.num_elements
+    state = shardwise.full_state_dict(model, optimizer)
+    other, _ = MODELS["gpt"]()
+    _, other_optimizer = shardwise.prepare(other, adamw(other.parameters()), Plan(strategy="zero1"))
+    shardwise.load_full_state_dict(other, state, other_optimizer)
+    again = shardwise.full_state_dict(other, other_optimizer)
+    assert all(torch.equal(again["model"][name], value) for name, value in state["model"].items())
+    shardwise.load_full_state_dict(model, again, optimizer)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in state["model"].items())
+
+
+def test_what_is_offloaded_is_counted_on_the_host_and_can_be_saved_and_loaded() -> None:
+    run_ranks(kept_on_the_host, num_ranks=2)
