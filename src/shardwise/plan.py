@@ -35,7 +35,7 @@ _LEAST: Mapping[str, int] = {
     "bucket_bytes": 1,
 }
 _OPTIONAL = ("micro_batch",)
-_SWITCHES = ("accumulate_reduced", "offload_activations", "offload_states", "capture")
+_SWITCHES = ("accumulate_reduced", "offload_activations", "offload_states", "dynamic", "capture")
 # What TOML's integers are sure to hold.
 _MOST = 2**63 - 1
 
@@ -98,6 +98,8 @@ class Plan:
     prefetch           units gathered ahead of the one that computes
     reduces_in_flight  gradient reductions that may be under way at once
     bucket_bytes       gradients that are reduced together, at least, where grads are replicated
+    dynamic            units are called in another order in every step, or on every rank: the ranks agree on each
+                       gather, which costs time. Units that are only skipped now and then do not need it
     capture            the whole step as one CUDA graph
     engine             ours, or the same plan on torch's own DDP and fully_shard
     collectives        the backend's, or our ring on sends and receives
@@ -120,6 +122,7 @@ class Plan:
     prefetch: int = 1
     reduces_in_flight: int = 1
     bucket_bytes: int = 25 * 2**20
+    dynamic: bool = False
     capture: bool = False
     engine: str = "shardwise"
     collectives: str = "backend"
@@ -148,6 +151,8 @@ class Plan:
             raise InvalidPlan("capture = true with engine = 'torch': only engine = 'shardwise' can capture a step")
         if self.engine == "torch" and self.collectives == "ring":
             raise InvalidPlan("collectives = 'ring' with engine = 'torch': torch's engine uses collectives = 'backend'")
+        if self.engine == "torch" and self.dynamic:
+            raise InvalidPlan("dynamic = true with engine = 'torch': only engine = 'shardwise' can do that")
         if self.engine == "torch" and (self.offload_activations or self.offload_states):
             raise InvalidPlan("engine = 'torch' does not offload: set engine = 'shardwise'")
         if self.precision == "native" and self.keep_fp32:

@@ -7,13 +7,14 @@ import awkward
 import pytest
 import torch
 from cases import adamw
-from ranks import run_ranks
+from ranks import run_ranks, shut_down
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Case, Result, assert_close, assert_equal, make_collectives, model_units, on_ranks, one_process
 
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engine.prepare import prepare
+from shardwise.errors import ShardwiseError
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 
@@ -42,6 +43,37 @@ def test_an_awkward_model_agrees_with_one_process_on_more_ranks(name: str, num_r
         plan = Plan(strategy=strategy, units=awkward.MODELS[name][1], precision="native", prefetch=2)
         results = run_ranks(on_ranks, num_ranks=num_ranks, args=(case, plan, True))
         assert_close(results, one_process(case, num_ranks=num_ranks), tolerance=1e-10)
+
+
+@pytest.mark.parametrize("name", ["ranks take different branches", "ranks call units differently often"])
+@each_strategy
+def test_ranks_that_agree_on_each_gather_need_no_order(name: str, strategy: str) -> None:
+    plan = Plan(strategy=strategy, units=awkward.MODELS[name][1], dynamic=True)
+    results = run_ranks(on_ranks, num_ranks=2, args=(case_of(name), plan, True))
+    assert_equal(results, one_process(case_of(name), num_ranks=2))
+
+
+def goes_its_own_way(rank: int) -> str:
+    model = awkward.Net()
+    prepare(model, None, Plan(strategy="fsdp", units="class:Block"))
+    engine_of(model).runner.limit_seconds = 0.5
+    awkward.loss_of(model, awkward.batch(0, rank)).backward()
+    if rank == 1:
+        awkward.loss_of(model, awkward.batch(1, rank))
+    else:
+        # Backwards through the blocks, all by itself.
+        model.run = lambda x, step, rank: model.blocks[0](model.blocks[2](x))
+        with pytest.raises(ShardwiseError) as caught:
+            awkward.loss_of(model, awkward.batch(1, rank))
+        return str(caught.value)
+    return ""
+
+
+def test_a_rank_that_leaves_the_order_alone_is_told_so_instead_of_waiting_for_ever() -> None:
+    said = run_ranks(goes_its_own_way, num_ranks=2)[0]
+    shut_down()  # its collectives are half-done
+    assert said.startswith("rank 1 did not come to a gather of blocks.0 that the first step had no place for")
+    assert "dynamic = true" in said
 
 
 def torchs_ddp(rank: int, case: Case) -> Result:

@@ -38,6 +38,7 @@ _native_plans = st.builds(
     precision=st.just("native"),
     offload_activations=st.booleans(),
     offload_states=st.booleans(),
+    dynamic=st.booleans(),
 )
 plans = _plans | _native_plans
 
@@ -107,6 +108,7 @@ _MISTAKES: list[tuple[str, str]] = [
     ('"line\\nbreak"', "1"),
     ("capture", 'true\nengine = "torch"'),
     ("offload_states", 'true\nengine = "torch"'),
+    ("dynamic", 'true\nengine = "torch"'),
     ("offload_activations", 'true\nengine = "torch"'),
     ("keep_fp32", '["head"]\nprecision = "native"'),
     ("collectives", '"ring"\nengine = "torch"'),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.precision import cast
@@ -43,10 +44,13 @@ def _own_modules(unit: Unit, unit_modules: set[int]) -> Iterator[nn.Module]:
         waiting += [child for child in module.children() if id(child) not in unit_modules]
 
 
+# torch.compile of a unit compiles its hooks along with its forward; what we do around a forward is not for it.
+@_disable_dynamo
 def _before_forward(runner: Runner, unit: Unit, module: nn.Module, inputs: Any) -> None:
     runner.before_forward(unit)
 
 
+@_disable_dynamo
 def _after_forward(
     runner: Runner, unit: Unit, attributes: list[dict[str, Any]], module: nn.Module, inputs: Any, output: Any
 ) -> None:
@@ -98,8 +102,8 @@ def _announce(tensor: Tensor, *, runner: Runner, unit: Unit) -> None:
         # A tensor that was written into since has another gradient, and needs another hook.
         tensor._shardwise_announces = (tensor.grad_fn, calls)  # type: ignore[attr-defined]
         tensor.register_hook(partial(_before_backward, runner, calls))  # type: ignore[no-untyped-call]
-    if (unit, unit.calls - 1) not in calls:
-        calls.insert(0, (unit, unit.calls - 1))
+    if (unit, unit.call) not in calls:
+        calls.insert(0, (unit, unit.call))
 
 
 def _before_backward(runner: Runner, calls: list[tuple[Unit, int]], grad: Tensor) -> None:

@@ -5,6 +5,7 @@ forward the ranks tell each other before each gather what they want next, and al
 has come to the end of its forward goes on taking part until all have.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
@@ -33,6 +34,26 @@ class FirstForward:
         self.exchange = exchange
         self.calls: list[str] = []
         self.backward: dict[str, str] = {}
+
+    def note_call(self, unit: Unit) -> int:
+        """The number of this call among the unit's."""
+        self.calls.append(unit.name)
+        return self.calls.count(unit.name) - 1
+
+    def places_in(self, order: Sequence[str]) -> dict[tuple[str, int], int]:
+        """(unit, call) of this rank → which call of the unit it is in an order that holds all ranks' calls."""
+        places: dict[tuple[str, int], int] = {}
+        own: Counter[str] = Counter()
+        passed: Counter[str] = Counter()
+        calls = iter(self.calls)
+        mine = next(calls, None)
+        for name in order:
+            if name == mine:
+                places[name, own[name]] = passed[name]
+                own[name] += 1
+                mine = next(calls, None)
+            passed[name] += 1
+        return places
 
     def want(self, unit: Unit) -> None:
         """Make a unit whole, and on the way what other ranks want."""

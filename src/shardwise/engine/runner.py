@@ -67,6 +67,8 @@ class Runner:
         # The next row to run; the calls of a first step.
         self.cursor = 0
         self.first: FirstForward | None = None
+        # (unit, call) of this rank's first forward → which of the program's calls that is.
+        self.places: dict[tuple[str, int], int] = {}
         # Forwards since the last backward; whether this backward reduces, or leaves that to a later one.
         self.forwards = 0
         self.in_backward = False
@@ -98,13 +100,21 @@ class Runner:
         if unit is self.root:
             self._begin()
         if self.first is not None:
-            self.first.calls.append(unit.name)
+            unit.call = self.first.note_call(unit)
             self.first.want(unit)
         else:
-            self._run(unit, Trigger.BEFORE_FORWARD, unit.calls)
+            unit.call = self._place_of_call(unit)
+            self._run(unit, Trigger.BEFORE_FORWARD, unit.call)
         self._serve(unit)
         self.tape.record(Kind.FORWARD, unit.name)
         unit.calls += 1
+
+    def _place_of_call(self, unit: Unit) -> int:
+        """Which of the program's calls of a unit this is: the next one, of those that were not skipped."""
+        call = unit.call + 1
+        while self.row_of.get((Trigger.BEFORE_FORWARD, unit.name, call), self.cursor) < self.cursor:
+            call += 1
+        return call
 
     def after_forward(self, unit: Unit, *, backward: str) -> None:
         """`backward`: how backward will come to this call."""
@@ -120,7 +130,7 @@ class Runner:
             if unit is not self.root and unit.placement.reshard_after_forward and backward != UNANNOUNCED:
                 unit.free()
         elif backward != UNANNOUNCED or self.spec.unit(unit.name).backward == UNANNOUNCED:
-            self._run(unit, Trigger.AFTER_FORWARD, unit.calls - 1)
+            self._run(unit, Trigger.AFTER_FORWARD, unit.call)
 
     def _tell(self, unit: Unit) -> None:
         if unit.name not in self._told:
@@ -142,11 +152,13 @@ class Runner:
             self._abandon()
         self.queue.drop()
         self.cursor = 0
+        self.places = {}
         self.forwards += 1
         for unit in self.units.values():
             unit.begin(self.grad_ready)
-        if self.program is None or any(unit.trainable != unit.learned_trainable for unit in self.units.values()):
-            self._forget_program()
+        changed = any(unit.trainable != unit.learned_trainable for unit in self.units.values())
+        if self.program is None or changed or self.plan.dynamic:
+            self._forget_program(changed=changed)
             self.broadcast_buffers()
 
     def _abandon(self) -> None:
@@ -157,19 +169,20 @@ class Runner:
                 flat.restore_grads()
         self.in_backward = False
 
-    def _forget_program(self) -> None:
+    def _forget_program(self, *, changed: bool) -> None:
         """A first step, or parameters were frozen or thawed: the order, and what is reduced, is to be learned."""
-        if self.program is not None:
+        if self.program is not None and changed:
             if self.queue.holds_grads:
                 raise InvalidModel("parameters were frozen or thawed in the middle of an accumulation: do it after it")
             meet("a step before which parameters were frozen or thawed", limit_seconds=self.limit_seconds)
-            self.program = None
+        self.program = None
         self.first = self.make_first_forward()
 
     # Backward
 
     def before_backward(self, unit: Unit, call: int) -> None:
         self._begin_backward()
+        call = self.places.get((unit.name, call), call)
         if call in unit.begun:
             # Another output of the same call, or the same call of another forward.
             self._serve(unit)
@@ -226,7 +239,8 @@ class Runner:
         if self.first is not None:
             self._learn(self.first)
         self.in_backward = True
-        self.reduces = not self.passes.accumulating or self.plan.accumulate_reduced
+        # Buckets that change from step to step hold nothing for the next.
+        self.reduces = not self.passes.accumulating or self.plan.accumulate_reduced or self.plan.dynamic
         self.queue.begin()
         for unit in self.units.values():
             unit.begin_backward()
@@ -304,6 +318,7 @@ class Runner:
         )
         self.spec = learned(replace(self.spec, units=units), seen=seen, sharded=sharded)
         self._set_program(build(self.spec, plan=self.plan))
+        self.places = first.places_in(self.spec.call_order)
         self.first = None
         self._stand_at_backward(seen)
 
@@ -364,7 +379,7 @@ class Runner:
     def _serve(self, unit: Unit) -> None:
         """Where the program did not see to it, a unit is gathered now: by all ranks, or not at all."""
         if not unit.whole:
-            what = f"a gather of {unit.name} that the first step had no place for"
+            what = f"a gather of {unit.name} that the first step had no place for (dynamic = true agrees on each)"
             meet(what, limit_seconds=self.limit_seconds)
         unit.ensure()
 

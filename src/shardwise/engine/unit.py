@@ -29,8 +29,10 @@ class Unit:
         self.whole = True
         self.arrived = True
         self.at_rest = False
-        # How often forward has called it in this step, and which of those calls backward has come to.
+        # How often forward has called it in this step, the number of the last call in the program, and the numbers of
+        # the calls that backward has come to.
         self.calls = 0
+        self.call = -1
         self.begun: set[int] = set()
         # The parameters that can have gradients, those whose are there in this backward, and those that any backward
         # since the last reduction has used; by id. Once closed, no more gradients are taken in this backward.
@@ -141,6 +143,7 @@ class Unit:
         """A new forward: what has been thawed gets its hook, what has been cleared is forgotten."""
         self.on_grad = on_grad
         self.calls = 0
+        self.call = -1
         before = self.trainable
         trainable = []
         with unguarded():
