@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.placement import STRATEGIES
+
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
@@ -34,6 +36,11 @@ def losses(folder: Path, *, num_ranks: int, device: str) -> dict[str, list[float
 def test_nccl_gives_what_gloo_gives(tmp_path: Path, num_ranks: int) -> None:
     nccl = losses(tmp_path, num_ranks=num_ranks, device="cuda")
     gloo = losses(tmp_path, num_ranks=num_ranks, device="cpu")
+    assert nccl.pop("overflow") == gloo.pop("overflow") == [2.0**10, 2.0**9, 2.0**9, 2.0]
+    for strategy in STRATEGIES:
+        norm_ratio, difference_of_statistics = nccl.pop(f"batch norm {strategy}")
+        assert norm_ratio == pytest.approx(1.0, rel=1e-4)
+        assert difference_of_statistics < 1e-5
     for name, expected in gloo.items():
         # fp32 differs by the order of sums in matrix products; bf16 has 8 bits.
         tolerance = 1e-4 if name.endswith("fp32") else 2e-2

@@ -22,9 +22,11 @@ WAYS = ["none", "full", "selective", "none offload", "full offload", "selective 
 
 @pytest.fixture(autouse=True)
 def _deterministic() -> Iterator[None]:
-    """The backward of attention adds up in any order otherwise."""
+    """The backward of attention adds up in any order otherwise; cuDNN's does so in any case."""
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     yield
+    torch.backends.cuda.enable_cudnn_sdp(True)
     torch.use_deterministic_algorithms(False)
     torch.cuda.empty_cache()
 
