@@ -254,22 +254,28 @@ def test_a_full_state_loads_under_any_strategy(strategy: str, num_ranks: int) ->
     run_ranks(saved_and_loaded, num_ranks=num_ranks, args=(strategy,))
 
 
-def copied(rank: int) -> None:
+def copied(rank: int, plan: Plan) -> None:
     model, batch = MODELS["gpt"]()
     optimizer = adamw(model.parameters())
-    prepare(model, optimizer, Plan(strategy="fsdp"))
+    prepare(model, optimizer, plan)
     train(model, optimizer, [batch(0, rank)])
     twin = copy.deepcopy(model)
     assert type(twin).__mro__[1] is nn.Module
     assert twin.head.weight is twin.embed.weight
+    assert not any("forward" in module.__dict__ for module in twin.modules())
     for name, value in model.state_dict().items():
         assert torch.equal(twin.state_dict()[name], value)
     assert torch.equal(twin(batch(1, 0)[0]), model(batch(1, 0)[0]))
     train(model, optimizer, [batch(1, rank)])
 
 
-def test_a_deep_copy_is_an_ordinary_whole_model() -> None:
-    run_ranks(copied, num_ranks=2)
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(), Plan(recompute="full", offload_activations=True, offload_states=True)],
+    ids=["plain", "recomputed and offloaded"],
+)
+def test_a_deep_copy_is_an_ordinary_whole_model(plan: Plan) -> None:
+    run_ranks(copied, num_ranks=2, args=(plan,))
 
 
 def let_go(rank: int, strategy: str) -> None:

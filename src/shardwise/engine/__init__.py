@@ -6,7 +6,8 @@ guard.py       parameters that say so instead of crashing when they are read whi
 unit.py        a unit at work: whole, arrived, at rest
 reduce.py      gradients: into a buffer, summed over ranks, back to the owner; queue.py: in the program's order
 used.py        which parameters were used, on any rank
-runner.py      events of a step → operations of the program; learn.py: the first step, which finds the order
+runner.py      events of a step → operations of the program
+walk.py        where a rank stands in the program; learn.py: the first step, which finds the order
 hooks.py       module and autograd hooks → events
 optim.py       an optimizer that steps what the rank owns
 clip.py        the norm of gradients that lie in slices; scaler.py: their scale, in fp16
@@ -19,6 +20,7 @@ precision.py   which dtype computes, which is stepped, which sums
 recompute.py   activations computed again in backward; selective.py: all but products
 offload.py     activations that wait in host memory; host.py: states that live there; lane.py: the copies; saved.py
 wrap.py        which units are recomputed and offloaded
+values.py      parameters and buffers that come from one rank
 agreement.py   what ranks must have been given alike
 prepare.py     puts it together; engine.py is the result, which the model carries
 """

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.comm.collectives import BackendCollectives, Collectives
@@ -34,14 +34,14 @@ from shardwise.engine.runner import Runner
 from shardwise.engine.tape import Tape
 from shardwise.engine.unit import Unit
 from shardwise.engine.used import UsedFlags
+from shardwise.engine.values import broadcast_buffers, fill
 from shardwise.engine.wrap import wrap_units
 from shardwise.errors import InvalidModel, InvalidPlan
-from shardwise.materialize import materialize_module
 from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED
 from shardwise.plan import Plan
-from shardwise.program import Bucket, Kind
-from shardwise.spec import ROOT, ModelSpec
+from shardwise.program import Bucket
+from shardwise.spec import ModelSpec
 from shardwise.units import model_spec, unit_modules
 
 AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None)
@@ -91,7 +91,7 @@ def prepare(
     flats = [flat for unit in units.values() for flat in unit.flats]
     # Parameters on the meta device are replaced; an optimizer may hold those that were there before.
     before = [list(flat.params) for flat in flats]
-    _fill(model, flats=flats, groups=groups, device=chosen)
+    fill(model, flats=flats, groups=groups, device=chosen)
 
     runner = _runner(
         model,
@@ -155,8 +155,8 @@ def _runner(
             passes=passes,
         )
 
-    def broadcast_buffers() -> None:
-        _broadcast_buffers(model, source=passes.source, groups=groups, collectives=collectives, tape=tape)
+    def broadcast() -> None:
+        broadcast_buffers(model, source=passes.source, groups=groups, collectives=collectives, tape=tape)
 
     return Runner(
         spec,
@@ -165,7 +165,7 @@ def _runner(
         make_queue=partial(ReduceQueue, make=make_bucket, in_flight=plan.reduces_in_flight),
         make_first_forward=lambda: FirstForward(units, exchange=partial(exchange, group=groups.gather)),
         gather_seen=exchange,
-        broadcast_buffers=broadcast_buffers,
+        broadcast_buffers=broadcast,
         flags=UsedFlags(units.values(), device=device, groups=groups, collectives=collectives, tape=tape),
         passes=passes,
         land=host.land if host is not None else lambda: None,
@@ -248,36 +248,6 @@ def _units(
     return units
 
 
-def _fill(model: nn.Module, *, flats: list[FlatParams], groups: MeshGroups, device: torch.device) -> None:
-    """Rank 0's values into every rank's buffers, module by module, so that no rank need hold the model twice.
-
-    The order is that of the modules, as in `materialize`, so a seed gives the same weights either way.
-    """
-    places = {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.params)}
-    real: dict[int, Tensor] = {}
-    filled: set[int] = set()
-    everyone = groups.reduce_world.handle
-    for path, module in model.named_modules():
-        before = {name: id(parameter) for name, parameter in module._parameters.items() if parameter is not None}
-        materialize_module(module, path=path, device=device, real=real)
-        for name, key in before.items():
-            if key in filled:
-                continue
-            filled.add(key)
-            parameter = module._parameters[name]
-            assert parameter is not None
-            flat, index = places[key]
-            value = parameter.detach().to(device).contiguous()
-            dist.broadcast(value, src=0, group=everyone)
-            flat.fill(index, value)
-            flat.attach(index, parameter)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                value = buffer.to(device).contiguous()
-                dist.broadcast(value, src=0, group=everyone)
-                module._buffers[name] = value
-
-
 def _owned(
     flats: list[FlatParams], *, before: list[list[nn.Parameter]], runner: Runner, any_optimizer: bool
 ) -> OwnedParameters:
@@ -294,21 +264,3 @@ def _owned(
             for parameter in (flat.params[index], old_params[index]):
                 owned.add(parameter, name=name, owned=parts.get(index), sharded=sharded)
     return owned
-
-
-def _broadcast_buffers(
-    model: nn.Module, *, source: int, groups: MeshGroups, collectives: Collectives, tape: Tape
-) -> None:
-    """Buffers that training changes come from one rank, one collective a dtype."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                by_dtype.setdefault(buffer.dtype, []).append(buffer)
-    for buffers in by_dtype.values():
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        collectives.broadcast(flat, source=source, group=groups.reduce_world).wait()
-        parts = torch.split(flat, [buffer.numel() for buffer in buffers])
-        torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
-    if by_dtype:
-        tape.record(Kind.BROADCAST, ROOT)

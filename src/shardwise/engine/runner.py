@@ -1,10 +1,7 @@
-"""The runner: what happens in a step → the operations of the program, issued in the program's order.
+"""The runner: what happens in a step → the operations of the program.
 
-Two things are kept in order on every rank, each in a process group of its own: gathers, and reduces. A rank that
-skips a unit issues the unit's gathers and reduces all the same, before the next ones; a bucket that is ready early
-waits for those before it; what is left when backward ends is flushed in order.
-
-The first step finds out in which order the units are called (learn.py).
+Two things are kept in order on every rank, each in a process group of its own: gathers (walk.py) and reduces
+(queue.py). The first step finds out in which order the units are called (learn.py).
 """
 
 import warnings
@@ -16,15 +13,16 @@ from torch import nn
 from torch.autograd import Variable
 
 from shardwise.comm.start import meet
-from shardwise.engine.learn import FirstForward, Observation, first_row_of_backward, learned, whole_after_forward
+from shardwise.engine.learn import FirstForward, Observation, learned
 from shardwise.engine.passes import Passes
 from shardwise.engine.queue import ReduceQueue
 from shardwise.engine.tape import Tape
 from shardwise.engine.unit import Unit
 from shardwise.engine.used import UsedFlags
+from shardwise.engine.walk import Walk
 from shardwise.errors import InvalidData, InvalidModel
 from shardwise.plan import Plan
-from shardwise.program import Bucket, Kind, Operation, Row, StepProgram, Trigger, build
+from shardwise.program import Bucket, Kind, Trigger, build
 from shardwise.spec import ROOT, UNANNOUNCED, ModelSpec
 
 
@@ -60,12 +58,8 @@ class Runner:
         self.land = land
         self.any_sharded = any(unit.sharded for unit in units.values())
         self.queue = make_queue(())
-        self.program: StepProgram | None = None
-        self.rows: tuple[Row, ...] = ()
-        self.row_of: dict[tuple[Trigger, str, int], int] = {}
-        self._last_row_of_backward = 0
-        # The next row to run; the calls of a first step.
-        self.cursor = 0
+        self.walk = Walk(units, close=self._close, broadcast_buffers=broadcast_buffers)
+        # While the order is learned.
         self.first: FirstForward | None = None
         # (unit, call) of this rank's first forward → which of the program's calls that is.
         self.places: dict[tuple[str, int], int] = {}
@@ -74,8 +68,6 @@ class Runner:
         self.in_backward = False
         self.reduces = True
         self._told: set[str] = set()
-        # How long a rank waits for the others where it leaves the program.
-        self.limit_seconds = 60.0
 
     # Forward
 
@@ -92,7 +84,7 @@ class Runner:
                 "torch.utils.checkpoint"
             )
         if recomputing:
-            self._serve(unit)
+            self.walk.serve(unit)
             return
         if not torch.is_grad_enabled():
             unit.ensure()
@@ -103,18 +95,11 @@ class Runner:
             unit.call = self.first.note_call(unit)
             self.first.want(unit)
         else:
-            unit.call = self._place_of_call(unit)
-            self._run(unit, Trigger.BEFORE_FORWARD, unit.call)
-        self._serve(unit)
+            unit.call = self.walk.place_of_call(unit)
+            self.walk.run(unit, Trigger.BEFORE_FORWARD, unit.call)
+        self.walk.serve(unit)
         self.tape.record(Kind.FORWARD, unit.name)
         unit.calls += 1
-
-    def _place_of_call(self, unit: Unit) -> int:
-        """Which of the program's calls of a unit this is: the next one, of those that were not skipped."""
-        call = unit.call + 1
-        while self.row_of.get((Trigger.BEFORE_FORWARD, unit.name, call), self.cursor) < self.cursor:
-            call += 1
-        return call
 
     def after_forward(self, unit: Unit, *, backward: str) -> None:
         """`backward`: how backward will come to this call."""
@@ -130,7 +115,7 @@ class Runner:
             if unit is not self.root and unit.placement.reshard_after_forward and backward != UNANNOUNCED:
                 unit.free()
         elif backward != UNANNOUNCED or self.spec.unit(unit.name).backward == UNANNOUNCED:
-            self._run(unit, Trigger.AFTER_FORWARD, unit.call)
+            self.walk.run(unit, Trigger.AFTER_FORWARD, unit.call)
 
     def _tell(self, unit: Unit) -> None:
         if unit.name not in self._told:
@@ -151,13 +136,13 @@ class Runner:
                 )
             self._abandon()
         self.queue.drop()
-        self.cursor = 0
+        self.walk.restart()
         self.places = {}
         self.forwards += 1
         for unit in self.units.values():
             unit.begin(self.grad_ready)
         changed = any(unit.trainable != unit.learned_trainable for unit in self.units.values())
-        if self.program is None or changed or self.plan.dynamic:
+        if self.walk.program is None or changed or self.plan.dynamic:
             self._forget_program(changed=changed)
             self.broadcast_buffers()
 
@@ -171,11 +156,11 @@ class Runner:
 
     def _forget_program(self, *, changed: bool) -> None:
         """A first step, or parameters were frozen or thawed: the order, and what is reduced, is to be learned."""
-        if self.program is not None and changed:
+        if self.walk.program is not None and changed:
             if self.queue.holds_grads:
                 raise InvalidModel("parameters were frozen or thawed in the middle of an accumulation: do it after it")
-            meet("a step before which parameters were frozen or thawed", limit_seconds=self.limit_seconds)
-        self.program = None
+            meet("a step before which parameters were frozen or thawed", limit_seconds=self.walk.limit_seconds)
+        self.walk.program = None
         self.first = self.make_first_forward()
 
     # Backward
@@ -185,11 +170,11 @@ class Runner:
         call = self.places.get((unit.name, call), call)
         if call in unit.begun:
             # Another output of the same call, or the same call of another forward.
-            self._serve(unit)
+            self.walk.serve(unit)
             return
         unit.begun.add(call)
-        self._run(unit, Trigger.BEFORE_BACKWARD, call)
-        self._serve(unit)
+        self.walk.run(unit, Trigger.BEFORE_BACKWARD, call)
+        self.walk.serve(unit)
         self.tape.record(Kind.BACKWARD, unit.name)
 
     def grad_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
@@ -208,23 +193,7 @@ class Runner:
             )
         unit.with_grads.add(id(parameter))
         if unit.complete:
-            if self._in_order and (Trigger.GRADS_READY, unit.name, 0) in self.row_of:
-                self._close_complete()
-            else:
-                self._close(unit)
-
-    def _close_complete(self) -> None:
-        """Close the units whose turn it is and that are complete.
-
-        One that is complete early (an outer one, of which the last gradient comes from inside) waits for its turn. Of
-        one that is partly frozen, other parameters may be needed yet: it is closed when backward has left it.
-        """
-        while self.rows[self.cursor].trigger is Trigger.GRADS_READY:
-            unit = self.units[self.rows[self.cursor].unit]
-            if not unit.complete or (unit.sharded and unit.partly_frozen):
-                return
-            self.cursor += 1
-            self._close(unit)
+            self.walk.close_complete(unit)
 
     def _close(self, unit: Unit) -> None:
         """Backward is done with a unit: its parameters go, and its gradients."""
@@ -239,6 +208,7 @@ class Runner:
         if self.first is not None:
             self._learn(self.first)
         self.in_backward = True
+        self.walk.closes_passed = self.any_sharded and self.forwards <= 1
         # Buckets that change from step to step hold nothing for the next.
         self.reduces = not self.passes.accumulating or self.plan.accumulate_reduced or self.plan.dynamic
         self.queue.begin()
@@ -247,7 +217,7 @@ class Runner:
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._skip_to(self._last_row_of_backward)
+        self.walk.end_backward()
         if self.reduces:
             self.queue.flush()
             self.flags.start()
@@ -303,7 +273,7 @@ class Runner:
             self.units[name].updated()
         torch.autograd.graph.increment_version([p for unit in self.units.values() for p in unit.params()])
 
-    # The program
+    # The first step
 
     def _learn(self, first: FirstForward) -> None:
         """The first forward is over on all ranks: its calls are the program's order."""
@@ -317,82 +287,8 @@ class Runner:
             for unit in self.spec.units
         )
         self.spec = learned(replace(self.spec, units=units), seen=seen, sharded=sharded)
-        self._set_program(build(self.spec, plan=self.plan))
+        program = build(self.spec, plan=self.plan)
+        self.queue = self.make_queue(program.buckets)
         self.places = first.places_in(self.spec.call_order)
         self.first = None
-        self._stand_at_backward(seen)
-
-    def _stand_at_backward(self, seen: list[Observation]) -> None:
-        """Bring all ranks to where the program stands after forward, whatever each of them has called."""
-        assert self.program is not None
-        whole = whole_after_forward(self.program)
-        for unit in self.units.values():
-            if unit.sharded and unit.name not in whole:
-                unit.free()
-            elif unit.sharded and not all(unit.name in other.whole for other in seen):
-                unit.gather()
-        self.cursor = first_row_of_backward(self.program)
-
-    def _set_program(self, program: StepProgram) -> None:
-        self.program = program
-        self.queue = self.make_queue(program.buckets)
-        self.rows = program.rows
-        self._last_row_of_backward = next(
-            i for i, row in enumerate(program.rows) if row.trigger is Trigger.BACKWARD_DONE
-        )
-        self.row_of = program.table()
-
-    def _run(self, unit: Unit, trigger: Trigger, call: int) -> None:
-        """Do a row's operations. A call that the program does not know, or is past, is served on demand."""
-        row = self.row_of.get((trigger, unit.name, call))
-        if row is None or row < self.cursor:
-            return
-        self._skip_to(row)
-        for operation in self.rows[row].operations:
-            self._do(operation)
-        self.cursor = row + 1
-
-    def _skip_to(self, row: int) -> None:
-        """Rows that this rank does not come by: it takes part in their collectives, and frees what it does not need."""
-        while self.cursor < row:
-            skipped = self.rows[self.cursor]
-            self.cursor += 1
-            unit = self.units[skipped.unit]
-            if skipped.trigger is Trigger.GRADS_READY and self._in_order:
-                self._close(unit)
-                continue
-            for operation in skipped.operations:
-                if operation.kind is Kind.GATHER:
-                    self.units[operation.subject].gather()
-                elif operation.kind is Kind.FREE and not unit.calls:
-                    unit.free()
-
-    @property
-    def _in_order(self) -> bool:
-        """Whether a unit whose row is passed has all the gradients that it will get.
-
-        Autograd goes back through a forward in reverse, so it has; unless two forwards are under way. Where nothing is
-        sharded it need not be known: nobody waits in the middle of a backward.
-        """
-        return self.any_sharded and self.forwards <= 1
-
-    def _serve(self, unit: Unit) -> None:
-        """Where the program did not see to it, a unit is gathered now: by all ranks, or not at all."""
-        if not unit.whole:
-            what = f"a gather of {unit.name} that the first step had no place for (dynamic = true agrees on each)"
-            meet(what, limit_seconds=self.limit_seconds)
-        unit.ensure()
-
-    def _do(self, operation: Operation) -> None:
-        unit = self.units.get(operation.subject)
-        if operation.kind is Kind.GATHER:
-            assert unit is not None
-            unit.gather()
-        elif operation.kind is Kind.WAIT_GATHER:
-            assert unit is not None
-            unit.wait_gather()
-        elif operation.kind is Kind.FREE:
-            assert unit is not None
-            unit.free()
-        elif operation.kind is Kind.BROADCAST:
-            self.broadcast_buffers()
+        self.walk.follow(program, seen=seen)
