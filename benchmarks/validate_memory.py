@@ -3,6 +3,7 @@
     python benchmarks/validate_memory.py --measure --out measured.json           all cases, on the GPU
     python benchmarks/validate_memory.py --measure --device cpu --out m.json     tiny models, on the CPU
     python benchmarks/validate_memory.py --two-ranks --out two_ranks.json        a rehearsal beside two real ranks
+    python benchmarks/validate_memory.py --predict measured.json                 the planner's numbers beside them
 
 Cases (memory_cases.py) are of our engine and of torch's, at one rank, which is real, and in rehearsal at 8, 64 and
 1024: rank 0 alone, with the others absent. Processes measure many cases each (memory_worker.py), one at a time, since
@@ -185,8 +186,10 @@ def measure_two_ranks(*, device: str, out: Path | None) -> None:
 
 
 def predict(measured: Path) -> None:
-    """The planner's number beside each measured one. It goes here, once there is a planner."""
-    raise SystemExit(f"--predict {measured}: there is no planner yet that predicts memory")
+    """The planner's number beside each measured one."""
+    from memory_predictions import compare, report
+
+    print("\n".join(report(compare(json.loads(measured.read_text())["rows"]))))
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from shardwise.cli.devices import devices
 from shardwise.cli.doctor import doctor
 from shardwise.cli.explain import explain
 from shardwise.cli.models import models
+from shardwise.cli.plan import plan
 from shardwise.cli.tokens import tokens
 from shardwise.errors import ShardwiseError
 
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command()(plan)
 app.command()(models)
 app.command()(devices)
 app.command()(tokens)

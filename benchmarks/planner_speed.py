@@ -1,0 +1,96 @@
+"""How fast the planner is: plans a second of a CPU, and seconds of `shardwise plan` from a fresh process.
+
+python benchmarks/planner_speed.py
+"""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+from shardwise.mesh import Mesh
+from shardwise.placement import STRATEGIES
+from shardwise.plan import Plan
+from shardwise.planner import estimate
+from shardwise.sources import Source
+
+MODELS = ("gpt2-124m", "llama-3.1-8b", "llama-3.1-405b")
+NUM_RANKS = 64
+OWN_MODEL = """
+import torch
+from torch import nn
+from shardwise.tasks import Task
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+def task():
+    model = nn.Sequential(*(Block() for _ in range(12)))
+    return Task(model=model, loss=lambda m, b: m(b).square().mean(), make_batch=lambda size: torch.ones(size, 256))
+"""
+
+
+def plans() -> list[Plan]:
+    """Every strategy, precision, recomputation and mesh, with several batches each."""
+    meshes = [Mesh(replicate=NUM_RANKS // shard, shard=shard) for shard in (8, 16, 64)]
+    batches = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+    return [
+        Plan(strategy=strategy, precision=precision, recompute=recompute, mesh=mesh, micro_batch=batch)
+        for strategy, precision, recompute, mesh, batch in product(
+            STRATEGIES, ("bf16", "fp32"), ("none", "full"), meshes, batches
+        )
+    ]
+
+
+def plans_per_second(model: str) -> tuple[float, float]:
+    """Without the allocator's model, and with it."""
+    source = Source(model)
+    candidates = plans()
+    for plan in candidates:
+        spec = source.spec_for(plan)
+    # On a CPU, not by the wall: other processes disturb that less.
+    started = time.process_time()
+    for plan in candidates:
+        estimate(spec, plan=plan, num_ranks=NUM_RANKS, batch=plan.micro_batch or 1, quick=True)
+    quick = len(candidates) / (time.process_time() - started)
+    some = candidates[::48]
+    started = time.process_time()
+    for plan in some:
+        estimate(spec, plan=replace(plan, micro_batch=None), num_ranks=NUM_RANKS, batch=5)
+    return quick, len(some) / (time.process_time() - started)
+
+
+def command_seconds(*arguments: str) -> float:
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "shardwise", "plan", *arguments], stdout=subprocess.DEVNULL, check=True)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def main() -> None:
+    for model in MODELS:
+        quick, whole = plans_per_second(model)
+        print(f"{model:16} {quick:8,.0f} plans a second; with the allocator's model {whole:5,.0f}")
+    for model in MODELS:
+        seconds = command_seconds(model, "--cluster", "8xh100-80gb")
+        print(f"shardwise plan {model:16} --cluster 8xh100-80gb: {seconds:.2f} s")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "own.py")
+        path.write_text(OWN_MODEL)
+        seconds = command_seconds(f"python:{path}:task", "--cluster", "8xh100-80gb")
+        print(f"shardwise plan of one's own 12 layers, traced: {seconds:.2f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""MODEL of the command line → a spec. torch is imported only for what has to be traced.
+
+gpt2-124m                  a catalogue model: its spec comes with the package
+params:60b                 so many parameters, and nothing else known
+python:FILE.py:function    one's own Task
+hf:DIR, timm:NAME, torchvision:NAME    models of other libraries (trace/foreign.py)
+"""
+
+import re
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardwise.errors import InvalidModel
+from shardwise.models.catalogue import CATALOGUE, shape_of
+from shardwise.models.shapes import GPTShape, LlamaShape
+from shardwise.plan import Plan
+from shardwise.planner.memory import computes_in
+from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.spec.ready import ready_spec
+
+if TYPE_CHECKING:
+    from shardwise.tasks import Task
+
+Way = tuple[str, str]
+"""(computes in, recompute)."""
+
+FOREIGN = ("hf:", "timm:", "torchvision:")
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+# What is known of no model, so that sharding has something to shard: equal blocks, and a little at the root.
+_NUM_BLOCKS = 40
+_ROOT_PART = 50
+
+
+class Source:
+    """One model; its spec grows by the traces that plans ask for."""
+
+    def __init__(
+        self,
+        reference: str,
+        *,
+        seq: int | None = None,
+        image: int | None = None,
+        while_tracing: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext(),
+    ) -> None:
+        self.reference = reference
+        self._seq, self._image = seq, image
+        self._while_tracing = while_tracing
+        self._task: Task | None = None
+        self._spec = self._first_spec()
+
+    def spec_for(self, plan: Plan) -> ModelSpec:
+        """The spec, with the traces that `plan` needs."""
+        if self.reference.startswith("params:"):
+            return self._spec
+        way = computes_in(self._spec, plan=plan)
+        hows = sorted({"none", *(plan.recompute_of(unit.name) for unit in self._spec.units)})
+        missing = [(way, how) for how in hows if self._spec.trace(computes_in=way, recompute=how) is None]
+        if missing:
+            self._spec = self._with(missing)
+        return self._spec
+
+    def _first_spec(self) -> ModelSpec:
+        if self.reference.startswith("params:"):
+            if self._seq is not None or self._image is not None:
+                raise InvalidModel(f"{self.reference}: --seq and --image have no meaning; nothing of it is known")
+            return states_only(self.reference)
+        if self._is_ready():
+            spec = ready_spec(self.reference, ways=())
+            if spec is not None:
+                return replace(spec, seq=self._seq or spec.seq)
+        return self._live([])
+
+    def _is_ready(self) -> bool:
+        """Whether the shipped spec holds for what is asked."""
+        if self.reference.startswith(("python:", *FOREIGN)):
+            return False
+        shape = shape_of(self.reference)
+        if isinstance(shape, GPTShape | LlamaShape):
+            # A longer GPT has more positions, which are parameters.
+            longest = shape.max_seq if isinstance(shape, GPTShape) else 2**40
+            return self._image is None and 1 <= (self._seq or 1) <= longest
+        return self._seq is None and self._image in (None, shape.image_size)
+
+    def _with(self, ways: Collection[Way]) -> ModelSpec:
+        if self._task is None:
+            spec = ready_spec(self.reference, ways=ways) if self.reference in CATALOGUE else None
+            if spec is not None and len(spec.traces) == len(ways):
+                return replace(self._spec, batch_bytes=spec.batch_bytes, traces=(*self._spec.traces, *spec.traces))
+        return self._live(ways)
+
+    def _live(self, ways: Collection[Way]) -> ModelSpec:
+        from shardwise.trace import trace_task
+
+        with self._while_tracing(self.reference):
+            if self._task is None:
+                from shardwise.trace.foreign import task_of
+
+                self._task = task_of(self.reference, seq=self._seq, image=self._image)
+            traced = trace_task(self._task, name=self.reference, ways=ways)
+        before = self._spec if hasattr(self, "_spec") else traced
+        if not traced.traces:
+            return replace(before, seq=self._seq)
+        return replace(traced, seq=before.seq, traces=(*before.traces, *traced.traces))
+
+
+def states_only(reference: str) -> ModelSpec:
+    """A model of which only the number of parameters is known: equal blocks, and a fiftieth at the root."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmbt]?)", reference.removeprefix("params:").lower())
+    count = int(float(found[1]) * _SUFFIXES[found[2]]) if found else 0
+    if not 0 < count < 10**15:
+        raise InvalidModel(f"{reference}: must be a number of parameters, such as params:60b or params:350m")
+    at_root = count // _ROOT_PART
+    in_block = (count - at_root) // _NUM_BLOCKS
+    sizes = {ROOT: count - _NUM_BLOCKS * in_block, **{f"blocks.{index}": in_block for index in range(_NUM_BLOCKS)}}
+    units = tuple(
+        UnitSpec(name=name, class_name="Unknown", params=(TensorSpec(name=f"{name}.params", shape=(size,)),))
+        for name, size in sizes.items()
+    )
+    return ModelSpec(name=reference, units=units, call_order=tuple(sizes))

@@ -1,0 +1,277 @@
+"""Specs as JSON, compactly: n equal units are one entry, equal streams and equal laws are written once.
+
+units    {"names": ["blocks.", 0, 12], "class": "Block", "params": [["norm1.weight", [768]], …], …}
+laws     [[c₀, b₀], …], or all six terms
+streams  events and operations as words:
+           +a3.0    the unit's birth number 0, an activation of law 3       -a3.0   its death       -a3   another unit's
+           +g5.7:u  the gradient of a parameter of unit u                    =g5.7  it is in parameter.grad
+           mm/8/9/1,2,4    an operation: name, law of its FLOPs, of its bytes, of its dimensions
+rows     [trigger, unit, call, stream]
+"""
+
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.atomic import atomic_write
+from shardwise.errors import InvalidData, ShardwiseError
+from shardwise.spec.law import Law
+from shardwise.spec.model import ANNOUNCED, ModelSpec, UnitSpec
+from shardwise.spec.step import Act, Event, Op, Run, StepRow, StepTrace, Stream, What
+from shardwise.spec.tensor import TensorSpec
+
+FORMAT = 1
+"""Raised when a file of before can no longer be read."""
+
+
+def save_spec(spec: ModelSpec, path: str | os.PathLike[str]) -> None:
+    """Write a spec; the file appears whole or not at all."""
+    text = json.dumps(encode(spec), separators=(",", ":"), ensure_ascii=False)
+    with atomic_write(path) as file:
+        file.write(text.encode() + b"\n")
+
+
+def load_spec(path: str | os.PathLike[str], *, ways: Collection[tuple[str, str]] | None = None) -> ModelSpec:
+    """Read a spec; of its traces, those of `ways` (computes in, recompute), or all."""
+    try:
+        return decode(json.loads(Path(path).read_text(encoding="utf-8")), ways=ways)
+    except OSError as error:
+        raise InvalidData(f"{path}: cannot be read ({error.strerror})") from error
+    except ShardwiseError as error:
+        raise InvalidData(f"{path}: {error}") from error
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise InvalidData(f"{path}: is not a spec of format {FORMAT} ({type(error).__name__}: {error})") from error
+
+
+class _Table:
+    """Values, each once, by number."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}
+
+    def number(self, value: Any) -> int:
+        return self.numbers.setdefault(value, len(self.numbers))
+
+
+def encode(spec: ModelSpec) -> dict[str, Any]:
+    """The spec in JSON's own types."""
+    laws, streams = _Table(), _Table()
+    traces = [
+        {
+            "computes_in": trace.computes_in,
+            "recompute": trace.recompute,
+            "runs": [_pack_names(run.units) for run in trace.runs],
+            "rows": [[row.trigger, row.unit, row.call, streams.number(_words(row.stream, laws))] for row in trace.rows],
+        }
+        for trace in spec.traces
+    ]
+    return {
+        "format": FORMAT,
+        "name": spec.name,
+        "seq": spec.seq,
+        "batch_bytes": _terms(spec.batch_bytes) if spec.batch_bytes is not None else None,
+        "units": [_pack_units(group) for group in _equal(spec.units)],
+        "calls": [_pack_names(group) for group in _numbered(spec.call_order)],
+        "laws": [_terms(law) for law in laws.numbers],
+        "streams": [list(words) for words in streams.numbers],
+        "traces": traces,
+    }
+
+
+def decode(data: Mapping[str, Any], *, ways: Collection[tuple[str, str]] | None = None) -> ModelSpec:
+    """The spec that `encode` gave."""
+    if data["format"] != FORMAT:
+        raise InvalidData(f"is a spec of format {data['format']}, not {FORMAT}")
+    laws = [_law(terms) for terms in data["laws"]]
+    streams: dict[int, Stream] = {}
+
+    def stream(number: int) -> Stream:
+        if number not in streams:
+            streams[number] = _stream(data["streams"][number], laws=laws)
+        return streams[number]
+
+    return ModelSpec(
+        name=data["name"],
+        seq=data["seq"],
+        batch_bytes=_law(data["batch_bytes"]) if data["batch_bytes"] is not None else None,
+        units=tuple(unit for group in data["units"] for unit in _unpack_units(group)),
+        call_order=tuple(name for group in data["calls"] for name in _unpack_names(group)),
+        traces=tuple(
+            _trace(trace, stream=stream)
+            for trace in data["traces"]
+            if ways is None or (trace["computes_in"], trace["recompute"]) in ways
+        ),
+    )
+
+
+def _trace(data: Mapping[str, Any], *, stream: Callable[[int], Stream]) -> StepTrace:
+    return StepTrace(
+        computes_in=data["computes_in"],
+        recompute=data["recompute"],
+        runs=tuple(Run(units=tuple(_unpack_names(run))) for run in data["runs"]),
+        rows=tuple(
+            StepRow(trigger=trigger, unit=unit, call=call, stream=stream(number))
+            for trigger, unit, call, number in data["rows"]
+        ),
+    )
+
+
+# Laws, events and operations
+
+
+def _terms(law: Law) -> list[int]:
+    c0, _, _, b0, _, _ = law.terms
+    return [c0, b0] if law.terms == (c0, 0, 0, b0, 0, 0) else list(law.terms)
+
+
+def _law(terms: Sequence[int]) -> Law:
+    if len(terms) == 2:
+        return Law((terms[0], 0, 0, terms[1], 0, 0))
+    c0, c1, c2, b0, b1, b2 = terms
+    return Law((c0, c1, c2, b0, b1, b2))
+
+
+def _words(stream: Stream, laws: _Table) -> tuple[str, str]:
+    events, ops = [], []
+    for event in stream.events:
+        word = f"{event.act.value}{event.what.value}{laws.number(event.num_bytes)}"
+        word += "" if event.ordinal is None else f".{event.ordinal}"
+        word += f":{event.owner}" if event.owner else ""
+        events.append(word + (f"@{event.each_of}" if event.each_of else ""))
+    for op in stream.ops:
+        word = f"{op.name}/{laws.number(op.num_flops)}/{laws.number(op.num_bytes)}"
+        ops.append(word + ("/" + ",".join(str(laws.number(dim)) for dim in op.dims) if op.dims else ""))
+    return " ".join(events), " ".join(ops)
+
+
+_ACTS = {act.value: act for act in Act}
+_WHATS = {what.value: what for what in What}
+
+
+def _stream(words: Sequence[str], *, laws: Sequence[Law]) -> Stream:
+    events, ops = words
+    return Stream(
+        events=tuple(_event(word, laws=laws) for word in events.split()),
+        ops=tuple(_op(word, laws=laws) for word in ops.split()),
+    )
+
+
+def _event(word: str, *, laws: Sequence[Law]) -> Event:
+    rest, _, each_of = word.partition("@")
+    body, _, owner = rest.partition(":")
+    law, dot, ordinal = body[2:].partition(".")
+    return Event(
+        act=_ACTS[body[0]],
+        what=_WHATS[body[1]],
+        num_bytes=laws[int(law)],
+        ordinal=int(ordinal) if dot else None,
+        owner=owner,
+        each_of=each_of,
+    )
+
+
+def _op(word: str, *, laws: Sequence[Law]) -> Op:
+    name, flops, num_bytes, *dims = word.split("/")
+    numbers = dims[0].split(",") if dims else []
+    return Op(
+        name=name,
+        num_flops=laws[int(flops)],
+        num_bytes=laws[int(num_bytes)],
+        dims=tuple(laws[int(number)] for number in numbers),
+    )
+
+
+# Units
+
+
+def _equal(units: Sequence[UnitSpec]) -> list[list[UnitSpec]]:
+    """Consecutive units that differ in nothing but the number at the end of their name."""
+    groups: list[list[UnitSpec]] = []
+    for unit in units:
+        if groups and _follows(groups[-1][-1].name, unit.name) and _body(groups[-1][-1]) == _body(unit):
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+    return groups
+
+
+def _numbered(names: Sequence[str]) -> list[list[str]]:
+    groups: list[list[str]] = []
+    for name in names:
+        if groups and _follows(groups[-1][-1], name):
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    return groups
+
+
+def _follows(first: str, second: str) -> bool:
+    (stem, number), (other, next_number) = _split(first), _split(second)
+    return stem == other and number is not None and next_number == number + 1
+
+
+def _split(name: str) -> tuple[str, int | None]:
+    stem, dot, last = name.rpartition(".")
+    return (stem + dot, int(last)) if last.isdecimal() else (name, None)
+
+
+def _pack_names(names: Sequence[str]) -> list[Any]:
+    """[stem, first, count], or [name]."""
+    stem, number = _split(names[0])
+    return [stem, number, len(names)] if number is not None else [names[0]]
+
+
+def _unpack_names(packed: Sequence[Any]) -> Iterable[str]:
+    if len(packed) == 1:
+        return [packed[0]]
+    stem, first, count = packed
+    return [f"{stem}{number}" for number in range(first, first + count)]
+
+
+def _body(unit: UnitSpec) -> dict[str, Any]:
+    prefix = unit.name + "."
+    return {
+        "class": unit.class_name,
+        "backward": unit.backward,
+        "params": [_pack_tensor(param, prefix=prefix) for param in unit.params],
+        "buffers": [_pack_tensor(buffer, prefix=prefix) for buffer in unit.buffers],
+    }
+
+
+def _pack_units(units: Sequence[UnitSpec]) -> dict[str, Any]:
+    body = {key: value for key, value in _body(units[0]).items() if value and (key, value) != ("backward", ANNOUNCED)}
+    return {"names": _pack_names([unit.name for unit in units]), **body}
+
+
+def _unpack_units(data: Mapping[str, Any]) -> Iterable[UnitSpec]:
+    for name in _unpack_names(data["names"]):
+        yield UnitSpec(
+            name=name,
+            class_name=data["class"],
+            backward=data.get("backward", ANNOUNCED),
+            params=tuple(_unpack_tensor(param, prefix=name + ".") for param in data.get("params", ())),
+            buffers=tuple(_unpack_tensor(buffer, prefix=name + ".") for buffer in data.get("buffers", ())),
+        )
+
+
+def _pack_tensor(tensor: TensorSpec, *, prefix: str) -> list[Any]:
+    """[name within the unit, shape, and what is not usual]; a name that is not within it begins with a slash."""
+    inside = tensor.name.startswith(prefix)
+    packed: list[Any] = [tensor.name.removeprefix(prefix) if inside else "/" + tensor.name, list(tensor.shape)]
+    usual = TensorSpec(name="", shape=())
+    unusual = {
+        key: value
+        for key in ("dtype", "trainable", "persistent", "keep_fp32", "aliases")
+        if (value := getattr(tensor, key)) != getattr(usual, key)
+    }
+    return [*packed, unusual] if unusual else packed
+
+
+def _unpack_tensor(packed: Sequence[Any], *, prefix: str) -> TensorSpec:
+    name, shape, *unusual = packed
+    options = dict(unusual[0]) if unusual else {}
+    if "aliases" in options:
+        options["aliases"] = tuple(options["aliases"])
+    return TensorSpec(name=name[1:] if name.startswith("/") else prefix + name, shape=tuple(shape), **options)

@@ -1,0 +1,78 @@
+"""Parameters, buffers and batches without storage: the same shapes, strides and ties, on a `cpu` that holds nothing."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map_only
+
+COMPUTE_DTYPES: dict[str, torch.dtype | None] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    # Parameters stay as they are.
+    "native": None,
+    "autocast": torch.float32,
+}
+"""The dtype of parameters by the way of computing; float16 takes the bytes of bfloat16."""
+
+
+@contextmanager
+def fake_model(
+    model: nn.Module, *, mode: FakeTensorMode, computes_in: str, without: Iterable[nn.Module] = ()
+) -> Iterator[None]:
+    """Inside, the model's parameters and buffers are fake, and floating-point parameters as they compute. Ties stay.
+
+    BatchNorm's compute in fp32 whatever the others do. The parts of the modules `without` are left alone: nobody will
+    call them.
+    """
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    fakes: dict[int, Tensor] = {}
+    left_alone = {id(part) for module in without for part in module.modules()}
+    try:
+        for module in model.modules():
+            if id(module) in left_alone:
+                continue
+            dtype = COMPUTE_DTYPES[computes_in]
+            if dtype is not None and isinstance(module, _BatchNorm):
+                dtype = torch.float32
+            tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+            for table in tables:
+                for name, tensor in list(table.items()):
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in fakes:
+                        fakes[id(tensor)] = _fake_of(tensor, mode=mode, dtype=dtype)
+                    before.append((table, name, tensor))
+                    table[name] = fakes[id(tensor)]
+        yield
+    finally:
+        for table, name, tensor in before:
+            table[name] = tensor
+
+
+def _fake_of(tensor: Tensor, *, mode: FakeTensorMode, dtype: torch.dtype | None) -> Tensor:
+    is_parameter = isinstance(tensor, nn.Parameter)
+    chosen = dtype if dtype is not None and is_parameter and tensor.is_floating_point() else tensor.dtype
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=chosen, device="cpu")
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+
+
+def fake_batch(batch: Any, *, mode: FakeTensorMode) -> Any:
+    """The batch without its values; tensors that lie in one storage still do."""
+    storages: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor.dtype)
+        with mode:
+            if key not in storages:
+                size = storage.nbytes() // tensor.element_size()
+                storages[key] = torch.empty(size, dtype=tensor.dtype, device="cpu")
+            return storages[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    return tree_map_only(Tensor, fake, batch)

@@ -1,0 +1,199 @@
+"""Every operation of a step, and every storage's birth and death, in order."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+
+@dataclass(slots=True)
+class Born:
+    storage: int
+    num_bytes: int
+    is_weight_copy: bool = False
+
+
+@dataclass(slots=True)
+class Died:
+    storage: int
+
+
+@dataclass(slots=True)
+class Accumulated:
+    """The storage is now the gradient of a parameter of `unit`."""
+
+    storage: int
+    unit: str
+
+
+@dataclass(slots=True)
+class Did:
+    """An operation, with the bytes that it needs for itself while it runs."""
+
+    name: str
+    num_flops: int
+    num_bytes: int
+    dims: tuple[int, ...] = ()
+    scratch_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Mark:
+    trigger: str
+    unit: str
+    call: int = 0
+
+
+Entry = Born | Died | Accumulated | Did | Mark
+Scratch = Callable[[Any, tuple[Any, ...], Any], int]
+
+
+@dataclass(slots=True)
+class _Fused:
+    name: str
+    scratch_bytes: int
+    num_bytes: int = 0
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what runs under it. Storages that are there before are not part of the record; `ignore` names them.
+
+    `scratch`: operation → what it needs for itself while it runs. `in_fp32`: operation → those of its outputs that are
+    in fp32 where the trace's own device has them in a narrower dtype.
+    """
+
+    def __init__(self, *, scratch: Mapping[str, Scratch], in_fp32: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.entries: list[Entry] = []
+        self.in_backward = False
+        self._scratch = scratch
+        self._in_fp32 = in_fp32
+        self._ids: dict[int, int] = {}
+        self._watches: dict[int, weakref.ref[Any]] = {}
+        self._num_storages = 0
+        self._weights: set[int] = set()
+        self._fused: _Fused | None = None
+        # The sum of two gradients → the first of them, whose memory autograd takes for the sum.
+        self._takes_over: dict[int, int] = {}
+        self._alias: dict[int, int] = {}
+
+    def ignore(self, tensor: Tensor, *, is_weight: bool = False) -> None:
+        """What is there already: parameters, buffers, the batch."""
+        key = tensor.untyped_storage()._cdata
+        self._ids[key] = -1
+        if is_weight:
+            self._weights.add(key)
+
+    def mark(self, trigger: str, unit: str, call: int = 0) -> None:
+        self.entries.append(Mark(trigger, unit, call))
+
+    def accumulated(self, grad: Tensor, *, unit: str) -> None:
+        storage = self._ids[grad.untyped_storage()._cdata]
+        self.entries.append(Accumulated(self._alias.get(storage, storage), unit))
+
+    @contextmanager
+    def fused(self, name: str, *, scratch_bytes: int = 0) -> Iterator[None]:
+        """What happens inside is one operation of that name."""
+        self._fused = _Fused(name, scratch_bytes)
+        try:
+            yield
+        finally:
+            done, self._fused = self._fused, None
+            self.entries.append(Did(done.name, num_flops=0, num_bytes=done.num_bytes, scratch_bytes=done.scratch_bytes))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":
+            return out
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        is_copy = func is torch.ops.aten._to_copy.default and inputs[0].untyped_storage()._cdata in self._weights
+        before = len(self.entries)
+        in_fp32 = self._in_fp32.get(func._overloadpacket.__name__, ())
+        for place, tensor in enumerate(outputs):
+            size = 4 if place in in_fp32 else tensor.element_size()
+            self._watch(tensor, times=size // tensor.element_size(), is_weight_copy=is_copy)
+        computes = len(self.entries) > before or func._schema.is_mutable
+        if self._fused is not None:
+            self._fused.num_bytes += _num_bytes(iter(outputs))
+        elif computes:
+            # After the births: what an operation needs for itself, it needs beside its results.
+            self.entries.append(self._operation(func, args, kwargs, out, inputs, outputs))
+        if self.in_backward and func is torch.ops.aten.add.Tensor and len(self.entries) == before + 2:
+            self._sum_of_gradients(inputs, outputs)
+        return out
+
+    def _operation(
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> Did:
+        name = func._overloadpacket.__name__
+        count_flops = flop_registry.get(func._overloadpacket)
+        scratch = self._scratch.get(name)
+        return Did(
+            name,
+            num_flops=int(count_flops(*args, **(kwargs or {}), out_val=out)) if count_flops else 0,
+            num_bytes=_num_bytes(iter((*inputs, *outputs))),
+            dims=_dims(name, inputs),
+            scratch_bytes=scratch(func, args, out) if scratch else 0,
+        )
+
+    def _watch(self, tensor: Tensor, *, times: int, is_weight_copy: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._ids or not storage.nbytes():
+            return
+        number = self._ids[key] = self._num_storages
+        self._num_storages += 1
+        self._watches[key] = weakref.ref(storage, lambda _: self._died(key))
+        self.entries.append(Born(number, times * storage.nbytes(), is_weight_copy))
+
+    def _died(self, key: int) -> None:
+        number = self._ids.pop(key)
+        del self._watches[key]
+        for total, part in self._takes_over.items():
+            if part == number:
+                del self._takes_over[total]
+                if self._continues(total):
+                    self._alias[total] = self._alias.pop(part, part)
+                    return
+                break
+        self.entries.append(Died(self._alias.pop(number, number)))
+
+    def _sum_of_gradients(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Where several uses of a tensor send a gradient each, autograd adds the later ones to the first in place.
+
+        Not so under a dispatch mode (input_buffer.cpp, can_accumulate_inplace): there it makes a new tensor and drops
+        the first at once. That is how such a sum is known. Nor, with or without one, where the first is a view.
+        """
+        if inputs[0]._is_view():
+            return
+        first, total = inputs[0].untyped_storage(), outputs[0].untyped_storage()
+        if first.nbytes() == total.nbytes() and first._cdata in self._ids:
+            self._takes_over[self._ids[total._cdata]] = self._ids[first._cdata]
+
+    def _continues(self, total: int) -> bool:
+        """Whether nothing happened since the sum was born; if so, forget that birth."""
+        *_, born, did = self.entries
+        if isinstance(born, Born) and born.storage == total and isinstance(did, Did):
+            del self.entries[-2]
+            return True
+        return False
+
+
+def _num_bytes(tensors: Iterator[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _dims(name: str, inputs: list[Tensor]) -> tuple[int, ...]:
+    """(m, n, k) of a matrix product, after the number of products where it is batched."""
+    if name not in ("mm", "addmm", "bmm", "baddbmm"):
+        return ()
+    left, right = inputs[-2:]
+    return (*left.shape[:-2], left.shape[-2], right.shape[-1], left.shape[-1])

@@ -1,0 +1,116 @@
+"""A model, its loss and its batches → a spec with the trace of its step. Sizes are varied, and laws fitted."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.errors import InvalidModel
+from shardwise.policy import UnitPolicy
+from shardwise.spec import ModelSpec
+from shardwise.spec.law import Law, fit
+from shardwise.spec.step import Run, StepRow, StepTrace
+from shardwise.trace.cut import CannotCutError, find_runs
+from shardwise.trace.observe import Observed, Subject, Way, observe
+from shardwise.trace.rows import Size, to_rows
+from shardwise.units import model_spec, unit_modules
+
+Loss = Callable[[nn.Module, Any], Tensor]
+MakeBatch = Callable[[int], Any]
+
+# Two make a law, whose signs tell whether it is one; a third would tell for sure, and takes half as long again.
+BATCHES = (2, 3)
+
+
+def trace_model(
+    model: nn.Module,
+    *,
+    loss: Loss,
+    make_batch: MakeBatch | dict[int, MakeBatch],
+    name: str | None = None,
+    policy: UnitPolicy | str = "auto",
+    ways: Iterable[Way] = (Way(),),
+    batches: Sequence[int] = BATCHES,
+) -> ModelSpec:
+    """The spec of a model with a trace of its step for each of `ways`.
+
+    The model may be on the meta device; nothing is computed, and it is left as it was. `make_batch` may be given for
+    three lengths of sample; the laws then hold for other lengths too.
+    """
+    subject = _subject(model, loss=loss, name=name, policy=policy)
+    spec = model_spec(model, policy=policy, name=subject.name)
+    for way in ways:
+        spec = trace_step(spec, subject=subject, make_batch=make_batch, way=way, batches=batches)
+    return spec
+
+
+def trace_step(
+    spec: ModelSpec,
+    *,
+    subject: Subject,
+    make_batch: MakeBatch | dict[int, MakeBatch],
+    way: Way,
+    batches: Sequence[int] = BATCHES,
+) -> ModelSpec:
+    """The spec with one more trace, and with the order of calls that was seen."""
+    makers = make_batch if isinstance(make_batch, dict) else {0: make_batch}
+    sizes = [(batch, length) for length in makers for batch in batches[:2]]
+    sizes += [(batch, next(iter(makers))) for batch in batches[2:]]
+    runs = find_runs(subject.units)
+
+    def observe_at(size: Size, runs: tuple[Run, ...]) -> Observed:
+        batch, length = size
+        sized = replace(subject, make_batch=makers[length])
+        return observe(sized, way=way, batch_size=batch, runs=runs)
+
+    first, runs = _first_step(partial(observe_at, sizes[0]), runs=runs, name=subject.name)
+    seen = {sizes[0]: first, **{size: observe_at(size, runs) for size in sizes[1:]}}
+    rows = to_rows({size: observed.entries for size, observed in seen.items()}, name=subject.name, runs=runs)
+    batch_bytes = fit({size: observed.batch_bytes for size, observed in seen.items()})
+    trace = StepTrace(computes_in=way.computes_in, recompute=way.recompute, rows=rows, runs=runs)
+    return replace(
+        spec,
+        call_order=first.calls,
+        batch_bytes=batch_bytes or Law((0, 0, 0, 0, 0, 0)),
+        traces=(*spec.traces, trace),
+    )
+
+
+def _first_step(
+    observe_with: Callable[[tuple[Run, ...]], Observed], *, runs: tuple[Run, ...], name: str
+) -> tuple[Observed, tuple[Run, ...]]:
+    """A step with as many runs cut as can be: those that may, and whose second and third unit do the same."""
+    while True:
+        try:
+            observed = observe_with(runs)
+        except CannotCutError as error:
+            runs = tuple(run for run in runs if run != error.run)
+            continue
+        rows = to_rows({(1, 0): observed.entries, (2, 0): observed.entries}, name=name)
+        periodic = tuple(run for run in runs if _is_periodic(rows, run=run))
+        if periodic == runs:
+            return observed, runs
+        runs = periodic
+
+
+def _is_periodic(rows: Sequence[StepRow], *, run: Run) -> bool:
+    second, third = ([row for row in rows if row.unit == unit] for unit in run.traced[1:3])
+    return len(second) == 4 and [(row.trigger, row.stream) for row in second] == [
+        (row.trigger, row.stream) for row in third
+    ]
+
+
+def _subject(model: nn.Module, *, loss: Loss, name: str | None, policy: UnitPolicy | str) -> Subject:
+    spec = model_spec(model, policy=policy, name=name)
+    if not any(param.trainable for unit in spec.units for param in unit.params):
+        raise InvalidModel(f"{spec.name} has no trainable parameter: there is nothing to train")
+    return Subject(
+        name=spec.name,
+        model=model,
+        loss=loss,
+        make_batch=lambda size: None,
+        units=unit_modules(model, policy=policy),
+        owners={param.name: unit.name for unit in spec.units for param in unit.params},
+    )

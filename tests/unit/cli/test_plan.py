@@ -1,0 +1,159 @@
+"""`shardwise plan`, as it is typed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.cli.app import main
+from shardwise.placement import STRATEGIES
+from shardwise.plan import Plan
+
+CATEGORIES = {"params", "grads", "optim", "gathered", "reduce", "activations", "other"}
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", *arguments])
+    return int(caught.value.code or 0)
+
+
+def as_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert run(*arguments, "--json") == 0
+    return json.loads(capfd.readouterr().out)
+
+
+def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
+    data = as_json(capfd, "gpt2-124m", "--cluster", "8xh100-80gb")
+    assert set(data) == {"model", "cluster", "recommended", "why", "candidates"}
+    assert [candidate["strategy"] for candidate in data["candidates"]] == list(STRATEGIES)
+    assert data["candidates"][data["recommended"]]["strategy"] == "ddp"
+    for candidate in data["candidates"]:
+        assert candidate["fits"] == "yes"
+        assert candidate["mesh"] == {"replicate": 1, "shard": 8}
+        assert (candidate["seq"], candidate["precision"], candidate["recompute"]) == (1024, "bf16", "none")
+        assert set(candidate["peak_bytes"]) == {"allocated", "reserved", "device"}
+        assert set(candidate["breakdown_bytes"]) == CATEGORIES
+        assert sum(candidate["breakdown_bytes"].values()) == candidate["peak_bytes"]["allocated"]
+        assert candidate["error_band"] == {"memory": 0.03, "time": None}
+        unknown = ("step_seconds", "samples_per_s", "tokens_per_s_per_gpu", "mfu", "exposed_comm_seconds", "measured")
+        assert all(candidate[name] is None for name in unknown)
+        assert candidate["comm_bytes_per_step"] > 0
+
+
+def test_the_table_says_what_fits_and_which_to_take(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "1") == 0
+    out = capfd.readouterr().out
+    assert "Recommended: fsdp" in out
+    assert "not measured" in out
+    lines = {line.split()[-1] for line in out.splitlines() if line.strip().startswith(("ddp", "▶"))}
+    assert lines == {"no", "yes"}
+
+
+def test_what_does_not_fit_names_a_way_out(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "2") == 0
+    assert "fits with --recompute" in capfd.readouterr().out
+
+
+def test_the_saved_plan_can_be_loaded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.toml"
+    assert run("gpt2-1.5b", "--cluster", "4xa100-40gb", "--strategy", "fsdp", "--save", str(path)) == 0
+    capfd.readouterr()
+    plan = Plan.load(path)
+    assert plan.strategy == "fsdp"
+    assert plan.precision == "bf16"
+    assert plan.mesh is not None
+    assert plan.mesh.num_ranks == 4
+    assert plan.micro_batch is not None
+    assert plan.micro_batch > 1
+
+
+def test_options_change_what_is_planned(capfd: pytest.CaptureFixture[str]) -> None:
+    common = ("gpt2-124m", "--cluster", "8xh100-80gb", "--micro-batch", "4", "--strategy", "fsdp")
+
+    def peak(*options: str) -> int:
+        (candidate,) = as_json(capfd, *common, *options)["candidates"]
+        return int(candidate["peak_bytes"]["allocated"])
+
+    plain = peak()
+    assert peak("--seq", "512") < plain
+    assert peak("--precision", "fp32") > plain
+    assert peak("--recompute", "full") < plain
+    assert peak("--optimizer", "sgd") < plain
+    assert peak("--engine", "torch") != plain
+
+
+def test_a_number_of_parameters_is_planned_without_activations(capfd: pytest.CaptureFixture[str]) -> None:
+    data = as_json(capfd, "params:60b", "--cluster", "64xh100-80gb", "--strategy", "fsdp")
+    assert data["candidates"][0]["breakdown_bytes"]["activations"] is None
+    assert run("params:60b", "--cluster", "64xh100-80gb") == 0
+    assert "activations are unknown" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpt3", "--cluster", "8xh100"], "unknown model 'gpt3'; did you mean"),
+        (["gpt2-124m", "--cluster", "8xh200x"], "unknown device 'h200x'; did you mean"),
+        (["gpt2-124m", "--cluster", "8xh100", "--strategy", "fsdp2"], "unknown strategy 'fsdp2'; did you mean"),
+        (["gpt2-124m", "--cluster", "8xh100", "--goal", "speed"], "unknown goal 'speed'"),
+        (["gpt2-124m", "--cluster", "8xh100", "--optimizer", "lion"], "unknown optimizer 'lion'"),
+        (["gpt2-124m", "--cluster", "8xh100", "--precision", "fp8"], "precision = 'fp8': must be one of"),
+        (["gpt2-124m", "--cluster", "8xh100", "--micro-batch", "0"], "micro_batch = 0"),
+        (["gpt2-124m", "--cluster", "8xh100", "--image", "3"], "--image has no meaning"),
+        (["resnet18", "--cluster", "8xh100", "--seq", "3"], "--seq has no meaning"),
+        (["params:lots", "--cluster", "8xh100"], "must be a number of parameters"),
+        (["python:nowhere.py:task", "--cluster", "8xh100"], "there is no file nowhere.py"),
+        (["hf:nowhere", "--cluster", "8xh100"], "there is no nowhere/config.json"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_catalogue_model_is_planned_without_torch() -> None:
+    code = (
+        "import sys; from shardwise.cli.app import main\n"
+        "try: main(['plan', 'llama-3.1-8b', '--cluster', '8xh100-80gb', '--json'])\n"
+        "except SystemExit: sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_ones_own_model_is_traced_and_planned(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from shardwise.tasks import Task\n"
+        "def task():\n"
+        "    return Task(model=nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)),\n"
+        "                loss=lambda model, batch: model(batch).sum(), make_batch=lambda size: torch.ones(size, 8))\n"
+    )
+    data = as_json(capfd, f"python:{tmp_path}/mine.py:task", "--cluster", "2xh100-80gb", "--micro-batch", "4")
+    assert data["candidates"][0]["breakdown_bytes"]["activations"] > 0
+
+
+def test_a_hugging_face_config_is_traced_and_planned(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 6,
+        "vocab_size": 256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    data = as_json(capfd, f"hf:{tmp_path}", "--cluster", "2xh100-80gb", "--seq", "32", "--strategy", "fsdp")
+    assert data["candidates"][0]["fits"] == "yes"
+    assert data["candidates"][0]["seq"] == 32

@@ -1,0 +1,196 @@
+"""A trace holds every storage and every operation of a step, and costs the same for a hundred equal blocks as for five."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.errors import InvalidModel
+from shardwise.models.shapes import GPTShape, LlamaShape
+from shardwise.spec import ROOT, ModelSpec
+from shardwise.spec.ready import ready_spec
+from shardwise.spec.step import Act, StepTrace, What
+from shardwise.tasks import token_task
+from shardwise.trace.observe import Way
+from shardwise.trace.ready import make_ready_spec
+from shardwise.trace.trace import trace_model
+
+GPT = GPTShape(num_layers=6, width=64, num_heads=4, vocab_size=256, max_seq=32)
+
+
+def traced(shape: GPTShape | LlamaShape, *ways: Way) -> ModelSpec:
+    task = token_task(shape, device="meta")
+    return trace_model(task.model, loss=task.loss, make_batch=task.make_batch, name="model", ways=ways or (Way(),))
+
+
+def balance(trace: StepTrace) -> int:
+    """Bytes of two samples that are alive at the end, gradients left out."""
+    alive = 0
+    for row in trace.expand():
+        for event in row.stream.events:
+            if event.what in (What.ACTIVATION, What.WEIGHT_COPY):
+                size = event.num_bytes.at(batch=2)
+                alive += size if event.act is Act.BORN else -size
+    return alive
+
+
+def saved(trace: StepTrace, *, unit: str = "blocks.1") -> int:
+    """Bytes a sample that a unit's forward leaves behind."""
+    events = [e for row in trace.rows if row.unit == unit and "forward" in row.trigger for e in row.stream.events]
+    return sum(e.num_bytes.line().per_sample * (1 if e.act is Act.BORN else -1) for e in events)
+
+
+@pytest.mark.parametrize("computes_in", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_all_that_is_born_dies(computes_in: str, recompute: str) -> None:
+    (trace,) = traced(GPT, Way(computes_in=computes_in, recompute=recompute)).traces
+    # The loss itself is the caller's, and dies with the step.
+    assert abs(balance(trace)) <= 8
+
+
+def test_gradients_are_born_once_a_parameter() -> None:
+    spec = traced(GPT)
+    (trace,) = spec.traces
+    born = {}
+    for row in trace.expand():
+        for event in row.stream.events:
+            if event.what is What.GRADIENT and event.act is Act.BORN:
+                owner = event.owner or row.unit
+                born[owner] = born.get(owner, 0) + event.num_bytes.at(batch=2)
+    assert born == {unit.name: 2 * unit.num_params for unit in spec.units}
+
+
+def test_what_a_block_saves_is_what_the_formula_says() -> None:
+    """A token, in widths: a norm's output, q, k and v, attention's output, the stream after it, the other norm's
+    output, 4 + 4 inside, and the stream again. Beside that in fp32 two numbers for each norm, and one a head.
+    """
+    (trace,) = traced(GPT).traces
+    widths = 1 + 3 + 1 + 1 + 1 + (4 + 4) + 1
+    assert saved(trace) == GPT.max_seq * (2 * GPT.width * widths + 4 * (2 + 2) + 4 * GPT.num_heads)
+
+
+def test_recomputation_saves_less_and_computes_more() -> None:
+    none, full, selective = traced(GPT, *(Way(recompute=how) for how in ("none", "full", "selective"))).traces
+    assert saved(full) == GPT.max_seq * GPT.width * 2
+    assert saved(full) < saved(selective) < saved(none)
+    flops = [
+        sum(op.num_flops.at(batch=1) for row in trace.expand() for op in row.stream.ops)
+        for trace in (none, selective, full)
+    ]
+    assert flops[0] == flops[1] < flops[2] < 1.5 * flops[0]
+
+
+def test_the_flops_of_a_step_are_six_a_parameter_and_token() -> None:
+    spec = traced(GPT)
+    (trace,) = spec.traces
+    products = sum(
+        op.num_flops.at(batch=1) for row in trace.expand() for op in row.stream.ops if op.name in ("mm", "addmm")
+    )
+    in_blocks = sum(param.num_elements for unit in spec.units for param in unit.params if len(param.shape) == 2)
+    # Positions are looked up, not multiplied; the embedding is multiplied as the head that it is tied to.
+    multiplied = in_blocks - GPT.max_seq * GPT.width
+    assert products == 6 * multiplied * GPT.max_seq
+
+
+def test_the_logits_are_in_fp32_three_times_at_once() -> None:
+    """Softmax for backward, its gradient, and the logits' own: the spike that often is the peak."""
+    (trace,) = traced(GPT).traces
+    (loss,) = [row for row in trace.rows if row.trigger == "after forward" and row.unit == ROOT]
+    logits = GPT.max_seq * GPT.vocab_size * 4
+    heights, height = [], 0
+    for event in loss.stream.events:
+        height += event.num_bytes.line().per_sample * (1 if event.act is Act.BORN else -1)
+        heights.append(height)
+    assert max(heights) == pytest.approx(3 * logits - logits / 2, rel=0.02)
+
+
+def test_a_hundred_blocks_give_the_trace_of_five() -> None:
+    specs = [traced(GPTShape(num_layers=n, width=64, num_heads=4, vocab_size=256, max_seq=32)) for n in (5, 100)]
+    few, many = (spec.traces[0] for spec in specs)
+    assert [row.stream for row in few.rows] == [row.stream for row in many.rows]
+    assert len(specs[1].call_order) == 101
+
+
+def test_a_cut_trace_is_the_whole_one() -> None:
+    """The trace of six blocks, of which four ran, against one of which all did, because they are told apart."""
+    task = token_task(GPT, device="meta")
+    cut = trace_model(task.model, loss=task.loss, make_batch=task.make_batch, ways=[Way()])
+    for index, block in enumerate(task.model.blocks):  # type: ignore[arg-type]
+        block.unlike = index
+    whole = trace_model(task.model, loss=task.loss, make_batch=task.make_batch, ways=[Way()])
+    assert len(cut.traces[0].runs) == 1
+    assert whole.traces[0].runs == ()
+    assert list(cut.traces[0].expand()) == list(whole.traces[0].expand())
+    assert cut.call_order == whole.call_order
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    before = dict(model.named_parameters()), [dict(vars(module)) for module in model.modules()]
+    trace_model(model, loss=lambda m, x: m(x).sum(), make_batch=lambda n: torch.ones(n, 3), ways=[Way()])
+    assert all(model.get_parameter(name) is parameter for name, parameter in before[0].items())
+    assert [dict(vars(module)) for module in model.modules()] == before[1]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_attention_makes_no_square_matrix_on_a_gpu() -> None:
+    shape = LlamaShape(num_layers=2, width=64, num_heads=4, num_kv_heads=2, ffn_width=96, vocab_size=64, max_seq=512)
+    (trace,) = traced(shape).traces
+    names = {op.name for row in trace.rows for op in row.stream.ops}
+    assert {"_scaled_dot_product_flash_attention", "_fused_rms_norm"} <= names
+    square = shape.num_heads * shape.max_seq**2 * 2
+    assert all(e.num_bytes.line().per_sample < square for row in trace.rows for e in row.stream.events)
+
+
+class Quadratic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y @ y.T
+
+
+class Branching(Quadratic):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y if y.sum() > 0 else -y
+
+
+class Uneven(Quadratic):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return F.relu(y) if len(x) % 2 else y
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Quadratic(), "does not grow in proportion to the batch"),
+        (Branching(), "aten._local_scalar_dense.default depends on the data"),
+        (Uneven(), "runs other operations for another batch size"),
+    ],
+)
+def test_what_cannot_be_traced_is_one_line(model: nn.Module, message: str) -> None:
+    with pytest.raises(InvalidModel, match=message) as caught:
+        trace_model(model, loss=lambda m, x: m(x).sum(), make_batch=lambda n: torch.ones(n, 4), ways=[Way()])
+    assert "\n" not in str(caught.value)
+
+
+def test_the_shipped_specs_are_what_a_trace_gives_now() -> None:
+    way = Way(computes_in="bf16", recompute="full")
+    shipped = ready_spec("gpt-tiny", ways={("bf16", "full")})
+    assert make_ready_spec("gpt-tiny", ways=(way,)) == shipped
+
+
+def test_laws_in_the_length_hold_for_other_lengths() -> None:
+    shipped = ready_spec("gpt-tiny", ways={("bf16", "none")})
+    task = token_task(
+        GPTShape(num_layers=4, width=128, num_heads=4, vocab_size=256, max_seq=128), seq=96, device="meta"
+    )
+    spec = trace_model(task.model, loss=task.loss, make_batch=task.make_batch, name="gpt-tiny", ways=[Way()])
+    assert shipped is not None
+    for mine, theirs in zip(spec.traces[0].expand(), shipped.traces[0].expand(), strict=True):
+        sizes = [event.num_bytes.at(batch=3) for event in mine.stream.events]
+        assert sizes == [event.num_bytes.at(batch=3, seq=96) for event in theirs.stream.events]
