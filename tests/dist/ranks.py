@@ -213,6 +213,8 @@ def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, file=output)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    # A CPU without bf16 turns oneDNN off at its first product in bf16, and from then on fp32 has other last bits.
+    torch._C._set_mkldnn_enabled(False)
     store = dist.FileStore(f"{folder}/store", num_ranks)
     forever = timedelta(hours=1)  # a rank that waits is reported by the pool, not by Gloo
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=forever)
