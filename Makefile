@@ -26,6 +26,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
+	@$(BIN)/shardwise plan llama-3.1-8b --cluster 8xh100-80gb --recompute full
 	@$(BIN)/python examples/compare_ddp_fsdp.py $(ARGS)
 
 test: setup

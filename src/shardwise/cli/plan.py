@@ -58,7 +58,11 @@ def plan(
     help_out = None
     if recommended is None and any(candidate.fits == "no" for candidate in found):
         help_out = way_out(source.spec_for, plan=asked, strategies=strategies, cluster=where, optimizer=optimizer)
-        why = "nothing fits" + (f"; fits with {help_out}" if help_out else ", nor does anything that was tried")
+        why = "nothing fits" + (
+            f"; fits with {help_out}"
+            if help_out
+            else ", also not with --recompute full, --micro-batch 1 and 1,024 times the devices"
+        )
     if save is not None:
         if recommended is None:
             raise InvalidPlan(f"--save {save}: {why}")

@@ -14,6 +14,7 @@ class MemoryRules:
     block_bytes            every allocation is rounded up to a multiple of this
     workspace_bytes        what matrix products keep for themselves from their first use on
     keeps_reduce_buffers   a replicated bucket's buffer is used again in the next step, and stays between
+    sums_in_blocks         a sum over rows takes memory for the sums of its thread blocks (kernels.py)
     steps_on_device        the optimizer's step counters, one a parameter, lie on the device
     random_state_bytes     what a recomputed unit keeps of the random numbers
     """
@@ -21,6 +22,7 @@ class MemoryRules:
     block_bytes: int = 1
     workspace_bytes: int = 0
     keeps_reduce_buffers: bool = False
+    sums_in_blocks: bool = False
     steps_on_device: bool = True
     random_state_bytes: int = 0
 
@@ -30,7 +32,7 @@ RULES: Mapping[str, MemoryRules] = MappingProxyType(
         # kMinBlockSize of c10/cuda/CUDACachingAllocator.h. cuBLAS: aten/src/ATen/cuda/CublasHandlePool.cpp gives every
         # pair of handle and stream 32 MiB on compute capability 9.0; forward and backward run on two threads, and so
         # on two handles.
-        "cuda": MemoryRules(block_bytes=512, workspace_bytes=2 * 32 * _MIB),
+        "cuda": MemoryRules(block_bytes=512, workspace_bytes=2 * 32 * _MIB, sums_in_blocks=True),
         # engine/reduce.py keeps buffers on a CPU. torch.get_rng_state() of the CPU's own generator.
         "cpu": MemoryRules(keeps_reduce_buffers=True, random_state_bytes=5056),
     }

@@ -7,11 +7,12 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from shardwise.planner.kernels import ColumnSum
 from shardwise.planner.replay import Change, Moment, TakeGrads, Turn
 from shardwise.spec.law import Law, Line
 from shardwise.spec.step import Act, Event, What
 
-Entry = tuple[int, Line | None, str]
+Entry = tuple[int, Line | ColumnSum | None, str]
 """(slot, size, stream) of an allocation; (slot, None, "") of a release."""
 
 
@@ -42,7 +43,7 @@ class Ledger:
                     self._event(moment.unit, event)
         self._zero_grad()
 
-    def _allocate(self, size: Line, *, stream: str = "") -> int:
+    def _allocate(self, size: Line | ColumnSum, *, stream: str = "") -> int:
         self._num_slots += 1
         self.entries.append((self._num_slots, size, stream))
         return self._num_slots
@@ -86,7 +87,8 @@ class Ledger:
                 self._release([pending.pop(key)])
 
     def _born(self, unit: str, event: Event) -> None:
-        slot = self._allocate(event.num_bytes.line(self.seq))
+        line = event.num_bytes.line(self.seq)
+        slot = self._allocate(ColumnSum(event.columns, line) if event.columns else line)
         if event.what is What.SCRATCH:
             self._release([slot])
             return

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from shardwise.planner.kernels import ColumnSum
 from shardwise.planner.tide import Tide
 from shardwise.spec.law import Line
 
@@ -67,15 +68,19 @@ class Peak:
     const: tuple[int, ...]
     per_sample: tuple[int, ...]
     label: str
+    column_sum: ColumnSum | None = None
 
     def total(self, batch: int) -> int:
-        return sum(self.const) + sum(self.per_sample) * batch
+        scratch = self.column_sum.at(batch) if self.column_sum is not None else 0
+        return sum(self.const) + sum(self.per_sample) * batch + scratch
 
     def breakdown(self, batch: int) -> dict[str, int]:
-        return {
+        found = {
             name: const + per_sample * batch
             for name, const, per_sample in zip(CATEGORIES, self.const, self.per_sample, strict=True)
         }
+        found["activations"] += self.column_sum.at(batch) if self.column_sum is not None else 0
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,19 +100,22 @@ class _Replay:
     const: list[int]
     per_sample: list[int]
     pending: dict[str, int] = field(default_factory=dict)
-    # (const, per sample, peak), none of which is below another for every batch.
-    peaks: list[tuple[int, int, Peak]] = field(default_factory=list)
+    # (const, per sample, peak) with the same sum on top, or none, of which none is below another for every batch.
+    peaks: dict[ColumnSum | None, list[tuple[int, int, Peak]]] = field(default_factory=dict)
     crest: tuple[int, int] = (0, 0)
 
-    def see(self, label: str, const: Sequence[int], per_sample: Sequence[int]) -> None:
+    def see(
+        self, label: str, const: Sequence[int], per_sample: Sequence[int], column_sum: ColumnSum | None = None
+    ) -> None:
         total, slope = sum(const), sum(per_sample)
         if total > self.crest[0] or slope > self.crest[1]:
             self.crest = (max(total, self.crest[0]), max(slope, self.crest[1]))
-        if any(c >= total and p >= slope for c, p, _ in self.peaks):
+        peaks = self.peaks.setdefault(column_sum, [])
+        if any(c >= total and p >= slope for c, p, _ in peaks):
             return
-        self.peaks = [item for item in self.peaks if item[0] > total or item[1] > slope]
-        peak = Peak(const=tuple(const), per_sample=tuple(per_sample), label=label)
-        self.peaks.append((total, slope, peak))
+        peaks[:] = [item for item in peaks if item[0] > total or item[1] > slope]
+        peak = Peak(const=tuple(const), per_sample=tuple(per_sample), label=label, column_sum=column_sum)
+        peaks.append((total, slope, peak))
 
     def change(self, moment: Moment, change: Change | TakeGrads | Turn) -> None:
         if isinstance(change, TakeGrads):
@@ -128,6 +136,10 @@ class _Replay:
             const, per_sample = list(self.const), list(self.per_sample)
             _add(const, per_sample, crest)
             self.see(moment.label, const, per_sample)
+        for column_sum, point in tide.sums:
+            const, per_sample = list(self.const), list(self.per_sample)
+            _add(const, per_sample, point)
+            self.see(moment.label, const, per_sample, column_sum)
         _add(self.const, self.per_sample, tide.end)
         for owner, num_bytes in tide.grads:
             unit = owner or moment.unit
@@ -162,4 +174,5 @@ def replay(moments: Iterable[Moment], *, at_rest: Sequence[Line]) -> Replayed:
             if moment.repeats > 1:
                 state.repeat(moment.tide, moment.repeats - 1)
         timeline.append((moment.label, Line(*state.crest)))
-    return Replayed(peaks=tuple(peak for _, _, peak in state.peaks), timeline=tuple(timeline), at_rest=tuple(at_rest))
+    peaks = tuple(peak for found in state.peaks.values() for _, _, peak in found)
+    return Replayed(peaks=peaks, timeline=tuple(timeline), at_rest=tuple(at_rest))

@@ -112,7 +112,7 @@ class _Run:
         batch = self.batch
         for slot, size, stream in entries:
             if size is not None:
-                num_bytes = size.const + size.per_sample * batch
+                num_bytes = size.at(batch)
                 held[slot] = self.allocate(num_bytes, stream), num_bytes
             elif slot in held:
                 self._free(*held.pop(slot))

@@ -173,6 +173,8 @@ def recommend(found: Sequence[Candidate], *, goal: str) -> tuple[int | None, str
             best,
             f"the simplest strategy that {'fits' if verdict == 'yes' else 'may fit'}; time is not predicted yet",
         )
+    if all(candidate.fits == "unknown" for candidate in found):
+        return None, "whether it fits is not known: the device's capacity is not"
     return None, "nothing fits"
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwise.planner.constants import MemoryRules
+from shardwise.planner.kernels import ColumnSum
 from shardwise.spec.law import Line
 from shardwise.spec.step import Act, Event, Stream, What
 
@@ -16,6 +17,7 @@ class Tide:
     """A stream in brief.
 
     crests   the points that are the highest for some batch
+    sums     the same, where a sum over rows takes memory of its own on top
     end      where it leaves things
     grads    gradients that were born, by the unit whose parameters they are of; "": the row's own
     """
@@ -24,6 +26,7 @@ class Tide:
     crests: tuple[Point, ...]
     end: Point
     grads: tuple[tuple[str, int], ...] = ()
+    sums: tuple[tuple[ColumnSum, Point], ...] = ()
 
 
 def tide(stream: Stream, *, seq: int | None, rules: MemoryRules, grads_leave_at_once: bool) -> Tide:
@@ -31,7 +34,13 @@ def tide(stream: Stream, *, seq: int | None, rules: MemoryRules, grads_leave_at_
     height = [0, 0, 0, 0, 0]
     points: list[Point] = []
     grads: dict[str, int] = {}
+    sums: dict[ColumnSum, list[Point]] = {}
     for event in stream.events:
+        if event.columns:
+            if rules.sums_in_blocks:
+                column_sum = ColumnSum(event.columns, event.num_bytes.line(seq))
+                sums.setdefault(column_sum, []).append(tuple(height))  # type: ignore[arg-type]
+            continue
         line = _line(event, seq=seq, rules=rules)
         if event.what is What.SCRATCH:
             points.append((height[0] + line.const, height[1] + line.per_sample, *height[2:]))  # type: ignore[arg-type]
@@ -41,7 +50,8 @@ def tide(stream: Stream, *, seq: int | None, rules: MemoryRules, grads_leave_at_
             points.append(tuple(height))  # type: ignore[arg-type]
     end: Point = tuple(height)  # type: ignore[assignment]
     left = tuple((owner, size) for owner, size in grads.items() if size)
-    return Tide(stream=stream, crests=highest(points), end=end, grads=left)
+    on_top = tuple((column_sum, point) for column_sum, below in sums.items() for point in highest(below))
+    return Tide(stream=stream, crests=highest(points), end=end, grads=left, sums=on_top)
 
 
 def _line(event: Event, *, seq: int | None, rules: MemoryRules) -> Line:

@@ -45,6 +45,7 @@ class Event:
     `ordinal` counts the births of a unit through a step; None for the death of a storage that another unit bore.
     `owner` is the unit whose parameter a gradient is of, or "" for the row's own.
     `each_of`: the storage dies of every unit between the ends of the run whose second unit is named.
+    `columns`: scratch of a sum into so many columns, which the planner knows; `num_bytes` then counts the rows.
     """
 
     act: Act
@@ -53,6 +54,7 @@ class Event:
     ordinal: int | None = None
     owner: str = ""
     each_of: str = ""
+    columns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,6 +137,7 @@ def _words(stream: Stream, laws: _Table) -> tuple[str, str]:
     events, ops = [], []
     for event in stream.events:
         word = f"{event.act.value}{event.what.value}{laws.number(event.num_bytes)}"
+        word += f"x{event.columns}" if event.columns else ""
         word += "" if event.ordinal is None else f".{event.ordinal}"
         word += f":{event.owner}" if event.owner else ""
         events.append(word + (f"@{event.each_of}" if event.each_of else ""))
@@ -161,7 +162,8 @@ def _stream(words: Sequence[str], *, laws: Sequence[Law]) -> Stream:
 def _event(word: str, *, laws: Sequence[Law]) -> Event:
     rest, _, each_of = word.partition("@")
     body, _, owner = rest.partition(":")
-    law, dot, ordinal = body[2:].partition(".")
+    size, dot, ordinal = body[2:].partition(".")
+    law, _, columns = size.partition("x")
     return Event(
         act=_ACTS[body[0]],
         what=_WHATS[body[1]],
@@ -169,6 +171,7 @@ def _event(word: str, *, laws: Sequence[Law]) -> Event:
         ordinal=int(ordinal) if dot else None,
         owner=owner,
         each_of=each_of,
+        columns=int(columns or 0),
     )
 
 

@@ -35,13 +35,17 @@ class Accumulated:
 
 @dataclass(slots=True)
 class Did:
-    """An operation, with the bytes that it needs for itself while it runs."""
+    """An operation, with the bytes that it needs for itself while it runs.
+
+    `sums`: rows and columns of a matrix that is summed over its rows.
+    """
 
     name: str
     num_flops: int
     num_bytes: int
     dims: tuple[int, ...] = ()
     scratch_bytes: int = 0
+    sums: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -142,6 +146,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             num_bytes=_num_bytes(iter((*inputs, *outputs))),
             dims=_dims(name, inputs),
             scratch_bytes=scratch(func, args, out) if scratch else 0,
+            sums=_column_sum(func, args),
         )
 
     def _watch(self, tensor: Tensor, *, times: int, is_weight_copy: bool) -> None:
@@ -189,6 +194,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _num_bytes(tensors: Iterator[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _column_sum(func: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:
+    """(rows, columns) where a matrix is summed over its rows, as for the gradient of a bias."""
+    if func is not torch.ops.aten.sum.dim_IntList or args[0].dim() != 2 or list(args[1]) != [0]:
+        return None
+    return int(args[0].shape[0]), int(args[0].shape[1])
 
 
 def _dims(name: str, inputs: list[Tensor]) -> tuple[int, ...]:

@@ -137,6 +137,11 @@ class _Maker:
         scratch = self._law(entries, "scratch_bytes", what=entry.name)
         if any(scratch.terms):
             self.drafts[-1].events.append(Event(act=Act.BORN, what=What.SCRATCH, num_bytes=scratch))
+        if entry.sums is not None:
+            rows = {size: did.sums[0] for size, did in _dids(entries) if did.sums is not None}
+            law = self._fit(rows, what=entry.name)
+            event = Event(act=Act.BORN, what=What.SCRATCH, num_bytes=law, columns=entry.sums[1])
+            self.drafts[-1].events.append(event)
 
     def _law(self, entries: Mapping[Size, Entry], attribute: str, *, what: str) -> Law:
         return self._fit({size: getattr(entry, attribute) for size, entry in entries.items()}, what=what)
