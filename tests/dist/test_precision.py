@@ -1,7 +1,6 @@
 """Half precision: what stays in fp32, and scaled gradients whose overflow is everyone's."""
 
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -20,13 +19,12 @@ from shardwise.tasks import cross_entropy
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
-@pytest.mark.parametrize("model", ["gpt", "resnet"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("model", "precision"), [("gpt", "bf16"), ("resnet", "bf16"), ("gpt", "fp16")])
 def test_strategies_are_bit_equal_in_half_precision(model: str, precision: str) -> None:
     case = Case(make=MODELS[model], optimizer=adamw, num_steps=3)
     expected = None
-    for strategy, reduce_dtype in product(STRATEGIES, ["fp32"]):
-        plan = Plan(strategy=strategy, precision=precision, reduce_dtype=reduce_dtype)
+    for strategy in STRATEGIES:
+        plan = Plan(strategy=strategy, precision=precision)
         for result in run_ranks(on_ranks, num_ranks=2, args=(case, plan, True)):
             expected = expected or result.weights
             assert all(torch.equal(result.weights[name], weight) for name, weight in expected.items()), strategy

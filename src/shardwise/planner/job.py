@@ -188,6 +188,9 @@ class Job:
                 elif plan.accumulate > 1 or kept:
                     totals["grads"] += weight * (states.reduce if kept else states.grads)
         totals["other"] += self.rules.workspace_bytes
+        if not self.is_native:
+            # A flag for each parameter: was it used? (engine/used.py)
+            totals["other"] += 4 * sum(len(unit.params) for unit in self.spec.units)
         batch = self.spec.batch_bytes.line(self.spec.seq) if self.spec.batch_bytes is not None else Line(0, 0)
         lines = {name: Line(total, 0) for name, total in totals.items()}
         lines["activations"] = batch
