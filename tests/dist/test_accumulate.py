@@ -10,7 +10,7 @@ import torch
 from cases import MODELS, adamw
 from ranks import run_ranks, shut_down
 from torch import Tensor, nn
-from training import Case, Result, assert_equal, make_collectives
+from training import Case, Result, assert_equal, make_collectives, line
 
 import shardwise
 from shardwise.engine.engine import engine_of, tape
@@ -147,14 +147,6 @@ def issued(rank: int, strategy: str, reduced: bool) -> None:
 @pytest.mark.parametrize("reduced", [False, True], ids=["unreduced", "reduced"])
 def test_a_pass_issues_what_its_program_says(strategy: str, reduced: bool) -> None:
     run_ranks(issued, num_ranks=2, args=(strategy, reduced))
-
-
-def line(action: Callable[[], Any]) -> str:
-    with pytest.raises(ShardwiseError) as caught:
-        action()
-    message = str(caught.value)
-    assert len(message.splitlines()) == 1
-    return message
 
 
 def half_way(rank: int, strategy: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:

@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 from cases import MODELS, sgd
 from ranks import run_ranks
 from torch import nn
+from training import line
 
 from shardwise.engine.clip import clip_grad_norm_
 from shardwise.engine.engine import engine_of
@@ -19,15 +20,6 @@ from shardwise.errors import ShardwiseError
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.tasks import cross_entropy
-
-
-def line(action: Callable[[], Any]) -> str:
-    """The message that an action ends in."""
-    with pytest.raises(ShardwiseError) as caught:
-        action()
-    message = str(caught.value)
-    assert len(message.splitlines()) == 1
-    return message
 
 
 def trained(strategy: str, rank: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:

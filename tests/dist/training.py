@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from cases import Batch
 from ranks import run_ranks
@@ -14,6 +15,7 @@ from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.late import LateCollectives
 from shardwise.engine.clip import clip_grad_norm_
 from shardwise.engine.prepare import prepare
+from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
 from shardwise.tasks import cross_entropy
 
@@ -151,3 +153,12 @@ def assert_close(results: list[Result], expected: Result, *, tolerance: float) -
             if weight.numel():
                 error = (result.weights[name] - weight).abs().max() / weight.abs().max()
                 assert error <= tolerance, f"{name}: {error}"
+
+
+def line(action: Callable[[], Any]) -> str:
+    """The message that an action ends in."""
+    with pytest.raises(ShardwiseError) as caught:
+        action()
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    return message

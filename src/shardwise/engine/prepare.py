@@ -1,5 +1,6 @@
 """`prepare`: an ordinary model and optimizer become ones that run a plan. They stay the same objects."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -73,37 +74,43 @@ def prepare(
         lambda: _description(model, optimizer, plan=plan, mesh=mesh, any_optimizer=any_optimizer),
         what="plans or models",
     )
-    groups = mesh_groups(mesh)
-    chosen_collectives = collectives or _collectives(plan)
-    spec = model_spec(model, policy=plan.units)
-    tape = Tape()
-    host = HostCopies(chosen) if plan.offload_states else None
-    units = _units(
-        model,
-        spec=spec,
+    setting = _Setting(
+        spec=model_spec(model, policy=plan.units),
         plan=plan,
-        groups=groups,
-        collectives=chosen_collectives,
-        tape=tape,
+        groups=mesh_groups(mesh),
+        collectives=collectives or _collectives(plan),
+        tape=Tape(),
         device=chosen,
-        host=host,
+        host=HostCopies(chosen) if plan.offload_states else None,
     )
+    engine = _engine(model, optimizer, setting=setting, any_optimizer=any_optimizer)
+    register(model, engine)
+    become_prepared(model)
+    return model, optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setting:
+    """What all parts of an engine are made with."""
+
+    spec: ModelSpec
+    plan: Plan
+    groups: MeshGroups
+    collectives: Collectives
+    tape: Tape
+    device: torch.device
+    host: HostCopies | None
+
+
+def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting, any_optimizer: bool) -> Engine:
+    """Give the model its buffers, and make what runs its steps."""
+    plan, device = setting.plan, setting.device
+    units = _units(model, setting=setting)
     flats = [flat for unit in units.values() for flat in unit.flats]
     # Parameters on the meta device are replaced; an optimizer may hold those that were there before.
     before = [list(flat.params) for flat in flats]
-    fill(model, flats=flats, groups=groups, device=chosen)
-
-    runner = _runner(
-        model,
-        spec=spec,
-        plan=plan,
-        units=units,
-        groups=groups,
-        collectives=chosen_collectives,
-        tape=tape,
-        device=chosen,
-        host=host,
-    )
+    fill(model, flats=flats, groups=setting.groups, device=device)
+    runner = _runner(model, units=units, setting=setting)
     for unit in units.values():
         unit.settle()
     owned = _owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
@@ -111,37 +118,22 @@ def prepare(
         owned.adopt(optimizer)
     handles = attach_hooks(runner, input_dtype=input_dtype(plan))
     handles += keep_in_fp32(model, plan=plan)
-    register(
-        model,
-        Engine(
-            plan=plan,
-            groups=groups,
-            collectives=chosen_collectives,
-            flats=flats,
-            runner=runner,
-            owned=owned,
-            tape=tape,
-            device=chosen,
-            handles=handles,
-            undo=wrap_units(model, units=units, plan=plan, device=chosen),
-        ),
+    return Engine(
+        plan=plan,
+        groups=setting.groups,
+        collectives=setting.collectives,
+        flats=flats,
+        runner=runner,
+        owned=owned,
+        tape=setting.tape,
+        device=device,
+        handles=handles,
+        undo=wrap_units(model, units=units, plan=plan, device=device),
     )
-    become_prepared(model)
-    return model, optimizer
 
 
-def _runner(
-    model: nn.Module,
-    *,
-    spec: ModelSpec,
-    plan: Plan,
-    units: dict[str, Unit],
-    groups: MeshGroups,
-    collectives: Collectives,
-    tape: Tape,
-    device: torch.device,
-    host: HostCopies | None,
-) -> Runner:
+def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> Runner:
+    plan, groups, collectives, tape = setting.plan, setting.groups, setting.collectives, setting.tape
     passes = Passes()
 
     def make_bucket(bucket: Bucket) -> ReduceBucket:
@@ -159,16 +151,16 @@ def _runner(
         broadcast_buffers(model, source=passes.source, groups=groups, collectives=collectives, tape=tape)
 
     return Runner(
-        spec,
+        setting.spec,
         plan=plan,
         units=units,
         make_queue=partial(ReduceQueue, make=make_bucket, in_flight=plan.reduces_in_flight),
         make_first_forward=lambda: FirstForward(units, exchange=partial(exchange, group=groups.gather)),
         gather_seen=exchange,
         broadcast_buffers=broadcast,
-        flags=UsedFlags(units.values(), device=device, groups=groups, collectives=collectives, tape=tape),
+        flags=UsedFlags(units.values(), device=setting.device, groups=groups, collectives=collectives, tape=tape),
         passes=passes,
-        land=host.land if host is not None else lambda: None,
+        land=setting.host.land if setting.host is not None else lambda: None,
         tape=tape,
     )
 
@@ -207,22 +199,13 @@ def _collectives(plan: Plan) -> Collectives:
     return BackendCollectives()
 
 
-def _units(
-    model: nn.Module,
-    *,
-    spec: ModelSpec,
-    plan: Plan,
-    groups: MeshGroups,
-    collectives: Collectives,
-    tape: Tape,
-    device: torch.device,
-    host: HostCopies | None,
-) -> dict[str, Unit]:
+def _units(model: nn.Module, *, setting: _Setting) -> dict[str, Unit]:
+    plan = setting.plan
     modules = unit_modules(model, policy=plan.units)
     placements = plan.placements(modules)
     parameters = dict(model.named_parameters())
     units: dict[str, Unit] = {}
-    for unit in spec.units:
+    for unit in setting.spec.units:
         # Parameters that compute and are stepped in the same dtypes share a buffer.
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
         for param in unit.params:
@@ -237,14 +220,16 @@ def _units(
                 placement=placement,
                 compute_dtype=computes_in,
                 master_dtype=stepped_in,
-                device=device,
-                groups=groups,
-                collectives=collectives,
-                host=host if placement.grads is SHARDED else None,
+                device=setting.device,
+                groups=setting.groups,
+                collectives=setting.collectives,
+                host=setting.host if placement.grads is SHARDED else None,
             )
             for (computes_in, stepped_in), names in by_dtype.items()
         ]
-        units[unit.name] = Unit(unit.name, module=modules[unit.name], placement=placement, flats=flats, tape=tape)
+        units[unit.name] = Unit(
+            unit.name, module=modules[unit.name], placement=placement, flats=flats, tape=setting.tape
+        )
     return units
 
 

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from shardwise.engine.state import received_state
-from shardwise.errors import InvalidData, InvalidModel
-from shardwise.native.prepare import is_native
+from shardwise.errors import InvalidData
+from shardwise.native.prepare import check_native
 
 
 @torch.no_grad()
@@ -27,7 +27,7 @@ def clip_grad_norm_native(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
     """torch's own `clip_grad_norm_`, with a plain tensor for the norm that the gradients had. Collective."""
-    _check(model)
+    check_native(model)
     parameters = list(model.parameters())
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = nn.utils.get_total_norm(grads, norm_type)
@@ -45,7 +45,7 @@ def full_state_dict_native(
 
     With `rank0_only`, the other ranks take part and get an empty dict.
     """
-    _check(model)
+    check_native(model)
     options = StateDictOptions(full_state_dict=True)
     state: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
     if optimizer is not None:
@@ -60,7 +60,7 @@ def load_full_state_dict_native(
 
     With `from_rank0`, only rank 0's `state` is read.
     """
-    _check(model)
+    check_native(model)
     state = received_state(state, with_optimizer=optimizer is not None, from_rank0=from_rank0)
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, dict(state["model"]), options=options)
@@ -71,8 +71,3 @@ def load_full_state_dict_native(
 def _copy(state: Any) -> Any:
     """Tensors of its own: torch gives out, and takes in, those that training goes on to change."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
-
-
-def _check(model: nn.Module) -> None:
-    if not is_native(model):
-        raise InvalidModel(f"this {type(model).__name__} has not been through shardwise.prepare")
