@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardwise.engine.scaler import GradScaler
     from shardwise.engines import (
         accumulate,
+        capture,
         clip_grad_norm_,
         full_state_dict,
         join,
@@ -43,6 +44,7 @@ _HOME = {
     "TensorSpec": "shardwise.spec",
     "UnitSpec": "shardwise.spec",
     "accumulate": "shardwise.engines",
+    "capture": "shardwise.engines",
     "clip_grad_norm_": "shardwise.engines",
     "full_state_dict": "shardwise.engines",
     "join": "shardwise.engines",
@@ -67,6 +69,7 @@ __all__ = [
     "TensorSpec",
     "UnitSpec",
     "accumulate",
+    "capture",
     "clip_grad_norm_",
     "full_state_dict",
     "join",

@@ -3,7 +3,7 @@
 torch's engine is imported when a plan asks for it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.collectives import Collectives
 from shardwise.engine import accumulate as engine_accumulate
+from shardwise.engine import capture as engine_capture
 from shardwise.engine import clip as engine_clip
 from shardwise.engine import prepare as engine_prepare
 from shardwise.engine import state as engine_state
@@ -23,6 +24,7 @@ from shardwise.plan import Plan
 
 AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None)
 Batch = TypeVar("Batch")
+Step = TypeVar("Step", bound=Callable[..., Any])
 
 
 def prepare(
@@ -53,6 +55,30 @@ def prepare(
     from shardwise.native.prepare import prepare_native
 
     return prepare_native(model, optimizer, plan, device=device)
+
+
+def capture(step: Step, model: nn.Module, optimizer: Optimizer) -> Step:
+    """`step` as one CUDA graph where the plan says `capture`; elsewhere `step` itself.
+
+        def step(batch):
+            loss = loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step = shardwise.capture(step, model, optimizer)
+
+    After three ordinary steps the fourth is captured, and from there on replayed: no Python runs in it any more.
+    Inputs are copied to where the graph reads them; a batch of other shapes runs as an ordinary step. The learning
+    rate may change from step to step.
+    """
+    if is_prepared(model):
+        return engine_capture.capture(step, model, optimizer)
+    from shardwise.native.prepare import check_native
+
+    check_native(model)
+    return step
 
 
 def accumulate(model: nn.Module, *, enabled: bool = True) -> AbstractContextManager[None]:

@@ -100,7 +100,7 @@ class Plan:
     bucket_bytes       gradients that are reduced together, at least, where grads are replicated
     dynamic            units are called in another order in every step, or on every rank: the ranks agree on each
                        gather, which costs time. Units that are only skipped now and then do not need it
-    capture            the whole step as one CUDA graph
+    capture            the whole step as one CUDA graph (shardwise.capture)
     engine             ours, or the same plan on torch's own DDP and fully_shard
     collectives        the backend's, or our ring on sends and receives
     """
@@ -155,6 +155,13 @@ class Plan:
             raise InvalidPlan("dynamic = true with engine = 'torch': only engine = 'shardwise' can do that")
         if self.engine == "torch" and (self.offload_activations or self.offload_states):
             raise InvalidPlan("engine = 'torch' does not offload: set engine = 'shardwise'")
+        for name, set_so in (
+            ("dynamic = true", self.dynamic),
+            ("offload_states = true", self.offload_states),
+            ("precision = 'fp16'", self.precision == "fp16"),
+        ):
+            if self.capture and set_so:
+                raise InvalidPlan(f"capture = true with {name}: such a step waits for the device; set capture = false")
         if self.precision == "native" and self.keep_fp32:
             raise InvalidPlan("keep_fp32 with precision = 'native': native leaves every module's dtypes alone")
 

@@ -82,6 +82,9 @@ def test_equal_policies_in_other_words_make_equal_plans() -> None:
         {"overrides": {3: "ddp"}},
         {"capture": 1},
         {"engine": "torch", "capture": True},
+        {"capture": True, "dynamic": True},
+        {"capture": True, "offload_states": True},
+        {"capture": True, "precision": "fp16"},
         {"engine": "torch", "collectives": "ring"},
     ],
 )

@@ -71,7 +71,7 @@ def prepare(
     start_process_group(chosen)
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
     agree(
-        lambda: _description(model, optimizer, plan=plan, mesh=mesh, any_optimizer=any_optimizer),
+        lambda: _description(model, optimizer, plan=plan, mesh=mesh, device=chosen, any_optimizer=any_optimizer),
         what="plans or models",
     )
     setting = _Setting(
@@ -165,13 +165,23 @@ def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> R
     )
 
 
-def _description(model: nn.Module, optimizer: Optimizer | None, *, plan: Plan, mesh: Mesh, any_optimizer: bool) -> str:
+def _description(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    any_optimizer: bool,
+) -> str:
     """What ranks must agree on, a line each; raises for what no rank could run, before anything is touched."""
     mesh.check_ranks(dist.get_world_size())
     if plan.engine != "shardwise":
         raise InvalidPlan(f"engine = {plan.engine!r}: shardwise.prepare runs engine = 'shardwise'")
-    if plan.capture:
-        raise InvalidPlan("capture = true: this version cannot capture a step yet; set capture = false")
+    if plan.capture and device.type != "cuda":
+        raise InvalidPlan(
+            f"capture = true on {device.type}: only a CUDA device can capture a step; set capture = false"
+        )
     spec = model_spec(model, policy=plan.units)
     placements = plan.placements(unit.name for unit in spec.units)
     check_kept(model, spec=spec, plan=plan)

@@ -47,7 +47,7 @@ def recompute_unit(module: nn.Module, *, mode: str, pack: Callable[[Tensor], Sav
         # Flat, so that torch sees every tensor, also in keywords and containers, as saved for backward.
         leaves, tree = tree_flatten((inputs, options))
         call = _Call(unit, inputs, options, tree=tree)
-        return checkpoint(call, *leaves, use_reentrant=False, preserve_rng_state=True)
+        return checkpoint(call, *leaves, use_reentrant=False, preserve_rng_state=not _nesting.draws_nothing)
 
     return replace_forward(module, forward)
 
@@ -69,9 +69,20 @@ class _Nesting(threading.local):
     """By thread, because backward recomputes on threads of its own."""
 
     recomputed = False
+    draws_nothing = False
 
 
 _nesting = _Nesting()
+
+
+@contextmanager
+def without_random_numbers() -> Iterator[None]:
+    """Forwards in here draw none, so there is no state to bring back; while a graph is captured none can be read."""
+    _nesting.draws_nothing = True
+    try:
+        yield
+    finally:
+        _nesting.draws_nothing = False
 
 
 def is_recomputed() -> bool:
