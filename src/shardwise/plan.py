@@ -184,6 +184,8 @@ class Plan:
 
     def keeps_fp32(self, path: str) -> bool:
         """Whether a parameter or module of that path lies in a module that `keep_fp32` names."""
+        if not self.keep_fp32:
+            return False
         parts = path.split(".")
         above = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
         return any(fnmatchcase(module, pattern) for pattern in self.keep_fp32 for module in above)

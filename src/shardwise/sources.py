@@ -6,9 +6,10 @@ python:FILE.py:function    one's own Task
 hf:DIR, timm:NAME, torchvision:NAME    models of other libraries (trace/foreign.py)
 """
 
+import gc
 import re
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -91,9 +92,9 @@ class Source:
         return self._live(ways)
 
     def _live(self, ways: Collection[Way]) -> ModelSpec:
-        from shardwise.trace import trace_task
+        with self._while_tracing(self.reference), _nothing_collected():
+            from shardwise.trace import trace_task
 
-        with self._while_tracing(self.reference):
             if self._task is None:
                 from shardwise.trace.foreign import task_of
 
@@ -103,6 +104,20 @@ class Source:
         if not traced.traces:
             return replace(before, seq=self._seq)
         return replace(traced, seq=before.seq, traces=(*before.traces, *traced.traces))
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Without the garbage collector: what torch's import makes stays, and to look through it time and again takes a
+    second; and what dies in a trace should die with its last reference, not when the collector comes by."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def states_only(reference: str) -> ModelSpec:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from live import LiveTensors, Silent
 from ranks import run_ranks
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from shardwise.comm.absent import absent_group, leave_out_reduce
 from shardwise.engines import prepare
@@ -64,6 +65,7 @@ def spec_of(name: str, precision: str) -> ModelSpec:
 def measured(rank: int, name: str, plans: list[Plan]) -> list[tuple[int, int]]:
     """(peak of a step, what is left after it) of each plan."""
     torch.set_num_threads(1)
+
     # Convolutions are predicted as oneDNN's; ranks have it turned off. And what ranks tell each other would be freed by
     # Gloo's threads, which are not followed; they are all alike, so each can answer for all.
     def alike(value: Any, group: Any = None) -> list[Any]:
@@ -155,3 +157,36 @@ def rehearsed(rank: int, name: str, plans: list[Plan], num_ranks: int) -> list[t
 def test_and_of_torchs_own_engines(num_ranks: int) -> None:
     plans = [Plan(strategy=strategy, engine="torch") for strategy in ("ddp", "shard_grad_op", "fsdp")]
     compare("llama", plans, run_ranks(rehearsed, num_ranks=1, args=("llama", plans, num_ranks))[0], num_ranks=num_ranks)
+
+
+def tracked(rank: int, name: str, plan: Plan, num_ranks: int) -> int:
+    """The peak that torch's own tracker of fully_shard counts in a second step."""
+    dist.destroy_process_group()
+    with absent_group(num_ranks):
+        task = task_of(name, device="cpu")
+        optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-3, foreach=False)
+        model, optimizer = prepare(task.model, optimizer, plan)
+        batch = task.make_batch(SHAPES[name][1])
+        tracker = FSDPMemTracker(model, optimizer)
+        tracker.track_inputs((batch,))
+        with tracker:
+            for _ in range(2):
+                tracker.reset_mod_stats()
+                task.loss(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+@pytest.mark.parametrize(("strategy", "name", "num_ranks"), [("fsdp", "llama", 8), ("shard_grad_op", "gpt", 2)])
+def test_torchs_own_tracker_counts_the_same_bytes(strategy: str, name: str, num_ranks: int) -> None:
+    plan = Plan(strategy=strategy, engine="torch")
+    predicted = estimate(
+        spec_of(name, "fp32"),
+        plan=plan,
+        num_ranks=num_ranks,
+        batch=SHAPES[name][1],
+        optimizer="adamw-loop",
+        device="cpu",
+    )
+    assert run_ranks(tracked, num_ranks=1, args=(name, plan, num_ranks)) == [predicted.allocated_bytes]

@@ -1,6 +1,7 @@
 """Memory that a kernel takes for itself, where it is not in proportion to the batch."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardwise.spec.law import Line
 
@@ -25,6 +26,7 @@ class ColumnSum:
         return column_sum_bytes(self.rows.at(batch), self.columns)
 
 
+@lru_cache(maxsize=65536)
 def column_sum_bytes(rows: int, columns: int) -> int:
     """What the sum of a matrix over its rows takes to put the sums of its thread blocks together.
 

@@ -68,11 +68,13 @@ class Peak:
     const: tuple[int, ...]
     per_sample: tuple[int, ...]
     label: str
+    # Of all categories together.
+    line: Line
     column_sum: ColumnSum | None = None
 
     def total(self, batch: int) -> int:
-        scratch = self.column_sum.at(batch) if self.column_sum is not None else 0
-        return sum(self.const) + sum(self.per_sample) * batch + scratch
+        total = self.line.const + self.line.per_sample * batch
+        return total if self.column_sum is None else total + self.column_sum.at(batch)
 
     def breakdown(self, batch: int) -> dict[str, int]:
         found = {
@@ -114,7 +116,8 @@ class _Replay:
         if any(c >= total and p >= slope for c, p, _ in peaks):
             return
         peaks[:] = [item for item in peaks if item[0] > total or item[1] > slope]
-        peak = Peak(const=tuple(const), per_sample=tuple(per_sample), label=label, column_sum=column_sum)
+        line = Line(total, slope)
+        peak = Peak(const=tuple(const), per_sample=tuple(per_sample), label=label, line=line, column_sum=column_sum)
         peaks.append((total, slope, peak))
 
     def change(self, moment: Moment, change: Change | TakeGrads | Turn) -> None:
