@@ -46,7 +46,7 @@ layers = st.builds(
     bucket_bytes=st.sampled_from([1, 500, 10**6]),
     recompute=st.sampled_from(["none", "none", "full", "selective"]),
 )
-@settings(max_examples=35)
+@settings(max_examples=20)
 def test_any_module_under_any_placements_is_bit_equal_to_one_process(
     layers: tuple[Layer, ...],
     strategy: str,

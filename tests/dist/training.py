@@ -26,7 +26,7 @@ class Case:
 
     make: Callable[[], tuple[nn.Module, Callable[[int, int], Batch]]]
     optimizer: Callable[[Any], torch.optim.Optimizer]
-    num_steps: int = 10
+    num_steps: int = 6
     double: bool = False
     max_norm: float | None = None
     set_to_none: bool = True

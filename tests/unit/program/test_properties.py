@@ -221,7 +221,7 @@ class Replay:
         self.updated = True
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(cases(specs() | specs(repeated_root=True)))
 def test_every_program_can_be_carried_out_step_after_step(case: tuple[ModelSpec, Plan]) -> None:
     """Nothing computes without its parameters, and each gather, free, reduce and wait has its partner."""
