@@ -22,7 +22,7 @@ SHAPE = GPTShape(num_layers=3, width=128, num_heads=4, vocab_size=257, max_seq=6
 NUM_STEPS = 8
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def group() -> Any:
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
