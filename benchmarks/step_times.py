@@ -1,0 +1,320 @@
+"""Step times of several models on one device, one rank: what the planner's predictions are compared with.
+
+    python benchmarks/step_times.py --case cuda --out benchmarks/results/step_times_h200.json
+    python benchmarks/step_times.py --case cpu                                     tiny models, to try it
+
+Ours (eager and captured) and torch's own engines, bf16, fused AdamW, two batch sizes, with and without recomputation.
+A step's time is that of a block of steps, issued one after the other, by the number of steps; the median of blocks.
+Beside it, from steps that are waited for one by one: when the CPU had issued forward, backward and update
+(`issue_seconds`), and how long the device took for each (`device_seconds`).
+A case that fails is a row with its error. The file is written after every case. At the end a step of each model runs
+under torch's profiler: the device's seconds by operation and shapes. --limit-seconds is for all of it.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engine_step import circumstances
+from memory_cases import Case as MemoryCase
+from memory_worker import make_batch, make_optimizer, recompute_units
+
+from shardwise.engines import capture, prepare
+from shardwise.plan import Plan
+from shardwise.tasks import load_task
+
+WARM_STEPS = 4
+NUM_BLOCKS = 4
+NUM_WATCHED = 3
+# Of the time, for profiles.
+PROFILE_SHARE = 0.15
+PHASES = ("forward", "backward", "update")
+
+Phase = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One training. `captured`: the whole step is one CUDA graph."""
+
+    model: str
+    batch: int
+    seq: int | None = None
+    image: int | None = None
+    engine: str = "shardwise"
+    strategy: str = "fsdp"
+    recompute: str = "none"
+    precision: str = "bf16"
+    captured: bool = False
+
+    def __str__(self) -> str:
+        how = "captured" if self.captured else "eager"
+        size = f"{self.batch} × {self.seq or self.image}"
+        return f"{self.model:13} {size:9} {self.engine:9} {self.strategy:5} {how:8} recompute {self.recompute:4}"
+
+
+# Two sizes each.
+MODELS = {
+    "cuda": (
+        Case(model="gpt2-124m", batch=4, seq=1024),
+        Case(model="gpt-1.3b", batch=2, seq=2048),
+        Case(model="llama-3.2-1b", batch=1, seq=2048),
+        Case(model="vit-large", batch=16, image=224),
+        Case(model="resnet50", batch=32, image=224),
+        Case(model="gpt2-124m", batch=16, seq=1024),
+        Case(model="gpt-1.3b", batch=8, seq=2048),
+        Case(model="llama-3.2-1b", batch=4, seq=2048),
+        Case(model="vit-large", batch=64, image=224),
+        Case(model="resnet50", batch=128, image=224),
+    ),
+    "cpu": (
+        Case(model="gpt-tiny", batch=2, seq=64, precision="fp32"),
+        Case(model="llama-tiny", batch=2, seq=64, precision="fp32"),
+        Case(model="vit-digits", batch=8, image=8, precision="fp32"),
+        Case(model="resnet-digits", batch=8, image=8, precision="fp32"),
+    ),
+}
+# What is tried of each, most important first.
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"captured": True},
+    {"engine": "torch"},
+    {"engine": "torch", "strategy": "ddp"},
+    {"recompute": "full"},
+    {"recompute": "full", "captured": True},
+    {"strategy": "ddp"},
+    {"recompute": "full", "engine": "torch"},
+    {"strategy": "ddp", "captured": True},
+)
+
+
+def all_cases(device: str) -> Iterator[Case]:
+    for way in WAYS:
+        for case in MODELS[device]:
+            if device == "cuda" or "captured" not in way:
+                yield replace(case, **way)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A step as one call, and in its phases; a captured step has none."""
+
+    step: Phase
+    phases: tuple[Phase, ...]
+
+
+def make_training(case: Case, *, device: torch.device) -> Training:
+    torch.manual_seed(0)
+    task = load_task(case.model, seq=case.seq, image=case.image, device="meta")
+    ours = case.engine == "shardwise"
+    if case.recompute == "full" and not ours:
+        recompute_units(task.model)
+    plan = Plan(
+        strategy=case.strategy,
+        precision=case.precision,
+        recompute=case.recompute if ours else "none",
+        engine=case.engine,
+        capture=case.captured,
+    )
+    model, optimizer = prepare(task.model, make_optimizer("adamw-fused", task.model), plan, device=str(device))
+    described = MemoryCase(
+        model=case.model, strategy=case.strategy, num_ranks=1, batch=case.batch, seq=case.seq, image=case.image
+    )
+    batch = make_batch(task.make_batch(case.batch), case=described, device=str(device))
+    if case.captured:
+
+        def whole(*batch: torch.Tensor) -> torch.Tensor:
+            loss = task.loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        captured = capture(whole, model, optimizer)
+        return Training(step=lambda: captured(*batch), phases=())
+    losses: list[torch.Tensor] = []
+
+    def forward() -> None:
+        losses.append(task.loss(model, batch))
+
+    def backward() -> None:
+        losses.pop().backward()
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    phases = (forward, backward, update)
+    return Training(step=lambda: [phase() for phase in phases] and None, phases=phases)
+
+
+def measure(case: Case, *, device: torch.device, seconds: float) -> dict[str, Any]:
+    """Blocks of as many steps as are done in about `seconds`, all together."""
+    finish = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None
+    training = make_training(case, device=device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    for _ in range(WARM_STEPS):
+        training.step()
+    finish()
+    began = time.perf_counter()
+    training.step()
+    finish()
+    once = time.perf_counter() - began
+    num_steps = max(2, min(25, int(seconds / NUM_BLOCKS / once)))
+    blocks, busy = [], []
+    for _ in range(NUM_BLOCKS):
+        gc.collect()
+        finish()
+        began, on_cpu = time.perf_counter(), time.process_time()
+        for _ in range(num_steps):
+            training.step()
+        finish()
+        blocks.append((time.perf_counter() - began) / num_steps)
+        busy.append((time.process_time() - on_cpu) / num_steps)
+    found = {
+        "step_seconds": statistics.median(blocks),
+        "step_seconds_by_block": blocks,
+        "cpu_seconds": statistics.median(busy),
+        "steps_per_block": num_steps,
+        **(watched(training, device=device, finish=finish) if training.phases else {}),
+    }
+    if device.type == "cuda":
+        found["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+    return found
+
+
+def watched(training: Training, *, device: torch.device, finish: Phase) -> dict[str, Any]:
+    """Medians by phase: the CPU's seconds to issue it, and the device's to do it."""
+    issued: list[list[float]] = []
+    done: list[list[float]] = []
+    for _ in range(NUM_WATCHED):
+        finish()
+        marks = [time.perf_counter()]
+        events = []
+        if device.type == "cuda":
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(len(PHASES) + 1)]
+            events[0].record()
+        for number, phase in enumerate(training.phases):
+            phase()
+            marks.append(time.perf_counter())
+            if events:
+                events[number + 1].record()
+        finish()
+        issued.append([after - before for before, after in pairwise(marks)])
+        if events:
+            done.append([one.elapsed_time(other) / 1e3 for one, other in pairwise(events)])
+    found = {"issue_seconds": _by_phase(issued)}
+    return found | ({"device_seconds": _by_phase(done)} if done else {})
+
+
+def _by_phase(times: list[list[float]]) -> dict[str, float]:
+    return {phase: statistics.median(column) for phase, column in zip(PHASES, zip(*times, strict=True), strict=True)}
+
+
+def row_of(case: Case, *, device: torch.device, found: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The row of a case. What goes wrong with it is its error, and no reason to stop."""
+    began = time.perf_counter()
+    row: dict[str, Any] = asdict(case) | {"error": None}
+    try:
+        row |= found()
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    # Outside of the handler, where the traceback no longer holds the tensors of the frames it passed.
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return row | {"seconds": round(time.perf_counter() - began, 2)}
+
+
+def profile_of(case: Case, *, device: torch.device) -> dict[str, Any]:
+    """One step, operation by operation: how often, with what shapes, and how long on the CPU and on the device."""
+    training = make_training(case, device=device)
+    for _ in range(WARM_STEPS):
+        training.step()
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        training.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    ops = [
+        {
+            "op": event.key,
+            "shapes": [shape for shape in event.input_shapes if shape],
+            "count": event.count,
+            "cpu_seconds": event.self_cpu_time_total / 1e6,
+            "device_seconds": event.self_device_time_total / 1e6,
+        }
+        for event in profiler.key_averages(group_by_input_shape=True)
+        if event.self_device_time_total > 0 or (device.type == "cpu" and event.self_cpu_time_total > 0)
+    ]
+    return {"ops": sorted(ops, key=lambda op: -op["device_seconds"])}
+
+
+def report(row: dict[str, Any], case: Case) -> None:
+    if row["error"] or "step_seconds" not in row:
+        print(f"{case}  {row['error'] or 'profiled'}  ({row['seconds']} s)", flush=True)
+        return
+    issue = sum(row.get("issue_seconds", {}).values())
+    line = f"{case}  {1e3 * row['step_seconds']:8.2f} ms, issued in {1e3 * issue:7.2f} ms"
+    print(f"{line}  ({row['seconds']} s)", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", required=True, choices=MODELS)
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    parser.add_argument("--limit-seconds", type=float, default=280.0, help="begin nothing after this")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of measured steps, a case")
+    options = parser.parse_args()
+    device = torch.device("cuda", 0) if options.case == "cuda" else torch.device("cpu")
+    results: dict[str, Any] = {**circumstances(), "rows": [], "profiles": []}
+    with one_rank(device):
+        began = time.monotonic()
+        measured, profiled = list(all_cases(options.case)), list(MODELS[options.case])
+        for kind, cases, share in (("rows", measured, 1 - PROFILE_SHARE), ("profiles", profiled, 1.0)):
+            for number, case in enumerate(cases):
+                if time.monotonic() - began > share * options.limit_seconds:
+                    print(f"the time is over: {len(cases) - number} {kind} are left out", file=sys.stderr)
+                    break
+                find = partial(measure, seconds=options.seconds) if kind == "rows" else profile_of
+                row = row_of(case, device=device, found=partial(find, case, device=device))
+                results[kind].append(row)
+                report(row, case)
+                if options.out is not None:
+                    options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+@contextmanager
+def one_rank(device: torch.device) -> Iterator[None]:
+    """A job of this process alone."""
+    os.environ.update(NCCL_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(str(Path(folder, "store")), 1)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
