@@ -168,21 +168,36 @@ def _load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[s
         )
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
+    numbers = _keys_of_numbers(engine, state["state"])
     for flat in engine.flats:
         for part in flat.owned:
             saved_state = state["state"].get(flat.names[part.index])
             if saved_state is not None:
                 optimizer.state[part.parameter] = {
-                    key: _own_part(flat, part.index, value) for key, value in saved_state.items()
+                    key: _own_part(flat, part.index, value, is_number=key in numbers)
+                    for key, value in saved_state.items()
                 }
 
 
-def _own_part(flat: FlatParams, index: int, value: Any) -> Any:
-    """What this rank keeps of a full state: its slice of a tensor as large as the parameter, all of a scalar."""
+def _keys_of_numbers(engine: Engine, states: Mapping[str, Any]) -> set[str]:
+    """The keys under which one number is kept: of a parameter without dimensions every state looks like one."""
+    with_dims = {
+        name for flat in engine.flats for name, shape in zip(flat.names, flat.layout.shapes, strict=True) if shape
+    }
+    return {"step"} | {
+        key
+        for name in with_dims & states.keys()
+        for key, value in states[name].items()
+        if isinstance(value, Tensor) and value.dim() == 0
+    }
+
+
+def _own_part(flat: FlatParams, index: int, value: Any, *, is_number: bool) -> Any:
+    """What this rank keeps of a full state: its slice of a tensor as large as the parameter, all of a number."""
     part = next(part for part in flat.owned if part.index == index)
     if not isinstance(value, Tensor):
         return value
-    if value.dim() == 0 or tuple(value.shape) != flat.layout.shapes[index]:
+    if is_number or tuple(value.shape) != flat.layout.shapes[index]:
         return value.clone()
     if flat.placement.optim is not SHARDED:
         return value.to(part.parameter.device, copy=True).view_as(part.parameter)

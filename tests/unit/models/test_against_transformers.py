@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.models.build import build_model
+from shardwise.models.hugging_face import GPT2, LLAMA, HuggingFaceLayout
 from shardwise.models.shapes import GPTShape, LlamaShape, RopeScaling, ViTShape
 
 transformers = pytest.importorskip("transformers")
@@ -14,6 +15,16 @@ def load(model: nn.Module, weights: dict[str, Tensor]) -> None:
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected
     assert set(missing) <= {"head.weight"}
+
+
+def in_our_names(theirs: nn.Module, *, layout: HuggingFaceLayout) -> dict[str, Tensor]:
+    weights = {}
+    for name, tensor in theirs.state_dict().items():
+        ours = layout.ours(name)
+        assert ours is not None
+        assert layout.theirs(ours) == name
+        weights[ours] = tensor.t() if layout.is_transposed(ours) else tensor
+    return weights
 
 
 def jittered(model: nn.Module) -> nn.Module:
@@ -28,24 +39,7 @@ def test_gpt_computes_what_gpt2_computes() -> None:
     config = transformers.GPT2Config(vocab_size=97, n_positions=32, n_embd=48, n_layer=3, n_head=4)
     theirs = jittered(transformers.GPT2LMHeadModel(config))
     ours = build_model(GPTShape(num_layers=3, width=48, num_heads=4, vocab_size=97, max_seq=32)).eval()
-    weights = {}
-    for name, tensor in theirs.transformer.state_dict().items():
-        # GPT-2's Conv1D keeps its weight as inputs × outputs.
-        value = tensor.t() if name.endswith("weight") and ("attn.c" in name or "mlp.c" in name) else tensor
-        for old, new in (
-            ("wte", "embed"),
-            ("wpe", "positions"),
-            ("h.", "blocks."),
-            ("ln_f", "norm"),
-            ("ln_1", "norm1"),
-            ("ln_2", "norm2"),
-            ("attn.c_attn", "attention.qkv"),
-            ("attn.c_proj", "attention.out"),
-            ("mlp.c_fc", "feed_forward.up"),
-            ("mlp.c_proj", "feed_forward.down"),
-        ):
-            name = name.replace(old, new, 1)
-        weights[name] = value
+    weights = in_our_names(theirs, layout=GPT2)
     load(ours, weights)
     tokens = torch.randint(97, (2, 32))
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=2e-5, rtol=1e-5)
@@ -88,22 +82,7 @@ def test_llama_computes_what_llama_computes(scaled: bool) -> None:
         rope_scaling=scaling,
     )
     ours = build_model(shape).eval()
-    weights = {}
-    for name, tensor in theirs.state_dict().items():
-        for old, new in (
-            ("model.", ""),
-            ("lm_head", "head"),
-            ("embed_tokens", "embed"),
-            ("layers.", "blocks."),
-            ("input_layernorm", "norm1"),
-            ("post_attention_layernorm", "norm2"),
-            ("self_attn.", "attention."),
-            ("o_proj", "out"),
-            ("mlp.", "feed_forward."),
-            ("_proj", ""),
-        ):
-            name = name.replace(old, new, 1)
-        weights[name] = tensor
+    weights = in_our_names(theirs, layout=LLAMA)
     load(ours, weights)
     tokens = torch.randint(97, (2, 64))
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=2e-5, rtol=1e-5)

@@ -1,0 +1,170 @@
+"""How long a save holds training up, and how much memory an export needs.
+
+    python benchmarks/checkpoint_speed.py [--out benchmarks/results/checkpoint_speed_cpu.json]
+
+stall    100M parameters with AdamW's state (1.2 GB), 2 ranks of one thread each. Each save counts with its slowest
+         rank. The first one allocates and touches the memory into which the state is copied; later ones reuse it.
+         Beside it: a step while nothing is written, and a step while a checkpoint is.
+export   1 GB of weights in two ranks' files → one .safetensors file, in a fresh process: the most memory that was
+         resident at any time, above what was resident before it began. Pages of mapped files would count.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from engine_step import Case, circumstances, on_ranks
+
+from shardwise.checkpoint import Checkpoints
+from shardwise.checkpoint.export import export_weights
+from shardwise.engines import prepare
+from shardwise.models.build import build_model
+from shardwise.models.shapes import GPTShape
+from shardwise.plan import Plan
+
+# 8 × 12 · 960² + 16k · 960 = 104M; 18 × 12 · 1024² + 30k · 1024 = 257M, which is 1.03 GB.
+TRAINED = GPTShape(num_layers=8, width=960, num_heads=8, vocab_size=16_384, max_seq=64)
+EXPORTED = GPTShape(num_layers=18, width=1024, num_heads=8, vocab_size=30_000, max_seq=64)
+STALL_GOAL_SECONDS = 1.0
+EXPORT_GOAL_BYTES = 300e6
+NUM_SAVES = 4
+
+
+def trained(case: Case, rank: int, device: torch.device) -> Any:
+    """A step of a prepared model, to be called."""
+    torch.manual_seed(0)
+    model = build_model(case.shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    prepare(model, optimizer, Plan(strategy=case.strategy), device=device)
+    tokens = torch.randint(case.shape.vocab_size, (case.batch, case.seq + 1))
+
+    def step() -> float:
+        begun = time.perf_counter()
+        logits = model(tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - begun
+
+    return model, optimizer, step
+
+
+def saves(case: Case, rank: int, device: torch.device, folder: str) -> dict[str, Any]:
+    model, optimizer, step = trained(case, rank, device)
+    quiet = [step() for _ in range(3)][1:]
+    checkpoints = Checkpoints(folder, keep=1)
+    stalls, busy, writes, num_bytes = [], [], [], 0
+    for number in range(NUM_SAVES):
+        begun = time.perf_counter()
+        saving = checkpoints.save(model, optimizer, step=number)
+        stalls.append(saving.stall_seconds)
+        num_bytes = saving.num_bytes
+        busy.append(step())
+        checkpoints.wait()
+        writes.append(time.perf_counter() - begun)
+    checkpoints.close()
+    return {"stalls": stalls, "busy": busy, "quiet": quiet, "writes": writes, "num_bytes": num_bytes}
+
+
+def measure_stall(case: Case) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = on_ranks(saves, case, folder)
+    slowest = [max(of_ranks) for of_ranks in zip(*(rank["stalls"] for rank in ranks), strict=True)]
+    return {
+        "num_bytes": sum(rank["num_bytes"] for rank in ranks),
+        "first_stall_seconds": slowest[0],
+        "later_stall_seconds": slowest[1:],
+        "seconds_until_on_disk": [max(times) for times in zip(*(rank["writes"] for rank in ranks), strict=True)],
+        "step_seconds": statistics.median(max(times) for times in zip(*(rank["quiet"] for rank in ranks), strict=True)),
+        "step_seconds_while_writing": [max(times) for times in zip(*(rank["busy"] for rank in ranks), strict=True)],
+    }
+
+
+def save_weights(case: Case, rank: int, device: torch.device, folder: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = build_model(case.shape, device="meta")
+    prepare(model, None, Plan(strategy=case.strategy), device=device)
+    checkpoints = Checkpoints(folder, asynchronous=False)
+    checkpoints.save(model, step=0)
+    checkpoints.close()
+    return {}
+
+
+def resident(key: str) -> int:
+    """VmRSS: now; VmHWM: the most so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def export(path: str, out: str, answer: Any) -> None:
+    before = resident("VmRSS")
+    begun = time.perf_counter()
+    (file,) = export_weights(Path(path), Path(out))
+    seconds = time.perf_counter() - begun
+    answer.put({"above_bytes": resident("VmHWM") - before, "seconds": seconds, "file_bytes": file.stat().st_size})
+
+
+def measure_export(case: Case) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        on_ranks(save_weights, case, folder)
+        answer: Any = context.Queue()
+        arguments = (str(Path(folder, "step-00000000")), str(Path(folder, "out.safetensors")), answer)
+        process = context.Process(target=export, args=arguments)
+        process.start()
+        found: dict[str, Any] = answer.get(timeout=180)
+        process.join()
+    largest = case.shape.vocab_size * case.shape.width * 4
+    return {**found, "largest_tensor_bytes": largest}
+
+
+def report_stall(strategy: str, found: dict[str, Any]) -> None:
+    first, later = found["first_stall_seconds"], found["later_stall_seconds"]
+    verdict = "met" if max(first, *later) <= STALL_GOAL_SECONDS else "missed"
+    on_disk = statistics.median(found["seconds_until_on_disk"])
+    writing = statistics.median(found["step_seconds_while_writing"])
+    print(
+        f"{strategy:5} {found['num_bytes'] / 1e9:.2f} GB  stall: first {first:.3f} s, later "
+        f"{statistics.median(later):.3f} s (at most {max(later):.3f})  goal ≤ {STALL_GOAL_SECONDS:g} s: {verdict}\n"
+        f"      on disk after {on_disk:.2f} s; a step: {found['step_seconds']:.2f} s, {writing:.2f} s while writing",
+        flush=True,
+    )
+
+
+def report_export(found: dict[str, Any]) -> None:
+    verdict = "met" if found["above_bytes"] < EXPORT_GOAL_BYTES else "missed"
+    print(
+        f"export {found['file_bytes'] / 1e9:.2f} GB in {found['seconds']:.1f} s: {found['above_bytes'] / 1e6:.0f} MB "
+        f"above what was resident (largest tensor {found['largest_tensor_bytes'] / 1e6:.0f} MB)  goal < "
+        f"{EXPORT_GOAL_BYTES / 1e6:.0f} MB: {verdict}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["ddp", "fsdp", "export"])
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    options = parser.parse_args()
+    results: dict[str, Any] = circumstances()
+    for strategy in ("ddp", "fsdp"):
+        if options.only in (None, strategy):
+            case = Case(strategy=strategy, shape=TRAINED, batch=1, seq=16)
+            results[strategy] = {"case": asdict(case), **measure_stall(case)}
+            report_stall(strategy, results[strategy])
+    if options.only in (None, "export"):
+        results["export"] = measure_export(Case(strategy="fsdp", shape=EXPORTED, batch=1, seq=16))
+        report_export(results["export"])
+    if options.out is not None:
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""Checkpoints of a training: sharded, atomic, asynchronous, without pickle, and loadable under any other plan."""
+
+from shardwise.checkpoint.checkpoints import Checkpoints, Loaded, Saved, Saving, open_checkpoint
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.storage import CheckpointReader, CheckpointWriter
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "Checkpoints",
+    "Loaded",
+    "Saved",
+    "Saving",
+    "open_checkpoint",
+]

@@ -1,0 +1,114 @@
+"""A slice of a flattened tensor as ordinary boxes, which torch.distributed.checkpoint's planners can reshard.
+
+    shape (4, 5), elements 3 to 17     . . . a a      a  row 0, columns 3 and 4
+                                       b b b b b      b  rows 1 and 2, whole
+                                       b b b b b      c  row 3, columns 0 and 1
+                                       c c . . .
+
+At most 2·ndim − 1 boxes: one of whole rows, and on either side of it what is left of a row, cut in the same way but
+open on one side only, which gives ndim − 1 each. Every box is contiguous in the flattened tensor, in this order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """Elements offsets[d] ≤ i_d < offsets[d] + sizes[d] of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.sizes)
+
+    def inside(self, shape: Sequence[int]) -> bool:
+        return len(self.offsets) == len(self.sizes) == len(shape) and all(
+            offset >= 0 and size >= 0 and offset + size <= full
+            for offset, size, full in zip(self.offsets, self.sizes, shape, strict=True)
+        )
+
+
+def cut(shape: Sequence[int], *, start: int, stop: int) -> list[Box]:
+    """The boxes of elements `start` to `stop` of a tensor of this shape, in order."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box(offsets=(), sizes=())]
+    row = prod(shape[1:])
+    first_whole, end_whole = -(-start // row), stop // row
+    if first_whole > end_whole:
+        return _in_row(shape, end_whole, start=start - end_whole * row, stop=stop - end_whole * row)
+    boxes = _in_row(shape, first_whole - 1, start=start - (first_whole - 1) * row, stop=row)
+    if first_whole < end_whole:
+        offsets = (first_whole, *(0 for _ in shape[1:]))
+        boxes.append(Box(offsets=offsets, sizes=(end_whole - first_whole, *shape[1:])))
+    return boxes + _in_row(shape, end_whole, start=0, stop=stop - end_whole * row)
+
+
+def _in_row(shape: Sequence[int], row: int, *, start: int, stop: int) -> list[Box]:
+    inner = cut(shape[1:], start=start, stop=stop)
+    return [Box(offsets=(row, *box.offsets), sizes=(1, *box.sizes)) for box in inner]
+
+
+def share(*, start: int, stop: int, copy: int, num_copies: int) -> tuple[int, int]:
+    """The part of a slice that the `copy`-th of the ranks that hold it writes: all write about as much."""
+    size = stop - start
+    return start + size * copy // num_copies, start + size * (copy + 1) // num_copies
+
+
+class Boxes(Tensor):
+    """A leaf of a state dict: some elements of a tensor, which lie in `elements`, from `start` on.
+
+    A tensor without memory of its own, that answers what torch.distributed.checkpoint asks tensors of several shards.
+    """
+
+    @staticmethod
+    def __new__(cls, elements: Tensor, *, shape: Sequence[int], start: int) -> "Boxes":
+        made: Boxes = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=elements.dtype, device=elements.device)
+        made.boxes = cut(shape, start=start, stop=start + elements.numel())
+        if not prod(shape):
+            # Something must be written for a tensor without elements to be there.
+            made.boxes = [Box(offsets=(0,) * len(shape), sizes=tuple(shape))]
+        parts = torch.split(elements, [box.num_elements for box in made.boxes]) if made.boxes else ()
+        made._views = {box.offsets: part.view(box.sizes) for part, box in zip(parts, made.boxes, strict=True)}
+        made._properties = TensorProperties(dtype=elements.dtype)
+        return made
+
+    boxes: list[Box]
+    _views: dict[tuple[int, ...], Tensor]
+    _properties: TensorProperties
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)) for box in self.boxes
+        ]
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=self._properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._views[tuple(index.offset)]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        raise NotImplementedError(f"{function}: boxes are saved and loaded, and nothing else")

@@ -1,0 +1,243 @@
+"""Save and load a training: the model, the optimizer, and where it stands. The part that users call.
+
+save ──▶ what each rank holds, as boxes of named tensors ──▶ copied to the host ──▶ written in the background by
+         torch.distributed.checkpoint, over our storage
+load ◀── boxes of whatever each rank holds now ◀── the same planners, which read what overlaps
+"""
+
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as planned_load
+from torch.distributed.checkpoint.state_dict_saver import save as planned_save
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.contents import Snapshot, loading, snapshot
+from shardwise.checkpoint.disk import Disk
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.folder import checkpoints_in
+from shardwise.checkpoint.manifest import Manifest, read_manifest, verify_files
+from shardwise.checkpoint.ranks import Ranks, one_line
+from shardwise.checkpoint.staging import Staging
+from shardwise.checkpoint.storage import CheckpointReader, CheckpointWriter
+from shardwise.checkpoint.typed import from_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """A save that has begun. `stall_seconds`: how long training stood still for it; `num_bytes`: of this rank."""
+
+    step: int
+    stall_seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint on the disk."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.contents.step
+
+    @property
+    def num_ranks(self) -> int:
+        return self.manifest.contents.num_ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """Where the training stood. `own` is None where the number of ranks is another than when it was saved."""
+
+    step: int
+    progress: dict[str, Any]
+    own: dict[str, Any] | None
+
+
+class Checkpoints:
+    """The checkpoints of one training, in one folder that all ranks see.
+
+    All methods are collective over the job; without a process group, this process is the job. `disk` replaces the
+    real one, for tests.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, keep: int = 2, asynchronous: bool = True, disk: Disk | None = None
+    ) -> None:
+        if keep < 1:
+            raise CheckpointError(f"keep = {keep}: at least one checkpoint must be kept")
+        self.folder = Path(folder)
+        self._keep = keep
+        self._asynchronous = asynchronous
+        self._disk = disk or Disk()
+        self._staging = Staging()
+        self._ranks: Ranks | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        step: int,
+        progress: Mapping[str, Any] | None = None,
+        own: Mapping[str, Any] | None = None,
+    ) -> Saving:
+        """Save this state. Asynchronous: returns when it is copied, and the writing goes on.
+
+        progress   the same on every rank: numbers, strings, lists, dicts
+        own        this rank's alone, random states for example: the same, and tensors
+
+        A save waits for the one before it. What goes wrong in the background is raised by the next call.
+        """
+        begun = time.perf_counter()
+        self.wait()
+        ranks = self._together()
+        taken: list[Snapshot] = []
+
+        def take() -> int:
+            now = snapshot(model, optimizer, step=step, progress=progress or {}, own=own or {}, ranks=ranks)
+            taken.append(now.copied(self._staging) if self._asynchronous else now)
+            return step
+
+        steps = ranks.each(take)
+        if set(steps) != {step}:
+            raise CheckpointError(f"ranks save different steps: {', '.join(map(str, steps))}")
+        if self._asynchronous:
+            name = f"checkpoint of step {step}"
+            self._thread = threading.Thread(target=self._write_noting, args=(taken[0], ranks), name=name)
+            self._thread.start()
+        else:
+            self._write(taken[0], ranks)
+        return Saving(step=step, stall_seconds=time.perf_counter() - begun, num_bytes=taken[0].num_bytes)
+
+    def wait(self) -> None:
+        """Until what is being written is on the disk, under its name."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def latest(self) -> Saved | None:
+        """The newest good one: its manifest is there, and all files have their checksums.
+
+        The ranks share the reading. A damaged one is named in a warning, and the one before it is looked at.
+        """
+        self.wait()
+        ranks = self._together()
+        names = ranks.each(lambda: [path.name for path in checkpoints_in(self.folder)] if ranks.index == 0 else [])[0]
+        for name in reversed(names):
+            path = self.folder / name
+            problems = [problem for problem in ranks.each(partial(_problem, path, ranks=ranks)) if problem]
+            if not problems:
+                return Saved(path=path, manifest=read_manifest(path))
+            if ranks.index == 0:
+                warnings.warn(f"checkpoint passed over: {problems[0]}", stacklevel=2)
+        return None
+
+    def load(self, saved: Saved, model: nn.Module, optimizer: Optimizer | None = None) -> Loaded:
+        """Fill the model and the optimizer, under whatever plan, engine and number of ranks they are now."""
+        self.wait()
+        ranks = self._together()
+        manifest = saved.manifest
+        prepared = []
+        ranks.each(lambda: prepared.append(loading(model, optimizer, manifest=manifest, ranks=ranks)))
+        (load,) = prepared
+        if optimizer is not None and not load.has_optimizer and ranks.index == 0:
+            warnings.warn(f"{saved.path} holds weights only: the optimizer starts afresh", stacklevel=2)
+        try:
+            _quiet_without_a_group(ranks)
+            planned_load(
+                load.targets,
+                storage_reader=CheckpointReader(saved.path, manifest=manifest),
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=ranks.handle,
+            )
+        except CheckpointException as error:
+            line = _first_failure(error)
+            raise CheckpointError(f"{saved.path} was not loaded, or only in part: {line}") from error
+        load.finish()
+        progress = from_json(manifest.contents.progress)
+        return Loaded(step=saved.step, progress=progress, own=load.own)
+
+    def close(self) -> None:
+        """Wait for what is being written, then give up the ranks' group."""
+        try:
+            self.wait()
+        finally:
+            if self._ranks is not None:
+                self._ranks.leave()
+                self._ranks = None
+
+    def _together(self) -> Ranks:
+        if self._ranks is None or self._ranks.outdated:
+            self._ranks = Ranks()
+        return self._ranks
+
+    def _write_noting(self, taken: Snapshot, ranks: Ranks) -> None:
+        try:
+            self._write(taken, ranks)
+        except CheckpointError as error:
+            self._failure = error
+
+    def _write(self, taken: Snapshot, ranks: Ranks) -> None:
+        writer = CheckpointWriter(self.folder, contents=taken.contents, keep=self._keep, disk=self._disk)
+        try:
+            _quiet_without_a_group(ranks)
+            planned_save(
+                taken.state(),
+                storage_writer=writer,
+                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=ranks.handle,
+            )
+        except CheckpointException as error:
+            line = _first_failure(error)
+            raise CheckpointError(f"the checkpoint of step {taken.contents.step} was not written: {line}") from error
+        except Exception as error:
+            # A peer has gone: what was exchanged with it cannot end.
+            line = one_line(error)
+            raise CheckpointError(f"the checkpoint of step {taken.contents.step} was not written: {line}") from error
+
+
+def open_checkpoint(path: str | Path) -> Saved:
+    """One checkpoint by its folder, for `Checkpoints.load`; refused in one line where it is damaged. Not collective."""
+    manifest = read_manifest(Path(path))
+    verify_files(Path(path), manifest.files)
+    return Saved(path=Path(path), manifest=manifest)
+
+
+def _problem(path: Path, *, ranks: Ranks) -> str | None:
+    """What is wrong with this rank's part of the files."""
+    try:
+        files = sorted(read_manifest(path).files.items())
+        verify_files(path, dict(files[ranks.index :: ranks.count]))
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _first_failure(error: CheckpointException) -> str:
+    """One line for the first rank that failed."""
+    rank, (failure, _) = min(error.failures.items())
+    return f"rank {rank}: {one_line(failure)}"
+
+
+def _quiet_without_a_group(ranks: Ranks) -> None:
+    """torch warns that it works in one process, which is what was asked for."""
+    if ranks.group is None:
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

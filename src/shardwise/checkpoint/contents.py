@@ -1,0 +1,206 @@
+"""From a model and an optimizer, cut in whatever way, to what a checkpoint holds; and back, into any other cut."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.boxes import Boxes, share
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.holding import filled, holding, local, names_of_groups
+from shardwise.checkpoint.manifest import MODEL, OWN, Contents, Manifest
+from shardwise.checkpoint.optimizer import OptimizerLoad, describe_optimizer
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.checkpoint.staging import Staging
+from shardwise.checkpoint.typed import dtype_name, from_json, to_json
+from shardwise.engine.engine import engine_of, is_prepared
+from shardwise.engine.slices import Held, OwnedSlice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Elements of a tensor of this shape from `start` on, in one dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    elements: Tensor
+
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> "Piece":
+        return cls(name=name, shape=tuple(tensor.shape), start=0, elements=tensor.detach().reshape(-1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What one rank writes. All ranks' pieces together are every tensor, once."""
+
+    contents: Contents
+    pieces: list[Piece]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.elements.numel() * piece.elements.element_size() for piece in self.pieces)
+
+    def copied(self, staging: Staging) -> "Snapshot":
+        """The same, of which training changes nothing any more."""
+        copies = staging.copy([piece.elements for piece in self.pieces])
+        pieces = [replace(piece, elements=copy) for piece, copy in zip(self.pieces, copies, strict=True)]
+        return replace(self, pieces=pieces)
+
+    def state(self) -> dict[str, Any]:
+        """For torch.distributed.checkpoint."""
+        return {piece.name: Boxes(piece.elements, shape=piece.shape, start=piece.start) for piece in self.pieces}
+
+
+def snapshot(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    step: int,
+    progress: Mapping[str, Any],
+    own: Mapping[str, Any],
+    ranks: Ranks,
+) -> Snapshot:
+    """This rank's part of a checkpoint, in the memory that is trained."""
+    held = holding(model)
+    pieces = [_written(MODEL + part.name, part, part.parameter) for part in held.slices]
+    described = None
+    if optimizer is not None:
+        groups = names_of_groups(model, optimizer)
+        described, states = describe_optimizer(optimizer, slices=held.slices, groups=groups)
+        pieces += [_written(state.name, state.of, state.value) for state in states]
+    pieces = [piece for piece in pieces if piece.elements.numel()]
+    if ranks.index == 0:
+        # Buffers come from rank 0 before every step, so its are the ones that count.
+        pieces += [Piece.whole(MODEL + name, buffer) for name, buffer in held.buffers.items()]
+        pieces += _empty(held)
+    mine = {key: value for key, value in own.items() if isinstance(value, Tensor)}
+    pieces += [Piece.whole(f"{OWN}{ranks.index}.{key}", value) for key, value in mine.items()]
+    contents = Contents(
+        step=step,
+        plan=engine_of(model).plan.to_dict() if is_prepared(model) else None,
+        parameters={name: [list(shape), dtype_name(dtype)] for name, (shape, dtype) in held.parameters.items()},
+        buffers={name: [list(value.shape), dtype_name(value.dtype)] for name, value in held.buffers.items()},
+        aliases=held.aliases,
+        optimizer=described,
+        progress=to_json(dict(progress), what="progress"),
+        own=[to_json({key: value for key, value in own.items() if key not in mine}, what="own")],
+    )
+    return Snapshot(contents=contents, pieces=pieces)
+
+
+def _written(name: str, part: OwnedSlice, tensor: Tensor) -> Piece:
+    """The share of a slice that this rank writes, of those that hold it."""
+    start, stop = share(start=part.start, stop=part.stop, copy=part.copy, num_copies=part.num_copies)
+    elements = local(tensor).reshape(-1)[start - part.start : stop - part.start]
+    return Piece(name=name, shape=part.shape, start=start, elements=elements)
+
+
+def _empty(held: Held) -> list[Piece]:
+    """Parameters without elements, of which no rank holds a slice."""
+    return [
+        Piece.whole(MODEL + name, torch.empty(shape, dtype=dtype))
+        for name, (shape, dtype) in held.parameters.items()
+        if not prod(shape)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """A load that is prepared: `targets` are to be filled from the checkpoint, then `finish` to be called.
+
+    has_optimizer   whether the optimizer gets a state, and does not start afresh
+    """
+
+    targets: dict[str, Any]
+    own: dict[str, Any] | None
+    has_optimizer: bool
+    finish: Callable[[], None]
+
+
+@torch.no_grad()
+def loading(model: nn.Module, optimizer: Optimizer | None, *, manifest: Manifest, ranks: Ranks) -> Loading:
+    """What this rank wants of a checkpoint; nothing is changed yet but by `finish`."""
+    held = holding(model)
+    check_fits(manifest, held)
+    windows: list[_Window] = [_Window(MODEL + part.name, part, part.parameter) for part in held.slices]
+    states: OptimizerLoad | None = None
+    if optimizer is not None and manifest.contents.optimizer is not None:
+        groups = names_of_groups(model, optimizer)
+        states = OptimizerLoad(optimizer, manifest.contents.optimizer, slices=held.slices, groups=groups)
+        windows += [_Window(state.name, state.of, state.value) for state in states.tensors]
+    targets: dict[str, Any] = {window.name: window.boxes for window in windows if window.num_elements}
+    targets |= {MODEL + name: buffer for name, buffer in held.buffers.items() if buffer.numel()}
+    own, own_tensors = _own(manifest, ranks=ranks)
+    targets |= own_tensors
+
+    def finish() -> None:
+        for window in windows:
+            window.close()
+        if optimizer is not None:
+            optimizer.state.clear()
+        if states is not None:
+            states.take()
+        filled(model)
+
+    return Loading(targets=targets, own=own, has_optimizer=states is not None, finish=finish)
+
+
+class _Window:
+    """A rank's slice as boxes that can be written into: its own memory, or a copy where that is not end to end."""
+
+    def __init__(self, name: str, part: OwnedSlice, tensor: Tensor) -> None:
+        self.name = name
+        self._tensor = local(tensor)
+        self._elements = self._tensor.reshape(-1)
+        self.boxes = Boxes(self._elements, shape=part.shape, start=part.start)
+
+    @property
+    def num_elements(self) -> int:
+        return self._elements.numel()
+
+    def close(self) -> None:
+        """It is filled."""
+        if self._elements.data_ptr() != self._tensor.data_ptr():
+            self._tensor.copy_(self._elements.view(self._tensor.shape))
+
+
+def _own(manifest: Manifest, *, ranks: Ranks) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+    """What this rank saved for itself, if there were as many ranks; the tensors of it are to be filled."""
+    if manifest.contents.num_ranks != ranks.count or not manifest.contents.own:
+        return None, {}
+    prefix = f"{OWN}{ranks.index}."
+    tensors = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype)
+        for name, tensor in manifest.tensors.items()
+        if name.startswith(prefix)
+    }
+    own = from_json(manifest.contents.own[ranks.index])
+    return own | {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, tensors
+
+
+def check_fits(manifest: Manifest, held: Held) -> None:
+    """The model must have the checkpoint's tensors, all of them and no others, in their shapes.
+
+    A parameter that is tied in the checkpoint, and not in the model, is there by its other name.
+    """
+    problem = "the checkpoint does not fit the model: "
+    stored = {**manifest.contents.parameters, **manifest.contents.buffers}
+    shapes = {name: shape for name, (shape, _) in held.parameters.items()}
+    shapes |= {name: tuple(value.shape) for name, value in held.buffers.items()}
+    for name, shape in shapes.items():
+        first = manifest.contents.aliases.get(name, name)
+        if first not in stored:
+            raise CheckpointError(f"{problem}it has no {name}, of shape {shape}")
+        if tuple(stored[first][0]) != shape:
+            raise CheckpointError(
+                f"{problem}{name} has shape {tuple(stored[first][0])} in the checkpoint, {shape} in the model"
+            )
+    for name, (shape, _) in stored.items():
+        if name not in shapes:
+            raise CheckpointError(f"{problem}it has {name}, of shape {tuple(shape)}, and the model has not")

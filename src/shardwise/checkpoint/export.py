@@ -1,0 +1,208 @@
+"""Weights out of a checkpoint into ordinary safetensors files, and into a checkpoint from such files.
+
+Both stream: one tensor is in memory at a time, however large the model is.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.atomic import atomic_write
+from shardwise.checkpoint.disk import Disk
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.folder import begin, commit, write_file
+from shardwise.checkpoint.manifest import MODEL, Contents, Manifest, StoredBox, StoredTensor, box_key
+from shardwise.checkpoint.tensor_file import Entry, TensorFile, opened_all, write_tensors
+from shardwise.checkpoint.typed import dtype_name
+from shardwise.checkpoint.verify import verify
+from shardwise.models.hugging_face import HuggingFaceLayout, layout_of_ours, layout_of_theirs
+
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exported:
+    """A tensor of the checkpoint, `name`, as it is in the files."""
+
+    name: str
+    entry: Entry
+    transposed: bool
+
+
+def export_weights(
+    path: Path,
+    out: Path,
+    *,
+    hugging_face: bool = False,
+    dtype: torch.dtype | None = None,
+    most_file_bytes: int | None = None,
+) -> list[Path]:
+    """Write the parameters and buffers of a checkpoint, under their full names; the files that were written.
+
+    out               FILE.safetensors, or a folder: model.safetensors, or several and an index where one would be
+                      larger than `most_file_bytes`
+    hugging_face      the names and shapes of Hugging Face's Llama or GPT-2
+    dtype             of floating-point tensors; as saved without it
+
+    A tied parameter is written once, as Hugging Face does it.
+    """
+    manifest = verify(path)
+    tensors = _exported(manifest, hugging_face=hugging_face, dtype=dtype)
+    if out.suffix == ".safetensors":
+        parts, names = [tensors], [out.name]
+        folder = out.parent
+    else:
+        folder = out
+        parts = _parted(tensors, most_file_bytes=most_file_bytes)
+        names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
+        if len(parts) == 1:
+            names = ["model.safetensors"]
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, name in zip(parts, names, strict=True):
+        _write(folder / name, part, path=path, manifest=manifest)
+    written = [folder / name for name in names]
+    if len(parts) > 1:
+        where = {tensor: name for part, name in zip(parts, names, strict=True) for tensor in part}
+        num_bytes = sum(tensor.entry.num_bytes for tensor in tensors.values())
+        with atomic_write(folder / _INDEX) as file:
+            file.write(json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": where}, indent=2).encode())
+        written.append(folder / _INDEX)
+    return written
+
+
+def _exported(manifest: Manifest, *, hugging_face: bool, dtype: torch.dtype | None) -> dict[str, _Exported]:
+    """By the name in the files."""
+    names = [*manifest.contents.parameters, *manifest.contents.buffers]
+    layout = layout_of_ours(names) if hugging_face else None
+    exported = {}
+    for name in names:
+        stored = manifest.tensors[MODEL + name]
+        transposed = layout is not None and layout.is_transposed(name)
+        entry = Entry(
+            dtype=dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype,
+            shape=stored.shape[::-1] if transposed else stored.shape,
+        )
+        theirs = layout.theirs(name) if layout is not None else name
+        assert theirs is not None
+        exported[theirs] = _Exported(name=MODEL + name, entry=entry, transposed=transposed)
+    return exported
+
+
+def _parted(tensors: Mapping[str, _Exported], *, most_file_bytes: int | None) -> list[dict[str, _Exported]]:
+    """Consecutive tensors together, up to the limit; one that is larger has a file of its own."""
+    parts: list[dict[str, _Exported]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if most_file_bytes is not None and parts[-1] and size + tensor.entry.num_bytes > most_file_bytes:
+            parts.append({})
+            size = 0
+        parts[-1][name] = tensor
+        size += tensor.entry.num_bytes
+    return parts
+
+
+def _write(out: Path, tensors: Mapping[str, _Exported], *, path: Path, manifest: Manifest) -> None:
+    def whole() -> Iterator[Tensor]:
+        for tensor in tensors.values():
+            value = assembled(tensor.name, manifest=manifest, files=files).to(tensor.entry.dtype)
+            yield value.t().contiguous() if tensor.transposed else value
+
+    entries = {name: tensor.entry for name, tensor in tensors.items()}
+    try:
+        with opened_all(path / name for name in manifest.files) as files, atomic_write(out) as file:
+            write_tensors(file, entries, whole(), metadata={"format": "pt"})
+    except OSError as error:
+        raise CheckpointError(f"{out}: cannot be written ({error.strerror})") from error
+
+
+def assembled(name: str, *, manifest: Manifest, files: Iterable[TensorFile]) -> Tensor:
+    """One whole tensor from its boxes."""
+    stored = manifest.tensors[name]
+    by_name = {file.path.name: file for file in files}
+    whole = torch.empty(stored.shape, dtype=stored.dtype)
+    for box in stored.boxes:
+        target = whole
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            target = target.narrow(dim, offset, size)
+        by_name[box.file].fill(target, box_key(name, box, shape=stored.shape), offsets=(0,) * len(box.sizes))
+    return whole
+
+
+def import_weights(
+    sources: Iterable[Path], folder: Path, *, hugging_face: bool = False, disk: Disk | None = None
+) -> Path:
+    """Make a checkpoint of weights alone, at step 0, from safetensors files; its path in `folder`."""
+    disk = disk or Disk()
+    with opened_all(sources) as files:
+        found = _imported(files, hugging_face=hugging_face)
+        aliases = _untie(found) if hugging_face else {}
+        saving = begin(folder, step=0, disk=disk)
+        file_name = "rank-00000.safetensors"
+        entries = {MODEL + name: tensor.entry for name, tensor in found.items()}
+        stored = write_file(saving / file_name, entries, (tensor.read() for tensor in found.values()), disk=disk)
+    parameters = {name: [list(tensor.entry.shape), dtype_name(tensor.entry.dtype)] for name, tensor in found.items()}
+    tensors = {
+        name: StoredTensor(
+            dtype=entry.dtype,
+            shape=entry.shape,
+            boxes=(StoredBox(offsets=(0,) * len(entry.shape), sizes=entry.shape, file=file_name),),
+        )
+        for name, entry in entries.items()
+    }
+    contents = Contents(step=0, parameters=parameters, aliases=aliases)
+    return commit(saving, Manifest(contents=contents, files={file_name: stored}, tensors=tensors), disk=disk)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Imported:
+    """A tensor of a file, as it is in the checkpoint."""
+
+    file: TensorFile
+    name: str
+    entry: Entry
+    transposed: bool
+
+    def read(self) -> Tensor:
+        value = self.file.read(self.name)
+        return value.t().contiguous() if self.transposed else value
+
+
+def _imported(files: Iterable[TensorFile], *, hugging_face: bool) -> dict[str, _Imported]:
+    """By our names."""
+    files = list(files)
+    layout = layout_of_theirs(name for file in files for name in file.entries) if hugging_face else None
+    found: dict[str, _Imported] = {}
+    for file in files:
+        for name, entry in file.entries.items():
+            ours = _our_name(name, layout=layout)
+            if ours is None:
+                continue
+            if ours in found:
+                raise CheckpointError(f"{ours} is in {found[ours].file.path} and in {file.path}")
+            transposed = layout is not None and layout.is_transposed(ours)
+            shape = entry.shape[::-1] if transposed else entry.shape
+            new = Entry(dtype=entry.dtype, shape=shape)
+            found[ours] = _Imported(file=file, name=name, entry=new, transposed=transposed)
+    if not any(prod(tensor.entry.shape) for tensor in found.values()):
+        raise CheckpointError("there is no tensor in these files")
+    return found
+
+
+def _untie(found: dict[str, _Imported]) -> dict[str, str]:
+    """Some files hold a tied head a second time: leave it out, as another name of the embedding."""
+    head, embed = found.get("head.weight"), found.get("embed.weight")
+    if head is None or embed is None or head.entry != embed.entry or not torch.equal(head.read(), embed.read()):
+        return {}
+    del found["head.weight"]
+    return {"head.weight": "embed.weight"}
+
+
+def _our_name(name: str, *, layout: HuggingFaceLayout | None) -> str | None:
+    if layout is None:
+        return name
+    return None if layout.is_derived(name) else layout.ours(name)

@@ -1,0 +1,121 @@
+"""The folder that holds checkpoints, and the order of effects that makes each appear, and vanish, at once.
+
+    step-00000100/, step-00000200/, step-00000200.1/     checkpoints; the last one took a step that was there already
+    .saving-…/                                            being written, or left by a crash
+    .removing-…/                                          being removed, or left by a crash
+
+One job at a time saves into a folder: what is left of another one is swept away at the next save.
+"""
+
+import re
+import secrets
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from torch import Tensor
+
+from shardwise.checkpoint.disk import Disk
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.manifest import FILE_NAME, Manifest, StoredFile, read_manifest
+from shardwise.checkpoint.tensor_file import Entry, write_tensors
+
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_SAVING, _REMOVING = ".saving-", ".removing-"
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, oldest first; whether they are good is not looked at."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in folder.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            found.append((int(match[1]), int(match[2] or 0), path))
+    return [path for *_, path in sorted(found)]
+
+
+def begin(folder: Path, *, step: int, disk: Disk) -> Path:
+    """Make the folder in which a checkpoint is written. Its name is of this save alone, so that two never mix."""
+    disk.make_folder(folder)
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith((_SAVING, _REMOVING)) and path.is_dir():
+            _remove(path, disk=disk)
+    saving = folder / f"{_SAVING}step-{step:08}-{secrets.token_hex(8)}"
+    disk.make_folder(saving)
+    return saving
+
+
+def write_file(path: Path, entries: Mapping[str, Entry], tensors: Iterable[Tensor], *, disk: Disk) -> StoredFile:
+    """A safetensors file, on the disk when this returns."""
+    with disk.create(path) as file:
+        summed = _Summed(file, disk=disk)
+        write_tensors(summed, entries, tensors, metadata={"format": "pt"})
+        disk.sync_file(file)
+    return StoredFile(num_bytes=summed.num_bytes, crc32=summed.crc32)
+
+
+class _Summed:
+    """A file that keeps the length and the checksum of what was written into it."""
+
+    def __init__(self, file: BinaryIO, *, disk: Disk) -> None:
+        self._file = file
+        self._disk = disk
+        self.num_bytes = 0
+        self.crc32 = 0
+
+    def write(self, data: memoryview, /) -> None:
+        self._disk.write(self._file, data)
+        self.num_bytes += len(data)
+        self.crc32 = zlib.crc32(data, self.crc32)
+
+
+def commit(saving: Path, manifest: Manifest, *, disk: Disk) -> Path:
+    """The files are all on the disk: write the manifest, then give the checkpoint its name, and with that its being."""
+    with disk.create(saving / FILE_NAME) as file:
+        disk.write(file, memoryview(manifest.to_bytes()))
+        disk.sync_file(file)
+    disk.sync_folder(saving)
+    target = _free_name(saving.parent, step=manifest.contents.step)
+    disk.rename(saving, target)
+    disk.sync_folder(saving.parent)
+    return target
+
+
+def _free_name(folder: Path, *, step: int) -> Path:
+    """Nothing is renamed over: what stands there may be the last good one."""
+    path = folder / f"step-{step:08}"
+    number = 0
+    while path.exists():
+        number += 1
+        path = folder / f"step-{step:08}.{number}"
+    return path
+
+
+def prune(folder: Path, *, keep: int, newest: Path, disk: Disk) -> None:
+    """Remove all but the last `keep`. One that is seen to be damaged has no place among them, and is left as it is."""
+    others = [path for path in checkpoints_in(folder) if path != newest and _looks_whole(path)]
+    for path in others[: max(0, len(others) - (keep - 1))]:
+        removing = folder / f"{_REMOVING}{path.name}-{secrets.token_hex(8)}"
+        disk.rename(path, removing)
+        # Before the first file goes: a folder with some files missing must never have its old name back.
+        disk.sync_folder(folder)
+        _remove(removing, disk=disk)
+
+
+def _remove(path: Path, *, disk: Disk) -> None:
+    # The manifest first: without it nothing else in the folder means anything.
+    for file in sorted(path.iterdir(), key=lambda file: (file.name != FILE_NAME, file.name)):
+        disk.remove_file(file)
+    disk.remove_folder(path)
+
+
+def _looks_whole(path: Path) -> bool:
+    """Without reading the tensors: the manifest is good, and the files are as long as it says."""
+    try:
+        files = read_manifest(path).files
+        return all((path / name).stat().st_size == file.num_bytes for name, file in files.items())
+    except (CheckpointError, OSError):
+        return False

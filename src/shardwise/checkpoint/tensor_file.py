@@ -1,0 +1,180 @@
+"""safetensors files, written piece by piece and read in parts.
+
+    8 bytes, little-endian: length of the header | header, JSON: name → dtype, shape, [begin, end] | the tensors' bytes
+
+The safetensors package writes a file from tensors that are all in memory, and reads one by mapping it, which counts
+as memory of the process once touched. Here a file is begun with nothing but shapes, and read by position.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.errors import CheckpointError
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# The largest header that the safetensors package takes.
+_MOST_HEADER_BYTES = 100_000_000
+
+
+class Sink(Protocol):
+    """Where bytes go."""
+
+    def write(self, data: memoryview, /) -> object: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor of a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(
+    sink: Sink, entries: Mapping[str, Entry], tensors: Iterable[Tensor], *, metadata: Mapping[str, str]
+) -> None:
+    """Write a whole file. `tensors` come in the order of `entries`; each may be let go when the next is asked for."""
+    sink.write(memoryview(header_bytes(entries, metadata=metadata)))
+    for (name, entry), tensor in zip(entries.items(), tensors, strict=True):
+        if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
+            raise AssertionError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} where {entry} was announced")
+        if entry.num_bytes:
+            sink.write(bytes_of(tensor))
+
+
+def header_bytes(entries: Mapping[str, Entry], *, metadata: Mapping[str, str]) -> bytes:
+    """The length and the header; padded, so that what follows begins at a multiple of 8 bytes."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for name, entry in entries.items():
+        if entry.dtype not in _NAMES:
+            raise CheckpointError(f"{name} is of {entry.dtype}, which safetensors files do not hold")
+        end = begin + entry.num_bytes
+        header[name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a tensor on the CPU; a copy only where it does not lie end to end."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+class TensorFile:
+    """A safetensors file that is open for reading."""
+
+    def __init__(self, file: BinaryIO, *, path: Path) -> None:
+        self._file = file
+        self.path = path
+        self.entries: dict[str, Entry] = {}
+        self._begins: dict[str, int] = {}
+        self._read_header()
+
+    def _read_header(self) -> None:
+        num_bytes = os.fstat(self._file.fileno()).st_size
+        length = int.from_bytes(self._file.read(8), "little")
+        if num_bytes < 8 or length > min(num_bytes - 8, _MOST_HEADER_BYTES):
+            raise CheckpointError(f"{self.path}: is not a safetensors file, or was cut short")
+        try:
+            header = json.loads(self._file.read(length))
+            header.pop("__metadata__", None)
+            for name, item in header.items():
+                begin, end = item["data_offsets"]
+                entry = Entry(dtype=DTYPES[item["dtype"]], shape=tuple(map(int, item["shape"])))
+                if end - begin != entry.num_bytes or not 0 <= begin <= end <= num_bytes - 8 - length:
+                    raise ValueError(f"{name} lies outside of the file")
+                self.entries[name] = entry
+                self._begins[name] = 8 + length + begin
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{self.path}: its header is malformed ({error})") from error
+
+    def read(self, name: str) -> Tensor:
+        """One tensor."""
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        self.fill(tensor, name, offsets=(0,) * len(entry.shape))
+        return tensor
+
+    def fill(self, target: Tensor, name: str, *, offsets: Sequence[int]) -> None:
+        """Copy into `target` the elements of a tensor from `offsets` on, as many in each dimension as it has.
+
+        Whole rows go straight into its memory, where they fit as they are; else they are read first, and cut.
+        """
+        entry = self.entries[name]
+        row_bytes = prod(entry.shape[1:]) * entry.dtype.itemsize
+        begin = self._begins[name] + (offsets[0] * row_bytes if offsets else 0)
+        fits = target.device.type == "cpu" and target.dtype == entry.dtype and target.is_contiguous()
+        if fits and target.shape[1:] == entry.shape[1:]:
+            self._read(bytes_of(target), begin=begin)
+            return
+        rows = torch.empty((*target.shape[:1], *entry.shape[1:]), dtype=entry.dtype)
+        self._read(bytes_of(rows), begin=begin)
+        for dim in range(1, target.dim()):
+            rows = rows.narrow(dim, offsets[dim], target.shape[dim])
+        target.copy_(rows)
+
+    def _read(self, memory: memoryview, *, begin: int) -> None:
+        while memory:
+            try:
+                count = os.preadv(self._file.fileno(), [memory], begin)
+            except OSError as error:
+                raise _unreadable(self.path, error) from error
+            if count == 0:
+                raise CheckpointError(f"{self.path}: was cut short")
+            memory, begin = memory[count:], begin + count
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[TensorFile]:
+    """A safetensors file to read from."""
+    try:
+        file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed below; what the caller does is not our error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    with file:
+        yield TensorFile(file, path=path)
+
+
+@contextmanager
+def opened_all(paths: Iterable[Path]) -> Iterator[list[TensorFile]]:
+    """Several, in the order of `paths`."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(opened(path)) for path in paths]
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    value = 0
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(4 * 2**20):
+                value = zlib.crc32(block, value)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return value
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path}: cannot be read ({error.strerror})")

@@ -1,0 +1,168 @@
+"""`shardwise checkpoint`: look into a checkpoint, verify it, and move weights to and from other formats."""
+
+import json
+from collections.abc import Sized
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.errors import InvalidData
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.manifest import Manifest
+
+checkpoint = typer.Typer(
+    help="Look into a checkpoint, verify it, export its weights, or import weights.", no_args_is_help=True
+)
+
+PathArgument = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A checkpoint (step-…), or a folder of them: then the newest.")
+]
+
+
+class Names(StrEnum):
+    """Whose names tensors have in files."""
+
+    plain = "plain"
+    hf = "hf"
+
+
+class Precision(StrEnum):
+    """Of exported weights."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+@checkpoint.command()
+def inspect(
+    path: PathArgument,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The manifest as JSON, and nothing else.")] = False,
+) -> None:
+    """What a checkpoint holds. The tensors themselves are not read."""
+    from shardwise.checkpoint.manifest import read_manifest
+
+    chosen = _chosen(path)
+    manifest = read_manifest(chosen)
+    if as_json:
+        print(json.dumps(json.loads(manifest.to_bytes())["body"], indent=2))
+        return
+    _print_summary(chosen, manifest)
+    if tensors:
+        for name, tensor in manifest.tensors.items():
+            shape = " × ".join(map(str, tensor.shape)) or "one number"
+            print(
+                f"  {name}  {shape}  {str(tensor.dtype).removeprefix('torch.')}  {_count(tensor.boxes, 'box', 'boxes')}"
+            )
+
+
+@checkpoint.command()
+def verify(path: PathArgument) -> None:
+    """Read every file and compare it with its checksum. Of a folder, all checkpoints in it."""
+    from shardwise.checkpoint.errors import CheckpointError
+    from shardwise.checkpoint.folder import checkpoints_in
+    from shardwise.checkpoint.verify import verify as verify_one
+
+    found = checkpoints_in(path) or [_chosen(path)]
+    damaged = []
+    for one in found:
+        try:
+            manifest = verify_one(one)
+        except CheckpointError as error:
+            damaged.append(one.name)
+            print(f"{one.name}  damaged  {error}")
+        else:
+            print(f"{one.name}  good     {_count(manifest.files, 'file')}, {_num_bytes(manifest):,} bytes")
+    if damaged:
+        raise CheckpointError(f"{len(damaged)} of {len(found)} damaged: {', '.join(damaged)}")
+
+
+@checkpoint.command()
+def export(
+    path: PathArgument,
+    out: Annotated[Path, typer.Option("--out", help="FILE.safetensors, or a folder.")],
+    to: Annotated[Names, typer.Option("--to", help="Our names, or Hugging Face's (Llama, GPT-2).")] = Names.plain,
+    precision: Annotated[
+        Precision | None, typer.Option("--precision", help="Of floating-point tensors; without it, as saved.")
+    ] = None,
+    most_bytes: Annotated[
+        int | None, typer.Option("--most-bytes", help="Begin another file when one would be larger.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+) -> None:
+    """Write the weights as safetensors, tensor by tensor: it needs memory for one of them."""
+    there = out if out.suffix == ".safetensors" else next(iter(sorted(out.glob("*.safetensors"))), None)
+    if there is not None and there.exists() and not force:
+        raise InvalidData(f"{there}: is there already; --force replaces it")
+
+    from shardwise.checkpoint.export import export_weights
+    from shardwise.engine.precision import DTYPES
+
+    written = export_weights(
+        _chosen(path),
+        out,
+        hugging_face=to is Names.hf,
+        dtype=DTYPES[precision] if precision else None,
+        most_file_bytes=most_bytes,
+    )
+    for file in written:
+        print(f"{file}  {file.stat().st_size:,} bytes")
+
+
+@checkpoint.command("import")
+def import_(
+    sources: Annotated[list[Path], typer.Argument(metavar="FILE…", help="safetensors files, all of one model.")],
+    out: Annotated[Path, typer.Option("--out", help="A folder of checkpoints; the new one is step 0 in it.")],
+    names: Annotated[Names, typer.Option("--from", help="Our names, or Hugging Face's (Llama, GPT-2).")] = Names.plain,
+) -> None:
+    """Make a checkpoint of weights alone, to start a training from."""
+    from shardwise.checkpoint.export import import_weights
+    from shardwise.checkpoint.manifest import read_manifest
+
+    made = import_weights(sources, out, hugging_face=names is Names.hf)
+    manifest = read_manifest(made)
+    print(f"{made}: {len(manifest.tensors)} tensors, {_num_bytes(manifest):,} bytes")
+
+
+def _chosen(path: Path) -> Path:
+    """The checkpoint that is meant."""
+    from shardwise.checkpoint.folder import checkpoints_in
+    from shardwise.checkpoint.manifest import FILE_NAME
+
+    if (path / FILE_NAME).is_file():
+        return path
+    found = checkpoints_in(path)
+    if not found:
+        raise InvalidData(f"{path}: is no checkpoint, and there is none in it")
+    return found[-1]
+
+
+def _num_bytes(manifest: "Manifest") -> int:
+    return sum(file.num_bytes for file in manifest.files.values())
+
+
+def _count(items: Sized, one: str, many: str = "") -> str:
+    """`1 file`, `2 files`."""
+    return f"{len(items)} {one if len(items) == 1 else many or one + 's'}"
+
+
+def _print_summary(path: Path, manifest: "Manifest") -> None:
+    from math import prod
+
+    contents = manifest.contents
+    num_parameters = sum(prod(shape) for shape, _ in contents.parameters.values())
+    plan = contents.plan
+    mesh = f", mesh {plan['mesh']['replicate']}×{plan['mesh']['shard']}" if plan and "mesh" in plan else ""
+    optimizer = contents.optimizer
+    print(path)
+    print(f"  step        {contents.step:,}")
+    ranks = _count(range(contents.num_ranks), "rank")
+    print(f"  saved by    {ranks}, {plan['strategy'] + mesh if plan else 'no plan'}")
+    print(f"  parameters  {num_parameters:,} in {len(contents.parameters)} tensors; {len(contents.buffers)} buffers")
+    print(f"  optimizer   {optimizer['kind'] if optimizer else 'none: weights only'}")
+    print(f"  progress    {', '.join(contents.progress) or 'none'}")
+    print(f"  on disk     {_num_bytes(manifest):,} bytes in {_count(manifest.files, 'file')}")

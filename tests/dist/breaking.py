@@ -1,0 +1,81 @@
+"""A small task that breaks if it is told to: POINT and RANK_TO_BREAK in the environment say where and on which rank."""
+
+import errno
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import Dataset
+
+from shardwise.checkpoint.disk import Disk
+from shardwise.tasks import Task
+
+POINT = os.environ.get("POINT") if os.environ["RANK"] == os.environ.get("RANK_TO_BREAK") else None
+
+
+def break_at(point: str) -> None:
+    if point == POINT:
+        raise ValueError(f"broken in {point}")
+
+
+class Samples(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Tensor:
+        break_at("the data")
+        return torch.randn(4, generator=torch.Generator().manual_seed(index))
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        break_at("backward")
+        return grad
+
+
+class Block(nn.Module):
+    def __init__(self, *, breaks: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.breaks = breaks
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.breaks and self.num_calls == 3:
+            break_at("forward")
+        return Breaks.apply(self.linear(x)) if self.breaks else self.linear(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        break_at("the model")
+        self.blocks = nn.Sequential(Block(breaks=False), Block(breaks=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).square().mean()
+
+
+def make() -> Task:
+    if POINT == "the disk":
+
+        def full(self: Disk, *args: Any, **kwargs: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        Disk.write = full  # type: ignore[method-assign]
+    if POINT == "the optimizer":
+        register_optimizer_step_pre_hook(lambda *args: break_at("the optimizer"))
+    return Task(
+        model=Model(),
+        loss=lambda model, batch: model(batch),
+        make_batch=lambda size: torch.zeros(size, 4),
+        dataset=Samples(),
+    )
