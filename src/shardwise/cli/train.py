@@ -1,0 +1,75 @@
+"""`shardwise train`: train on this machine's devices, or be one rank of a job that torchrun or SLURM started."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise.train.config import TrainConfig, load_config
+from shardwise.train.section import InvalidConfig
+
+
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to train, on what, how (docs/train.md).")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="section.key=value", help="Another value for one key; may be repeated."),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="A plan in place of the config's (`shardwise plan --save`).")
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option("--strategy", help="ddp, zero1, zero2, shard_grad_op or fsdp.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", help="The run folder; without, run.folder, or runs/ and CONFIG's name.")
+    ] = None,
+    num_ranks: Annotated[
+        int | None, typer.Option("--nproc", min=1, help="Ranks to start here; without, the plan's mesh, or one a GPU.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", min=0, help="How often ranks are started again after one died.")
+    ] = 3,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start anew; the checkpoints in the folder are removed.")
+    ] = False,
+) -> None:
+    """Train; started again, go on from the last checkpoint."""
+    chosen = load_config(config, settings=settings or (), plan=plan, strategy=strategy, folder=run)
+    arguments = ["train", str(config), *(part for setting in settings or () for part in ("--set", setting))]
+    for option, value in (("--plan", plan), ("--strategy", strategy), ("--run", run)):
+        arguments += [option, str(value)] if value is not None else []
+    arguments += ["--fresh"] if fresh else []
+    from shardwise.train.join import is_rank
+
+    if is_rank():
+        from shardwise.train.run import train as train_as_rank
+
+        train_as_rank(chosen, fresh=fresh, command=("shardwise", *arguments))
+        return
+    from shardwise.train.launch import launch
+
+    code = launch(
+        arguments,
+        num_ranks=_num_ranks(chosen, asked=num_ranks),
+        max_restarts=max_restarts,
+        folder=chosen.folder,
+        grace_seconds=chosen.checkpoint.grace_seconds,
+    )
+    raise typer.Exit(code)
+
+
+def _num_ranks(config: TrainConfig, *, asked: int | None) -> int:
+    """As asked, as the plan's mesh has, or one for each GPU; on the CPU one."""
+    import torch
+
+    mesh = config.plan.mesh
+    num_gpus = torch.cuda.device_count() if config.run.device != "cpu" else 0
+    if config.run.device == "cuda" and num_gpus == 0:
+        raise InvalidConfig("run.device = 'cuda': this machine has no GPU that torch can use; set it to auto or cpu")
+    chosen = asked or (mesh.num_ranks if mesh is not None else max(1, num_gpus))
+    if mesh is not None:
+        mesh.check_ranks(chosen)
+    if num_gpus and chosen > num_gpus:
+        raise InvalidConfig(f"{chosen} ranks on {num_gpus} GPUs: --nproc {num_gpus}, or --set run.device=cpu")
+    return chosen

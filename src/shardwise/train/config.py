@@ -1,0 +1,272 @@
+"""What `shardwise train` is told, as one frozen value: a section a dataclass, each key checked. No torch here.
+
+    CONFIG.toml ◀── --plan PLAN.toml ◀── --strategy, --run ◀── --set section.key=value     the later wins
+
+The resolved config, every key written out, lies in the run folder and is itself a CONFIG.toml.
+"""
+
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from shardwise.atomic import atomic_write
+from shardwise.errors import InvalidPlan, ShardwiseError
+from shardwise.plan import Plan
+from shardwise.train.section import InvalidConfig, Section, key, unknown_key
+
+OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
+    "adamw": ("betas", "eps", "fused"),
+    "adam": ("betas", "eps", "fused"),
+    "nadam": ("betas", "eps"),
+    "radam": ("betas", "eps"),
+    "adagrad": ("eps", "fused"),
+    "rmsprop": ("eps", "momentum"),
+    "sgd": ("momentum", "nesterov", "fused"),
+}
+"""Name → its options besides lr and weight_decay. Each steps every element by itself, so state may be sharded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSection(Section):
+    """What is trained, on what."""
+
+    section: ClassVar[str] = "task"
+    model: str = key(..., "a name of `shardwise models`, or python:FILE.py:function")
+    dataset: str | None = key(None, "stdlib, tokens:PATH, digits, images:DIR, hf:NAME, random; own tasks bring theirs")
+    seq: int | None = key(None, "tokens a sample; without it the model's longest", least=1)
+    image: int | None = key(None, "pixels an image is wide and high; without it the model's own", least=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSection(Section):
+    """How samples come."""
+
+    section: ClassVar[str] = "data"
+    workers: int = key(0, "processes a rank that load samples; 0: the rank itself", least=0, most=1024)
+    shuffle: bool = key(True, "another order in each epoch, by train.seed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSection(Section):
+    """Which optimizer; what is left out is torch's own default."""
+
+    section: ClassVar[str] = "optimizer"
+    name: str = key("adamw", "which one", choices=OPTIMIZERS)
+    lr: float = key(1e-3, "the highest learning rate of the schedule", above=0)
+    weight_decay: float | None = key(None, "of matrices (see decay_vectors)", least=0)
+    decay_vectors: bool = key(False, "biases and norms decay too")
+    betas: tuple[float, float] | None = key(None, "adamw, adam, nadam, radam", least=0, below=1)
+    eps: float | None = key(None, "all but sgd", above=0)
+    momentum: float | None = key(None, "sgd, rmsprop", least=0, below=1)
+    nesterov: bool | None = key(None, "sgd")
+    fused: bool | None = key(None, "one kernel a step: adamw, adam, adagrad, sgd")
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        for option in ("betas", "eps", "momentum", "nesterov", "fused"):
+            if getattr(self, option) is not None and option not in OPTIMIZERS[self.name]:
+                has = [other for other, options in OPTIMIZERS.items() if option in options]
+                raise InvalidConfig(
+                    f"optimizer.{option} = {getattr(self, option)}: {self.name} has no {option}, only {', '.join(has)}"
+                )
+        if self.nesterov and not self.momentum:
+            raise InvalidConfig("optimizer.nesterov = true needs optimizer.momentum above 0")
+
+    def options(self) -> dict[str, Any]:
+        """What to give torch's class besides the parameters and lr."""
+        given = {option: getattr(self, option) for option in ("weight_decay", *OPTIMIZERS[self.name])}
+        return {option: value for option, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSection(Section):
+    """The learning rate over the steps (schedule.py)."""
+
+    section: ClassVar[str] = "schedule"
+    name: str = key("cosine", "how it falls after the warm-up", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = key(0, "steps in which it rises to optimizer.lr", least=0)
+    final_ratio: float = key(0.0, "what it falls to, of optimizer.lr", least=0, most=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSection(Section):
+    """How long, and what besides steps."""
+
+    section: ClassVar[str] = "train"
+    steps: int | None = key(None, "optimizer steps; this or epochs", least=1)
+    epochs: int | None = key(None, "times that every sample is seen; the last step takes what is left", least=1)
+    clip_norm: float = key(1.0, "gradients' norm at most; 0: neither clipped nor measured", least=0)
+    eval_every: int | None = key(None, "steps between evaluations; without it: at the end; 0: never", least=0)
+    eval_samples: int | None = key(None, "evaluate on the first so many; without it on all", least=1)
+    log_every: int = key(10, "steps between log lines, and between waits for the device", least=1)
+    seed: int = key(0, "of weights, order and dropout", least=0, most=2**32 - 1)
+    deterministic: bool = key(False, "only kernels that give the same bits each time, or an error")
+    compile: str = key("none", "torch.compile of each unit, by backend", choices=("none", "inductor", "aot_eager"))
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        if (self.steps is None) == (self.epochs is None):
+            both = "both are given" if self.steps is not None else "neither is given"
+            raise InvalidConfig(f"train.steps or train.epochs must say how long: {both}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSection(Section):
+    """When state is saved; always also at the end, and on SIGTERM."""
+
+    section: ClassVar[str] = "checkpoint"
+    every: int = key(1000, "steps between checkpoints; 0: only at the end and on SIGTERM", least=0)
+    keep: int = key(2, "the newest so many are kept", least=1)
+    asynchronous: bool = key(True, "written while training goes on")
+    grace_seconds: float = key(60.0, "after SIGTERM: until the checkpoint must be written, or the rank dies", above=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection(Section):
+    """Where it runs and what it leaves."""
+
+    section: ClassVar[str] = "run"
+    folder: str = key(..., "where all that a run writes goes (--run); in NAME.toml without it runs/NAME")
+    device: str = key("auto", "auto: a GPU a rank where there are some", choices=("auto", "cpu", "cuda"))
+    limit_seconds: float = key(600.0, "how long a rank waits for the others to join", above=0)
+    tensorboard: bool = key(True, "write TensorBoard's files as well, if it is installed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """All sections; [plan] is a Plan as everywhere else, whose micro_batch is required here."""
+
+    task: TaskSection
+    plan: Plan
+    train: LoopSection
+    run: RunSection
+    data: DataSection = field(default_factory=DataSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+
+    def __post_init__(self) -> None:
+        if self.plan.micro_batch is None:
+            raise InvalidConfig("plan.micro_batch is missing: samples a rank and pass")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run.folder)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every section and key, in TOML's own types."""
+        return {item.name: getattr(self, item.name).to_dict() for item in fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        for name in data:
+            if name not in SECTIONS:
+                raise unknown_key(f"[{name}]", known=[f"[{section}]" for section in SECTIONS])
+        tables = {name: data.get(name, {}) for name in SECTIONS}
+        sections = {name: kind.from_dict(tables[name]) for name, kind in SECTIONS.items() if kind is not Plan}
+        return cls(**sections, plan=_plan(tables["plan"]))  # type: ignore[arg-type]
+
+    def save(self, path: Path) -> None:
+        """As TOML; the file appears whole or not at all."""
+        import tomli_w
+
+        with atomic_write(path) as file:
+            tomli_w.dump(self.to_dict(), file)
+
+
+SECTIONS: Mapping[str, type[Section] | type[Plan]] = {
+    "task": TaskSection,
+    "data": DataSection,
+    "plan": Plan,
+    "optimizer": OptimizerSection,
+    "schedule": ScheduleSection,
+    "train": LoopSection,
+    "checkpoint": CheckpointSection,
+    "run": RunSection,
+}
+
+
+def load_config(
+    path: str | os.PathLike[str],
+    *,
+    settings: Iterable[str] = (),
+    plan: str | os.PathLike[str] | None = None,
+    strategy: str | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> TrainConfig:
+    """Read a config; a mistake is one line that names the file, the key, its value and what is allowed.
+
+    `settings` are `section.key=value`, the value as in TOML or a bare word; with no value the key is left out. Without
+    a folder the run goes to runs/NAME, for NAME.toml: the same command finds it again.
+    """
+    try:
+        data = _read(path)
+        data = {"run": {}, **data}
+        if isinstance(data["run"], dict):
+            data["run"].setdefault("folder", str(Path("runs", Path(path).stem)))
+        if plan is not None:
+            data["plan"] = Plan.load(plan).to_dict()
+        elif isinstance(data.get("plan"), dict) and "file" in data["plan"]:
+            data["plan"] = _with_file(data["plan"], beside=Path(path))
+        overrides = [{"plan": {"strategy": strategy}}] if strategy is not None else []
+        overrides += [{"run": {"folder": os.fspath(folder)}}] if folder is not None else []
+        for override in (*overrides, *map(_setting, settings)):
+            _merge(data, override)
+        return TrainConfig.from_dict(data)
+    except ShardwiseError as error:
+        raise InvalidConfig(f"{path}: {error}") from error
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidConfig(f"cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise InvalidConfig(f"is not text in UTF-8 (byte {error.start})") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidConfig(f"is not TOML: {' '.join(str(error).split())}") from error
+
+
+def _with_file(table: dict[str, Any], *, beside: Path) -> dict[str, Any]:
+    """[plan] file = "plan.toml", from the config's own folder; the other keys win over the file's."""
+    file = table["file"]
+    if not isinstance(file, str):
+        raise InvalidConfig(f"plan.file = {file!r}: must be the path of a plan")
+    return {**Plan.load(beside.parent / file).to_dict(), **{k: v for k, v in table.items() if k != "file"}}
+
+
+def _plan(table: object) -> Plan:
+    if not isinstance(table, Mapping):
+        raise InvalidConfig(f"plan = {table!r}: must be a table, [plan]")
+    try:
+        return Plan.from_dict(table)
+    except InvalidPlan as error:
+        raise InvalidConfig(f"plan.{error}" if " = " in str(error) else f"[plan]: {error}") from error
+
+
+def _setting(text: str) -> dict[str, Any]:
+    """`section.key=value` as TOML reads it; what TOML cannot read is a bare word, and nothing is no value."""
+    name, equals, value = (part.strip() for part in text.partition("="))
+    for spelling in (value, json.dumps(value)):
+        try:
+            found = tomllib.loads(f"{name} = {spelling}") if equals and "\n" not in text else {}
+        except ValueError:
+            continue
+        if found and all(isinstance(table, dict) for table in found.values()):
+            return found
+    raise InvalidConfig(f"--set {text!r}: must be section.key=value")
+
+
+def _merge(data: dict[str, Any], override: Mapping[str, Any]) -> None:
+    for name, value in override.items():
+        if isinstance(value, Mapping) and isinstance(data.get(name), dict):
+            _merge(data[name], value)
+        elif value == "":
+            data.pop(name, None)
+        else:
+            data[name] = value

@@ -1,0 +1,71 @@
+"""Evaluation: sums over the samples that were kept back, on all ranks together."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from shardwise.data.sampler import DistributedSampler
+from shardwise.errors import InvalidData, InvalidModel
+from shardwise.train.batches import Sharing, batches_of, to_device
+
+
+def evaluate(
+    model: nn.Module,
+    sums_of: Callable[[nn.Module, Any], Mapping[str, Tensor]],
+    dataset: Dataset[Any],
+    *,
+    sharing: Sharing,
+    device: torch.device,
+    workers: int = 0,
+    num_samples: int | None = None,
+) -> dict[str, float]:
+    """Σ sum / Σ count over the dataset, or its first `num_samples`, each sample on exactly one rank. Collective.
+
+    Ranks differ by at most one sample, but a forward of sharded parameters needs all of them: who has nothing left runs
+    a batch that is not added.
+    """
+    size = min(len(cast(Any, dataset)), num_samples or 2**62)
+    rank, num_ranks, micro_batch = sharing.rank, sharing.num_ranks, sharing.micro_batch
+    whole = Sharing(rank=rank, num_ranks=num_ranks, micro_batch=micro_batch, accumulate=max(1, size), num_samples=size)
+    share = whole.share(0)
+    if share is None:
+        raise InvalidData("the evaluation dataset is empty")
+    sampler = DistributedSampler(size, rank=rank, num_ranks=num_ranks, shuffle=False)
+    batches = batches_of(dataset, sampler, sharing=whole, workers=workers, device=device)
+    totals: dict[str, Tensor] = {}
+    with _evaluating(model):
+        for count, batch in zip(share.counts, batches, strict=True):
+            for name, value in sums_of(model, to_device(batch, device)).items():
+                total = totals.setdefault(name, torch.zeros((), dtype=torch.float64, device=device))
+                if count:
+                    total += value
+    return _means(totals)
+
+
+def _means(totals: Mapping[str, Tensor]) -> dict[str, float]:
+    if "count" not in totals:
+        raise InvalidModel('Task.evaluate must return sums by name, and under "count" how many were summed')
+    names = sorted(totals)
+    values = torch.stack([totals[name] for name in names])
+    dist.all_reduce(values)
+    sums = dict(zip(names, values.tolist(), strict=True))
+    count = sums.pop("count")
+    return {name: total / count if count else float("nan") for name, total in sums.items()}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode, and each in its own mode again afterwards: some may have been frozen so."""
+    before = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode

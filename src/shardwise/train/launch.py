@@ -1,0 +1,98 @@
+"""Starts a job's ranks on this machine, watches over them, and tells the user how it ended.
+
+    launch ──▶ Agent ──▶ rank 0 … rank N-1, each `python -m shardwise.train.rank PROGRAM ARGUMENTS…`
+
+Exit codes: 0 all ranks ended well, also after SIGTERM; 1 a rank failed; 2 a user's mistake; 130 after ^C;
+128 + signal if a signal ended the job before all ranks had saved.
+"""
+
+import fcntl
+import logging
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from shardwise.errors import ShardwiseError
+from shardwise.train.agent import Agent, Files, JobFailed, JobStopped
+
+
+class InvalidFolder(ShardwiseError):  # noqa: N818
+    """A run folder that cannot be used: not to be written, or in use by another job."""
+
+
+def launch(
+    arguments: Sequence[str],
+    *,
+    num_ranks: int,
+    max_restarts: int,
+    folder: Path,
+    grace_seconds: float = 60.0,
+    program: str = "shardwise",
+) -> int:
+    """Run `python -m program arguments…` on `num_ranks` local ranks; the exit code to end with.
+
+    When a rank is killed, or the device, the disk or the network failed it, all ranks are started again, at most
+    `max_restarts` times; any other failure ends the job. SIGTERM and ^C are passed on to the ranks as SIGTERM, and they
+    have `grace_seconds` to end. Only the main thread can call this.
+    """
+    logs = folder / "logs"
+    with _claimed(folder), _signals_kept(), tempfile.TemporaryDirectory(prefix="shardwise-") as private:
+        agent = Agent(
+            (program, *arguments),
+            num_ranks=num_ranks,
+            max_restarts=max_restarts,
+            files=Files(private=Path(private), logs=logs),
+            grace_seconds=grace_seconds,
+        )
+        try:
+            agent.run()
+        except JobFailed as end:
+            failure = end.failure
+            below = "" if failure.mistake else f"what each rank wrote: {logs}/rank-*.txt"
+            print("\n".join(filter(None, (str(failure), failure.traceback.rstrip(), below))), file=sys.stderr)
+            return 2 if failure.mistake else 1
+        except JobStopped as end:
+            print(end, file=sys.stderr)
+            return 128 + end.number
+        except SignalException as end:
+            # While the ranks were being started.
+            return 128 + int(end.sigval)
+    return 128 + signal.SIGINT if agent.stopped_by == signal.SIGINT else 0
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """Hold the run folder for this job; the kernel gives it up when this process ends in whatever way."""
+    with ExitStack() as held:
+        try:
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+            file = held.enter_context((folder / ".lock").open("a"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidFolder(f"another job is writing into {folder}: wait for it, or choose another --run") from None
+        except OSError as error:
+            raise InvalidFolder(f"{folder}: cannot be written ({error.strerror}): choose another --run") from error
+        yield
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """The agent sets handlers and writes warnings: undo the first, and leave the telling to `launch`."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    log = logging.getLogger("torch.distributed.elastic")
+    propagate, log.propagate = log.propagate, False
+    silence = logging.NullHandler()
+    log.addHandler(silence)
+    try:
+        yield
+    finally:
+        log.removeHandler(silence)
+        log.propagate = propagate
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,155 @@
+"""The training loop: an ordinary one, step after step, on one rank."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.checkpoint import Checkpoints
+from shardwise.data.sampler import DistributedSampler
+from shardwise.engine.scaler import GradScaler
+from shardwise.engines import accumulate, clip_grad_norm_
+from shardwise.tasks import Task
+from shardwise.train.batches import Share, Sharing, samples_seen, to_device, tokens_per_sample
+from shardwise.train.config import TrainConfig
+from shardwise.train.evaluation import evaluate
+from shardwise.train.failure import during
+from shardwise.train.metrics import Recorder, Taken, Window
+from shardwise.train.optimizer import set_lr
+from shardwise.train.preemption import Preemption
+from shardwise.train.randomness import random_states
+from shardwise.train.schedule import lr_at
+
+
+@dataclass(slots=True, kw_only=True)
+class Training:
+    """All that a step changes or reads. `step` is the last one taken, `num_steps` the last one to take."""
+
+    config: TrainConfig
+    task: Task
+    model: nn.Module
+    optimizer: Optimizer
+    scaler: GradScaler
+    sampler: DistributedSampler
+    sharing: Sharing
+    batches: Iterator[Any]
+    device: torch.device
+    step: int
+    num_steps: int
+
+    def progress(self) -> dict[str, Any]:
+        """What is the same on every rank: the schedule is a function of the step, so this is all."""
+        return {"sampler": self.sampler.state_dict(), "scaler": self.scaler.state_dict()}
+
+
+def run_steps(training: Training, *, checkpoints: Checkpoints, request: Preemption, recorder: Recorder) -> bool:
+    """Train to the last step, or until the ranks agree to stop; whether they did. Always ends on a checkpoint."""
+    options = training.config.train
+    window = Window(device=training.device, num_ranks=training.sharing.num_ranks)
+    stop = False
+    while training.step < training.num_steps and not stop:
+        with during(f"step {training.step + 1}"):
+            window.add(take_step(training))
+        stop = request.agreed()
+        last = training.step == training.num_steps
+        evaluates = _evaluates(training, last=last)
+        saves = stop or last or _due(training.step, training.config.checkpoint.every)
+        if evaluates or saves or _due(training.step, options.log_every):
+            steps = window.read()
+            if evaluates:
+                steps[-1] = replace(steps[-1], evaluation=evaluate_now(training))
+            recorder.record(steps)
+            if saves:
+                save(training, checkpoints)
+            window.restart_clock()
+    return stop and training.step < training.num_steps
+
+
+def take_step(training: Training) -> Taken:
+    """One optimizer step, of all the passes that make it; nothing in here waits for the device, but for fp16."""
+    sharing, options = training.sharing, training.config.train
+    share = sharing.share(samples_seen(training.sampler))
+    assert share is not None
+    training.step += 1
+    lr = lr_at(
+        training.step,
+        schedule=training.config.schedule,
+        lr=training.config.optimizer.lr,
+        num_steps=training.num_steps,
+    )
+    set_lr(training.optimizer, lr)
+    loss, num_tokens = _forward_backward(training, share)
+    grad_norm = None
+    if options.clip_norm:
+        training.scaler.unscale_(training.optimizer)
+        grad_norm = clip_grad_norm_(training.model, options.clip_norm)
+    training.scaler.step(training.optimizer)
+    training.scaler.update()
+    training.optimizer.zero_grad()
+    training.sampler.advance(share.num_samples)
+    return Taken(
+        step=training.step,
+        lr=lr,
+        num_samples=share.num_samples,
+        num_tokens=num_tokens,
+        epoch=training.sampler.epoch,
+        position=training.sampler.position,
+        loss=loss,
+        grad_norm=grad_norm,
+    )
+
+
+def _forward_backward(training: Training, share: Share) -> tuple[Tensor, int | None]:
+    """This rank's part of the step's loss, times the number of ranks; and all ranks' tokens, if it reads tokens."""
+    total = torch.zeros((), device=training.device)
+    tokens: int | None = None
+    for number, count in enumerate(share.counts):
+        batch = to_device(next(training.batches), training.device)
+        tokens = tokens_per_sample(batch)
+        with accumulate(training.model, enabled=number + 1 < len(share.counts)):
+            loss = training.task.loss(training.model, batch)
+            loss = loss * share.weight(count, num_ranks=training.sharing.num_ranks)
+            training.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    return total, None if tokens is None else tokens * share.num_samples
+
+
+def evaluate_now(training: Training) -> dict[str, float]:
+    """The task's metrics on what was kept back."""
+    task, config = training.task, training.config
+    assert task.evaluate is not None
+    assert task.eval_dataset is not None
+    return evaluate(
+        training.model,
+        task.evaluate,
+        task.eval_dataset,
+        sharing=training.sharing,
+        device=training.device,
+        workers=config.data.workers,
+        num_samples=config.train.eval_samples,
+    )
+
+
+def save(training: Training, checkpoints: Checkpoints) -> None:
+    """After the step's metrics are on disk: a step that is in a checkpoint is not redone."""
+    checkpoints.save(
+        training.model,
+        training.optimizer,
+        step=training.step,
+        progress=training.progress(),
+        own=random_states(training.device),
+    )
+
+
+def _evaluates(training: Training, *, last: bool) -> bool:
+    every = training.config.train.eval_every
+    if every is None:
+        return last and training.task.evaluate is not None and training.task.eval_dataset is not None
+    return every > 0 and (last or _due(training.step, every))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,37 @@
+"""[optimizer] → a torch optimizer."""
+
+import torch
+from torch import nn
+
+from shardwise.errors import InvalidModel
+from shardwise.train.config import OptimizerSection
+
+_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "sgd": torch.optim.SGD,
+}
+
+
+def make_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
+    """Over the parameters that are trained; biases and norms do not decay unless the section says so."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise InvalidModel(f"{type(model).__name__} has no parameter that is trained")
+    groups = [{"params": trained}]
+    if not section.decay_vectors:
+        groups = [
+            {"params": [parameter for parameter in trained if parameter.dim() >= 2]},
+            {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},  # type: ignore[dict-item]
+        ]
+    groups = [group for group in groups if group["params"]]
+    return _CLASSES[section.name](groups, lr=section.lr, **section.options())  # type: ignore[call-arg]
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr

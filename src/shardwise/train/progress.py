@@ -1,0 +1,73 @@
+"""What is shown of a run while it goes: a bar on a terminal, plain lines elsewhere."""
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from shardwise.train.metrics import StepMetrics, Writer
+
+
+def progress_on(console: Console, *, first_step: int, num_steps: int) -> Writer:
+    """A bar where someone looks at it; lines that a log file can hold where not."""
+    kind = Bar if console.is_terminal else PlainLines
+    return kind(console, first_step=first_step, num_steps=num_steps)
+
+
+class PlainLines:
+    """A line for each group of steps that were read together, and one for each evaluation."""
+
+    def __init__(self, console: Console, *, first_step: int, num_steps: int) -> None:
+        self._console = console
+        self._num_steps = num_steps
+
+    def write(self, steps: Sequence[StepMetrics]) -> None:
+        last = steps[-1]
+        _say(self._console, f"step {last.step}/{self._num_steps}  {summary(last, num_steps=self._num_steps)}")
+        if last.evaluation:
+            _say(self._console, f"step {last.step}/{self._num_steps}  evaluation: {spelled(last.evaluation)}")
+
+    def close(self) -> None:
+        """A line is whole as soon as it is written."""
+
+
+class Bar:
+    """One line that moves; evaluations stay above it."""
+
+    def __init__(self, console: Console, *, first_step: int, num_steps: int) -> None:
+        self._console = console
+        self._num_steps = num_steps
+        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, console=console)
+        self._bar = self._progress.add_task("", total=num_steps, completed=first_step)
+        self._progress.start()
+
+    def write(self, steps: Sequence[StepMetrics]) -> None:
+        last = steps[-1]
+        description = summary(last, num_steps=self._num_steps)
+        self._progress.update(self._bar, completed=last.step, description=description)
+        if last.evaluation:
+            _say(self._console, f"step {last.step}  evaluation: {spelled(last.evaluation)}")
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def summary(metrics: StepMetrics, *, num_steps: int) -> str:
+    """loss, gradient norm, learning rate, speed, memory, time left."""
+    left = timedelta(seconds=round(metrics.seconds * (num_steps - metrics.step)))
+    parts = [f"loss {metrics.loss:.4f}"]
+    parts += [] if metrics.grad_norm is None else [f"grad norm {metrics.grad_norm:.3g}"]
+    parts += [f"lr {metrics.lr:.2e}", f"{metrics.samples_per_s:,.0f} samples/s"]
+    parts += [] if metrics.tokens_per_s is None else [f"{metrics.tokens_per_s:,.0f} tokens/s"]
+    return "  ".join([*parts, f"peak {metrics.peak_bytes / 2**20:,.0f} MiB ({metrics.peak_of})", f"{left} left"])
+
+
+def spelled(evaluation: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in evaluation.items())
+
+
+def _say(console: Console, text: str) -> None:
+    """One line, however narrow the terminal is: a log is read by programs too."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,26 @@
+"""The learning rate as a function of the step alone, so that nothing of it need be saved. No torch here."""
+
+import math
+
+from shardwise.train.config import ScheduleSection
+
+
+def lr_at(step: int, *, schedule: ScheduleSection, lr: float, num_steps: int) -> float:
+    """The learning rate of step 1, 2, …, num_steps.
+
+    Over the first w = warmup_steps it rises by lr/w a step and reaches lr in step w. After that a share
+    p = (step - 1 - w) / (num_steps - w) of the rest is over before the step, and with f = final_ratio
+
+        constant   lr
+        linear     lr · (f + (1 - f) (1 - p))
+        cosine     lr · (f + (1 - f) (1 + cos πp) / 2)
+
+    p stays below 1, so that no step is spent on a rate of lr · f = 0.
+    """
+    warmup = schedule.warmup_steps
+    if step <= warmup:
+        return lr * step / warmup
+    part = min(1.0, (step - 1 - warmup) / max(1, num_steps - warmup))
+    left = {"constant": 1.0, "linear": 1 - part, "cosine": (1 + math.cos(math.pi * part)) / 2}[schedule.name]
+    final = 1.0 if schedule.name == "constant" else schedule.final_ratio
+    return lr * (final + (1 - final) * left)

@@ -1,0 +1,33 @@
+"""Processes of this machine, as /proc shows them."""
+
+from contextlib import suppress
+from pathlib import Path
+
+
+def processes_with(variable: str) -> list[str]:
+    """The command lines of the live processes that were started with `variable` (`NAME=value`) in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        # Processes end while we look.
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return found
+
+
+def listening(pids: set[int]) -> set[tuple[str, int]]:
+    """The addresses and ports on which these processes listen for TCP connections, as (hexadecimal address, port)."""
+    inodes = set()
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):
+                    inodes.add(str(link.readlink()))
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                address, port = fields[1].split(":")
+                found.add((address, int(port, 16)))
+    return found

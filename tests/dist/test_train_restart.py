@@ -1,0 +1,159 @@
+"""A run that is interrupted, anywhere and however often, ends as one that was not."""
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankFailed, run_ranks
+from train_tasks import NUM_ENTRIES, Table, assert_same_end, config, curve, lines, reference, trained
+
+from shardwise.checkpoint import Checkpoints, open_checkpoint
+from shardwise.data.sampler import DistributedSampler
+from shardwise.train.config import TrainConfig
+from shardwise.train.metrics import StepMetrics
+from shardwise.train.run import Outcome, train
+
+
+def on_ranks(asked: TrainConfig, *, num_ranks: int = 2, crash_after: int | None = None) -> list[Any]:
+    return run_ranks(trained, num_ranks=num_ranks, args=(asked, crash_after))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"strategy": "fsdp", "accumulate": 2},
+        {"strategy": "ddp"},
+        {"strategy": "zero1", "precision": "fp16"},
+        {"strategy": "ddp", "engine": "torch"},
+        {"strategy": "fsdp", "engine": "torch"},
+    ],
+    ids=lambda plan: " ".join(map(str, plan.values())),
+)
+def test_after_two_crashes_losses_and_weights_are_bit_identical(tmp_path: Path, plan: dict[str, Any]) -> None:
+    def asked(name: str) -> TrainConfig:
+        return config(tmp_path / name, plan=plan, train={"steps": 12, "eval_every": 4})
+
+    on_ranks(asked("whole"))
+    for crash_after in (3, 8, None):
+        on_ranks(asked("crashed"), crash_after=crash_after)
+    assert [step for step, _, _ in curve(tmp_path / "crashed")] == list(range(1, 13))
+    assert_same_end(tmp_path / "whole", tmp_path / "crashed")
+
+
+def test_an_asynchronous_checkpoint_is_as_good(tmp_path: Path) -> None:
+    for name, crashes in (("whole", (None,)), ("crashed", (9, None))):
+        asked = config(tmp_path / name, train={"steps": 12}, checkpoint={"asynchronous": True, "every": 2})
+        for crash_after in crashes:
+            on_ranks(asked, crash_after=crash_after)
+    assert_same_end(tmp_path / "whole", tmp_path / "crashed")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_every_sample_counts_once_an_epoch_also_when_the_number_of_ranks_changes(tmp_path: Path, strategy: str) -> None:
+    """15 samples three times: 2 ranks × 2 × 2 a step, then 1 rank, then 2 ranks, whose last step has 5 left."""
+    asked = config(
+        tmp_path,
+        task={"model": reference("table")},
+        plan={"strategy": strategy, "micro_batch": 2, "accumulate": 2},
+        optimizer={"name": "sgd", "lr": 1.0},
+        schedule={"name": "constant"},
+        train={"epochs": 3, "clip_norm": 0},
+        checkpoint={"every": 2},
+    )
+    for num_ranks, crash_after in ((2, 3), (1, 5), (2, None)):
+        on_ranks(asked, num_ranks=num_ranks, crash_after=crash_after)
+    written = lines(tmp_path)
+    assert [(line["num_samples"], line["num_ranks"]) for line in written] == [
+        (8, 2), (8, 2), (4, 1), (4, 1), (8, 2), (8, 2), (5, 2)
+    ]  # fmt: skip
+    order = iter(DistributedSampler(NUM_ENTRIES, endless=True))
+    expected = torch.zeros(NUM_ENTRIES)
+    for line in written:
+        for _ in range(line["num_samples"]):
+            expected[next(order)] -= 1 / line["num_samples"]
+    assert (written[-1]["epoch"], written[-1]["position"]) == (3, 0)
+    model = Table()
+    saved = open_checkpoint(max((tmp_path / "checkpoints").glob("step-*")))
+    Checkpoints(tmp_path / "checkpoints").load(saved, model)
+    torch.testing.assert_close(model.entries.detach(), expected, atol=1e-6, rtol=0)
+
+
+def test_losses_on_other_numbers_of_ranks_are_of_the_same_samples(tmp_path: Path) -> None:
+    """Without dropout one rank with twice the passes computes what two ranks do."""
+    gpt = {"model": "gpt-tiny", "dataset": "stdlib", "seq": 8}
+    for name, num_ranks, accumulate in (("two", 2, 1), ("one", 1, 2)):
+        asked = config(tmp_path / name, task=gpt, plan={"accumulate": accumulate}, train={"steps": 2})
+        on_ranks(asked, num_ranks=num_ranks)
+    for (_, one, _), (_, two, _) in zip(curve(tmp_path / "one"), curve(tmp_path / "two"), strict=True):
+        assert one == pytest.approx(two, rel=1e-5)
+
+
+def told_to_stop(rank: int, asked: TrainConfig, told: int) -> tuple[Outcome, bool]:
+    """The body of ranks of which one gets a SIGTERM after step 3."""
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def on_step(metrics: StepMetrics) -> None:
+        if metrics.step == 3 and rank == told:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    outcome = train(asked, on_step=on_step)
+    return outcome, signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_sigterm_on_one_rank_stops_both_after_the_same_step_with_a_checkpoint(tmp_path: Path, told: int) -> None:
+    (one, restored), (other, _) = run_ranks(
+        told_to_stop, num_ranks=2, args=(config(tmp_path / "stopped", train={"steps": 12}), told)
+    )
+    assert one.preempted
+    assert other.preempted
+    assert one.step == other.step
+    # It was told after step 3, says so after step 4, and all read it after step 5.
+    assert one.step <= 5
+    assert restored
+    assert max((tmp_path / "stopped" / "checkpoints").glob("step-*")).name == f"step-{one.step:08d}"
+    for name in ("stopped", "whole"):
+        on_ranks(config(tmp_path / name, train={"steps": 12}))
+    assert_same_end(tmp_path / "stopped", tmp_path / "whole")
+
+
+def told_with_its_workers(rank: int, asked: TrainConfig) -> Outcome:
+    """As a cluster does it that signals every process of a job."""
+
+    def on_step(metrics: StepMetrics) -> None:
+        if metrics.step == 3:
+            workers = multiprocessing.active_children()
+            assert len(workers) == 1
+            for process in (*(worker.pid for worker in workers), os.getpid()):
+                os.kill(process, signal.SIGTERM)
+
+    return train(asked, on_step=on_step)
+
+
+def test_sigterm_also_to_the_processes_that_load_samples_stops_well(tmp_path: Path) -> None:
+    asked = config(tmp_path, train={"steps": 40}, data={"workers": 1})
+    (outcome,) = run_ranks(told_with_its_workers, num_ranks=1, args=(asked,))
+    assert outcome.preempted
+    assert outcome.step <= 5
+
+
+def told_twice(rank: int, asked: TrainConfig, times: int) -> None:
+    def on_step(metrics: StepMetrics) -> None:
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGTERM)
+        if times == 1:
+            torch.distributed.distributed_c10d._get_default_store().wait(["never"])
+
+    train(asked, on_step=on_step)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_second_sigterm_or_the_end_of_the_grace_time_kills(tmp_path: Path, times: int) -> None:
+    """Also a rank that waits in vain in a collective, where Python runs no handler."""
+    asked = config(tmp_path, train={"steps": 12}, checkpoint={"grace_seconds": 1.2})
+    with pytest.raises(RankFailed, match="exit code -15"):
+        run_ranks(told_twice, num_ranks=1, args=(asked, times))

@@ -1,0 +1,158 @@
+"""Small tasks of one's own, as `python:FILE.py:function` names them, and configs and bodies of ranks that train them."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from shardwise.models.catalogue import CATALOGUE
+from shardwise.models.shapes import GPTShape, ViTShape
+from shardwise.tasks import Task, image_task, token_task
+from shardwise.train.config import TrainConfig
+from shardwise.train.metrics import StepMetrics
+from shardwise.train.run import Outcome, train
+
+
+def reference(function: str) -> str:
+    return f"python:{__file__}:{function}"
+
+
+# With dropout, so that random numbers matter.
+GPT = GPTShape(num_layers=2, width=16, num_heads=2, vocab_size=256, max_seq=8, dropout=0.1)
+
+
+def gpt() -> Task:
+    return replace(token_task(GPT, dataset="random"), eval_dataset=Numbers(256, length=9))
+
+
+class Numbers(Dataset[tuple[Tensor, Tensor]]):
+    """A few samples of tokens."""
+
+    def __init__(self, num_values: int, *, length: int) -> None:
+        self._tokens = torch.arange(length * 9).view(length, 9) % num_values
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._tokens[index, :-1], self._tokens[index, 1:]
+
+
+def vit() -> Task:
+    """Larger patches, fewer layers and larger weights at the start than vit-digits: it learns in seconds."""
+    shape = CATALOGUE["vit-digits"]
+    assert isinstance(shape, ViTShape)
+    task = image_task(replace(shape, num_layers=2, patch_size=4), dataset="digits")
+    with torch.no_grad():
+        for name, parameter in task.model.named_parameters():
+            if parameter.dim() >= 2 and not name.startswith("embed.project"):
+                parameter *= shape.width**-0.5 / 0.02
+    return task
+
+
+NUM_ENTRIES = 15
+
+
+class Table(nn.Module):
+    """A number for each sample. A sample's gradient touches its own number alone, so the numbers say who was trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = nn.Parameter(torch.zeros(NUM_ENTRIES))
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.entries[indices]
+
+
+class Indices(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return NUM_ENTRIES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(index)
+
+
+def table() -> Task:
+    return Task(
+        model=Table(),
+        loss=lambda model, indices: model(indices).mean(),
+        make_batch=lambda size: torch.zeros(size, dtype=torch.long),
+        dataset=Indices(),
+        eval_dataset=Indices(),
+        evaluate=lambda model, indices: {"count": torch.tensor(float(len(indices))), "index": indices.sum()},
+    )
+
+
+def config(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
+    """A config of the tiny GPT; each section's keys are added to those here, or replace them."""
+    data: dict[str, dict[str, Any]] = {
+        "task": {"model": reference("gpt")},
+        "plan": {"micro_batch": 2},
+        "optimizer": {"lr": 1e-2},
+        "train": {"log_every": 1, "eval_every": 0},
+        "checkpoint": {"every": 5, "asynchronous": False},
+        "run": {"folder": str(folder), "tensorboard": False},
+    }
+    for name, keys in sections.items():
+        data[name] = {**data.get(name, {}), **keys}
+    return TrainConfig.from_dict(data)
+
+
+class Crash(Exception):  # noqa: N818
+    """What `crash_after` raises in the middle of a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a body ended: the run's outcome, or None after a crash, and the steps that `on_step` saw."""
+
+    outcome: Outcome | None
+    seen: list[StepMetrics]
+
+
+def trained(rank: int, asked: TrainConfig, crash_after: int | None = None) -> Ended:
+    """The body of a rank; all ranks crash after the same step."""
+    seen: list[StepMetrics] = []
+
+    def on_step(metrics: StepMetrics) -> None:
+        seen.append(metrics)
+        if metrics.step == crash_after:
+            raise Crash
+
+    try:
+        return Ended(outcome=train(asked, on_step=on_step, console=Console(quiet=True)), seen=seen)
+    except Crash:
+        return Ended(outcome=None, seen=seen)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(folder: Path) -> list[tuple[int, float, float | None]]:
+    """What must be the same, bit for bit, however often a run was interrupted."""
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines(folder)]
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """Everything in the newest checkpoint, by file and name."""
+    newest = max((folder / "checkpoints").glob("step-*"))
+    files = sorted(newest.glob("*.safetensors"))
+    return {f"{path.name}/{name}": value for path in files for name, value in load_file(path).items()}
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    """The same losses in every step, and the same weights, optimizer and random states in the end."""
+    assert curve(one) == curve(other)
+    ours, theirs = tensors(one), tensors(other)
+    assert ours.keys() == theirs.keys()
+    assert ours
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
