@@ -9,7 +9,7 @@ true where the times do not. A block counts with its slowest rank. Only ratios a
 Beside wall-clock seconds stand the seconds that the process was on a CPU, which other processes disturb less.
 
 --memory also runs each engine by itself, and reports the most bytes that are live in a step, and those that are left
-after its zero_grad: on a CPU from torch's allocator (live_bytes.py), which does not know of the backend's own
+after its zero_grad: on a CPU from torch's allocator (measure/live.py), which does not know of the backend's own
 buffers, on a GPU from torch.cuda. "plain" is the model in one process without any engine: what a rank holds at rest ×
 ranks / plain's is 1 where nothing is held twice.
 """
@@ -35,9 +35,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from live_bytes import LiveBytes
 
 from shardwise.engines import prepare
+from shardwise.measure.live import LiveBytes
 from shardwise.models.build import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.plan import Plan
@@ -99,7 +99,7 @@ def make_step(
     model = build_model(case.shape, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     if engine != "plain":
-        # Freed here at the latest, not by a thread of the backend, where live_bytes would not see it.
+        # Freed here at the latest, not by a thread of the backend, where LiveBytes would not see it.
         originals = [parameter.data for parameter in model.parameters()]
         plan = arrange(model, Plan(strategy=case.strategy, precision=case.precision, engine=engine))
         model, optimizer = prepare(model, optimizer, plan)

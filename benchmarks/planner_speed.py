@@ -12,13 +12,16 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+from shardwise.hardware import cluster_of
 from shardwise.mesh import Mesh
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.planner import estimate
+from shardwise.planner.time import estimate_time
 from shardwise.sources import Source
 
 MODELS = ("gpt2-124m", "llama-3.1-8b", "llama-3.1-405b")
+CLUSTER = "8x8xh100-80gb"
 NUM_RANKS = 64
 OWN_MODEL = """
 import torch
@@ -52,15 +55,16 @@ def plans() -> list[Plan]:
 
 
 def plans_per_second(model: str) -> tuple[float, float]:
-    """Without the allocator's model, and with it."""
-    source = Source(model)
+    """Memory and time of a plan: without the allocator's model, and with it."""
+    source, cluster = Source(model), cluster_of(CLUSTER)
     candidates = plans()
     for plan in candidates:
         spec = source.spec_for(plan)
     # On a CPU, not by the wall: other processes disturb that less.
     started = time.process_time()
     for plan in candidates:
-        estimate(spec, plan=plan, num_ranks=NUM_RANKS, batch=plan.micro_batch or 1, quick=True)
+        estimate(spec, plan=plan, num_ranks=NUM_RANKS, batch=plan.micro_batch or 1, optimizer="adamw", quick=True)
+        estimate_time(spec, plan=plan, cluster=cluster, optimizer="adamw")
     quick = len(candidates) / (time.process_time() - started)
     some = candidates[::48]
     started = time.process_time()

@@ -35,7 +35,7 @@ _ROOT_PART = 50
 
 
 class Source:
-    """One model; its spec grows by the traces that plans ask for."""
+    """One model; its spec grows by the traces that plans ask for. `kernels`: of which device, cuda or cpu."""
 
     def __init__(
         self,
@@ -43,10 +43,11 @@ class Source:
         *,
         seq: int | None = None,
         image: int | None = None,
+        kernels: str = "cuda",
         while_tracing: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext(),
     ) -> None:
         self.reference = reference
-        self._seq, self._image = seq, image
+        self._seq, self._image, self._kernels = seq, image, kernels
         self._while_tracing = while_tracing
         self._task: Task | None = None
         self._spec = self._first_spec()
@@ -75,7 +76,7 @@ class Source:
 
     def _is_ready(self) -> bool:
         """Whether the shipped spec holds for what is asked."""
-        if self.reference.startswith(("python:", *FOREIGN)):
+        if self.reference.startswith(("python:", *FOREIGN)) or self._kernels != "cuda":
             return False
         shape = shape_of(self.reference)
         if isinstance(shape, GPTShape | LlamaShape):
@@ -99,7 +100,7 @@ class Source:
                 from shardwise.trace.foreign import task_of
 
                 self._task = task_of(self.reference, seq=self._seq, image=self._image)
-            traced = trace_task(self._task, name=self.reference, ways=ways)
+            traced = trace_task(self._task, name=self.reference, ways=ways, kernels=self._kernels)
         before = self._spec if hasattr(self, "_spec") else traced
         if not traced.traces:
             return replace(before, seq=self._seq)

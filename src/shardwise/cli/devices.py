@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shardwise.hardware.calibration import shipped_calibration
 from shardwise.hardware.device import Device, device_of
 from shardwise.hardware.device import devices as all_devices
 from shardwise.hardware.link import Link, links
@@ -91,8 +92,13 @@ def _show_one(row: Device | Link) -> None:
         value = getattr(row, field.name)
         if isinstance(value, Sourced):
             table.add_row(field.name, _plain(value.value), value.kind, value.source)
-        elif value is None:
+        elif value is None and field.name != "calibration":
             table.add_row(field.name, "–", "unknown", "")
+    if isinstance(row, Device):
+        found = row.calibration or shipped_calibration(row.name)
+        points = sum(map(len, found.points.values())) if found else 0
+        kind, source = (found.kind, found.source) if found else ("unknown", "shardwise calibrate measures it")
+        table.add_row("calibration", f"{points} points" if found else "–", kind, source)
     _print(table)
 
 

@@ -1,8 +1,9 @@
-"""`shardwise plan`: what every strategy needs on a cluster, and which one to take."""
+"""`shardwise plan`: what every strategy needs on a cluster, how fast it is, and which one to take."""
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,10 @@ from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.placement import STRATEGIES
 
 if TYPE_CHECKING:
+    from shardwise.hardware import Cluster
+    from shardwise.planner.queues import Span
+    from shardwise.planner.rank import Choice
+    from shardwise.planner.scale import Scaled
     from shardwise.planner.search import Candidate
     from shardwise.sources import Source
 
@@ -37,40 +42,88 @@ def plan(
     engine: Annotated[
         str, typer.Option("--engine", help="shardwise, or torch's own DDP and fully_shard.")
     ] = "shardwise",
+    devices: Annotated[
+        Path | None, typer.Option("--devices", help="A device table that `shardwise calibrate` wrote.")
+    ] = None,
+    scale: Annotated[bool, typer.Option("--scale", help="Also the best plan on 8 to 16,384 devices.")] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Also what each queue does in a step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     save: Annotated[Path | None, typer.Option("--save", help="Write the recommended plan as PLAN.toml.")] = None,
 ) -> None:
-    """Say what every strategy needs on a cluster: fits or not, bytes by category, and which one to take."""
+    """Say what every strategy needs on a cluster: fits or not, bytes by category, time, and which one to take."""
     _check(strategy=strategy, goal=goal, optimizer=optimizer)
-    from shardwise.hardware import cluster_of
     from shardwise.plan import Plan
-    from shardwise.planner.search import candidates, recommend, way_out
+    from shardwise.planner.rank import choose
+    from shardwise.planner.scale import scaling
+    from shardwise.planner.search import candidates, way_out
     from shardwise.sources import Source
 
-    where = cluster_of(cluster)
+    where = _cluster(cluster, devices=devices)
     asked = Plan(micro_batch=micro_batch, precision=precision, recompute=recompute, engine=engine)
     source = Source(model, seq=seq, image=image, while_tracing=_progress)
     strategies = [name for name in STRATEGIES if strategy in (name, "all") and _runs(name, engine=engine)]
     found = candidates(
         source.spec_for, plan=asked, strategies=strategies, cluster=where, optimizer=optimizer, goal=goal
     )
-    recommended, why = recommend(found, goal=goal)
-    help_out = None
-    if recommended is None and any(candidate.fits == "no" for candidate in found):
-        help_out = way_out(source.spec_for, plan=asked, strategies=strategies, cluster=where, optimizer=optimizer)
-        why = "nothing fits" + (
-            f"; fits with {help_out}"
-            if help_out
-            else ", also not with --recompute full, --micro-batch 1 and 1,024 times the devices"
-        )
+    choice = choose(found, goal=goal, spec_for=source.spec_for, optimizer=optimizer)
+    if choice.index is None and any(candidate.fits == "no" for candidate in found):
+        way = way_out(source.spec_for, plan=asked, strategies=strategies, cluster=where, optimizer=optimizer)
+        choice = replace(choice, why=f"nothing fits; {_way_out(way)}")
     if save is not None:
-        if recommended is None:
-            raise InvalidPlan(f"--save {save}: {why}")
-        found[recommended].plan.save(save)
+        if choice.index is None:
+            raise InvalidPlan(f"--save {save}: {choice.why}")
+        found[choice.index].plan.save(save)
+    grown = None
+    if scale:
+        grown = scaling(source.spec_for, plan=asked, found=found, cluster=where, optimizer=optimizer)
+    shown = Shown(source=source, found=found, choice=choice, optimizer=optimizer, timeline=timeline, scaling=grown)
     if as_json:
-        print(json.dumps(_data(model, str(where), found, recommended=recommended, why=why), indent=2))
+        print(json.dumps(_data(shown), indent=2))
     else:
-        _show(source, found, recommended=recommended, why=why)
+        _show(shown)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What is to be shown."""
+
+    source: "Source"
+    found: "list[Candidate]"
+    choice: "Choice"
+    optimizer: str
+    timeline: bool
+    scaling: "list[Scaled] | None"
+
+    @property
+    def best(self) -> "Candidate | None":
+        return self.found[self.choice.index] if self.choice.index is not None else None
+
+    def spans(self) -> "list[Span] | None":
+        """The step of the recommended plan, if it is asked for and known."""
+        from shardwise.planner.time import timeline
+
+        if not self.timeline or self.best is None or self.best.time is None:
+            return None
+        plan = self.best.plan
+        return timeline(self.source.spec_for(plan), plan=plan, cluster=self.best.cluster, optimizer=self.optimizer)
+
+
+def _cluster(text: str, *, devices: Path | None) -> "Cluster":
+    from shardwise.hardware import cluster_of
+
+    cluster = cluster_of(text)
+    if devices is None:
+        return cluster
+    from shardwise.hardware.cluster_file import read_cluster_file
+
+    measured = read_cluster_file(devices)
+    return replace(cluster, device=measured.device, link=measured.link or cluster.link)
+
+
+def _way_out(way: str | None) -> str:
+    if way is not None:
+        return f"fits with {way}"
+    return "also not with --recompute full, --micro-batch 1 and 1,024 times the devices"
 
 
 def _check(*, strategy: str, goal: str, optimizer: str) -> None:
@@ -100,39 +153,66 @@ def _progress(name: str) -> Iterator[None]:
         yield
 
 
-def _data(model: str, cluster: str, found: "list[Candidate]", *, recommended: int | None, why: str) -> dict[str, Any]:
-    from shardwise.report.costs import as_data
+def _data(shown: Shown) -> dict[str, Any]:
+    from shardwise.report.costs import as_data, scaling_data
+    from shardwise.report.lanes import as_data as spans_as_data
 
-    return {
-        "model": model,
-        "cluster": cluster,
-        "recommended": recommended,
-        "why": why,
-        "candidates": [as_data(candidate) for candidate in found],
+    data = {
+        "model": shown.source.reference,
+        "cluster": str(shown.found[0].cluster),
+        "recommended": shown.choice.index,
+        "why": shown.choice.why,
+        "candidates": [as_data(candidate) for candidate in shown.found],
     }
+    if shown.scaling is not None:
+        data["scaling"] = scaling_data(shown.scaling)
+    spans = shown.spans()
+    if spans is not None:
+        data["timeline"] = spans_as_data(spans)
+    return data
 
 
-def _show(source: "Source", found: "list[Candidate]", *, recommended: int | None, why: str) -> None:
+def _show(shown: Shown) -> None:
     from rich.console import Console
 
-    from shardwise.report.costs import as_table, legend
+    from shardwise.report.costs import as_table, legend, scaling_table
+    from shardwise.report.lanes import as_lanes
 
     console = Console()
-    first = found[0]
-    capacity = first.capacity_bytes
+    console.print(_heading(shown), highlight=False, markup=False)
+    console.print(as_table(shown.found, recommended=shown.choice.index))
+    console.print(legend())
+    spans = shown.spans()
+    if spans is not None:
+        console.print(as_lanes(spans), highlight=False, markup=False)
+    if shown.scaling is not None:
+        console.print(scaling_table(shown.scaling))
+    for line in _remarks(shown):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _heading(shown: Shown) -> str:
+    first = shown.found[0]
+    capacity, plan = first.capacity_bytes, first.plan
     seq = f", {first.seq} tokens a sample" if first.seq else ""
     room = f"{capacity / 2**30:.1f} GiB each" if capacity else "capacity unknown"
-    console.print(
-        f"{source.reference} on {first.cluster} ({room}): {first.plan.precision}, recompute "
-        f"{first.plan.recompute}{seq}, engine {first.plan.engine}",
-        highlight=False,
-        markup=False,
+    return (
+        f"{shown.source.reference} on {first.cluster} ({room}): {plan.precision}, recompute {plan.recompute}{seq}, "
+        f"engine {plan.engine}"
     )
-    console.print(as_table(found, recommended=recommended))
-    console.print(legend())
+
+
+def _remarks(shown: Shown) -> Iterator[str]:
+    from shardwise.planner.rank import name_of
+    from shardwise.planner.time import why_not_timed
+
+    first, why = shown.found[0], shown.choice.why
     if not first.memory.activations_known:
-        console.print("States only: activations are unknown, and come on top.", highlight=False)
-    label = f"Recommended: {found[recommended].plan.strategy}, {why}." if recommended is not None else f"{why}."
-    console.print(label[0].upper() + label[1:], highlight=False, markup=False, soft_wrap=True)
-    band = round(100 * first.error_band)
-    console.print(f"Predicted, not measured; fits means peak + {band}% ≤ capacity.", highlight=False)
+        yield "States only: activations are unknown, and come on top."
+    yield f"Recommended: {name_of(shown.best)}, {why}." if shown.best is not None else why[0].upper() + why[1:] + "."
+    fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity"
+    unknown = why_not_timed(first.cluster, spec=shown.source.spec_for(first.plan))
+    time = f"time is not predicted: {unknown}" if unknown else f"time ± {first.time_band:.0%}"
+    yield f"Predicted, not measured; {fits}; {time}."
+    if shown.scaling is not None:
+        yield "Scaling: a strategy keeps its micro-batch; memory without the allocator's model; no stragglers, no congestion."

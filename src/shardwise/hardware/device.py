@@ -6,15 +6,20 @@ from functools import cache
 from typing import Any
 
 from shardwise.errors import InvalidCluster, UnknownName
+from shardwise.hardware.calibration import Calibration, read_calibration
 from shardwise.hardware.sourced import Sourced, check_table, read_sourced, shipped_table
 
 _VALUES: Mapping[str, type] = {
     "capacity_bytes": int,
+    "num_processors": int,
+    "processor_hz": float,
     "memory_bytes_per_s": float,
     "fp32_flops_per_s": float,
     "tf32_flops_per_s": float,
     "bf16_flops_per_s": float,
     "fp16_flops_per_s": float,
+    "matmul_reach": float,
+    "attention_reach": float,
     "context_bytes": int,
     "communicator_bytes": int,
     "host_link": str,
@@ -28,28 +33,37 @@ class Device:
     """What is known of a kind of device; None where nobody has sourced it.
 
     capacity_bytes       what torch reports as its total memory
+    num_processors       streaming multiprocessors, over which the tiles of a matrix product are spread
+    processor_hz         their clock
     *_flops_per_s        peak of dense matrix products
+    *_reach              what matrix products and attention reach beside an H200's (lent.py)
     context_bytes        what a process holds before it has made one tensor
     communicator_bytes   what each NCCL communicator holds
     host_link            name of the link to the CPU
     link                 name of the link to the other devices of its node
     nic                  name of the link to other nodes that usually comes with each device
+    calibration          what `shardwise calibrate` measured of it
     """
 
     name: str
     title: str = ""
     aliases: tuple[str, ...] = ()
     capacity_bytes: Sourced[int] | None = None
+    num_processors: Sourced[int] | None = None
+    processor_hz: Sourced[float] | None = None
     memory_bytes_per_s: Sourced[float] | None = None
     fp32_flops_per_s: Sourced[float] | None = None
     tf32_flops_per_s: Sourced[float] | None = None
     bf16_flops_per_s: Sourced[float] | None = None
     fp16_flops_per_s: Sourced[float] | None = None
+    matmul_reach: Sourced[float] | None = None
+    attention_reach: Sourced[float] | None = None
     context_bytes: Sourced[int] | None = None
     communicator_bytes: Sourced[int] | None = None
     host_link: Sourced[str] | None = None
     link: Sourced[str] | None = None
     nic: Sourced[str] | None = None
+    calibration: Calibration | None = None
 
     def flops_per_s(self, dtype: str) -> Sourced[float] | None:
         """The peak in fp32, tf32, bf16 or fp16."""
@@ -69,7 +83,7 @@ class Device:
 
 def read_device(name: str, table: object, *, key: str, like: Device | None = None) -> Device:
     """The device of a TOML table, which `key` names in errors; what it leaves out is taken from `like`."""
-    given = check_table(key, table, allowed=("title", "aliases", *_VALUES))
+    given = check_table(key, table, allowed=("title", "aliases", "calibration", *_VALUES))
     values: dict[str, Any] = {}
     if like is not None:
         values = {field.name: getattr(like, field.name) for field in fields(like)}
@@ -82,6 +96,8 @@ def read_device(name: str, table: object, *, key: str, like: Device | None = Non
     for field, value in given.items():
         if field in _VALUES:
             values[field] = read_sourced(f"{key}.{field}", value, of=_VALUES[field])
+    if "calibration" in given:
+        values["calibration"] = read_calibration(given["calibration"], key=f"{key}.calibration")
     values.update(name=name, title=given.get("title", ""), aliases=tuple(aliases))
     return Device(**values)
 

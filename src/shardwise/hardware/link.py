@@ -8,7 +8,7 @@ from typing import Any
 from shardwise.errors import InvalidCluster, UnknownName
 from shardwise.hardware.sourced import Sourced, check_table, read_sourced, shipped_table
 
-_KEYS = ("title", "between_nodes", "bytes_per_s", "latency_seconds")
+_KEYS = ("title", "between_nodes", "bytes_per_s", "ring_bytes_per_s", "latency_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,13 +16,15 @@ class Link:
     """One device's link, or one network port.
 
     bytes_per_s       in one direction
-    latency_seconds   of one message; None where nobody has sourced it
+    ring_bytes_per_s  what a ring of collectives reaches of that; None where nobody has sourced it, as below
+    latency_seconds   of one message
     between_nodes     a network port, of which fabrics are made
     """
 
     name: str
     title: str = ""
     bytes_per_s: Sourced[float]
+    ring_bytes_per_s: Sourced[float] | None = None
     latency_seconds: Sourced[float] | None = None
     between_nodes: bool = False
 
@@ -54,13 +56,17 @@ def read_link(name: str, table: object, *, key: str) -> Link:
     for field, of in (("title", str), ("between_nodes", bool)):
         if field in fields and not isinstance(fields[field], of):
             raise InvalidCluster(f"{key}.{field} = {fields[field]!r}: must be a {of.__name__}")
-    latency = fields.get("latency_seconds")
+    optional = {
+        field: read_sourced(f"{key}.{field}", fields[field], of=float)
+        for field in ("ring_bytes_per_s", "latency_seconds")
+        if field in fields
+    }
     return Link(
         name=name,
         title=fields.get("title", ""),
         bytes_per_s=read_sourced(f"{key}.bytes_per_s", fields["bytes_per_s"], of=float),
-        latency_seconds=None if latency is None else read_sourced(f"{key}.latency_seconds", latency, of=float),
         between_nodes=fields.get("between_nodes", False),
+        **optional,
     )
 
 

@@ -20,7 +20,7 @@ from shardwise.planner.replay import CATEGORIES, Moment, Replayed, replay
 from shardwise.planner.shorten import Short, cut
 from shardwise.planner.states import OptimizerRule, UnitStates, unit_states
 from shardwise.planner.tide import Tide, tide
-from shardwise.program import build
+from shardwise.program import StepProgram, build
 from shardwise.spec import ROOT, ModelSpec, UnitSpec
 from shardwise.spec.law import Line
 from shardwise.spec.step import StepRow, StepTrace, Stream
@@ -110,6 +110,11 @@ class Job:
         return self.optimizer.copies * owned + self.optimizer.largest * largest
 
     @cached_property
+    def program(self) -> StepProgram:
+        """The step of the shortened model."""
+        return build(self.short.spec, plan=self.plan)
+
+    @cached_property
     def moments(self) -> Sequence[Moment]:
         """The step, as the plan's engine runs it."""
         return tuple(self._moments())
@@ -135,8 +140,9 @@ class Job:
             rules=self.rules,
             update_bytes=self.update_bytes,
         )
-        return engine_moments(build(self.short.spec, plan=self.plan), setting=setting, tides=self.tides())
+        return engine_moments(self.program, setting=setting, tides=self.tides())
 
+    @cached_property
     def streams(self) -> list[tuple[Key, Stream]]:
         """The rows of the step, each from the trace that recomputes as the row's unit does."""
         if not self.traces:
@@ -158,7 +164,7 @@ class Job:
         return trace.expand(names, num_units=num_units)
 
     def tides(self) -> list[tuple[Key, Tide]]:
-        return [(key, self._tide(stream)) for key, stream in self.streams()]
+        return [(key, self._tide(stream)) for key, stream in self.streams]
 
     def _tide(self, stream: Stream) -> Tide:
         found = self.tides_seen.get(id(stream))

@@ -92,6 +92,11 @@ def estimate(
     )
 
 
+def job_of(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, device: str) -> Job:
+    """The job of a plan, whatever its batch; the same one each time."""
+    return _replayed(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device)[0]
+
+
 def _outside(job: Job, *, device: str, context: int | None, communicator: int | None) -> int:
     """What a process holds beside the allocator. A second axis of the mesh has communicators of its own."""
     if device == "cpu":

@@ -132,13 +132,14 @@ def engine_moments(program: StepProgram, *, setting: Setting, tides: Sequence[tu
     order = [key for key, _ in tides] or list(rows)
     flows = dict(tides)
     offload = _Offload(tides) if setting.plan.offload_activations else None
+    turns = _Turns(program, setting=setting)
     for key in order:
         row = rows.pop(key, None)
         trigger, unit, _ = key
         changes = [
             *(offload.at(key) if offload else ()),
             *_random_state(trigger, unit, setting=setting),
-            *(_changes(engine, row) if row else ()),
+            *(change for due in (turns.at(row) if row else ()) for change in _changes(engine, due)),
         ]
         yield Moment(
             label=f"{trigger} {unit}",
@@ -172,6 +173,36 @@ def _changes(engine: _Engine, row: Row) -> Changes:
         yield from engine.do(operation)
     if pending:
         yield from engine.take_grads(row.unit)
+
+
+class _Turns:
+    """Which rows are due when one is reached.
+
+    Where parameters are sharded, units are closed in the program's order (engine/walk.py): one whose gradients are
+    there early, such as a root that has only a head, waits until backward has come to the end of the units in it.
+    """
+
+    def __init__(self, program: StepProgram, *, setting: Setting) -> None:
+        self._rows, self._places = program.rows, program.table()
+        self._in_order = any(placement.params is SHARDED for placement in setting.placements.values())
+        self._early: set[str] = set()
+        self._next = 0
+
+    def at(self, row: Row) -> Iterator[Row]:
+        if not self._in_order or row.trigger is not Trigger.GRADS_READY:
+            if row.trigger is Trigger.BACKWARD_DONE:
+                yield from (late for late in self._rows if self._is_early(late))
+            yield row
+            self._next = self._places[row.trigger, row.unit, row.call] + 1
+            return
+        self._early.add(row.unit)
+        while self._is_early(self._rows[self._next]):
+            self._early.discard(self._rows[self._next].unit)
+            yield self._rows[self._next]
+            self._next += 1
+
+    def _is_early(self, row: Row) -> bool:
+        return row.trigger is Trigger.GRADS_READY and row.unit in self._early
 
 
 class _Offload:

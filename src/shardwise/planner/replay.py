@@ -179,3 +179,38 @@ def replay(moments: Iterable[Moment], *, at_rest: Sequence[Line]) -> Replayed:
         timeline.append((moment.label, Line(*state.crest)))
     peaks = tuple(peak for found in state.peaks.values() for _, _, peak in found)
     return Replayed(peaks=peaks, timeline=tuple(timeline), at_rest=tuple(at_rest))
+
+
+@dataclass(slots=True)
+class _Crests(_Replay):
+    """A replay at one batch, which remembers the highest point of the moment that it is in."""
+
+    batch: int = 1
+    highest: dict[str, int] = field(default_factory=dict)
+
+    def see(
+        self, label: str, const: Sequence[int], per_sample: Sequence[int], column_sum: ColumnSum | None = None
+    ) -> None:
+        point = Peak(
+            const=tuple(const), per_sample=tuple(per_sample), label=label, line=Line(0, 0), column_sum=column_sum
+        )
+        found = point.breakdown(self.batch)
+        if sum(found.values()) > sum(self.highest.values()):
+            self.highest = found
+
+
+def crests(moments: Iterable[Moment], *, at_rest: Sequence[Line], batch: int) -> list[tuple[str, dict[str, int]]]:
+    """The highest point of each moment of a step at one batch, by category."""
+    state = _Crests(
+        const=[line.const for line in at_rest], per_sample=[line.per_sample for line in at_rest], batch=batch
+    )
+    found = []
+    for moment in moments:
+        state.highest = {}
+        state.see(moment.label, state.const, state.per_sample)
+        for change in moment.changes:
+            state.change(moment, change)
+        if moment.tide is not None:
+            state.flow(moment, moment.tide)
+        found.append((moment.label, state.highest))
+    return found

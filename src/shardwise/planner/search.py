@@ -1,14 +1,16 @@
-"""Plans for a cluster, each at its best batch: which fit, which to take, and what would fit if none does."""
+"""Plans for a cluster, each at its best batch and mesh: what they cost, and what would fit if none does."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import log2
 
 from shardwise.hardware import Cluster
 from shardwise.mesh import Mesh
-from shardwise.placement import STRATEGIES
+from shardwise.placement import SHARDED, STRATEGIES
 from shardwise.plan import Plan
 from shardwise.planner.constants import ERROR_BANDS
-from shardwise.planner.memory import MemoryEstimate, estimate
+from shardwise.planner.memory import MemoryEstimate, estimate, job_of
+from shardwise.planner.time import TimeEstimate, estimate_time, time_band
 from shardwise.planner.traffic import sent_bytes
 from shardwise.spec import ModelSpec
 
@@ -21,11 +23,15 @@ SpecFor = Callable[[Plan], ModelSpec]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan with its cost on a cluster. `fits` is yes, tight (within the error band), no, or unknown."""
+    """A plan with its cost on a cluster. `fits` is yes, tight (within the error band), no, or unknown.
+
+    `time` is None where it cannot be predicted (time.why_not_timed).
+    """
 
     plan: Plan
     cluster: Cluster
     memory: MemoryEstimate
+    time: TimeEstimate | None
     fits: str
     seq: int | None
     sent_bytes: int
@@ -40,27 +46,33 @@ class Candidate:
         return self.plan.micro_batch
 
     @property
-    def error_band(self) -> float:
+    def memory_band(self) -> float:
         return ERROR_BANDS[self.plan.engine]
+
+    @property
+    def time_band(self) -> float:
+        return time_band(self.cluster.device)
 
 
 def capacity_bytes(cluster: Cluster) -> int | None:
     return cluster.device.capacity_bytes.value if cluster.device.capacity_bytes is not None else None
 
 
-def cost(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str) -> Candidate:
-    """A plan whose micro-batch is set, on a cluster."""
+def cost(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False) -> Candidate:
+    """A plan whose micro-batch is set, on a cluster; with `quick`, without the allocator's model."""
     memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, quick=True)
-    if _fits(memory.device_bytes, plan=plan, cluster=cluster) != "no":
+    if not quick and _fits(memory.device_bytes, plan=plan, cluster=cluster) != "no":
         # What its tensors alone are too large for, the allocator cannot make fit.
         memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer)
+    job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=_kind(cluster))
     return Candidate(
         plan=plan,
         cluster=cluster,
         memory=memory,
+        time=estimate_time(spec, plan=plan, cluster=cluster, optimizer=optimizer),
         fits=_fits(memory.device_bytes, plan=plan, cluster=cluster),
         seq=spec.seq,
-        sent_bytes=sent_bytes(spec, plan=plan, num_ranks=cluster.num_ranks),
+        sent_bytes=sent_bytes(job),
     )
 
 
@@ -74,12 +86,16 @@ def _memory(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, qu
         num_ranks=cluster.num_ranks,
         batch=plan.micro_batch,
         optimizer=optimizer,
-        device="cpu" if device.name == "cpu" else "cuda",
+        device=_kind(cluster),
         context_bytes=device.context_bytes.value if device.context_bytes else None,
         communicator_bytes=device.communicator_bytes.value if device.communicator_bytes else None,
         limit_bytes=round(capacity / (1 + ERROR_BANDS[plan.engine])) if capacity is not None else None,
         quick=quick,
     )
+
+
+def _kind(cluster: Cluster) -> str:
+    return "cpu" if cluster.device.name == "cpu" else "cuda"
 
 
 def _fits(device_bytes: int, *, plan: Plan, cluster: Cluster) -> str:
@@ -91,10 +107,10 @@ def _fits(device_bytes: int, *, plan: Plan, cluster: Cluster) -> str:
     return "tight" if device_bytes <= capacity else "no"
 
 
-def largest_batch(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str) -> int:
+def largest_batch(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False) -> int:
     """The largest micro-batch that fits; 1 where none does, or where nothing is known that grows with it.
 
-    Searched by what is allocated, which costs nothing; below that, by what is reserved for it.
+    Searched by what is allocated, which costs nothing; below that, unless `quick`, by what is reserved for it.
     """
     if capacity_bytes(cluster) is None or not spec.traces:
         return 1
@@ -106,7 +122,7 @@ def largest_batch(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: s
         return _fits(memory(batch, quick=quick).device_bytes, plan=plan, cluster=cluster) == "yes"
 
     batch = _largest(lambda batch: fits(batch, quick=True))
-    return batch if batch == 1 else _refined(batch, fits=lambda batch: fits(batch, quick=False))
+    return batch if batch == 1 or quick else _refined(batch, fits=lambda batch: fits(batch, quick=False))
 
 
 def _refined(most: int, *, fits: Callable[[int], bool]) -> int:
@@ -140,42 +156,46 @@ def _largest(fits: Callable[[int], bool]) -> int:
 
 
 def candidates(
-    spec_for: SpecFor, *, plan: Plan, strategies: Sequence[str], cluster: Cluster, optimizer: str, goal: str
+    spec_for: SpecFor,
+    *,
+    plan: Plan,
+    strategies: Sequence[str],
+    cluster: Cluster,
+    optimizer: str,
+    goal: str,
+    quick: bool = False,
 ) -> list[Candidate]:
-    """Each strategy at the plan's micro-batch; without one, at the largest that fits, or for memory's sake at 1."""
+    """Each strategy at the plan's micro-batch; without one, at the largest that fits, or for memory's sake at 1.
+
+    Over several nodes each is sharded over all ranks and, where that is promising, over fewer.
+    """
     found = []
     for strategy in strategies:
-        chosen = replace(plan, strategy=strategy, mesh=plan.mesh or Mesh(shard=cluster.num_ranks))
-        spec = spec_for(chosen)
-        batch = plan.micro_batch
-        if batch is None:
-            searches = goal == "throughput"
-            batch = largest_batch(spec, plan=chosen, cluster=cluster, optimizer=optimizer) if searches else 1
-        found.append(cost(spec, plan=replace(chosen, micro_batch=batch), cluster=cluster, optimizer=optimizer))
+        for mesh in meshes(strategy, plan=plan, cluster=cluster):
+            chosen = replace(plan, strategy=strategy, mesh=mesh)
+            spec = spec_for(chosen)
+            batch = plan.micro_batch or 1
+            if plan.micro_batch is None and goal == "throughput":
+                batch = largest_batch(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=quick)
+            chosen = replace(chosen, micro_batch=batch)
+            found.append(cost(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=quick))
     return found
 
 
-def recommend(found: Sequence[Candidate], *, goal: str) -> tuple[int | None, str]:
-    """The candidate to take, and why; None where none fits.
+def meshes(strategy: str, *, plan: Plan, cluster: Cluster) -> list[Mesh]:
+    """The plan's own; else all ranks on the shard axis and, over several nodes, one node or the root of them.
 
-    Without a prediction of time: the simplest strategy that fits, or the smallest peak for memory's sake.
+    What is replicated on every rank is so on any mesh.
     """
-    for verdict in ("yes", "tight"):
-        fitting = [index for index, candidate in enumerate(found) if candidate.fits == verdict]
-        if not fitting:
-            continue
-        if goal == "memory":
-            best = min(fitting, key=lambda index: found[index].memory.allocated_bytes)
-            return best, "the smallest peak"
-        order = list(STRATEGIES)
-        best = min(fitting, key=lambda index: order.index(found[index].plan.strategy))
-        return (
-            best,
-            f"the simplest strategy that {'fits' if verdict == 'yes' else 'may fit'}; time is not predicted yet",
-        )
-    if all(candidate.fits == "unknown" for candidate in found):
-        return None, "whether it fits is not known: the device's capacity is not"
-    return None, "nothing fits"
+    if plan.mesh is not None:
+        return [plan.mesh]
+    num_ranks, per_node = cluster.num_ranks, cluster.devices_per_node
+    whole = Mesh(shard=num_ranks)
+    if STRATEGIES[strategy].optim is not SHARDED:
+        return [whole]
+    nodes = sorted({1, 2 ** round(log2(cluster.num_nodes) / 2)}, reverse=True)
+    shards = [per_node * count for count in nodes if count < cluster.num_nodes and cluster.num_nodes % count == 0]
+    return [whole, *(Mesh(replicate=num_ranks // shard, shard=shard) for shard in shards)]
 
 
 def way_out(

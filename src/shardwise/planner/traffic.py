@@ -1,36 +1,31 @@
 """The bytes that a rank sends in a step."""
 
-from functools import lru_cache
-
-from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED
-from shardwise.plan import Plan
-from shardwise.program import Kind, build
-from shardwise.spec import ModelSpec
+from shardwise.planner.job import Job
+from shardwise.planner.sizes import sizes_of
+from shardwise.program import Kind
 
 
-@lru_cache(maxsize=256)
-def _sent(spec: ModelSpec, plan: Plan, num_ranks: int) -> int:
-    mesh = plan.mesh or Mesh(shard=num_ranks)
-    placements = plan.placements(unit.name for unit in spec.units)
-    program = build(spec, plan=plan)
-    members = {bucket.name: bucket.units for bucket in program.buckets}
-    slices, copies = mesh.shard, mesh.replicate
-    total = 0.0
-    for operation in program.operations():
-        if operation.kind is Kind.GATHER:
-            total += operation.num_bytes * (slices - 1) / slices
-        elif operation.kind is Kind.REDUCE and placements[members[operation.subject][0]].grads is SHARDED:
-            total += operation.num_bytes * (slices - 1) / slices
-            total += 2 * operation.num_bytes / slices * (copies - 1) / copies
-        elif operation.kind is Kind.REDUCE:
-            total += 2 * operation.num_bytes * (num_ranks - 1) / num_ranks
-    return round(total * plan.accumulate)
-
-
-def sent_bytes(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> int:
+def sent_bytes(job: Job) -> int:
     """What one rank sends, with collectives that send no byte twice.
 
     n ranks gather or reduce-scatter B bytes by sending B·(n−1)/n each, and all-reduce them by sending twice that.
     """
-    return _sent(spec, plan, num_ranks)
+    assert job.plan.mesh is not None
+    mesh, weights = job.plan.mesh, job.short.weights
+    members = {bucket.name: bucket.units for bucket in job.program.buckets}
+    slices, copies, num_ranks = mesh.shard, mesh.replicate, mesh.num_ranks
+    sizes = sizes_of(job.spec, plan=job.plan)
+    gathered = reduced = 0.0
+    for operation in job.program.operations():
+        if operation.kind is Kind.GATHER:
+            gathered += weights.get(operation.subject, 1) * operation.num_bytes * (slices - 1) / slices
+        elif operation.kind is Kind.REDUCE:
+            units = members[operation.subject]
+            num_bytes = sum(weights.get(unit, 1) * sizes[unit].reduce_bytes for unit in units)
+            if job.placements[units[0]].grads is SHARDED:
+                reduced += num_bytes * (slices - 1) / slices + 2 * num_bytes / slices * (copies - 1) / copies
+            else:
+                reduced += 2 * num_bytes * (num_ranks - 1) / num_ranks
+    passes = job.plan.accumulate
+    return round(passes * gathered + (passes if job.plan.accumulate_reduced else 1) * reduced)

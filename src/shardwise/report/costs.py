@@ -1,33 +1,25 @@
 """Candidates of the planner as JSON, and as a table with bars."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.planner.replay import CATEGORIES
+from shardwise.planner.scale import Scaled
 from shardwise.planner.search import Candidate
+from shardwise.report import categories
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
 _GIB = 2**30
-_BAR_WIDTH = 24
-_STYLES = {
-    "params": "blue",
-    "gathered": "cyan",
-    "grads": "magenta",
-    "reduce": "bright_magenta",
-    "optim": "green",
-    "activations": "yellow",
-    "other": "bright_black",
-}
-_LETTERS = {"params": "P", "gathered": "W", "grads": "G", "reduce": "R", "optim": "O", "activations": "A", "other": "x"}
+_BAR_WIDTH = 16
 _VERDICTS = {"yes": "green", "tight": "yellow", "no": "red", "unknown": "bright_black"}
 
 
 def as_data(candidate: Candidate) -> dict[str, Any]:
-    """One candidate in JSON's own types; what is not predicted yet is null."""
-    plan, memory = candidate.plan, candidate.memory
+    """One candidate in JSON's own types; what cannot be predicted is null."""
+    plan, memory, time = candidate.plan, candidate.memory, candidate.time
     assert plan.mesh is not None
     return {
         "strategy": plan.strategy,
@@ -49,38 +41,96 @@ def as_data(candidate: Candidate) -> dict[str, Any]:
             name: None if name == "activations" and not memory.activations_known else memory.breakdown_bytes[name]
             for name in CATEGORIES
         },
-        "step_seconds": None,
-        "samples_per_s": None,
-        "tokens_per_s_per_gpu": None,
-        "mfu": None,
+        "step_seconds": time.step_seconds if time else None,
+        "samples_per_s": time.samples_per_s if time else None,
+        "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu if time else None,
+        "mfu": time.mfu if time else None,
         "comm_bytes_per_step": candidate.sent_bytes,
-        "exposed_comm_seconds": None,
-        "error_band": {"memory": candidate.error_band, "time": None},
+        "exposed_comm_seconds": time.exposed_comm_seconds if time else None,
+        "error_band": {"memory": candidate.memory_band, "time": candidate.time_band if time else None},
         "measured": None,
     }
 
 
 def as_table(candidates: Sequence[Candidate], *, recommended: int | None) -> "Table":
-    """A row a candidate: its peak against the capacity, by category."""
+    """A row a candidate: its peak against the capacity, by category, and its time."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("", "strategy", "micro-batch", "peak, of the capacity", "GiB", "all ranks", "fits"):
-        table.add_column(
-            column, justify="right" if column in ("micro-batch", "GiB", "all ranks") else "left", no_wrap=True
-        )
+    has_tokens = any(one.time is not None and one.time.tokens_per_s_per_gpu is not None for one in candidates)
+    columns: dict[str, Literal["left", "right"]] = {
+        "": "left",
+        "strategy": "left",
+        "batch": "right",
+        "peak of capacity": "left",
+        "GiB": "right",
+        "step s": "right",
+        "tok/s/GPU" if has_tokens else "samples/s": "right",
+        "comm": "right",
+        "fits": "left",
+    }
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for column, justify in columns.items():
+        table.add_column(column, justify=justify, no_wrap=True)
     for index, candidate in enumerate(candidates):
-        device_bytes = candidate.memory.device_bytes
         table.add_row(
             "▶" if index == recommended else "",
-            candidate.plan.strategy,
+            _name(candidate),
             str(candidate.batch),
             _bar(candidate),
-            f"{device_bytes / _GIB:.1f}",
-            f"{device_bytes * candidate.cluster.num_ranks / _GIB:,.0f}",
+            f"{candidate.memory.device_bytes / _GIB:.1f}",
+            *_times(candidate),
             _verdict(candidate),
         )
     return table
+
+
+def _name(candidate: Candidate) -> str:
+    mesh = candidate.plan.mesh
+    assert mesh is not None
+    return candidate.plan.strategy + (f" {mesh}" if mesh.replicate > 1 else "")
+
+
+def _times(candidate: Candidate) -> tuple[str, str, str]:
+    """Step, throughput, exposed communication."""
+    time = candidate.time
+    if time is None:
+        return "?", "?", "?"
+    rate = time.samples_per_s if time.tokens_per_s_per_gpu is None else time.tokens_per_s_per_gpu
+    return _short(time.step_seconds), f"{rate:,.0f}", f"{time.exposed_comm_seconds / time.step_seconds:.0%}"
+
+
+def _short(seconds: float) -> str:
+    """Three digits that mean something."""
+    return f"{seconds:.3f}" if seconds < 10 else f"{seconds:.1f}"
+
+
+def scaling_table(rows: Sequence[Scaled]) -> "Table":
+    """A row a number of devices."""
+    from rich.table import Table
+
+    has_tokens = any(row.candidate.seq is not None for row in rows)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    rate = "tokens/s" if has_tokens else "samples/s"
+    for column in ("devices", "best plan", "batch", "GiB", "step s", rate, "efficiency", "comm"):
+        table.add_column(column, justify="left" if column == "best plan" else "right", no_wrap=True)
+    for row in rows:
+        candidate, time = row.candidate, row.candidate.time
+        assert time is not None
+        table.add_row(
+            f"{row.num_ranks:,}",
+            _name(candidate),
+            str(candidate.batch),
+            f"{candidate.memory.device_bytes / _GIB:.1f}",
+            _short(time.step_seconds),
+            f"{time.samples_per_s * (candidate.seq or 1):,.0f}",
+            f"{row.efficiency:.0%}",
+            f"{time.exposed_comm_seconds / time.step_seconds:.0%}",
+        )
+    return table
+
+
+def scaling_data(rows: Sequence[Scaled]) -> list[dict[str, Any]]:
+    return [{"num_ranks": row.num_ranks, "efficiency": row.efficiency, **as_data(row.candidate)} for row in rows]
 
 
 def _verdict(candidate: Candidate) -> "Text":
@@ -90,33 +140,13 @@ def _verdict(candidate: Candidate) -> "Text":
 
 
 def _bar(candidate: Candidate) -> "Text":
-    """A letter a category, and dots up to the capacity; what goes beyond it is cut off with a sign."""
-    from rich.text import Text
-
+    """All that the device holds, by category, of its capacity."""
     memory = candidate.memory
-    capacity = candidate.capacity_bytes or memory.device_bytes
     outside = memory.device_bytes - memory.allocated_bytes
     parts = {**memory.breakdown_bytes, "other": memory.breakdown_bytes["other"] + outside}
-    text = Text()
-    end = 0
-    for name in CATEGORIES:
-        start, end = end, end + parts[name]
-        length = round(end * _BAR_WIDTH / capacity) - round(start * _BAR_WIDTH / capacity)
-        text.append(_LETTERS[name] * length, style=_STYLES[name])
-    if len(text) > _BAR_WIDTH:
-        text.truncate(_BAR_WIDTH)
-        text.append("»", style="red")
-        return text
-    text.append("·" * (_BAR_WIDTH - len(text)), style="bright_black")
-    return text
+    return categories.bar(parts, capacity=candidate.capacity_bytes or memory.device_bytes, width=_BAR_WIDTH)
 
 
 def legend() -> "Text":
-    """The letters of the bars."""
-    from rich.text import Text
-
-    text = Text()
-    for name in CATEGORIES:
-        text.append(f"{_LETTERS[name]} ", style=_STYLES[name])
-        text.append(f"{name}  ")
-    return text
+    """The letters of the bars; `comm` is what of a step the device stands still for communication."""
+    return categories.legend().append("comm: exposed")

@@ -59,7 +59,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """An operation that computes; `dims` of a matrix product: (m, n, k), times a count where it is batched."""
+    """An operation that computes. `num_flops` of causal attention is the half that is computed.
+
+    `dims` of a matrix product: (m, n, k), after a count where it is batched; of attention: heads in the batch, queries,
+    keys, how wide a head is.
+    """
 
     name: str
     num_flops: Law

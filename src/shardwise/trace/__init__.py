@@ -19,13 +19,15 @@ from shardwise.trace.trace import trace_model
 __all__ = ["Way", "trace_model", "trace_task"]
 
 
-def trace_task(task: Task, *, name: str, ways: Collection[tuple[str, str]], units: str = "auto") -> ModelSpec:
-    """The spec of a task, with a trace for each of `ways`: (computes in, recompute)."""
+def trace_task(
+    task: Task, *, name: str, ways: Collection[tuple[str, str]], units: str = "auto", kernels: str = "cuda"
+) -> ModelSpec:
+    """The spec of a task, with a trace for each of `ways`: (computes in, recompute); `kernels`: whose, cuda or cpu."""
     return trace_model(
         task.model,
         loss=task.loss,
         make_batch=task.make_batch,
         name=name,
         policy=units,
-        ways=[Way(computes_in=computes_in, recompute=recompute) for computes_in, recompute in ways],
+        ways=[Way(computes_in=computes_in, recompute=recompute, device=kernels) for computes_in, recompute in ways],
     )

@@ -138,11 +138,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]
     ) -> Did:
         name = func._overloadpacket.__name__
-        count_flops = flop_registry.get(func._overloadpacket)
         scratch = self._scratch.get(name)
         return Did(
             name,
-            num_flops=int(count_flops(*args, **(kwargs or {}), out_val=out)) if count_flops else 0,
+            num_flops=_num_flops(func, args, kwargs or {}, out),
             num_bytes=_num_bytes(iter((*inputs, *outputs))),
             dims=_dims(name, inputs),
             scratch_bytes=scratch(func, args, out) if scratch else 0,
@@ -196,6 +195,15 @@ def _num_bytes(tensors: Iterator[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def _num_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    """As torch counts them, but of causal attention the half that its kernels compute."""
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return 0
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    return int(count(*args, **kwargs, out_val=out)) // (2 if given.get("is_causal") else 1)
+
+
 def _column_sum(func: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:
     """(rows, columns) where a matrix is summed over its rows, as for the gradient of a bias."""
     if func is not torch.ops.aten.sum.dim_IntList or args[0].dim() != 2 or list(args[1]) != [0]:
@@ -204,7 +212,13 @@ def _column_sum(func: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:
 
 
 def _dims(name: str, inputs: list[Tensor]) -> tuple[int, ...]:
-    """(m, n, k) of a matrix product, after the number of products where it is batched."""
+    """(m, n, k) of a matrix product, after the number of products where it is batched.
+
+    Of attention: the number of heads in the batch, queries, keys, and how wide a head is.
+    """
+    if name.startswith("_scaled_dot_product"):
+        query, key = inputs[1:3] if name.endswith("_backward") else inputs[:2]
+        return (query.shape[0] * query.shape[1], query.shape[2], key.shape[2], query.shape[3])
     if name not in ("mm", "addmm", "bmm", "baddbmm"):
         return ()
     left, right = inputs[-2:]

@@ -38,10 +38,14 @@ def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
         assert set(candidate["peak_bytes"]) == {"allocated", "reserved", "device"}
         assert set(candidate["breakdown_bytes"]) == CATEGORIES
         assert sum(candidate["breakdown_bytes"].values()) == candidate["peak_bytes"]["allocated"]
-        assert candidate["error_band"] == {"memory": 0.03, "time": None}
-        unknown = ("step_seconds", "samples_per_s", "tokens_per_s_per_gpu", "mfu", "exposed_comm_seconds", "measured")
-        assert all(candidate[name] is None for name in unknown)
+        assert candidate["error_band"]["memory"] == 0.03
+        assert 0 < candidate["error_band"]["time"] < 0.3
+        assert candidate["measured"] is None
         assert candidate["comm_bytes_per_step"] > 0
+        assert candidate["samples_per_s"] == pytest.approx(8 * candidate["micro_batch"] / candidate["step_seconds"])
+        assert candidate["tokens_per_s_per_gpu"] == pytest.approx(candidate["samples_per_s"] * 1024 / 8)
+        assert 0 < candidate["mfu"] < 1
+        assert 0 <= candidate["exposed_comm_seconds"] < candidate["step_seconds"]
 
 
 def test_the_table_says_what_fits_and_which_to_take(capfd: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +53,7 @@ def test_the_table_says_what_fits_and_which_to_take(capfd: pytest.CaptureFixture
     out = capfd.readouterr().out
     assert "Recommended: fsdp" in out
     assert "not measured" in out
+    assert "time ±" in out
     lines = {line.split()[-1] for line in out.splitlines() if line.strip().startswith(("ddp", "▶"))}
     assert lines == {"no", "yes"}
 
@@ -56,6 +61,36 @@ def test_the_table_says_what_fits_and_which_to_take(capfd: pytest.CaptureFixture
 def test_what_does_not_fit_names_a_way_out(capfd: pytest.CaptureFixture[str]) -> None:
     assert run("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "2") == 0
     assert "fits with --recompute" in capfd.readouterr().out
+
+
+def test_the_timeline_is_shown_and_in_the_json(capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ("gpt2-124m", "--cluster", "8xh100-80gb", "--micro-batch", "8", "--strategy", "fsdp", "--timeline")
+    assert run(*arguments) == 0
+    lanes = [line for line in capfd.readouterr().out.splitlines() if line.startswith(("compute", "gather", "reduce"))]
+    assert [len(lane) for lane in lanes] == [80, 80, 80]
+    assert set("FB") <= set(lanes[0])
+    data = as_json(capfd, *arguments)
+    (candidate,) = data["candidates"]
+    assert {span["queue"] for span in data["timeline"]} == {"compute", "gather", "reduce"}
+    assert max(span["end_seconds"] for span in data["timeline"]) == pytest.approx(candidate["step_seconds"], rel=0.01)
+
+
+def test_the_scaling_table_goes_up_to_16384_devices(capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ("gpt2-1.5b", "--cluster", "8xh100-80gb", "--micro-batch", "4", "--strategy", "fsdp", "--scale")
+    rows = as_json(capfd, *arguments)["scaling"]
+    assert [row["num_ranks"] for row in rows] == [2**power for power in range(3, 15)]
+    assert rows[0]["efficiency"] == 1
+    assert all(row["mesh"]["replicate"] * row["mesh"]["shard"] == row["num_ranks"] for row in rows)
+    assert run(*arguments) == 0
+    assert "16,384" in capfd.readouterr().out
+
+
+def test_where_a_device_has_no_speeds_time_is_unknown(capfd: pytest.CaptureFixture[str]) -> None:
+    data = as_json(capfd, "gpt2-124m", "--cluster", "4xcpu", "--micro-batch", "1", "--precision", "fp32")
+    assert all(candidate["step_seconds"] is None for candidate in data["candidates"])
+    assert all(candidate["error_band"]["time"] is None for candidate in data["candidates"])
+    assert run("gpt2-124m", "--cluster", "4xcpu", "--micro-batch", "1", "--precision", "fp32") == 0
+    assert "time is not predicted: calibrate this device" in capfd.readouterr().out
 
 
 def test_the_saved_plan_can_be_loaded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,14 @@
-"""The search: the most that fits, the simplest that fits, and what would fit if nothing does."""
+"""The search: the most that fits, the meshes that are tried, and what would fit if nothing does."""
 
 import pytest
 from planned_specs import spec_for
 
 from shardwise.hardware import Cluster, cluster_of
+from shardwise.mesh import Mesh
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
-from shardwise.planner.search import _largest, _refined, candidates, cost, largest_batch, recommend, way_out
+from shardwise.planner.memory import job_of
+from shardwise.planner.search import _largest, _refined, candidates, cost, largest_batch, meshes, way_out
 from shardwise.planner.traffic import sent_bytes
 from shardwise.sources import Source
 
@@ -48,24 +50,7 @@ def test_one_sample_more_than_the_largest_batch_does_not_fit(strategy: str) -> N
     assert verdicts[1] != "yes"
 
 
-def test_the_simplest_that_fits_is_recommended() -> None:
-    for cluster, expected in (("8xh100-80gb", "ddp"), ("8xv100-16gb", None)):
-        found = candidates(
-            Source("gpt2-1.5b", seq=1024).spec_for,
-            plan=Plan(precision="bf16", micro_batch=1),
-            strategies=EVERY,
-            cluster=on(cluster),
-            optimizer="adamw",
-            goal="throughput",
-        )
-        best, why = recommend(found, goal="throughput")
-        assert best is not None
-        assert "simplest" in why
-        assert found[best].plan.strategy == (expected or found[best].plan.strategy)
-        assert all(candidate.fits == "no" for candidate in found[:best])
-
-
-def test_for_memorys_sake_the_smallest_is_recommended() -> None:
+def test_for_memorys_sake_a_batch_is_one_sample() -> None:
     found = candidates(
         Source("gpt2-124m").spec_for,
         plan=BF16,
@@ -74,11 +59,29 @@ def test_for_memorys_sake_the_smallest_is_recommended() -> None:
         optimizer="adamw",
         goal="memory",
     )
-    best, _ = recommend(found, goal="memory")
-    assert best is not None
     assert all(candidate.batch == 1 for candidate in found)
-    peaks = [candidate.memory.allocated_bytes for candidate in found]
-    assert peaks[best] == min(peaks)
+
+
+def test_on_one_node_there_is_one_mesh() -> None:
+    assert meshes("fsdp", plan=BF16, cluster=on("8xh100-80gb")) == [Mesh(shard=8)]
+
+
+def test_over_nodes_what_is_sharded_is_also_tried_within_one_and_within_some() -> None:
+    cluster = on("16x8xh100-80gb")
+    assert meshes("ddp", plan=BF16, cluster=cluster) == [Mesh(shard=128)]
+    assert meshes("fsdp", plan=BF16, cluster=cluster) == [
+        Mesh(shard=128),
+        Mesh(replicate=4, shard=32),
+        Mesh(replicate=16, shard=8),
+    ]
+    asked = Mesh(replicate=2, shard=64)
+    assert meshes("fsdp", plan=Plan(mesh=asked), cluster=cluster) == [asked]
+
+
+def test_meshes_are_those_of_the_cluster() -> None:
+    for cluster in (on("3x8xa100-80gb"), on("6x4xa100-80gb"), on("2x8xh100-80gb")):
+        for mesh in meshes("zero2", plan=BF16, cluster=cluster):
+            mesh.check_ranks(cluster.num_ranks)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +112,15 @@ def test_ddp_sends_twice_and_fsdp_three_times_its_gradients() -> None:
     spec = spec_for("gpt2-1.5b")
     share = 7 / 8 * spec.num_params
     sent = {
-        strategy: sent_bytes(spec, plan=Plan(strategy=strategy, precision="bf16"), num_ranks=8)
+        strategy: sent_bytes(
+            job_of(
+                spec,
+                plan=Plan(strategy=strategy, precision="bf16"),
+                num_ranks=8,
+                optimizer="adamw",
+                device="cuda",
+            )
+        )
         for strategy in ("ddp", "shard_grad_op", "fsdp")
     }
     assert sent["ddp"] == pytest.approx(2 * 4 * share, rel=1e-3)

@@ -1,0 +1,193 @@
+"""Predicted step times beside measured ones: our own on one H200, and what others published.
+
+    python benchmarks/validate_time.py [--published DIR] [--rows]
+
+Our own are in benchmarks/results/step_times_h200.json (step_times.py). DIR holds tables that others published
+(docs/planner.md says which, and how each row is read). Printed: the median and worst error by table and device, the
+rank correlation, and what ran although it is said not to fit. No GPU is needed; one model is traced, with torch.
+"""
+
+import argparse
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+from published import MEASURED, Row, measured, read
+
+from shardwise.hardware import cluster_of, device_of
+from shardwise.planner.search import Candidate, cost
+from shardwise.planner.time import FITTED_DEVICES, time_band
+from shardwise.sources import Source
+from shardwise.spec import ROOT, ModelSpec, TensorSpec
+from shardwise.spec.law import Law
+from shardwise.spec.step import AFTER_FORWARD, Act, Op, StepRow, StepTrace, Stream
+
+PAIR_DIFFERENCE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    row: Row
+    candidate: Candidate
+
+    @property
+    def predicted(self) -> float:
+        time = self.candidate.time
+        assert time is not None
+        return time.samples_per_s if self.row.seq is None else time.tokens_per_s_per_gpu or 0.0
+
+    @property
+    def error(self) -> float:
+        """Of the time: above 0 where the prediction is too slow."""
+        return self.row.per_s / self.predicted - 1
+
+    @property
+    def device(self) -> str:
+        return self.candidate.cluster.device.name
+
+
+# Predicting
+
+
+def spec_of(row: Row, sources: dict[str, Source]) -> ModelSpec:
+    """The catalogue's spec; MPT's loss is a fused kernel, and a longer MPT has more positions, which are parameters."""
+    source = sources.setdefault(f"{row.model} {row.length}", Source(row.model, seq=row.length))
+    spec = source.spec_for(row.plan)
+    if row.seq is None:
+        return spec
+    longer = replace(
+        spec.unit(ROOT), params=tuple(_longer(param, spec.seq, row.seq) for param in spec.unit(ROOT).params)
+    )
+    return replace(
+        spec,
+        seq=row.seq,
+        units=tuple(longer if unit.name == ROOT else unit for unit in spec.units),
+        traces=tuple(with_fused_loss(trace) for trace in spec.traces),
+    )
+
+
+def _longer(param: TensorSpec, before: int | None, after: int) -> TensorSpec:
+    is_position = len(param.shape) == 2 and param.shape[0] == before
+    return replace(param, shape=(after, param.shape[1])) if is_position else param
+
+
+@cache
+def with_fused_loss(trace: StepTrace) -> StepTrace:
+    """The loss as flash-attn's cross entropy: the logits in bf16 are read, read again, and become their gradients."""
+    return replace(trace, rows=tuple(_fused(row) if _is_loss(row) else row for row in trace.rows))
+
+
+def _is_loss(row: StepRow) -> bool:
+    return row.trigger == AFTER_FORWARD and row.unit == ROOT
+
+
+def _fused(row: StepRow) -> StepRow:
+    logits = next(event for event in row.stream.events if event.act is Act.DIED and event.ordinal is None)
+    gradient = [event for event in row.stream.events if event.act is Act.BORN][-1]
+    twice = Law(tuple(2 * term for term in logits.num_bytes.terms))  # type: ignore[arg-type]
+    nothing = Law((0, 0, 0, 0, 0, 0))
+    ops = (
+        Op(name="_log_softmax", num_flops=nothing, num_bytes=logits.num_bytes),
+        Op(name="_log_softmax_backward_data", num_flops=nothing, num_bytes=twice),
+    )
+    return replace(row, stream=Stream(events=(logits, gradient), ops=ops))
+
+
+def check(rows: Sequence[Row]) -> list[Checked]:
+    sources: dict[str, Source] = {}
+    seen: dict[tuple[object, ...], Candidate] = {}
+    found = []
+    for row in rows:
+        key = (row.model, row.cluster, repr(row.plan), row.seq, row.length)
+        if key not in seen:
+            seen[key] = cost(
+                spec_of(row, sources), plan=row.plan, cluster=cluster_of(row.cluster), optimizer=row.optimizer
+            )
+        found.append(Checked(row=row, candidate=seen[key]))
+    return found
+
+
+# Judging
+
+
+def rank_correlation(found: Sequence[Checked]) -> float:
+    """Spearman's: of the ranks of what was predicted and what was measured."""
+    predicted, measured = (_ranks([of(one) for one in found]) for of in (lambda c: c.predicted, lambda c: c.row.per_s))
+    return statistics.correlation(predicted, measured)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    for rank, index in enumerate(order):
+        ranks[index] = float(rank)
+    return ranks
+
+
+def pairs(found: Sequence[Checked]) -> Iterator[tuple[Checked, Checked]]:
+    """Two strategies on the same model and cluster that differ by more than 5%."""
+    for one, other in combinations(found, 2):
+        same = (one.row.model, one.row.cluster, one.row.table) == (other.row.model, other.row.cluster, other.row.table)
+        differ = abs(one.row.per_s / other.row.per_s - 1) > PAIR_DIFFERENCE
+        if same and differ and one.row.plan.strategy != other.row.plan.strategy:
+            yield one, other
+
+
+def report(found: Sequence[Checked]) -> Iterator[str]:
+    groups: dict[tuple[str, str], list[Checked]] = {}
+    for one in found:
+        groups.setdefault((one.row.table, one.device), []).append(one)
+    yield "| table | device | rows | fitted | median error | 90% within | worst | bias | said not to fit |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for (table, device), group in groups.items():
+        errors = sorted(abs(one.error) for one in group)
+        no = sum(one.candidate.fits == "no" for one in group)
+        fitted = "yes" if device in FITTED_DEVICES else "no"
+        bias = statistics.median(one.error for one in group)
+        yield (
+            f"| {table} | {device} | {len(group)} | {fitted} | {statistics.median(errors):.1%} | "
+            f"{_ninth(errors):.1%} | {errors[-1]:.1%} | {bias:+.1%} | {no} |"
+        )
+    yield ""
+    for is_fitted, kinds in ((True, "kinds of device that were fitted to"), (False, "others")):
+        errors = sorted(abs(one.error) for one in found if (one.device in FITTED_DEVICES) == is_fitted)
+        if errors:
+            band = time_band(device_of(FITTED_DEVICES[0] if is_fitted else "l4"))
+            yield (
+                f"{kinds}: median {statistics.median(errors):.1%}, nine of ten within {_ninth(errors):.1%} "
+                f"(the band that `shardwise plan` prints: {band:.0%})"
+            )
+    for table in dict.fromkeys(one.row.table for one in found):
+        group = [one for one in found if one.row.table == table]
+        yield f"{table}: rank correlation {rank_correlation(group):.3f}"
+    compared = list(pairs(found))
+    right = sum((a.predicted > b.predicted) == (a.row.per_s > b.row.per_s) for a, b in compared)
+    if compared:
+        yield f"pairs of strategies that differ by more than 5%: {right} of {len(compared)} right"
+
+
+def _ninth(errors: Sequence[float]) -> float:
+    """Nine of ten are no larger."""
+    return errors[int(0.9 * (len(errors) - 1))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--published", type=Path, help="the folder of published tables")
+    parser.add_argument("--rows", action="store_true", help="print every row")
+    arguments = parser.parse_args()
+    rows = list(measured(MEASURED)) + (read(arguments.published) if arguments.published else [])
+    found = check(rows)
+    if arguments.rows:
+        for one in found:
+            gib = one.candidate.memory.device_bytes / 2**30
+            rates = f"{one.row.per_s:,.1f}, predicted {one.predicted:,.1f} ({one.error:+.1%})"
+            print(f"{one.row}: {rates}, {gib:.0f} GiB: {one.candidate.fits}")
+    print("\n".join(report(found)))
+
+
+if __name__ == "__main__":
+    main()

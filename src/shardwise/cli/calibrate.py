@@ -1,0 +1,99 @@
+"""`shardwise calibrate`: measure this machine's device, and write its table."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardwise.errors import InvalidCluster, InvalidData
+
+
+def calibrate(
+    out: Annotated[Path, typer.Option("--out", help="Where the table goes, as TOML.")] = Path("device.toml"),
+    device: Annotated[
+        str | None, typer.Option("--device", help="cuda or cpu; without, cuda where there is one.")
+    ] = None,
+    num_ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Ranks that measure together; without, all GPUs, or one CPU.")
+    ] = None,
+    like: Annotated[
+        str | None, typer.Option("--like", help="The device of `shardwise devices` that has what is not measured.")
+    ] = None,
+    nccl_tests: Annotated[
+        Path | None, typer.Option("--nccl-tests", help="What all_reduce_perf printed, for the links between devices.")
+    ] = None,
+    rows: Annotated[
+        Path | None, typer.Option("--rows", help="Measurements as JSON: read if it is there, else written.")
+    ] = None,
+    limit_seconds: Annotated[float, typer.Option("--limit-seconds", min=1.0, help="Measure no longer.")] = 240.0,
+) -> None:
+    """Measure this device in a few minutes: kernels, memory, dispatch, optimizers and, over ranks, collectives."""
+    from shardwise.hardware.device_file import device_table, write_table
+    from shardwise.hardware.nccl_tests import read_nccl_tests
+
+    link_rows = read_nccl_tests(nccl_tests) if nccl_tests is not None else None
+    if out.parent != Path() and not out.parent.is_dir():
+        raise InvalidData(f"--out {out}: there is no folder {out.parent}")
+    if rows is not None and rows.exists():
+        measured = _read(rows)
+    else:
+        with _progress() as progress:
+            measured = _measure(device, num_ranks=num_ranks, limit_seconds=limit_seconds, progress=progress)
+        if rows is not None:
+            rows.write_text(json.dumps(measured).replace('{"name"', '\n{"name"') + "\n")
+    write_table(device_table(measured, like=like, link_rows=link_rows), out)
+    failed = sum("error" in row for row in measured["rows"])
+    print(f"{out}: {measured['title']}, {len(measured['rows']) - failed} measurements in {measured['seconds']:.0f} s")
+    if failed or measured["left_out"]:
+        print(f"  {failed} kernels could not be run here, and {measured['left_out']} were left out for want of time")
+    print(f"  shardwise plan MODEL --cluster {out}")
+
+
+def _measure(
+    device: str | None, *, num_ranks: int | None, limit_seconds: float, progress: Callable[[int, int], None]
+) -> dict[str, Any]:
+    import torch
+
+    from shardwise.hardware.calibrate import measure_device
+
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cuda", "cpu"):
+        raise InvalidCluster(f"--device {kind}: must be cuda or cpu")
+    available = torch.cuda.device_count() if kind == "cuda" else None
+    if available == 0:
+        raise InvalidCluster("--device cuda: torch finds no GPU here; --device cpu measures the CPU")
+    ranks = num_ranks or available or 1
+    if available is not None and ranks > available:
+        raise InvalidCluster(f"--ranks {ranks}: there are {available} GPUs here")
+    if ranks == 1:
+        place = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
+        return measure_device(place, limit_seconds=limit_seconds, progress=progress)
+    from shardwise.hardware.measure_ranks import measure_ranks
+
+    return measure_ranks(kind, num_ranks=ranks, limit_seconds=limit_seconds, progress=progress)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, on standard error."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), disable=not Console(stderr=True).is_terminal) as bar:
+        task = bar.add_task("measuring", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        measured = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidData(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise InvalidData(f"{path}: is not JSON ({' '.join(str(error).split())})") from error
+    if not isinstance(measured, dict):
+        raise InvalidData(f"{path}: these are no measurements of `shardwise calibrate`")
+    return measured

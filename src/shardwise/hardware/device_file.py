@@ -1,0 +1,131 @@
+"""The file that `shardwise calibrate` writes, and the planner reads: a cluster file of this machine.
+
+    devices_per_node = 4        # the ranks that measured
+
+    [device]                    # as in a cluster file
+    name = "h200"
+    like = "h200"               # whatever was not measured is taken from there
+    context_bytes = { value = …, source = "…", kind = "measured" }
+    [device.calibration]        # calibration.py
+    …
+    [link]                      # where collectives were measured
+    …
+
+It is a cluster by itself (`--cluster FILE.toml`); its device alone can stand in for that of another cluster.
+"""
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.atomic import atomic_write
+from shardwise.errors import InvalidCluster, InvalidData
+from shardwise.hardware.cluster_file import read_cluster_file
+from shardwise.hardware.device import Device, device_of, devices
+from shardwise.hardware.fit import fit_calibration, fit_link, measured_peaks, shared
+from shardwise.hardware.sourced import Sourced
+
+_MEASURED = ("capacity_bytes", "context_bytes", "num_processors")
+
+
+def read_device_table(path: str | Path) -> Device:
+    """The device of a file that `shardwise calibrate` wrote."""
+    return read_cluster_file(path).device
+
+
+def device_table(
+    measured: Mapping[str, Any], *, like: str | None = None, link_rows: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """The contents of the file, of what `calibrate` measured. `link_rows`: collectives from elsewhere."""
+    try:
+        return _device_table(measured, like=like, link_rows=link_rows)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise InvalidData(f"these are no measurements of this version's `shardwise calibrate` ({what})") from error
+
+
+def _device_table(
+    measured: Mapping[str, Any], *, like: str | None, link_rows: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    source = f"shardwise calibrate, torch {measured['torch']}, {measured['title']}"
+    base = device_of(like) if like is not None else device_like(measured["title"], kind=measured["device"])
+    own = {
+        name: Sourced(value=measured[name], source=source, kind="measured")
+        for name in _MEASURED
+        if measured.get(name) is not None
+    }
+    if base.memory_bytes_per_s is None:
+        own |= measured_peaks(shared(measured), source=source)
+    device = replace(base, **own)  # type: ignore[arg-type]
+    calibration = fit_calibration(measured, device=device, source=source)
+    collectives = link_rows if link_rows is not None else measured["rows"]
+    link = fit_link(collectives, source=source if link_rows is None else "nccl-tests")
+    num_ranks = max((row.get("num_ranks", 1) for row in collectives), default=1)
+    table: dict[str, Any] = {"devices_per_node": num_ranks, "device": {"name": base.name, "like": base.name}}
+    for name, number in own.items():
+        table["device"][name] = {"value": number.value, "source": number.source, "kind": number.kind}
+    table["device"]["calibration"] = calibration.as_table()
+    return table | ({"link": link} if link is not None else {})
+
+
+def device_like(title: str, *, kind: str) -> Device:
+    """The device of the tables whose name the driver's title holds, such as `h100-80gb` of `NVIDIA H100 80GB HBM3`."""
+    if kind == "cpu":
+        return device_of("cpu")
+    words = set(re.findall(r"[a-z0-9]+", title.lower().replace("geforce ", "")))
+    fitting = [device for device in devices().values() if device.name != "cpu" and _words(device) <= words]
+    if not fitting:
+        raise InvalidCluster(f"{title} is not in the tables: say which device it resembles, such as --like a100-80gb")
+    return max(fitting, key=lambda device: len(_words(device)))
+
+
+def _words(device: Device) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", device.name))
+
+
+def write_table(table: Mapping[str, Any], path: str | os.PathLike[str], *, by: str = "shardwise calibrate") -> None:
+    """Write the file; a row of numbers is a line."""
+    lines = [f"# Written by `{by}`; docs/hardware.md says how it is used.", *_lines(table)]
+    text = "\n".join(lines) + "\n"
+    # It has to be readable before it takes its place.
+    tomllib.loads(text)
+    with atomic_write(path) as file:
+        file.write(text.encode())
+
+
+def _lines(table: Mapping[str, Any], *, name: str = "") -> Iterator[str]:
+    """A table of TOML, and then the tables in it."""
+    for key, value in table.items():
+        if not _is_table(value):
+            yield f"{_key(key)} = {_value(value)}"
+    for key, value in table.items():
+        if _is_table(value):
+            whole = f"{name}.{_key(key)}" if name else _key(key)
+            yield from ("", f"[{whole}]", *_lines(value, name=whole))
+
+
+def _is_table(value: object) -> bool:
+    """A number with its source stays on one line."""
+    return isinstance(value, dict) and "value" not in value
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_key(key)} = {_value(one)}" for key, one in value.items()) + " }"
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return "[\n" + "".join(f"    {_value(row)},\n" for row in value) + "]"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, float):
+        # No measurement has more digits than these.
+        return f"{value:.5g}" if not float(f"{value:.5g}").is_integer() else f"{float(f'{value:.5g}')}"
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,287 @@
+"""How long a probe's kernel takes on this device."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.hardware.probe import Probe
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Call = Callable[[], Any]
+
+# What one timing should take; it is so many calls that it does, but not more than _MOST_CALLS.
+_AIM_SECONDS = 4e-3
+_MOST_CALLS = 48
+# Of a desktop's last level, more or less.
+_CPU_CACHE_BYTES = 2**25
+_NUM_TIMINGS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kernel:
+    """A function of tensors, and those of them that want a gradient."""
+
+    function: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    differentiable: tuple[int, ...] = (0,)
+
+
+class Stopwatch:
+    """Times kernels of one device, on a stream of its own: captures need one, and autograd stays on it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.cache_bytes = _CPU_CACHE_BYTES
+        if device.type == "cuda":
+            self.cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+
+    def fits(self, probe: Probe) -> bool:
+        """Whether it leaves most of the free memory alone."""
+        return self.stream is None or 6 * probe.num_bytes < torch.cuda.mem_get_info(self.device)[0]
+
+    def seconds(self, probe: Probe) -> float:
+        """The median time of one call, without the time that a CPU takes to launch it on a GPU.
+
+        Calls go round over several sets of tensors, together larger than the device's cache, where the probe is cold.
+        """
+        if self.stream is None:
+            return _cpu_seconds([_call(probe, device=self.device) for _ in range(self._num_sets(probe, most=4))])
+        with torch.cuda.stream(self.stream):
+            return _cuda_seconds([_call(probe, device=self.device) for _ in range(self._num_sets(probe, most=12))])
+
+    def _num_sets(self, probe: Probe, *, most: int) -> int:
+        if not probe.cold:
+            return 1
+        return max(1, min(most, -(-2 * self.cache_bytes // max(probe.num_bytes, 1))))
+
+
+def _call(probe: Probe, *, device: torch.device) -> Call:
+    """The kernel on tensors of its own."""
+    kernel = _KERNELS[probe.name.removesuffix("_backward")](probe, device)
+    if not probe.is_backward:
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return kernel.function(*kernel.inputs)
+
+        return forward
+    wanted = [kernel.inputs[place].requires_grad_() for place in kernel.differentiable]
+    out = kernel.function(*kernel.inputs)
+    grad = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, wanted, grad, retain_graph=True)
+
+
+def _cpu_seconds(calls: Sequence[Call]) -> float:
+    for call in calls:
+        call()
+    now = cpu_clock()
+    began = now()
+    calls[0]()
+    once = now() - began
+    rounds = max(1, min(_MOST_CALLS, int(_AIM_SECONDS / max(once, 1e-7)))) // len(calls) + 1
+    timings = []
+    for _ in range(_NUM_TIMINGS):
+        began = now()
+        for _ in range(rounds):
+            for call in calls:
+                call()
+        timings.append((now() - began) / (rounds * len(calls)))
+    return statistics.median(timings)
+
+
+def cpu_clock() -> Callable[[], float]:
+    """Seconds that this thread was on a CPU, which other programs do not disturb; with several threads by the wall."""
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def _cuda_seconds(calls: Sequence[Call]) -> float:
+    """Calls in one graph, which is replayed back to back: the device never waits for the CPU."""
+    stream = torch.cuda.current_stream()
+    for call in (*calls[:2], calls[0]):
+        call()
+    once = _elapsed([calls[0]])[0]
+    num_calls = max(len(calls), min(_MOST_CALLS, int(_AIM_SECONDS / max(once, 1e-7)) + 1))
+    num_calls -= num_calls % len(calls)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for number in range(num_calls):
+            calls[number % len(calls)]()
+    timings = _elapsed([graph.replay] * (_NUM_TIMINGS + 1))[1:]
+    graph.reset()
+    return statistics.median(timings) / num_calls
+
+
+def _elapsed(calls: Sequence[Call]) -> list[float]:
+    """Seconds on the device of each of several calls, which are issued without a pause."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]  # type: ignore[no-untyped-call]
+    events[0].record()
+    for call, event in zip(calls, events[1:], strict=True):
+        call()
+        event.record()
+    torch.cuda.current_stream().synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
+
+
+# The kernels, as the models of the catalogue call them
+
+
+def _tensor(probe: Probe, device: torch.device, *shape: int) -> Tensor:
+    # Random values: a device that multiplies zeros takes less power, and so is faster.
+    return torch.randn(shape, device=device, dtype=DTYPES[probe.dtype])
+
+
+def _matmul(probe: Probe, device: torch.device) -> _Kernel:
+    m, n, k = probe.dims
+    if probe.role == "forward":
+        bias, x, weight = (_tensor(probe, device, *shape) for shape in ((n,), (m, k), (n, k)))
+        return _Kernel(function=torch.addmm, inputs=(bias, x, weight.t()))
+    if probe.role == "input":
+        return _Kernel(function=torch.mm, inputs=(_tensor(probe, device, m, k), _tensor(probe, device, k, n)))
+    return _Kernel(function=torch.mm, inputs=(_tensor(probe, device, k, m).t(), _tensor(probe, device, k, n)))
+
+
+def _attention(probe: Probe, device: torch.device) -> _Kernel:
+    batch, heads, kv_heads, seq, width = probe.dims
+    query, key, value = (
+        _tensor(probe, device, batch, seq, count, width).transpose(1, 2) for count in (heads, kv_heads, kv_heads)
+    )
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        causal = probe.role == "causal"
+        return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=kv_heads != heads)
+
+    return _Kernel(function=attend, inputs=(query, key, value), differentiable=(0, 1, 2))
+
+
+def _convolution(probe: Probe, device: torch.device) -> _Kernel:
+    batch, inputs, outputs, kernel, stride, image = probe.dims
+    x, weight = (
+        _tensor(probe, device, batch, inputs, image, image),
+        _tensor(probe, device, outputs, inputs, kernel, kernel),
+    )
+    padding = 0 if kernel == stride else kernel // 2
+
+    def convolve(x: Tensor, weight: Tensor) -> Tensor:
+        return F.conv2d(x, weight, stride=stride, padding=padding)
+
+    return _Kernel(function=convolve, inputs=(x, weight), differentiable=(1,) if inputs == 3 else (0, 1))
+
+
+def _batch_norm(probe: Probe, device: torch.device) -> _Kernel:
+    batch, channels, image = probe.dims
+    x = _tensor(probe, device, batch, channels, image, image)
+    weight, bias, mean, variance = (torch.ones(channels, device=device) for _ in range(4))
+
+    def normalize(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.batch_norm(x, mean, variance, weight, bias, training=True)
+
+    return _Kernel(function=normalize, inputs=(x, weight, bias), differentiable=(0, 1, 2))
+
+
+def _max_pool(probe: Probe, device: torch.device) -> _Kernel:
+    batch, channels, image = probe.dims
+    x = _tensor(probe, device, batch, channels, image, image)
+    return _Kernel(function=lambda x: F.max_pool2d(x, 3, stride=2, padding=1), inputs=(x,))
+
+
+def _layer_norm(probe: Probe, device: torch.device) -> _Kernel:
+    rows, columns = probe.dims
+    inputs = tuple(_tensor(probe, device, *shape) for shape in ((rows, columns), (columns,), (columns,)))
+    return _Kernel(
+        function=lambda x, weight, bias: F.layer_norm(x, (columns,), weight, bias),
+        inputs=inputs,
+        differentiable=(0, 1, 2),
+    )
+
+
+def _rms_norm(probe: Probe, device: torch.device) -> _Kernel:
+    rows, columns = probe.dims
+    inputs = (_tensor(probe, device, rows, columns), _tensor(probe, device, columns))
+    return _Kernel(
+        function=lambda x, weight: F.rms_norm(x, (columns,), weight, 1e-5), inputs=inputs, differentiable=(0, 1)
+    )
+
+
+def _nll_loss(probe: Probe, device: torch.device) -> _Kernel:
+    rows, columns = probe.dims
+    targets = torch.randint(columns, (rows,), device=device)
+    return _Kernel(function=F.nll_loss, inputs=(_tensor(probe, device, rows, columns), targets))
+
+
+def _embedding(probe: Probe, device: torch.device) -> _Kernel:
+    rows, columns = probe.dims
+    tokens = torch.randint(rows, (rows,), device=device)
+    return _Kernel(function=lambda table: F.embedding(tokens, table), inputs=(_tensor(probe, device, rows, columns),))
+
+
+_HEADS = 4
+
+
+def _transpose(probe: Probe, device: torch.device) -> _Kernel:
+    """The gradients of queries, keys and values, one behind the other, head by head → side by side for each token."""
+    rows, columns = probe.dims
+    x = _tensor(probe, device, 3, 1, _HEADS, rows // 3, columns // _HEADS)
+    return _Kernel(function=lambda x: x.permute(1, 3, 0, 2, 4).contiguous(), inputs=(x,))
+
+
+def _stack(probe: Probe, device: torch.device) -> _Kernel:
+    """The same gradients, each with its heads strided, put one behind the other."""
+    rows, columns = probe.dims
+    parts = [_tensor(probe, device, 1, rows // 3, _HEADS, columns // _HEADS).transpose(1, 2) for _ in range(3)]
+    return _Kernel(function=lambda *parts: torch.stack(parts), inputs=tuple(parts))
+
+
+def _narrow(probe: Probe, device: torch.device) -> _Kernel:
+    return _Kernel(function=lambda x: x.to(DTYPES[probe.dtype]), inputs=(torch.randn(probe.dims, device=device),))
+
+
+def _cat(probe: Probe, device: torch.device) -> _Kernel:
+    rows, columns = probe.dims
+    halves = [_tensor(probe, device, rows, columns // 2) for _ in range(2)]
+    return _Kernel(function=lambda *parts: torch.cat(parts, -1), inputs=tuple(halves))
+
+
+def _plain(function: Callable[..., Any], *, num_inputs: int = 1) -> Callable[[Probe, torch.device], _Kernel]:
+    """A function of tensors of rows × columns."""
+
+    def make(probe: Probe, device: torch.device) -> _Kernel:
+        return _Kernel(function=function, inputs=tuple(_tensor(probe, device, *probe.dims) for _ in range(num_inputs)))
+
+    return make
+
+
+_KERNELS: dict[str, Callable[[Probe, torch.device], _Kernel]] = {
+    "matmul": _matmul,
+    "attention": _attention,
+    "convolution": _convolution,
+    "batch_norm": _batch_norm,
+    "max_pool": _max_pool,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "nll_loss": _nll_loss,
+    "embedding": _embedding,
+    "transpose": _transpose,
+    "stack": _stack,
+    "narrow": _narrow,
+    "cat": _cat,
+    "copy": _plain(torch.clone),
+    "fill": _plain(torch.zeros_like),
+    "add": _plain(torch.add, num_inputs=2),
+    "mul": _plain(torch.mul, num_inputs=2),
+    "gelu": _plain(lambda x: F.gelu(x, approximate="tanh")),
+    "silu": _plain(F.silu),
+    "relu": _plain(F.relu),
+    "dropout": _plain(lambda x: F.dropout(x, 0.1)),
+    "widen": _plain(lambda x: x.float()),
+    "column_sum": _plain(lambda x: x.sum(0)),
+    "log_softmax": _plain(lambda x: F.log_softmax(x, -1)),
+}

@@ -1,0 +1,159 @@
+"""What the CPU pays to issue operations to a device, and what an optimizer's step takes."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.hardware.measure import cpu_clock
+
+_LENGTH = 24
+_NUM_TIMINGS = 7
+_NUM_STEPS = 3
+# Small enough that no device is busy for longer than a CPU needs to issue the next operation.
+_ROWS, _WIDTH, _HEADS = 16, 64, 2
+
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "adamw-fused": lambda tensors: torch.optim.AdamW(tensors, lr=1e-4, fused=True),
+    "adamw-foreach": lambda tensors: torch.optim.AdamW(tensors, lr=1e-4, foreach=True),
+    "sgd": lambda tensors: torch.optim.SGD(tensors, lr=1e-4, momentum=0.9),
+}
+
+
+class _Act(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
+
+
+class _Residual(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x
+
+
+class _View(nn.Module):
+    """Two views, which launch nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(_ROWS, _HEADS, -1).transpose(0, 1).transpose(0, 1).reshape(_ROWS, -1)
+
+
+class _Attend(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.view(1, _ROWS, _HEADS, -1).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).reshape(_ROWS, -1)
+
+
+_LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(_WIDTH, _WIDTH),
+    "linear_without_bias": lambda: nn.Linear(_WIDTH, _WIDTH, bias=False),
+    "layer_norm": lambda: nn.LayerNorm(_WIDTH),
+    "rms_norm": lambda: nn.RMSNorm(_WIDTH),
+    "gelu": _Act,
+    "add": _Residual,
+    "view": _View,
+    "attention": _Attend,
+}
+_IMAGE_LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "convolution": lambda: nn.Conv2d(8, 8, 3, padding=1, bias=False),
+    "batch_norm": lambda: nn.BatchNorm2d(8),
+    "relu": nn.ReLU,
+}
+
+
+def dispatch_rows(device: torch.device) -> Iterator[dict[str, Any]]:
+    """For each kind of layer, the CPU's seconds a layer in forward and in backward."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for layers, shape in ((_LAYERS, (_ROWS, _WIDTH)), (_IMAGE_LAYERS, (2, 8, 8, 8))):
+        for name, make in layers.items():
+            chain = nn.Sequential(*(make() for _ in range(_LENGTH))).to(device, dtype)
+            x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+            forward, backward = _issue_seconds(chain, x)
+            yield {"name": "dispatch", "role": name, "forward": forward / _LENGTH, "backward": backward / _LENGTH}
+
+
+def _issue_seconds(chain: nn.Module, x: Tensor) -> tuple[float, float]:
+    """Until the call returns, not until the device is done."""
+    now = _clock(x.device)
+    forwards, backwards = [], []
+    for _ in range(_NUM_TIMINGS + 2):
+        _finish(x.device)
+        began = now()
+        out = chain(x)
+        forwards.append(now() - began)
+        grad = torch.ones_like(out)
+        _finish(x.device)
+        began = now()
+        out.backward(grad)
+        backwards.append(now() - began)
+        chain.zero_grad()
+        x.grad = None
+    return statistics.median(forwards[2:]), statistics.median(backwards[2:])
+
+
+def update_rows(device: torch.device) -> Iterator[dict[str, Any]]:
+    """For each optimizer, few large tensors and many small ones: seconds to issue a step, and seconds a step."""
+    large = (8, 2**24) if device.type == "cuda" else (8, 2**16)
+    for name, make in OPTIMIZERS.items():
+        for num_tensors, num_elements in (large, (50, 1024), (300, 1024)):
+            tensors = [torch.zeros(num_elements, device=device, requires_grad=True) for _ in range(num_tensors)]
+            for tensor in tensors:
+                tensor.grad = torch.randn_like(tensor)
+            launch, total = _update_seconds(make(tensors), device=device)
+            yield {
+                "name": "update",
+                "role": name,
+                "num_tensors": num_tensors,
+                "num_elements": num_tensors * num_elements,
+                "launch": launch,
+                "seconds": total,
+            }
+
+
+def _update_seconds(optimizer: torch.optim.Optimizer, *, device: torch.device) -> tuple[float, float]:
+    """(until it is issued, a step of several that are issued one after the other)."""
+    now = _clock(device)
+    launches, totals = [], []
+    for _ in range(_NUM_TIMINGS + 2):
+        _finish(device)
+        began = now()
+        optimizer.step()
+        launches.append(now() - began)
+        _finish(device)
+        one = now() - began
+        for _ in range(_NUM_STEPS):
+            optimizer.step()
+        _finish(device)
+        totals.append((now() - began - one) / _NUM_STEPS)
+    return statistics.median(launches[2:]), statistics.median(totals[2:])
+
+
+def host_copy_rows(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Bytes over the link to the CPU, from and to pinned memory."""
+    if device.type != "cuda":
+        return
+    num_bytes = 2**28
+    there, here = torch.empty(num_bytes, dtype=torch.uint8, device=device), torch.empty(num_bytes, dtype=torch.uint8)
+    here = here.pin_memory()
+    for role, to, source in (("to_device", there, here), ("to_host", here, there)):
+        timings = []
+        for _ in range(4):
+            _finish(device)
+            began = time.perf_counter()
+            to.copy_(source, non_blocking=True)
+            _finish(device)
+            timings.append(time.perf_counter() - began)
+        yield {"name": "host_copy", "role": role, "num_bytes": num_bytes, "seconds": statistics.median(timings[1:])}
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """By the wall: autograd's threads issue a GPU's backward."""
+    return time.perf_counter if device.type == "cuda" else cpu_clock()
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

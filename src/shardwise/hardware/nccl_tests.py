@@ -1,0 +1,62 @@
+"""What nccl-tests prints (all_reduce_perf, all_gather_perf, reduce_scatter_perf) → rows, as `calibrate` measures them.
+
+    #       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+    #        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+         8388608       2097152     float     sum      -1    113.2   74.10  129.68      0    112.9   74.30  130.03      0
+
+algbw is size / time; busbw counts the bytes that one rank sends. A file holds one collective.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import InvalidData
+
+
+def read_nccl_tests(path: str | Path) -> list[dict[str, Any]]:
+    """A row for each size, of the faster of out of place and in place."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidData(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise InvalidData(f"{path}: is not text in UTF-8 (byte {error.start})") from error
+    num_ranks = len(re.findall(r"^#\s+Rank\s+\d+", text, flags=re.MULTILINE))
+    table = [line.split() for line in text.splitlines() if re.match(r"\s*\d+\s+\d+\s+\w+\s+\w+\s+-?\d+\s+[\d.]", line)]
+    rows = [(int(words[0]), _timings(words)) for words in table]
+    rows = [(num_bytes, timings) for num_bytes, timings in rows if num_bytes and timings]
+    if not rows or num_ranks < 2:
+        raise InvalidData(
+            f"{path}: holds no table of nccl-tests with two ranks or more; give it what all_reduce_perf, "
+            "all_gather_perf or reduce_scatter_perf printed"
+        )
+    name = _collective(rows[-1][1][0], redop=table[-1][3])
+    return [
+        {
+            "name": name,
+            "num_ranks": num_ranks,
+            "num_bytes": num_bytes,
+            "seconds": min(time for time, _, _ in timings) / 1e6,
+        }
+        for num_bytes, timings in rows
+    ]
+
+
+def _timings(words: list[str]) -> list[tuple[float, float, float]]:
+    """(time, algbw, busbw), out of place and in place; the column #wrong may be missing, or N/A."""
+    numbers = words[5:]
+    width = 4 if len(numbers) in (4, 8) else 3
+    try:
+        groups = [[float(number) for number in numbers[start : start + 3]] for start in range(0, len(numbers), width)]
+    except ValueError:
+        return []
+    return [(group[0], group[1], group[2]) for group in groups if len(group) == 3]
+
+
+def _collective(timing: tuple[float, float, float], *, redop: str) -> str:
+    """Of n ranks, each sends 2(n−1)/n of the bytes in an all-reduce, which is at least 1; in others half as much."""
+    _, algorithm, bus = timing
+    if bus > 0.99 * algorithm:
+        return "all_reduce"
+    return "all_gather" if redop == "none" else "reduce_scatter"

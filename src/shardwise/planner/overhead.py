@@ -1,0 +1,61 @@
+"""What an engine itself costs: the CPU's time for each operation of the program, and the copies around a collective."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """Seconds of the CPU for one operation of a kind, and which copies go with them.
+
+    gather, wait, free, take, reduce, deliver   the program's operations; `take` moves a unit's gradients
+    step                what a step costs however many units there are
+    copies_out          gathered parameters are copied out of the buffer that was gathered into
+    divides             gradients are divided in a pass of their own
+    """
+
+    gather: float
+    wait: float
+    free: float
+    take: float
+    reduce: float
+    deliver: float
+    step: float
+    copies_out: bool = False
+    divides: bool = False
+
+    def on(self, factor: float) -> "Overhead":
+        """On a CPU that needs `factor` times as long."""
+        seconds = (field.name for field in fields(self) if field.type is float)
+        return replace(self, **{name: factor * getattr(self, name) for name in seconds})
+
+
+OVERHEADS: Mapping[str, Overhead] = MappingProxyType(
+    {
+        "shardwise": Overhead(
+            gather=230e-6, wait=65e-6, free=65e-6, take=190e-6, reduce=145e-6, deliver=115e-6, step=1.5e-3
+        ),
+        "ddp": Overhead(
+            gather=0.0, wait=10e-6, free=0.0, take=20e-6, reduce=20e-6, deliver=10e-6, step=0.5e-3, divides=True
+        ),
+        "fully_shard": Overhead(
+            gather=680e-6, wait=270e-6, free=160e-6, take=140e-6, reduce=520e-6, deliver=10e-6, step=1e-3,
+            copies_out=True, divides=True,
+        ),
+    }
+)  # fmt: skip
+"""By engine: ours, and torch's two. Fitted to the rows of benchmarks/results/step_times_h200.json that the CPU bounds;
+that machine's varies by 15% from case to case."""
+
+CAPTURED = Overhead(gather=0.0, wait=0.0, free=0.0, take=0.0, reduce=0.0, deliver=0.0, step=0.0)
+"""Of a step that is one CUDA graph."""
+
+GRAPH_LAUNCH_SECONDS = 20e-6
+"""Of a captured step, whatever it holds."""
+
+SLOWDOWN = 0.15
+"""By how much what is computed takes longer while a collective is under way."""
+
+HOST_SLOWDOWN = 1.0
+"""The same where the ranks are CPUs: what is sent is copied and summed by the very cores that compute."""

@@ -1,0 +1,60 @@
+"""How large a unit is, in elements and in bytes, as a plan computes with it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.plan import Plan
+from shardwise.planner.states import REDUCE_BYTES
+from shardwise.program.build import compute_bytes
+from shardwise.spec import ModelSpec, UnitSpec
+
+MASTER_BYTES = 4
+"""Of an element that the optimizer steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSizes:
+    """A unit.
+
+    elements            of all parameters; `trainable` of those that are trained, in `tensors` tensors
+    compute_bytes       of all parameters in the dtypes that compute
+    grad_bytes          of gradients as autograd makes them
+    reduce_bytes        of gradients as they are reduced
+    """
+
+    elements: int
+    trainable: int
+    tensors: int
+    compute_bytes: int
+    grad_bytes: int
+    reduce_bytes: int
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether parameters compute in another dtype than the optimizer's."""
+        return self.compute_bytes != MASTER_BYTES * self.elements
+
+
+def sizes_of(spec: ModelSpec, *, plan: Plan) -> Mapping[str, UnitSizes]:
+    """By unit."""
+    return _sizes(spec, plan.precision, plan.keep_fp32, plan.reduce_dtype)
+
+
+@lru_cache(maxsize=64)
+def _sizes(spec: ModelSpec, precision: str, keep_fp32: tuple[str, ...], reduce_dtype: str) -> Mapping[str, UnitSizes]:
+    plan = Plan(precision=precision, keep_fp32=keep_fp32, reduce_dtype=reduce_dtype)
+    return {unit.name: _unit_sizes(unit, plan=plan) for unit in spec.units}
+
+
+def _unit_sizes(unit: UnitSpec, *, plan: Plan) -> UnitSizes:
+    sizes = [(param.num_elements, compute_bytes(param, plan=plan), param.trainable) for param in unit.params]
+    trainable = sum(count for count, _, is_trainable in sizes if is_trainable)
+    return UnitSizes(
+        elements=sum(count for count, _, _ in sizes),
+        trainable=trainable,
+        tensors=sum(is_trainable for _, _, is_trainable in sizes),
+        compute_bytes=sum(count * size for count, size, _ in sizes),
+        grad_bytes=sum(count * size for count, size, is_trainable in sizes if is_trainable),
+        reduce_bytes=trainable * REDUCE_BYTES[plan.reduce_dtype],
+    )
