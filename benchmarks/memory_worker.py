@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from live_bytes import LiveBytes
 from memory_cases import Case
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.absent import AbsentCollectives, absent_group, leave_out_reduce
 from shardwise.engines import prepare
+from shardwise.measure.live import LiveBytes
 from shardwise.models.catalogue import shape_of
 from shardwise.plan import Plan
 from shardwise.spec import ROOT

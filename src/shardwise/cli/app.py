@@ -7,12 +7,16 @@ from typing import Annotated
 import typer
 
 from shardwise import __version__
+from shardwise.cli.calibrate import calibrate
+from shardwise.cli.checkpoint import checkpoint
 from shardwise.cli.devices import devices
 from shardwise.cli.doctor import doctor
 from shardwise.cli.explain import explain
 from shardwise.cli.models import models
 from shardwise.cli.plan import plan
+from shardwise.cli.profile import profile
 from shardwise.cli.tokens import tokens
+from shardwise.cli.train import train
 from shardwise.errors import ShardwiseError
 
 app = typer.Typer(
@@ -26,9 +30,13 @@ app = typer.Typer(
 app.command()(plan)
 app.command()(models)
 app.command()(devices)
+app.command()(calibrate)
 app.command()(tokens)
 app.command()(doctor)
 app.command()(explain)
+app.command()(profile)
+app.command()(train)
+app.add_typer(checkpoint, name="checkpoint")
 
 
 def _print_version(asked: bool) -> None:

@@ -53,6 +53,11 @@ class _Segment:
         assert self.buffer is not None
         return torch.split_with_sizes(self.buffer, [flat.layout.num_elements for flat in self.flats])
 
+    @property
+    def kept(self) -> Tensor | None:
+        """The buffer that stays for the next step, if any."""
+        return self._kept.buffer if self._kept is not None else None
+
     def keep_buffer(self) -> None:
         """On a CPU, where a new buffer costs a page fault every 4 KiB, use this one again when nobody else does."""
         assert self.buffer is not None

@@ -1,0 +1,207 @@
+"""`shardwise profile`: the memory of one step, by category, measured here beside what was predicted."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.errors import InvalidCluster, InvalidData, InvalidModel, InvalidPlan, UnknownName
+from shardwise.placement import STRATEGIES
+
+if TYPE_CHECKING:
+    from shardwise.measure.profile import Profile
+    from shardwise.measure.rehearsal import Rehearsal
+
+_OPTIMIZERS = ("adamw", "adam", "sgd")
+
+
+def profile(
+    model: Annotated[str, typer.Argument(help="A catalogue name, hf:DIR, timm:NAME, python:FILE.py:function.")],
+    strategy: Annotated[str, typer.Option("--strategy", help=f"{', '.join(STRATEGIES)}, or all.")] = "all",
+    ranks: Annotated[int, typer.Option("--ranks", help="The size of the job of which one rank is rehearsed here.")] = 1,
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Samples a rank and pass.")] = 1,
+    seq: Annotated[int | None, typer.Option("--seq", help="Tokens a sample.")] = None,
+    image: Annotated[int | None, typer.Option("--image", help="Pixels an image is wide and high.")] = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="fp32, bf16 or fp16; without, bf16 on a GPU and fp32 on a CPU.")
+    ] = None,
+    recompute: Annotated[str, typer.Option("--recompute", help="none, full or selective.")] = "none",
+    optimizer: Annotated[str, typer.Option("--optimizer", help=f"{', '.join(_OPTIMIZERS)}.")] = "adamw",
+    engine: Annotated[
+        str, typer.Option("--engine", help="shardwise, or torch's own DDP and fully_shard.")
+    ] = "shardwise",
+    device: Annotated[
+        str | None, typer.Option("--device", help="cuda or cpu; without, cuda where there is one.")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed.")] = 3,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="The step row by row also where there are several strategies.")
+    ] = False,
+    history: Annotated[
+        Path | None,
+        typer.Option("--history", help="Write the GPU allocator's history; https://pytorch.org/memory_viz opens it."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Run one rank of a job here, with the others absent: its memory by category through a step, and its time."""
+    _check(model, strategy=strategy, ranks=ranks, optimizer=optimizer, engine=engine)
+    from shardwise.measure.rehearsal import Rehearsal
+    from shardwise.plan import Plan
+
+    where = _device(device)
+    plan = Plan(
+        precision=precision or ("bf16" if where == "cuda" else "fp32"),
+        recompute=recompute,
+        engine=engine,
+        micro_batch=micro_batch,
+    )
+    rehearsal = Rehearsal(
+        model=model,
+        plan=plan,
+        num_ranks=ranks,
+        batch=micro_batch,
+        seq=seq,
+        image=image,
+        optimizer=optimizer,
+        device=where,
+        steps=steps,
+        history=None if history is None else str(history),
+    )
+    chosen = [name for name in STRATEGIES if strategy in (name, "all") and _runs(name, engine=engine)]
+    _check_history(history, device=where, strategies=chosen)
+    found = _profiles(rehearsal, strategies=chosen)
+    if as_json:
+        from shardwise.report.ledger import as_data
+
+        print(json.dumps(as_data(found), indent=2))
+    else:
+        _show(found, timeline=timeline or len(found) == 1)
+
+
+def _profiles(rehearsal: "Rehearsal", *, strategies: Sequence[str]) -> "list[Profile]":
+    from shardwise.measure.profile import profile as profile_all
+    from shardwise.measure.rehearsal import Measured, Rehearsal, rehearse_apart
+    from shardwise.sources import Source
+
+    with _progress() as tell:
+
+        def run(one: Rehearsal) -> Measured:
+            tell(f"Rehearsing {one.plan.strategy}, rank 0 of {one.num_ranks} …")
+            return rehearse_apart(one)
+
+        def tracing(name: str) -> AbstractContextManager[None]:
+            tell(f"Tracing {name} …")
+            return nullcontext()
+
+        source = Source(
+            rehearsal.model,
+            seq=rehearsal.seq,
+            image=rehearsal.image,
+            kernels=rehearsal.device,
+            while_tracing=tracing,
+        )
+        each = [replace(rehearsal, plan=replace(rehearsal.plan, strategy=name)) for name in strategies]
+        return profile_all(each, spec_for=source.spec_for, room_bytes=_room_bytes(rehearsal.device), run=run)
+
+
+def _check(model: str, *, strategy: str, ranks: int, optimizer: str, engine: str) -> None:
+    if strategy not in (*STRATEGIES, "all"):
+        raise UnknownName.of("strategy", strategy, known=(*STRATEGIES, "all"))
+    if not _runs(strategy, engine=engine):
+        raise InvalidPlan(f"--strategy {strategy}: torch has no engine for it; use --engine shardwise")
+    if optimizer not in _OPTIMIZERS:
+        raise UnknownName.of("optimizer", optimizer, known=_OPTIMIZERS)
+    if ranks < 1:
+        raise InvalidPlan(f"--ranks {ranks}: must be a whole number of at least 1")
+    if model.startswith("params:"):
+        raise InvalidModel(
+            f"{model}: of a number of parameters there is nothing to run; shardwise plan costs its states"
+        )
+
+
+def _runs(strategy: str, *, engine: str) -> bool:
+    """torch's own engines have no zero1 and zero2."""
+    return engine != "torch" or strategy not in ("zero1", "zero2")
+
+
+def _device(asked: str | None) -> str:
+    import torch
+
+    if asked not in (None, "cuda", "cpu"):
+        raise InvalidCluster(f"--device {asked}: must be cuda or cpu")
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise InvalidCluster("--device cuda: torch finds no GPU here; --device cpu runs on the CPU")
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _check_history(path: Path | None, *, device: str, strategies: Sequence[str]) -> None:
+    if path is None:
+        return
+    if device != "cuda":
+        raise InvalidPlan(f"--history {path}: only the GPU's allocator keeps one")
+    if len(strategies) > 1:
+        raise InvalidPlan(f"--history {path}: of which strategy? Say one, such as --strategy fsdp")
+    if not path.absolute().parent.is_dir():
+        raise InvalidData(f"--history {path}: there is no folder {path.parent}")
+
+
+def _room_bytes(device: str) -> int:
+    if device == "cpu":
+        from shardwise.measure.profile import host_room_bytes
+
+        return host_room_bytes()
+    import torch
+
+    return torch.cuda.mem_get_info()[0]
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A line on a terminal that says what is being done."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("Starting …") as status:
+        yield status.update
+
+
+def _show(found: "Sequence[Profile]", *, timeline: bool) -> None:
+    from rich.console import Console
+
+    from shardwise.report.categories import legend
+    from shardwise.report.ledger import as_table, as_timeline, remark
+
+    console = Console()
+    console.print(_heading(found), highlight=False, markup=False, soft_wrap=True)
+    console.print(as_table(found))
+    for one in found:
+        console.print(remark(one), highlight=False, markup=False, soft_wrap=True)
+    for one in found:
+        if timeline and one.measured is not None:
+            console.print()
+            console.print(as_timeline(one))
+    if timeline:
+        console.print(legend())
+
+
+def _heading(found: "Sequence[Profile]") -> str:
+    rehearsal = found[0].rehearsal
+    plan, size = (
+        rehearsal.plan,
+        "".join(
+            f", {value} {what}" for value, what in ((rehearsal.seq, "tokens"), (rehearsal.image, "pixels")) if value
+        ),
+    )
+    one = "one rank" if rehearsal.num_ranks == 1 else f"rank 0 of {rehearsal.num_ranks:,}, the others absent"
+    return (
+        f"{rehearsal.model} on {rehearsal.device}: {one}; micro-batch {rehearsal.batch}{size}, {plan.precision}, "
+        f"recompute {plan.recompute}, {rehearsal.optimizer}, engine {plan.engine}. "
+        "Peak of a step in live bytes; time without communication."
+    )

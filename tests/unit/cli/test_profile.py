@@ -1,0 +1,110 @@
+"""`shardwise profile`, as it is typed."""
+
+import json
+
+import pytest
+
+from shardwise.cli.app import main
+from shardwise.placement import STRATEGIES
+
+CATEGORIES = {"params", "grads", "optim", "gathered", "reduce", "activations", "other"}
+SMALL = ("gpt-tiny", "--seq", "8", "--device", "cpu", "--steps", "1")
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["profile", *arguments])
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rehearsals in this process, which is faster than one for each."""
+    from shardwise.measure.rank import rehearse
+
+    monkeypatch.setattr("shardwise.measure.rehearsal.rehearse_apart", rehearse)
+
+
+def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
+    """In a process of its own, as it is for a user."""
+    assert run(*SMALL, "--strategy", "fsdp", "--ranks", "8", "--json") == 0
+    data = json.loads(capfd.readouterr().out)
+    assert {name: data[name] for name in ("model", "device", "ranks", "micro_batch", "seq", "precision")} == {
+        "model": "gpt-tiny",
+        "device": "cpu",
+        "ranks": 8,
+        "micro_batch": 1,
+        "seq": 8,
+        "precision": "fp32",
+    }
+    (row,) = data["rows"]
+    assert row["strategy"] == "fsdp"
+    for name in ("predicted_bytes", "measured_bytes"):
+        assert set(row[name]["breakdown"]) == CATEGORIES
+        assert sum(row[name]["breakdown"].values()) == row[name]["allocated"]
+        assert row[name]["reserved"] is None
+    assert row["error"] == pytest.approx(row["predicted_bytes"]["allocated"] / row["measured_bytes"]["allocated"] - 1)
+    assert abs(row["error"]) < 0.02
+    assert row["step_seconds"] == row["steps_seconds"][0] > 0
+    totals = {moment["at"]: sum(moment["bytes"].values()) for moment in row["timeline"]}
+    assert max(totals.values()) == row["measured_bytes"]["allocated"] == totals[row["measured_bytes"]["at"]]
+    assert all(set(moment["predicted_bytes"]) == CATEGORIES for moment in row["timeline"])
+
+
+@pytest.mark.usefixtures("_here")
+def test_the_table_has_two_lines_a_strategy_and_fits_into_80_columns(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(*SMALL, "--ranks", "4") == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert "rank 0 of 4, the others absent" in lines[0]
+    named = [line.split() for line in lines[2:12]]
+    assert [words[0] for words in named] == [word for name in STRATEGIES for word in (name, "predicted")]
+    # Peak, seven categories, and the error of what was predicted.
+    assert {len(words) for words in named} == {9, 10}
+    assert all(words[-1].endswith("%") for words in named[::2])
+    assert max(map(len, lines[1:])) <= 80
+    assert not any("…" in line for line in lines)
+
+
+@pytest.mark.usefixtures("_here")
+def test_one_strategy_is_shown_row_by_row(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(*SMALL, "--strategy", "fsdp") == 0
+    lines = capfd.readouterr().out.splitlines()
+    rows = [line for line in lines if line.startswith(("before", "after", "grads", "backward"))]
+    assert rows[0].startswith("before forward (root)")
+    assert rows[-1].startswith("after step (root)")
+    # Five units of four rows each, the end of backward and the update.
+    assert len(rows) == 5 * 4 + 2
+    assert sum("◀ peak" in row for row in rows) == 1
+    assert max(map(len, lines[1:])) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpt3"], "unknown model 'gpt3'; did you mean"),
+        (["gpt-tiny", "--strategy", "fsdp2"], "unknown strategy 'fsdp2'; did you mean"),
+        (["gpt-tiny", "--optimizer", "lion"], "unknown optimizer 'lion'"),
+        (["gpt-tiny", "--ranks", "0"], "--ranks 0: must be a whole number of at least 1"),
+        (["gpt-tiny", "--micro-batch", "0"], "micro_batch = 0"),
+        (["gpt-tiny", "--precision", "fp8"], "precision = 'fp8': must be one of"),
+        (["gpt-tiny", "--image", "3"], "--image has no meaning"),
+        (["gpt-tiny", "--engine", "torch", "--strategy", "zero1"], "torch has no engine for it"),
+        (["gpt-tiny", "--history", "h.pickle"], "only the GPU's allocator keeps one"),
+        (["params:60b"], "there is nothing to run; shardwise plan costs its states"),
+        (["python:nowhere.py:task"], "there is no file nowhere.py"),
+        (["gpt-tiny", "--seq", "8", "--micro-batch", "1000000000"], "fsdp --micro-batch 1 fits (0.5 GiB)"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments, "--device", "cpu") == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_device_that_is_not_there_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("gpt-tiny", "--device", "tpu") == 2
+    assert "--device tpu: must be cuda or cpu" in capfd.readouterr().err
