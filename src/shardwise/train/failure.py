@@ -33,6 +33,10 @@ _OF_A_PEER = frozenset({"DistError", "RanksDisagree", "RanksMissing"})
 # Gloo has no error of its own, but names its files; ranks that agree on something pass on what one of them said.
 _TELLS_OF_A_PEER = re.compile(r"/gloo/|\brank \d+ could not go on\b")
 _FROM_OUTSIDE = frozenset({"OSError", "AcceleratorError"})
+# Among these, what is the same when tried again.
+_TO_STAY = frozenset(
+    {"FileNotFoundError", "FileExistsError", "NotADirectoryError", "IsADirectoryError", "PermissionError"}
+)
 
 # The variable that names the file for what a rank writes.
 LOG = "SHARDWISE_LOG"
@@ -82,9 +86,8 @@ def during(what: str) -> Iterator[None]:
 
 def failure_of(error: BaseException, *, rank: int) -> Failure:
     """What there is to say of an error that has just been raised on this rank."""
-    chain = list(_chain(error))
-    echo = any(_is_a(link, _OF_A_PEER) or _TELLS_OF_A_PEER.search(str(link)) for link in chain)
-    outside = any(_is_a(link, _FROM_OUTSIDE) for link in chain)
+    echo = any(_is_a(link, _OF_A_PEER) or _TELLS_OF_A_PEER.search(str(link)) for link in _chain(error))
+    outside = _is_a(error, _FROM_OUTSIDE) and not _is_a(error, _TO_STAY)
     mistake = isinstance(error, ShardwiseError)
     # Notes are added from the inside out, and are read from the outside in.
     notes = [note.removeprefix(_NOTE) for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)]
@@ -144,16 +147,20 @@ def ended(code: int, *, rank: int, log: str) -> Failure:
     """The failure of a rank whose process is gone without a report. `code` < 0: by that signal."""
     by_signal = code < 0
     lines = log.splitlines()[-_NUM_LINES:]
-    cause = f"killed by {signal.Signals(-code).name}" if by_signal else f"ended with exit code {code}"
     return Failure(
         rank=rank,
         seconds=time.monotonic(),
-        what=f"the process {'was ' if by_signal else ''}{cause}",
+        what=f"the process was killed by {_name(-code)}" if by_signal else f"the process ended with exit code {code}",
         traceback="\n".join(["its last lines:", *lines]) if lines else "",
         mistake=code == 2,
         passing=by_signal,
         killed=by_signal,
     )
+
+
+def _name(number: int) -> str:
+    # Real-time signals have numbers only.
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

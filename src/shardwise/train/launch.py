@@ -41,7 +41,7 @@ def launch(
     have `grace_seconds` to end. Only the main thread can call this.
     """
     logs = folder / "logs"
-    with _claimed(folder), _signals_kept(), tempfile.TemporaryDirectory(prefix="shardwise-") as private:
+    with _claimed(folder), _restored(), tempfile.TemporaryDirectory(prefix="shardwise-") as private:
         agent = Agent(
             (program, *arguments),
             num_ranks=num_ranks,
@@ -81,8 +81,8 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _signals_kept() -> Iterator[None]:
-    """The agent sets handlers and writes warnings: undo the first, and leave the telling to `launch`."""
+def _restored() -> Iterator[None]:
+    """Signal handlers as they were, once the agent has had them; its warnings go nowhere, `launch` does the telling."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
     log = logging.getLogger("torch.distributed.elastic")

@@ -1,6 +1,6 @@
 """The training loop: an ordinary one, step after step, on one rank."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from shardwise.data.sampler import DistributedSampler
 from shardwise.engine.scaler import GradScaler
 from shardwise.engines import accumulate, clip_grad_norm_
 from shardwise.tasks import Task
-from shardwise.train.batches import Share, Sharing, samples_seen, to_device, tokens_per_sample
+from shardwise.train.batches import Sharing, samples_seen, to_device, tokens_per_sample
 from shardwise.train.config import TrainConfig
 from shardwise.train.evaluation import evaluate
 from shardwise.train.failure import during
@@ -39,6 +39,8 @@ class Training:
     device: torch.device
     step: int
     num_steps: int
+    # `update`, perhaps as one CUDA graph.
+    update: "Update"
 
     def progress(self) -> dict[str, Any]:
         """What is the same on every rank: the schedule is a function of the step, so this is all."""
@@ -68,9 +70,13 @@ def run_steps(training: Training, *, checkpoints: Checkpoints, request: Preempti
     return stop and training.step < training.num_steps
 
 
+Update = Callable[["Training", tuple[float, ...], list[Any]], tuple[Tensor, Tensor | None]]
+"""(training, weights of the passes, their batches) → (loss, norm of the gradients)."""
+
+
 def take_step(training: Training) -> Taken:
     """One optimizer step, of all the passes that make it; nothing in here waits for the device, but for fp16."""
-    sharing, options = training.sharing, training.config.train
+    sharing = training.sharing
     share = sharing.share(samples_seen(training.sampler))
     assert share is not None
     training.step += 1
@@ -81,20 +87,19 @@ def take_step(training: Training) -> Taken:
         num_steps=training.num_steps,
     )
     set_lr(training.optimizer, lr)
-    loss, num_tokens = _forward_backward(training, share)
-    grad_norm = None
-    if options.clip_norm:
-        training.scaler.unscale_(training.optimizer)
-        grad_norm = clip_grad_norm_(training.model, options.clip_norm)
-    training.scaler.step(training.optimizer)
-    training.scaler.update()
-    training.optimizer.zero_grad()
+    batches = [next(training.batches) for _ in share.counts]
+    if training.config.plan.capture:
+        # A graph's inputs are copied from device to device; a pass by itself brings its own batch.
+        batches = to_device(batches, training.device)
+    weights = tuple(share.weight(count, num_ranks=sharing.num_ranks) for count in share.counts)
+    loss, grad_norm = training.update(training, weights, batches)
+    tokens = tokens_per_sample(batches[0])
     training.sampler.advance(share.num_samples)
     return Taken(
         step=training.step,
         lr=lr,
         num_samples=share.num_samples,
-        num_tokens=num_tokens,
+        num_tokens=None if tokens is None else tokens * share.num_samples,
         epoch=training.sampler.epoch,
         position=training.sampler.position,
         loss=loss,
@@ -102,19 +107,22 @@ def take_step(training: Training) -> Taken:
     )
 
 
-def _forward_backward(training: Training, share: Share) -> tuple[Tensor, int | None]:
-    """This rank's part of the step's loss, times the number of ranks; and all ranks' tokens, if it reads tokens."""
+def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -> tuple[Tensor, Tensor | None]:
+    """All passes and the optimizer's step: this rank's part of the loss, times the number of ranks; and the norm."""
     total = torch.zeros((), device=training.device)
-    tokens: int | None = None
-    for number, count in enumerate(share.counts):
-        batch = to_device(next(training.batches), training.device)
-        tokens = tokens_per_sample(batch)
-        with accumulate(training.model, enabled=number + 1 < len(share.counts)):
-            loss = training.task.loss(training.model, batch)
-            loss = loss * share.weight(count, num_ranks=training.sharing.num_ranks)
+    for number, (weight, batch) in enumerate(zip(weights, batches, strict=True)):
+        with accumulate(training.model, enabled=number + 1 < len(batches)):
+            loss = training.task.loss(training.model, to_device(batch, training.device)) * weight
             training.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
-    return total, None if tokens is None else tokens * share.num_samples
+    grad_norm = None
+    if training.config.train.clip_norm:
+        training.scaler.unscale_(training.optimizer)
+        grad_norm = clip_grad_norm_(training.model, training.config.train.clip_norm)
+    training.scaler.step(training.optimizer)
+    training.scaler.update()
+    training.optimizer.zero_grad()
+    return total, grad_norm
 
 
 def evaluate_now(training: Training) -> dict[str, float]:

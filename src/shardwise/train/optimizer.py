@@ -1,7 +1,7 @@
 """[optimizer] → a torch optimizer."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.errors import InvalidModel
 from shardwise.train.config import OptimizerSection
@@ -34,4 +34,8 @@ def make_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.O
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):
+            # A captured step reads it where it lies.
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr

@@ -87,4 +87,4 @@ def preemption(*, grace_seconds: float) -> Iterator[Preemption]:
         request.cancel_timer()
         if on_main_thread:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

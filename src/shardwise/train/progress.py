@@ -38,14 +38,18 @@ class Bar:
     def __init__(self, console: Console, *, first_step: int, num_steps: int) -> None:
         self._console = console
         self._num_steps = num_steps
-        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
+        # Short enough for 80 columns.
+        bar = BarColumn(bar_width=10)
+        columns = (TextColumn("step {task.completed}/{task.total}"), bar, TextColumn("{task.description}"))
         self._progress = Progress(*columns, console=console)
         self._bar = self._progress.add_task("", total=num_steps, completed=first_step)
         self._progress.start()
 
     def write(self, steps: Sequence[StepMetrics]) -> None:
         last = steps[-1]
-        description = summary(last, num_steps=self._num_steps)
+        description = (
+            f"loss {last.loss:.4f}  {last.samples_per_s:,.0f} samples/s  {_rest(last, num_steps=self._num_steps)}"
+        )
         self._progress.update(self._bar, completed=last.step, description=description)
         if last.evaluation:
             _say(self._console, f"step {last.step}  evaluation: {spelled(last.evaluation)}")
@@ -56,12 +60,16 @@ class Bar:
 
 def summary(metrics: StepMetrics, *, num_steps: int) -> str:
     """loss, gradient norm, learning rate, speed, memory, time left."""
-    left = timedelta(seconds=round(metrics.seconds * (num_steps - metrics.step)))
     parts = [f"loss {metrics.loss:.4f}"]
     parts += [] if metrics.grad_norm is None else [f"grad norm {metrics.grad_norm:.3g}"]
     parts += [f"lr {metrics.lr:.2e}", f"{metrics.samples_per_s:,.0f} samples/s"]
     parts += [] if metrics.tokens_per_s is None else [f"{metrics.tokens_per_s:,.0f} tokens/s"]
-    return "  ".join([*parts, f"peak {metrics.peak_bytes / 2**20:,.0f} MiB ({metrics.peak_of})", f"{left} left"])
+    return "  ".join([*parts, _rest(metrics, num_steps=num_steps)])
+
+
+def _rest(metrics: StepMetrics, *, num_steps: int) -> str:
+    left = timedelta(seconds=round(metrics.seconds * (num_steps - metrics.step)))
+    return f"peak {metrics.peak_bytes / 2**20:,.0f} MiB ({metrics.peak_of})  {left} left"
 
 
 def spelled(evaluation: Mapping[str, float]) -> str:

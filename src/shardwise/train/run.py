@@ -15,7 +15,7 @@ from shardwise.checkpoint import Checkpoints, Loaded
 from shardwise.comm.start import agree
 from shardwise.data.sampler import DistributedSampler
 from shardwise.engine.scaler import GradScaler
-from shardwise.engines import prepare
+from shardwise.engines import capture, prepare
 from shardwise.errors import InvalidData, InvalidModel
 from shardwise.spec import ROOT
 from shardwise.tasks import Task, load_task
@@ -23,7 +23,7 @@ from shardwise.train import folder as run_folder
 from shardwise.train.batches import Sharing, batches_of, check_size, samples_seen
 from shardwise.train.config import TrainConfig
 from shardwise.train.join import Place, joined
-from shardwise.train.loop import Training, run_steps
+from shardwise.train.loop import Training, run_steps, update
 from shardwise.train.metrics import JsonLines, Recorder, StepMetrics, TensorBoard, Writer
 from shardwise.train.optimizer import make_optimizer
 from shardwise.train.preemption import preemption
@@ -141,6 +141,7 @@ def _set_up(config: TrainConfig, *, place: Place) -> Training:
         device=place.device,
         step=0,
         num_steps=0,
+        update=capture(update, model, optimizer),
     )
 
 

@@ -59,10 +59,7 @@ class Section:
                 return tuple(map(float, value))
         elif kind != PAIR and _fits(value, kind, item):
             return float(value) if kind is float else value  # type: ignore[arg-type]
-        raise self.wrong(item.name, value, _allowed(kind, item))
-
-    def wrong(self, key_name: str, value: object, allowed: str) -> InvalidConfig:
-        return InvalidConfig(f"{self.section}.{key_name} = {_show(value)}: must be {allowed}")
+        raise InvalidConfig(f"{self.section}.{item.name} = {_show(value)}: must be {_allowed(kind, item)}")
 
     def to_dict(self) -> dict[str, Any]:
         """In TOML's own types; what is None is left out."""
@@ -105,7 +102,7 @@ def unknown_key(name: str, *, known: Iterable[str]) -> InvalidConfig:
     names = list(known)
     near = get_close_matches(name, names, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}"
-    return InvalidConfig(f"unknown key {name}; {hint}")
+    return InvalidConfig(f"unknown key {name if name.isprintable() else _show(name)}; {hint}")
 
 
 def _kind(hint: Any) -> tuple[Any, bool]:
