@@ -23,7 +23,8 @@ SHIPPED = Path(__file__).parent.parent / "src/shardwise/hardware/calibrated/h200
 Row = dict[str, Any]
 
 
-def main() -> None:
+def write(path: Path) -> str:
+    """Write the calibration; says what it is made of."""
     measured = json.loads((RESULTS / "calibrate_h200.json").read_text())
     profiles = json.loads((RESULTS / "step_times_h200.json").read_text())["profiles"]
     rows = [row for row in measured["rows"] if row["name"] not in ("transpose", "cast")]
@@ -36,8 +37,8 @@ def main() -> None:
     table = device_table(measured | {"rows": [*rows, *widened, *seen]})
     calibration = table["device"]["calibration"]
     calibration["source"] += ": benchmarks/results/calibrate_h200.json, and profiles in step_times_h200.json"
-    write_table({"calibration": calibration}, SHIPPED, by="python benchmarks/fit_h200.py")
-    print(f"{SHIPPED}: {len(rows)} rows, and {len(seen)} of profiles")
+    write_table({"calibration": calibration}, path, by="python benchmarks/fit_h200.py")
+    return f"{len(rows)} rows, and {len(seen)} of profiles"
 
 
 def rows_of(profile: Row, *, widened: list[Row]) -> Iterator[Row]:
@@ -89,4 +90,4 @@ def probe_row(name: str, dims: list[int], *, seconds: float) -> Row:
 
 
 if __name__ == "__main__":
-    main()
+    print(f"{SHIPPED}: {write(SHIPPED)}")

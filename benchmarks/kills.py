@@ -24,67 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from kills_task import NUM_SAMPLES, Counting
+from torch import Tensor
 
 from shardwise.checkpoint import Checkpoints
-from shardwise.tasks import Task
 
-NUM_SAMPLES, NUM_EPOCHS, WIDTH = 48, 4, 16
-PASS_SECONDS = 0.08  # at most
+NUM_EPOCHS, LR, MICRO_BATCH = 4, 0.125, 2
 # Relative weights of what is killed, and when.
 VICTIMS = {"a rank": 7, "the launcher": 2, "all": 1}
 MOMENTS = {"stepping": 5, "saving": 4, "starting": 1}
 LIMIT_SECONDS = 120.0
-
-
-class Numbered(Dataset[tuple[Tensor, int]]):
-    """Samples that bring their number along."""
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index)), index
-
-
-class Counting(nn.Module):
-    """A few blocks with dropout, so that random numbers matter; and `seen`, whose gradient is 1 for each sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.GELU()) for _ in range(3))
-        self.blocks = nn.Sequential(*layers)
-        self.seen = nn.Parameter(torch.zeros(NUM_SAMPLES))
-
-    def forward(self, samples: Tensor, numbers: Tensor) -> Tensor:
-        return self.blocks(samples).square().mean() + self.seen[numbers].mean()
-
-
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The model's own. It is slow, so that a kill finds it at work, and as slow as chance will have it: others wait."""
-    _note("in forward")
-    value = model(*batch)
-    time.sleep(random.SystemRandom().uniform(0, PASS_SECONDS))
-    _note("in backward, a collective or the optimizer")
-    assert isinstance(value, Tensor)
-    return value
-
-
-def _note(phase: str) -> None:
-    path = Path(os.environ["KILLS_FOLDER"], f"phase-{os.getpid()}")
-    path.with_suffix(".part").write_text(phase)
-    path.with_suffix(".part").replace(path)
-
-
-def task() -> Task:
-    """What is trained: `python:benchmarks/kills.py:task`."""
-    return Task(
-        model=Counting(),
-        loss=loss,
-        make_batch=lambda size: (torch.zeros(size, WIDTH), torch.zeros(size, dtype=torch.long)),
-        dataset=Numbered(),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +59,12 @@ JOBS = {
 }
 CONFIG = f"""
 [task]
-model = "python:{Path(__file__).resolve()}:task"
+model = "python:{Path(__file__).resolve().with_name("kills_task.py")}:task"
 [plan]
-micro_batch = 2
+micro_batch = {MICRO_BATCH}
 units = "class:Sequential"
 [optimizer]
-lr = 0.125
+lr = {LR}
 [schedule]
 name = "constant"
 [train]
@@ -276,7 +225,7 @@ def compare(result: Result, reference: Result, *, job: Job) -> None:
         if not torch.equal(result.weights[name], tensor):
             raise Wrong(f"{name} is not as in the run left alone: {result.weights[name]} | {tensor}")
     if job.optimizer == "sgd":
-        per_sample = 0.125 / (2 * job.num_ranks)
+        per_sample = LR / (MICRO_BATCH * job.num_ranks)
         expected = torch.full((NUM_SAMPLES,), -per_sample * NUM_EPOCHS)
         torch.testing.assert_close(result.weights["seen"], expected, rtol=1e-6, atol=0)
         if len(set(result.weights["seen"].tolist())) != 1:

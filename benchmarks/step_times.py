@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +32,7 @@ import torch.distributed as dist
 from engine_step import circumstances
 from memory_cases import Case as MemoryCase
 from memory_worker import make_batch, make_optimizer, recompute_units
+from step_cases import MODELS, Case, all_cases
 
 from shardwise.engines import capture, prepare
 from shardwise.plan import Plan
@@ -45,68 +46,6 @@ PROFILE_SHARE = 0.15
 PHASES = ("forward", "backward", "update")
 
 Phase = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One training. `captured`: the whole step is one CUDA graph."""
-
-    model: str
-    batch: int
-    seq: int | None = None
-    image: int | None = None
-    engine: str = "shardwise"
-    strategy: str = "fsdp"
-    recompute: str = "none"
-    precision: str = "bf16"
-    captured: bool = False
-
-    def __str__(self) -> str:
-        how = "captured" if self.captured else "eager"
-        size = f"{self.batch} × {self.seq or self.image}"
-        return f"{self.model:13} {size:9} {self.engine:9} {self.strategy:5} {how:8} recompute {self.recompute:4}"
-
-
-# Two sizes each.
-MODELS = {
-    "cuda": (
-        Case(model="gpt2-124m", batch=4, seq=1024),
-        Case(model="gpt-1.3b", batch=2, seq=2048),
-        Case(model="llama-3.2-1b", batch=1, seq=2048),
-        Case(model="vit-large", batch=16, image=224),
-        Case(model="resnet50", batch=32, image=224),
-        Case(model="gpt2-124m", batch=16, seq=1024),
-        Case(model="gpt-1.3b", batch=8, seq=2048),
-        Case(model="llama-3.2-1b", batch=4, seq=2048),
-        Case(model="vit-large", batch=64, image=224),
-        Case(model="resnet50", batch=128, image=224),
-    ),
-    "cpu": (
-        Case(model="gpt-tiny", batch=2, seq=64, precision="fp32"),
-        Case(model="llama-tiny", batch=2, seq=64, precision="fp32"),
-        Case(model="vit-digits", batch=8, image=8, precision="fp32"),
-        Case(model="resnet-digits", batch=8, image=8, precision="fp32"),
-    ),
-}
-# What is tried of each, most important first.
-WAYS: tuple[dict[str, Any], ...] = (
-    {},
-    {"captured": True},
-    {"engine": "torch"},
-    {"engine": "torch", "strategy": "ddp"},
-    {"recompute": "full"},
-    {"recompute": "full", "captured": True},
-    {"strategy": "ddp"},
-    {"recompute": "full", "engine": "torch"},
-    {"strategy": "ddp", "captured": True},
-)
-
-
-def all_cases(device: str) -> Iterator[Case]:
-    for way in WAYS:
-        for case in MODELS[device]:
-            if device == "cuda" or "captured" not in way:
-                yield replace(case, **way)
 
 
 @dataclass(frozen=True, kw_only=True)

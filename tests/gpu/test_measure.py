@@ -1,5 +1,6 @@
 """On a GPU the ledger adds up to what torch's own counters say, and the planner's prediction holds."""
 
+import gc
 import pickle
 from pathlib import Path
 
@@ -16,6 +17,15 @@ from shardwise.sources import Source
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 MODEL = "gpt2-124m"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> None:
+    """A recording has to see the birth of all that is live, also of what matrix products keep for themselves."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() == 0
 
 
 def job(strategy: str, *, num_ranks: int = 8, history: str | None = None) -> Rehearsal:

@@ -211,8 +211,8 @@ def _remarks(shown: Shown) -> Iterator[str]:
         yield "States only: activations are unknown, and come on top."
     yield f"Recommended: {name_of(shown.best)}, {why}." if shown.best is not None else why[0].upper() + why[1:] + "."
     fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity"
-    unknown = why_not_timed(first.cluster, spec=shown.source.spec_for(first.plan))
-    time = f"time is not predicted: {unknown}" if unknown else f"time ± {first.time_band:.0%}"
+    unknown = why_not_timed(shown.source.spec_for(first.plan), plan=first.plan, cluster=first.cluster)
+    time = f"time is not predicted: {unknown}" if unknown else f"time ± {first.time_band:.0%}, of it comm exposed"
     yield f"Predicted, not measured; {fits}; {time}."
     if shown.scaling is not None:
-        yield "Scaling: a strategy keeps its micro-batch; memory without the allocator's model; no stragglers, no congestion."
+        yield "Scaling: a strategy keeps its micro-batch; without the allocator's model, stragglers and congestion."

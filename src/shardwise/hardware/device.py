@@ -65,12 +65,18 @@ class Device:
     nic: Sourced[str] | None = None
     calibration: Calibration | None = None
 
+    def __hash__(self) -> int:
+        # Not over all it holds: devices are keys of caches, and nearly always the very same object.
+        return hash(self.name)
+
     def flops_per_s(self, dtype: str) -> Sourced[float] | None:
         """The peak in fp32, tf32, bf16 or fp16."""
-        known = [name.removesuffix("_flops_per_s") for name in _VALUES if name.endswith("_flops_per_s")]
-        if dtype not in known:
-            raise UnknownName.of("dtype", dtype, known=known)
-        peak: Sourced[float] | None = getattr(self, f"{dtype}_flops_per_s")
+        peak: Sourced[float] | None
+        try:
+            peak = getattr(self, f"{dtype}_flops_per_s")
+        except AttributeError:
+            known = [name.removesuffix("_flops_per_s") for name in _VALUES if name.endswith("_flops_per_s")]
+            raise UnknownName.of("dtype", dtype, known=known) from None
         return peak
 
     def known(self) -> Iterator[tuple[str, Sourced[Any]]]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.atomic import atomic_write
-from shardwise.errors import InvalidCluster, InvalidData
+from shardwise.errors import InvalidData
 from shardwise.hardware.cluster_file import read_cluster_file
 from shardwise.hardware.device import Device, device_of, devices
 from shardwise.hardware.fit import fit_calibration, fit_link, measured_peaks, shared
@@ -62,11 +62,14 @@ def _device_table(
     if base.memory_bytes_per_s is None:
         own |= measured_peaks(shared(measured), source=source)
     device = replace(base, **own)  # type: ignore[arg-type]
+    if device.memory_bytes_per_s is None or device.fp32_flops_per_s is None:
+        raise InvalidData("too little was measured for a table: give it more time (--limit-seconds)")
     calibration = fit_calibration(measured, device=device, source=source)
     collectives = link_rows if link_rows is not None else measured["rows"]
     link = fit_link(collectives, source=source if link_rows is None else "nccl-tests")
     num_ranks = max((row.get("num_ranks", 1) for row in collectives), default=1)
-    table: dict[str, Any] = {"devices_per_node": num_ranks, "device": {"name": base.name, "like": base.name}}
+    named = {"name": base.name, "like": base.name} if base.name in devices() else {"name": base.name}
+    table: dict[str, Any] = {"devices_per_node": num_ranks, "device": named}
     for name, number in own.items():
         table["device"][name] = {"value": number.value, "source": number.source, "kind": number.kind}
     table["device"]["calibration"] = calibration.as_table()
@@ -74,13 +77,16 @@ def _device_table(
 
 
 def device_like(title: str, *, kind: str) -> Device:
-    """The device of the tables whose name the driver's title holds, such as `h100-80gb` of `NVIDIA H100 80GB HBM3`."""
+    """The device of the tables whose name the driver's title holds, such as `h100-80gb` of `NVIDIA H100 80GB HBM3`.
+
+    Where there is none: a new one, of which nothing is known but what is measured.
+    """
     if kind == "cpu":
         return device_of("cpu")
     words = set(re.findall(r"[a-z0-9]+", title.lower().replace("geforce ", "")))
     fitting = [device for device in devices().values() if device.name != "cpu" and _words(device) <= words]
     if not fitting:
-        raise InvalidCluster(f"{title} is not in the tables: say which device it resembles, such as --like a100-80gb")
+        return Device(name="-".join(re.findall(r"[a-z0-9]+", title.lower())) or "custom", title=title)
     return max(fitting, key=lambda device: len(_words(device)))
 
 

@@ -86,7 +86,7 @@ def _run_rank(rank: int, num_ranks: int, device_type: str, folder: str, limit_se
             steps[:] = [done, total + 1]
 
     measured = measure_device(device, limit_seconds=limit_seconds, progress=note)
-    measured["rows"] += list(collective_rows(device))
+    measured["rows"] += list(collective_rows(device, largest_bytes=_LARGEST_BYTES[device_type]))
     if device_type == "cpu":
         measured["ranks_per_core"] = num_ranks / len(os.sched_getaffinity(0))
     if rank == 0:
@@ -96,11 +96,11 @@ def _run_rank(rank: int, num_ranks: int, device_type: str, folder: str, limit_se
     dist.destroy_process_group()
 
 
-def collective_rows(device: torch.device) -> Iterator[dict[str, Any]]:
+def collective_rows(device: torch.device, *, largest_bytes: int) -> Iterator[dict[str, Any]]:
     """Each collective at sizes from 4 KiB on; `num_bytes` is the size of what is gathered or reduced, all of it."""
     num_ranks = dist.get_world_size()
     num_bytes = 2**12
-    while num_bytes <= _LARGEST_BYTES[device.type]:
+    while num_bytes <= largest_bytes:
         buffer = torch.zeros(num_bytes // 4 // num_ranks * num_ranks, device=device)
         for name, call in _calls(buffer, num_ranks=num_ranks).items():
             yield {

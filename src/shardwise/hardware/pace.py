@@ -2,6 +2,8 @@
 
     seconds = kernel_seconds + max(operations / (peak · reach), bytes / (bandwidth · reach)), × a correction
 
+Operations of matrix products and of attention count with what their tiles waste (`product_seconds`,
+`attention_excess`; their constants are fitted to benchmarks/results/calibrate_h200.json).
 The peaks are the datasheet's; `reach` and the corrections come from a calibration: the device's own or, for a device
 that has none, an H200's (lent.py).
 """
@@ -19,10 +21,21 @@ _TILES = tuple((rows, columns) for rows in (64, 128, 192, 256) for columns in (6
 _MOST_VALUES = 256 * 160
 # A tile reads rows + columns values for rows · columns products: at this many products a value it is at half speed.
 _HALF_SPEED = 16.0
+# (rows, columns, operations for each step of k, as many as if they went at full speed).
+_WORK = tuple(
+    (rows, columns, 2 * (rows * columns + _HALF_SPEED * (rows + columns)))
+    for rows, columns in _TILES
+    if rows * columns <= _MOST_VALUES
+)
+# Where there are more than these, it no longer matters how full the last one is.
+_MANY_WAVES = 8
 # Beginning and end of a tile, in steps of k.
 _RAMP = 100.0
 # Of a whole product, before its first tile and after its last.
 _START_SECONDS = 2e-6
+# Of attention: queries and keys in a block; what a row of blocks loses at its beginning and at its diagonal, in keys;
+# the softmax of a score, in products; the last wave, in full ones.
+_BLOCK, _KEY_RAMP, _DIAGONAL, _SOFTMAX, _LAST_WAVE = 128, 128.0, 512.0, 64.0, 1.0
 # Of 16-bit values, in 16 bytes.
 _ALIGNMENT = 8
 # Into how many parts k is cut where a product has few rows and columns.
@@ -144,12 +157,14 @@ class Pace:
     def law(self, kernel: Kernel) -> float:
         """Seconds at the device's peaks, which no kernel reaches."""
         peak = self.peak(kernel.dtype)
-        if kernel.name == "matmul":
-            return max(
-                product_seconds(kernel.sizes, flops_per_s=peak, num_processors=self.num_processors),
-                kernel.num_bytes / self.memory_bytes_per_s,
+        computed = kernel.num_flops / peak
+        if kernel.name == "matmul" and self._tiled:
+            computed = product_seconds(kernel.sizes, flops_per_s=peak, num_processors=self.num_processors)
+        elif kernel.name.startswith("attention") and self._tiled:
+            computed *= attention_excess(
+                kernel.sizes, is_causal=kernel.role == "causal", num_processors=self.num_processors
             )
-        return max(kernel.num_flops / peak, kernel.num_bytes / self.memory_bytes_per_s)
+        return max(computed, kernel.num_bytes / self.memory_bytes_per_s)
 
     def _reach(self, kernel: Kernel) -> float:
         """That of the same kernel in another dtype where its own is not known, and of an addition where none is."""
@@ -180,22 +195,28 @@ def product_seconds(sizes: tuple[float, ...], *, flops_per_s: float, num_process
     A last wave with few tiles takes as long as a full one. Of several ways to cut, the library takes the fastest.
     """
     count, m, n, k = sizes
-    if num_processors == 1:
-        return 2 * count * m * n * k / flops_per_s
     best = float("inf")
-    for rows, columns in _TILES:
-        if rows * columns > _MOST_VALUES:
-            continue
-        intensity = rows * columns / (rows + columns)
-        speed = intensity / (intensity + _HALF_SPEED)
+    for rows, columns, work in _WORK:
         tiles = count * ceil(m / rows) * ceil(n / columns)
         for split in _SPLITS:
-            if split > 1 and k / split < _LEAST_SPLIT:
+            if split > 1 and (k / split < _LEAST_SPLIT or tiles > _MANY_WAVES * num_processors):
                 break
-            waves = ceil(tiles * split / num_processors)
-            operations = 2 * rows * columns * (k / split + _RAMP)
-            best = min(best, waves * operations * num_processors / (flops_per_s * speed))
-    return best
+            best = min(best, ceil(tiles * split / num_processors) * work * (k / split + _RAMP))
+    return best * num_processors / flops_per_s
+
+
+def attention_excess(sizes: tuple[float, ...], *, is_causal: bool, num_processors: int) -> float:
+    """How many times as long as its operations fused attention takes.
+
+    Queries and keys come in blocks. A row of blocks takes a while to begin, and where it is causal the blocks on its
+    diagonal are half for nothing. The softmax costs as much for a wide head as for a narrow one. The last wave of
+    blocks does not fill the processors.
+    """
+    heads, queries, keys, width, _ = sizes
+    padded = ceil(queries / _BLOCK) * ceil(keys / _BLOCK) * _BLOCK**2 / (queries * keys)
+    begun = 1 + (_KEY_RAMP + (_DIAGONAL if is_causal else 0.0)) / keys
+    waves = heads * ceil(queries / _BLOCK) / num_processors
+    return padded * begun * (1 + _SOFTMAX / width) * (1 + _LAST_WAVE / waves)
 
 
 def correction(sizes: tuple[float, ...], *, points: Points) -> float:

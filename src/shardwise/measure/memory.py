@@ -36,21 +36,23 @@ class Allocation:
 class Mark:
     """A row of the step begins: its label, when, and address → category of what the engine holds then.
 
-    `computes`: what comes now and nobody knows is an activation.
+    `computes`: what comes now and nobody knows is an activation. `reserved_bytes`: what the caching allocator holds.
     """
 
     label: str
     moment: int
     known: Mapping[int, str]
     computes: bool = True
+    reserved_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Bytes by category at the highest moment of a row."""
+    """Bytes by category at the highest moment of a row; what a caching allocator held when the row began."""
 
     at: str
     num_bytes: Mapping[str, int]
+    reserved_bytes: int | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -71,13 +73,15 @@ class MemoryLedger:
 
     def to_data(self) -> dict[str, Any]:
         """In JSON's own types."""
-        entries = [{"at": entry.at, "bytes": dict(entry.num_bytes)} for entry in self.entries]
-        return {"entries": entries, "at_rest": dict(self.at_rest.num_bytes)}
+        return {
+            "entries": [[entry.at, dict(entry.num_bytes), entry.reserved_bytes] for entry in self.entries],
+            "at_rest": dict(self.at_rest.num_bytes),
+        }
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "MemoryLedger":
-        entries = tuple(Entry(at=entry["at"], num_bytes=entry["bytes"]) for entry in data["entries"])
-        return cls(entries=entries, at_rest=Entry(at="at rest", num_bytes=data["at_rest"]))
+        entries = [Entry(at=at, num_bytes=parts, reserved_bytes=held) for at, parts, held in data["entries"]]
+        return cls(entries=tuple(entries), at_rest=Entry(at="at rest", num_bytes=data["at_rest"]))
 
 
 def ledger_of(allocations: Iterable[Allocation], *, marks: Sequence[Mark], end: int) -> MemoryLedger:
@@ -105,7 +109,7 @@ def ledger_of(allocations: Iterable[Allocation], *, marks: Sequence[Mark], end: 
         for now in advance(row_end):
             if sum(now.values()) > sum(highest.values()):
                 highest = dict(now)
-        entries.append(Entry(at=mark.label, num_bytes=highest))
+        entries.append(Entry(at=mark.label, num_bytes=highest, reserved_bytes=mark.reserved_bytes))
     return MemoryLedger(entries=tuple(entries), at_rest=Entry(at="at rest", num_bytes=dict(live)))
 
 

@@ -46,11 +46,11 @@ def rehearse(rehearsal: Rehearsal) -> Measured:
     with _group(rehearsal, device=device):
         with _history(rehearsal.history), LiveBytes(device=device.type) as live:
             training = _started(rehearsal, device=device)
-            marks = _record(training, live=live)
+            rows = _record(training, live=live)
         reserved = torch.cuda.max_memory_reserved() if device.type == "cuda" else None
         seconds = tuple(_timed(training) for _ in range(rehearsal.steps))
     return Measured(
-        ledger=_ledger(live, marks), reserved_bytes=reserved, step_seconds=seconds, device_name=_name(device)
+        ledger=_ledger(live, rows), reserved_bytes=reserved, step_seconds=seconds, device_name=_name(device)
     )
 
 
@@ -60,6 +60,7 @@ class _Training:
 
     task: Task
     spec: ModelSpec
+    units: str
     model: nn.Module
     optimizer: Optimizer
     batch: Any
@@ -90,26 +91,39 @@ def _started(rehearsal: Rehearsal, *, device: torch.device) -> _Training:
         # What the allocator held for a moment to fill the model is no part of a step.
         torch.cuda.empty_cache()
     batch = _batch(task, rehearsal.batch, device=device)
-    return _Training(task=task, spec=spec, model=model, optimizer=optimizer, batch=batch, device=device)
+    units = rehearsal.plan.units
+    return _Training(task=task, spec=spec, units=units, model=model, optimizer=optimizer, batch=batch, device=device)
 
 
-def _record(training: _Training, *, live: LiveBytes) -> list[tuple[Trigger, str, dict[int, str]]]:
-    """The rows of a step that follows on others, with what the engine held at each."""
-    rows: list[tuple[Trigger, str, dict[int, str]]] = []
-    recording = False
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A row as it began, with what the engine held then."""
+
+    trigger: Trigger
+    unit: str
+    known: dict[int, str]
+    reserved_bytes: int | None
+
+
+def _record(training: _Training, *, live: LiveBytes) -> list[_Row]:
+    """The rows of a step that follows on others."""
+    rows: list[_Row] = []
+    recording, on_gpu = False, training.device.type == "cuda"
 
     def on_row(trigger: Trigger, unit: str) -> None:
         if recording:
             known = known_storages(training.model, training.optimizer, batch=training.batch)
-            rows.append((trigger, unit, known))
+            reserved = torch.cuda.memory_reserved() if on_gpu else None
+            rows.append(_Row(trigger=trigger, unit=unit, known=known, reserved_bytes=reserved))
             with live.phase(_ROW):
                 pass
 
-    with step_rows(training.task.model, training.optimizer, spec=training.spec, on_row=on_row):
+    module, units = training.task.model, training.units
+    with step_rows(module, training.optimizer, spec=training.spec, units=units, on_row=on_row):
         for _ in range(WARM_UP_STEPS):
             training.step()
         recording = True
-        if training.device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         with live.phase(_STEP):
@@ -117,15 +131,16 @@ def _record(training: _Training, *, live: LiveBytes) -> list[tuple[Trigger, str,
     return rows
 
 
-def _ledger(live: LiveBytes, rows: list[tuple[Trigger, str, dict[int, str]]]) -> MemoryLedger:
+def _ledger(live: LiveBytes, rows: list[_Row]) -> MemoryLedger:
     marks = [
         Mark(
-            label=f"{trigger.value} {unit}",
+            label=f"{row.trigger.value} {row.unit}",
             moment=live.span(_ROW, run=number)[0],
-            known=known,
-            computes=trigger is not Trigger.AFTER_STEP,
+            known=row.known,
+            computes=row.trigger is not Trigger.AFTER_STEP,
+            reserved_bytes=row.reserved_bytes,
         )
-        for number, (trigger, unit, known) in enumerate(rows)
+        for number, row in enumerate(rows)
     ]
     return ledger_of(live.allocations, marks=marks, end=live.span(_STEP)[1])
 
@@ -165,10 +180,12 @@ def _history(path: str | None) -> Iterator[None]:
         yield
         return
     torch.cuda.memory._record_memory_history()
-    yield
-    with atomic_write(path) as file:
-        pickle.dump(torch.cuda.memory._snapshot(), file)
-    torch.cuda.memory._record_memory_history(enabled=None)
+    try:
+        yield
+        with atomic_write(path) as file:
+            pickle.dump(torch.cuda.memory._snapshot(), file)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _optimizer(name: str, model: nn.Module, *, device: torch.device) -> Optimizer:

@@ -27,15 +27,16 @@ OnRow = Callable[[Trigger, str], None]
 
 
 @contextmanager
-def step_rows(model: nn.Module, optimizer: Optimizer, *, spec: ModelSpec, on_row: OnRow) -> Iterator[None]:
+def step_rows(model: nn.Module, optimizer: Optimizer, *, spec: ModelSpec, units: str, on_row: OnRow) -> Iterator[None]:
     """Call `on_row(trigger, unit)` at the beginning of each row of the steps in here.
 
-    `model` is the module itself, not what an engine may have put around it. To be entered between `prepare` and the
-    first forward: hooks of gradients run in the order in which they came.
+    `model` is the module itself, not what an engine may have put around it, cut into units as the plan says; `spec` is
+    from before `prepare`. To be entered after it and before the first forward: hooks of gradients run in the order in
+    which they came.
     """
     rows = _Rows(on_row)
     handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: on_row(Trigger.AFTER_STEP, ROOT))]
-    modules = unit_modules(model)
+    modules = unit_modules(model, policy=units)
     parameters = dict(model.named_parameters())
     for unit in spec.units:
         module = modules[unit.name]
@@ -121,7 +122,8 @@ def known_storages(model: nn.Module, optimizer: Optimizer, *, batch: Any) -> dic
     for category, tensor in (*tensors, *leaves):
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            known.setdefault(storage.data_ptr(), category)
+            # What a plan offloads is in no category; where the device is the host, it is there all the same.
+            known.setdefault(storage.data_ptr(), "other" if category == "host" else category)
     return known
 
 

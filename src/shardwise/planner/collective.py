@@ -5,6 +5,7 @@ bandwidth that is that of the slowest link on the way; the fastest of them is ta
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, log2
 
 from shardwise.hardware import Cluster, Link
@@ -58,38 +59,42 @@ class Ring:
         n−1 rounds, in each of which every rank passes on num_bytes/n:
         t = base + (n−N)·hop + (N−1)·node_hop + num_bytes·(n−1)/n / bandwidth.
         """
-        return self._fastest(num_bytes, rounds=1)
+        return _ring_seconds(self, num_bytes, 1)
 
     def all_reduce_seconds(self, num_bytes: float) -> float:
         """A reduce-scatter and an all-gather around the ring, or over several nodes up and down a tree of them."""
-        ring = self._fastest(num_bytes, rounds=2)
-        return min(ring, self._tree(num_bytes)) if self.num_nodes > 1 else ring
+        ring = _ring_seconds(self, num_bytes, 2)
+        return min(ring, _tree_seconds(self, num_bytes)) if self.num_nodes > 1 else ring
 
     def broadcast_seconds(self, num_bytes: float) -> float:
         """In chunks along the ring, so that the last rank has it one trip after the first."""
-        return self._fastest(num_bytes, rounds=1)
+        return _ring_seconds(self, num_bytes, 1)
 
-    def _fastest(self, num_bytes: float, *, rounds: int) -> float:
-        if self.num_ranks == 1:
-            return 0.0
-        between = self.num_nodes - 1
-        hops = rounds * ((self.num_ranks - 1 - between) * self.hop_seconds + between * self.node_hop_seconds)
-        sent = rounds * num_bytes * (self.num_ranks - 1) / self.num_ranks
-        return min(
-            protocol.base_seconds + protocol.hop * hops + sent / (protocol.bandwidth * self.bytes_per_s)
-            for protocol in PROTOCOLS
-        )
 
-    def _tree(self, num_bytes: float) -> float:
-        """Two trees, each of which carries half of the bytes up and down; within a node a chain."""
-        on_node = self.num_ranks // self.num_nodes
-        hops = 2 * ((on_node - 1) * self.hop_seconds + ceil(log2(self.num_nodes)) * self.node_hop_seconds)
-        return min(
-            protocol.base_seconds
-            + protocol.hop * hops
-            + 2 * num_bytes / (_TREE_BANDWIDTH * protocol.bandwidth * self.bytes_per_s)
-            for protocol in PROTOCOLS
-        )
+@lru_cache(maxsize=4096)
+def _ring_seconds(ring: Ring, num_bytes: float, rounds: int) -> float:
+    if ring.num_ranks == 1:
+        return 0.0
+    between = ring.num_nodes - 1
+    hops = rounds * ((ring.num_ranks - 1 - between) * ring.hop_seconds + between * ring.node_hop_seconds)
+    sent = rounds * num_bytes * (ring.num_ranks - 1) / ring.num_ranks
+    return min(
+        protocol.base_seconds + protocol.hop * hops + sent / (protocol.bandwidth * ring.bytes_per_s)
+        for protocol in PROTOCOLS
+    )
+
+
+@lru_cache(maxsize=4096)
+def _tree_seconds(ring: Ring, num_bytes: float) -> float:
+    """Two trees, each of which carries half of the bytes up and down; within a node a chain."""
+    on_node = ring.num_ranks // ring.num_nodes
+    hops = 2 * ((on_node - 1) * ring.hop_seconds + ceil(log2(ring.num_nodes)) * ring.node_hop_seconds)
+    return min(
+        protocol.base_seconds
+        + protocol.hop * hops
+        + 2 * num_bytes / (_TREE_BANDWIDTH * protocol.bandwidth * ring.bytes_per_s)
+        for protocol in PROTOCOLS
+    )
 
 
 # As above: "busBw*.9" for trees.

@@ -9,6 +9,9 @@ from shardwise.planner.search import Candidate, SpecFor, cost, largest_batch
 PAIR_BAND = 0.05
 """How far two predictions on the same cluster may be off each other: most of what one is off, the other is too."""
 
+# Verdicts on what can be taken, the best first, and what is to be said of it.
+_DOUBTS: dict[str, list[str]] = {"yes": [], "tight": ["it may fit"], "unknown": ["whether it fits is not known"]}
+
 _GIB = 2**30
 _ORDER = list(STRATEGIES)
 
@@ -26,17 +29,16 @@ def choose(found: Sequence[Candidate], *, goal: str, spec_for: SpecFor, optimize
 
     Where time cannot be predicted: the simplest that fits.
     """
-    for verdict in ("yes", "tight"):
+    for verdict in _DOUBTS:
         fitting = [candidate for candidate in found if candidate.fits == verdict]
-        if not fitting:
+        if not fitting or (verdict == "unknown" and fitting[0].time is None):
             continue
         best = _smallest(fitting) if goal == "memory" else fastest(fitting)
         assert best is not None
         reasons = [_reason(best, fitting, goal=goal), *_why_not_simpler(best, found, goal=goal)]
         other = _other_way(best, found, spec_for=spec_for, optimizer=optimizer)
-        if verdict == "tight":
-            reasons.insert(0, "it may fit")
-        return Choice(index=found.index(best), why="; ".join(reasons) + (f". {other}" if other else ""))
+        why = "; ".join([*_DOUBTS[verdict], *reasons])
+        return Choice(index=found.index(best), why=why + (f". {other}" if other else ""))
     if all(candidate.fits == "unknown" for candidate in found):
         return Choice(index=None, why="whether it fits is not known: the device's capacity is not")
     return Choice(index=None, why="nothing fits")
@@ -83,7 +85,11 @@ def _reason(best: Candidate, fitting: Sequence[Candidate], *, goal: str) -> str:
         ahead = _speed(first) / _speed(best) - 1
         lead = f"the simplest within {PAIR_BAND:.0%} of the fastest ({name_of(first)}, {ahead:.0%} ahead)"
     else:
-        lead = "the fastest that fits" if len(fitting) > 1 else "the only one that fits"
+        lead = (
+            "the fastest"
+            if best.fits == "unknown"
+            else f"the {'fastest' if len(fitting) > 1 else 'only one'} that fits"
+        )
     return f"{lead}; {_communication(best)}"
 
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby, pairwise
 
-from shardwise.hardware import Cluster
+from shardwise.hardware import Cluster, Device
 from shardwise.placement import SHARDED
 from shardwise.planner.collective import Ring, Rings, rings_of
 from shardwise.planner.compute import copy_seconds, host_factor, update_seconds
@@ -23,13 +24,13 @@ class Schedule:
     """A step: passes before the last one, which may leave their gradients to it, and the last one with the update.
 
     Work is numbered: first the model's own pieces (pieces.py), then `works`, which do not depend on the batch.
-    `sends_last`: the step leaves something on the wire for the next one to wait for.
+    `update`, the end of `last`, is given again where it leaves something on the wire for the next step to wait for.
     """
 
     first: tuple[Instruction, ...]
     last: tuple[Instruction, ...]
     works: tuple[Work, ...]
-    sends_last: bool
+    update: tuple[Instruction, ...]
 
 
 def schedule_of(job: Job, *, cluster: Cluster, optimizer: str) -> Schedule:
@@ -52,7 +53,7 @@ def schedule_of(job: Job, *, cluster: Cluster, optimizer: str) -> Schedule:
         first=tuple(first),
         last=(*last, *update),
         works=tuple(writer.works),
-        sends_last=any(one.what == SEND for one in update),
+        update=tuple(update) if any(one.what == SEND for one in update) else (),
     )
 
 
@@ -174,7 +175,7 @@ class _Writer:
 
     def _copy(self, name: str, num_bytes: float, *, launch: float = 0.0) -> Instruction:
         """A copy, in bytes read and written."""
-        kernel = copy_seconds(num_bytes, device=self.cluster.device) if num_bytes else 0.0
+        kernel = _copy_seconds(num_bytes, self.cluster.device) if num_bytes else 0.0
         return self._work(name, launch, kernel)
 
     def _work(self, name: str, launch: float, kernel: float) -> Instruction:
@@ -260,6 +261,11 @@ class _Writer:
         yield self._work("update", launch + self.overhead.step, kernel)
         if refreshed:
             yield self._copy("refresh", refreshed)
+
+
+@lru_cache(maxsize=4096)
+def _copy_seconds(num_bytes: float, device: Device) -> float:
+    return copy_seconds(num_bytes, device=device)
 
 
 def _phase(item: tuple[Key, Stream]) -> tuple[bool, str]:

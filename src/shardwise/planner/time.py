@@ -20,7 +20,6 @@ from shardwise.spec import ModelSpec
 FITTED_DEVICES = ("h200", "h100-80gb", "a100-80gb")
 """Kinds of device whose measurements the constants were fitted to."""
 
-
 _FAR_AHEAD = 1e6
 
 
@@ -52,10 +51,12 @@ class TimeEstimate:
     sent_bytes: int
 
 
-def why_not_timed(cluster: Cluster, *, spec: ModelSpec) -> str | None:
+def why_not_timed(spec: ModelSpec, *, plan: Plan, cluster: Cluster) -> str | None:
     """Why there is no prediction of time; None where there is one."""
     if not spec.traces:
         return "nothing is known of the model but its parameters"
+    if plan.offload_activations or plan.offload_states or plan.dynamic:
+        return "what offloading, or a dynamic order of units, costs is not modelled"
     if not can_time(cluster.device):
         return f"calibrate this device: shardwise calibrate ({cluster.device.name} has no speeds)"
     if not can_link(cluster):
@@ -66,7 +67,7 @@ def why_not_timed(cluster: Cluster, *, spec: ModelSpec) -> str | None:
 def estimate_time(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str = "adamw") -> TimeEstimate | None:
     """The time of a step of `plan`, whose micro-batch is set; None where `why_not_timed` says why."""
     assert plan.micro_batch is not None
-    if why_not_timed(cluster, spec=spec) is not None:
+    if why_not_timed(spec, plan=plan, cluster=cluster) is not None:
         return None
     prepared = _prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer)
     queues, step_seconds, cpu_seconds = _steady(prepared, batch=plan.micro_batch)
@@ -184,8 +185,8 @@ class _Run:
         """One step from time 0 on, which finds what the step before it left on the wire."""
         is_host = _is_host(self.prepared.cluster)
         queues = Queues(slowdown=HOST_SLOWDOWN if is_host else SLOWDOWN, is_host=is_host, cpu=cpu)
-        if self.prepared.schedule.sends_last:
-            _step(queues, schedule=self.prepared.schedule, works=self.works, plan=self.prepared.job.plan)
+        if self.prepared.schedule.update:
+            queues.run(self.prepared.schedule.update, self.works)
             queues.restart(cpu=cpu)
         queues.spans = [] if records else None
         _step(queues, schedule=self.prepared.schedule, works=self.works, plan=self.prepared.job.plan)

@@ -148,5 +148,5 @@ def _bar(candidate: Candidate) -> "Text":
 
 
 def legend() -> "Text":
-    """The letters of the bars; `comm` is what of a step the device stands still for communication."""
-    return categories.legend().append("comm: exposed")
+    """The letters of the bars."""
+    return categories.legend()

@@ -65,6 +65,7 @@ def _row(found: Profile) -> dict[str, Any]:
             {
                 "at": entry.at,
                 "bytes": _told(found, entry.num_bytes),
+                "reserved_bytes": entry.reserved_bytes,
                 "predicted_bytes": None if beside is None else dict(beside.num_bytes),
             }
             for entry, beside in found.rows()

@@ -34,7 +34,10 @@ class Law:
         return Line(c0 + (c1 + c2 * seq) * seq, b0 + (b1 + b2 * seq) * seq)
 
     def at(self, *, batch: int, seq: int | None = None) -> int:
-        return self.line(seq).at(batch)
+        c0, c1, c2, b0, b1, b2 = self.terms
+        if seq is None:
+            return c0 + b0 * batch
+        return c0 + (c1 + c2 * seq) * seq + (b0 + (b1 + b2 * seq) * seq) * batch
 
 
 def fit(values: Mapping[tuple[int, int], int]) -> Law | None:

@@ -1,6 +1,7 @@
 """`shardwise profile`, as it is typed."""
 
 import json
+from collections.abc import Iterator
 
 import pytest
 
@@ -18,11 +19,17 @@ def run(*arguments: str) -> int:
 
 
 @pytest.fixture
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rehearsals in this process, which is faster than one for each."""
+    import torch
+
     from shardwise.measure.rank import rehearse
 
     monkeypatch.setattr("shardwise.measure.rehearsal.rehearse_apart", rehearse)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Calibration: what is measured comes back as what is predicted, and what cannot be read is one line."""
 
 import json
+import runpy
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from shardwise.hardware.measure import Stopwatch
 from shardwise.hardware.nccl_tests import read_nccl_tests
 from shardwise.hardware.pace import correction, pace_of, product_seconds
 from shardwise.hardware.probe import Probe, cpu_probes, cuda_probes, probe_of
+
+ROOT = Path(__file__).parents[3]
 
 NCCL_TESTS = """\
 # nThread 1 nGpus 2 minBytes 8 maxBytes 134217728 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1
@@ -134,9 +137,13 @@ def test_the_drivers_title_tells_the_device(title: str, name: str) -> None:
     assert device_like(title, kind="cuda").name == name
 
 
-def test_an_unknown_title_says_what_to_do() -> None:
-    with pytest.raises(InvalidCluster, match="--like a100-80gb"):
-        device_like("AMD Instinct MI300X", kind="cuda")
+def test_a_device_of_no_table_has_the_peaks_that_were_measured(tmp_path: Path) -> None:
+    write_table(device_table(measured(title="AMD Instinct MI300X")), tmp_path / "mine.toml")
+    device = read_device_table(tmp_path / "mine.toml")
+    assert device.name == "amd-instinct-mi300x"
+    assert device.bf16_flops_per_s is not None
+    assert device.bf16_flops_per_s.kind == "measured"
+    assert 0 < device.bf16_flops_per_s.value < device_of("h200").flops_per_s("bf16").value
 
 
 def test_a_correction_holds_at_its_point_and_fades() -> None:
@@ -159,6 +166,13 @@ def test_a_product_takes_whole_waves() -> None:
 @pytest.mark.parametrize("probe", [probe for probe in cpu_probes() if max(probe.dims) <= 1024][::9], ids=str)
 def test_every_kernel_can_be_timed(probe: Probe) -> None:
     assert Stopwatch(torch.device("cpu")).seconds(probe) > 0
+
+
+def test_the_shipped_calibration_is_what_the_measurements_give(tmp_path: Path) -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks" / "fit_h200.py"))
+    script["write"](tmp_path / "h200.toml")
+    shipped = ROOT / "src" / "shardwise" / "hardware" / "calibrated" / "h200.toml"
+    assert (tmp_path / "h200.toml").read_text() == shipped.read_text()
 
 
 def test_a_calibration_is_written_and_read() -> None:

@@ -85,9 +85,17 @@ def test_nothing_that_fits_is_nothing_to_take(small: list[Candidate]) -> None:
         raise AssertionError("nobody asks")
 
     for fits, why in (("no", "nothing fits"), ("unknown", "not known")):
-        choice = choose([replace(one, fits=fits) for one in small], goal="throughput", spec_for=spec, optimizer="adamw")  # type: ignore[arg-type]
+        untimed = [replace(one, fits=fits, time=None) for one in small]
+        choice = choose(untimed, goal="throughput", spec_for=spec, optimizer="adamw")  # type: ignore[arg-type]
         assert choice.index is None
         assert why in choice.why
+
+
+def test_the_fastest_is_taken_where_nobody_knows_what_fits(small: list[Candidate]) -> None:
+    unknown = with_speeds(small, 100, 80, 80, 80, 80, fits="unknown")
+    choice = choose(unknown, goal="throughput", spec_for=lambda plan: spec_for("gpt2-124m", plan), optimizer="adamw")
+    assert choice.index == 0
+    assert choice.why.startswith("whether it fits is not known")
 
 
 def test_what_may_fit_says_so(small: list[Candidate]) -> None:

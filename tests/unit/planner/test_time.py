@@ -143,6 +143,10 @@ def test_the_timeline_is_the_step() -> None:
 
 
 def test_what_cannot_be_timed_says_why() -> None:
-    assert "calibrate" in str(why_not_timed(cluster_of("4xcpu"), spec=SPEC))
-    assert "parameters" in str(why_not_timed(cluster_of("8xh100-80gb"), spec=replace(SPEC, traces=())))
-    assert estimate_time(SPEC, plan=plan_of("ddp"), cluster=cluster_of("1xcpu")) is None
+    plan, node = plan_of("fsdp"), cluster_of("8xh100-80gb")
+    assert why_not_timed(SPEC, plan=plan, cluster=node) is None
+    assert "calibrate" in str(why_not_timed(SPEC, plan=plan, cluster=cluster_of("4xcpu")))
+    assert "parameters" in str(why_not_timed(replace(SPEC, traces=()), plan=plan, cluster=node))
+    offloaded = replace(plan, offload_activations=True)
+    assert "offloading" in str(why_not_timed(SPEC, plan=offloaded, cluster=node))
+    assert estimate_time(SPEC, plan=offloaded, cluster=node) is None

@@ -130,6 +130,8 @@ def test_a_mistake_is_one_line_with_the_file_the_key_and_what_is_allowed(path: P
         (b"task = 3", "task = 3: must be a table, [task]"),
         (b"plan = 3\n[task]\nmodel='x'\n[train]\nsteps=1", "plan = 3: must be a table, [plan]"),
         (b"run = 3\n[task]\nmodel='x'\n[train]\nsteps=1", "run = 3: must be a table, [run]"),
+        (b'[task]\nmodel = "x"\n"a\\nb" = 3', "unknown key 'task.a\\nb'"),
+        (b'[task]\nmodel = "a\\nb"', "task.model = 'a\\nb': must be a text"),
         (b"[plan]\nfile = 3", "plan.file = 3: must be the path of a plan"),
         (b"[plan]\nfile = 'none.toml'", "none.toml: cannot be read"),
         (b"a = " + b"[" * 100_000, "is not TOML"),

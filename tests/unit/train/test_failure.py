@@ -64,6 +64,7 @@ def test_what_only_tells_of_a_peer_is_an_echo(error: Exception) -> None:
         (torch.OutOfMemoryError("CUDA out of memory"), False),
         (InvalidPlan("no such strategy"), False),
         (RanksMissing("rank 1 did not come"), False),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), False),
         (OSError(errno.EIO, "Input/output error"), True),
         (ConnectionResetError("peer"), True),
         (torch.AcceleratorError("CUDA error: uncorrectable ECC error"), True),
@@ -96,6 +97,7 @@ def test_a_failure_names_the_step_and_the_module() -> None:
     ("code", "what", "passing", "mistake"),
     [
         (-signal.SIGKILL, "the process was killed by SIGKILL", True, False),
+        (-(signal.SIGRTMIN + 3), f"the process was killed by signal {signal.SIGRTMIN + 3}", True, False),
         (1, "the process ended with exit code 1", False, False),
         (2, "the process ended with exit code 2", False, True),
     ],

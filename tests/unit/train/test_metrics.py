@@ -81,7 +81,7 @@ def test_plain_lines_hold_what_matters_and_are_one_line_each() -> None:
 
 def test_a_terminal_gets_a_bar() -> None:
     output = StringIO()
-    console = Console(file=output, force_terminal=True, width=200, _environ={})
+    console = Console(file=output, force_terminal=True, width=90, _environ={})
     bar = progress_on(console, first_step=40, num_steps=100)
     assert isinstance(bar, Bar)
     bar.write([metrics(50, evaluation={"accuracy": 0.9375})])

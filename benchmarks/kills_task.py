@@ -1,0 +1,64 @@
+"""What benchmarks/kills.py trains: a model whose weights count how often each sample was seen."""
+
+import os
+import random
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from shardwise.tasks import Task
+
+NUM_SAMPLES, WIDTH = 48, 16
+PASS_SECONDS = 0.08  # at most
+
+
+class Numbered(Dataset[tuple[Tensor, int]]):
+    """Samples that bring their number along."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index)), index
+
+
+class Counting(nn.Module):
+    """A few blocks with dropout, so that random numbers matter; and `seen`, whose gradient is 1 for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.GELU()) for _ in range(3))
+        self.blocks = nn.Sequential(*layers)
+        self.seen = nn.Parameter(torch.zeros(NUM_SAMPLES))
+
+    def forward(self, samples: Tensor, numbers: Tensor) -> Tensor:
+        return self.blocks(samples).square().mean() + self.seen[numbers].mean()
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The model's own. It is slow, so that a kill finds it at work, and as slow as chance will have it: others wait."""
+    _note("in forward")
+    value = model(*batch)
+    time.sleep(random.SystemRandom().uniform(0, PASS_SECONDS))
+    _note("in backward, a collective or the optimizer")
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _note(phase: str) -> None:
+    path = Path(os.environ["KILLS_FOLDER"], f"phase-{os.getpid()}")
+    path.with_suffix(".part").write_text(phase)
+    path.with_suffix(".part").replace(path)
+
+
+def task() -> Task:
+    """What is trained: `python:benchmarks/kills_task.py:task`."""
+    return Task(
+        model=Counting(),
+        loss=loss,
+        make_batch=lambda size: (torch.zeros(size, WIDTH), torch.zeros(size, dtype=torch.long)),
+        dataset=Numbered(),
+    )
