@@ -30,8 +30,16 @@ def _nothing_leaks() -> Iterator[None]:
         assert not (distributed.is_available() and distributed.is_initialized()), "the test leaks a process group"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is no CUDA device."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole", action="store_true", help="also what the usual run has no time for")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is no CUDA device; those marked `whole` are left out without --whole."""
+    if not config.getoption("--whole"):
+        left_out = [item for item in items if item.get_closest_marker("whole")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("whole")]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

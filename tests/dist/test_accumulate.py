@@ -11,6 +11,7 @@ from cases import MODELS, adamw
 from ranks import run_ranks, shut_down
 from torch import Tensor, nn
 from training import Case, Result, assert_equal, make_collectives, line
+from whole import whole
 
 import shardwise
 from shardwise.engine.engine import engine_of, tape
@@ -97,8 +98,9 @@ def test_accumulated_gradients_are_bit_equal_to_one_process(strategy: str, reduc
     assert_equal(run_ranks(accumulated, num_ranks=2, args=(plan,)), expected)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("reduced", [False, True], ids=["unreduced", "reduced"])
+@pytest.mark.parametrize(
+    ("precision", "reduced"), [("bf16", True), ("fp16", False), *whole(("bf16", False), ("fp16", True))]
+)
 def test_strategies_accumulate_alike_in_half_precision(precision: str, reduced: bool) -> None:
     """Gradients of 16 bits add up in the reduce dtype, so it does not matter where."""
     expected = None

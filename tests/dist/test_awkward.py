@@ -12,6 +12,7 @@ from ranks import run_ranks, shut_down
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Case, Result, assert_close, assert_equal, make_collectives, model_units, on_ranks, one_process
+from whole import whole
 
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engine.prepare import prepare
@@ -29,7 +30,7 @@ def case_of(name: str, *, double: bool = False) -> Case:
 
 
 @each_model
-@each_strategy
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", *whole("zero1", "shard_grad_op")])
 def test_an_awkward_model_is_bit_equal_to_one_process(name: str, strategy: str) -> None:
     plan = Plan(strategy=strategy, units=awkward.MODELS[name][1], bucket_bytes=600)
     results = run_ranks(on_ranks, num_ranks=2, args=(case_of(name), plan, True))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import adamw
 from ranks import run_ranks
+from whole import whole
 
 from shardwise.engine.held import held_bytes
 from shardwise.engine.prepare import prepare
@@ -51,7 +52,7 @@ def test_what_is_sharded_falls_with_the_number_of_ranks(strategy: str, num_ranks
             assert after["grads"] == 0
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", *whole("ddp", "zero2", "shard_grad_op")])
 def test_in_bf16_the_master_belongs_to_the_optimizer(strategy: str) -> None:
     placement = STRATEGIES[strategy]
     whole = 4 * SHAPE.num_params

@@ -139,9 +139,11 @@ class TestSignals:
         run_light("ends", tmp_path)
         assert [signal.getsignal(number) for number in numbers] == before
 
-    def test_no_rank_outlives_a_launcher_that_is_killed(self, tmp_path: Path) -> None:
+    def test_no_rank_outlives_a_launcher_that_is_killed_and_the_next_clears_up(self, tmp_path: Path) -> None:
         code = f"import test_launch, pathlib; test_launch.run_light('waits', pathlib.Path({str(tmp_path)!r}))"
-        environment = os.environ | {"PYTHONPATH": str(HERE), "LAUNCH_FOLDER": str(tmp_path)}
+        private = tmp_path / "private"
+        private.mkdir()
+        environment = os.environ | {"PYTHONPATH": str(HERE), "LAUNCH_FOLDER": str(tmp_path), "TMPDIR": str(private)}
         launcher = subprocess.Popen([sys.executable, "-c", code], env=environment)
         try:
             while not all((tmp_path / f"started-{rank}-0").exists() for rank in (0, 1)):
@@ -154,6 +156,10 @@ class TestSignals:
         while (left := processes_with(f"LAUNCH_FOLDER={tmp_path}")) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert left == []
+        assert len(list(private.iterdir())) == 1
+        assert run_light("ends", tmp_path) == 0
+        assert list(private.iterdir()) == []
+        assert (tmp_path / "run" / ".lock").read_text() == ""
 
 
 def test_a_run_folder_has_one_job_at_a_time(tmp_path: Path) -> None:

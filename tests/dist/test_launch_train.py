@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from processes import processes_with
+from whole import whole
 
 from shardwise.train.launch import launch
 
@@ -33,7 +34,7 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("point", SHOWN)
+@pytest.mark.parametrize("point", ["the data", "forward", "the disk", *whole("the model", "backward", "the optimizer")])
 def test_a_rank_that_breaks_in_training_is_the_one_that_is_shown(
     point: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,22 +4,24 @@ import pytest
 from cases import MODELS, adamw, sgd
 from ranks import run_ranks
 from training import Case, assert_close, assert_equal, on_ranks, one_process
+from whole import whole
 
 from shardwise.mesh import Mesh
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 
+OTHERS = [(name, False) for name in MODELS if name != "gpt"]
 
-@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+
+@pytest.mark.parametrize(("model", "late"), [*((name, True) for name in MODELS), ("gpt", False), *whole(*OTHERS)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", MODELS)
 def test_two_ranks_are_bit_equal_to_one_process(model: str, strategy: str, late: bool) -> None:
     case = Case(make=MODELS[model], optimizer=adamw)
     plan = Plan(strategy=strategy, bucket_bytes=4000)
     assert_equal(run_ranks(on_ranks, num_ranks=2, args=(case, plan, late)), one_process(case, num_ranks=2))
 
 
-@pytest.mark.parametrize(("num_ranks", "late"), [(3, True), (4, False), (4, True)])
+@pytest.mark.parametrize(("num_ranks", "late"), [(3, True), (4, True), *whole((4, False))])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_more_ranks_agree_with_one_process_to_rounding(strategy: str, num_ranks: int, late: bool) -> None:
     sgd_case = Case(make=MODELS["gpt"], optimizer=sgd, num_steps=1)

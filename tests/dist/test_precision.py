@@ -9,6 +9,7 @@ from cases import MODELS, adamw, sgd
 from ranks import run_ranks, shut_down
 from torch import Tensor, nn
 from training import Case, make_collectives, on_ranks
+from whole import whole
 
 import shardwise
 from shardwise.engine.engine import engine_of
@@ -19,7 +20,7 @@ from shardwise.tasks import cross_entropy
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
-@pytest.mark.parametrize(("model", "precision"), [("gpt", "bf16"), ("resnet", "bf16"), ("gpt", "fp16")])
+@pytest.mark.parametrize(("model", "precision"), [("gpt", "bf16"), ("gpt", "fp16"), *whole(("resnet", "bf16"))])
 def test_strategies_are_bit_equal_in_half_precision(model: str, precision: str) -> None:
     case = Case(make=MODELS[model], optimizer=adamw, num_steps=3)
     expected = None

@@ -12,6 +12,7 @@ import torch
 from ranks import run_ranks
 from rich.console import Console
 from train_tasks import Ended, config, curve, gpt, lines, reference, table, trained
+from whole import whole
 
 from shardwise.errors import ShardwiseError
 from shardwise.placement import STRATEGIES
@@ -34,7 +35,7 @@ def accuracy(ended: list[Ended]) -> float:
     return last.evaluation["accuracy"]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", *whole("ddp", "zero2", "shard_grad_op")])
 def test_resnet_passes_95_percent_on_digits_under_every_strategy(tmp_path: Path, strategy: str) -> None:
     asked = config(
         tmp_path,
@@ -48,7 +49,7 @@ def test_resnet_passes_95_percent_on_digits_under_every_strategy(tmp_path: Path,
     assert accuracy(run(asked)) > 0.95
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", *whole("fsdp")])
 def test_a_vit_passes_95_percent_on_digits(tmp_path: Path, strategy: str) -> None:
     asked = config(
         tmp_path,
@@ -178,6 +179,7 @@ def test_rank_0_says_what_goes_on_and_fresh_starts_anew(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
 
 
+@pytest.mark.whole
 def test_compiled_units_train_the_same(tmp_path: Path) -> None:
     for name in ("none", "aot_eager"):
         run(config(tmp_path / name, train={"steps": 3, "compile": name}))

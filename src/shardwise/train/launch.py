@@ -8,6 +8,7 @@ Exit codes: 0 all ranks ended well, also after SIGTERM; 1 a rank failed; 2 a use
 
 import fcntl
 import logging
+import shutil
 import signal
 import sys
 import tempfile
@@ -19,6 +20,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from shardwise.errors import ShardwiseError
 from shardwise.train.agent import Agent, Files, JobFailed, JobStopped
+
+# How the names of private folders begin.
+_PRIVATE = "shardwise-"
 
 
 class InvalidFolder(ShardwiseError):  # noqa: N818
@@ -41,12 +45,12 @@ def launch(
     have `grace_seconds` to end. Only the main thread can call this.
     """
     logs = folder / "logs"
-    with _claimed(folder), _restored(), tempfile.TemporaryDirectory(prefix="shardwise-") as private:
+    with _claimed(folder) as private, _restored():
         agent = Agent(
             (program, *arguments),
             num_ranks=num_ranks,
             max_restarts=max_restarts,
-            files=Files(private=Path(private), logs=logs),
+            files=Files(private=private, logs=logs),
             grace_seconds=grace_seconds,
         )
         try:
@@ -66,18 +70,31 @@ def launch(
 
 
 @contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
-    """Hold the run folder for this job; the kernel gives it up when this process ends in whatever way."""
+def _claimed(folder: Path) -> Iterator[Path]:
+    """Hold the run folder for this job, and a private one, on a local disk, for what its ranks exchange.
+
+    The kernel gives the lock up when this process ends in whatever way. The lock's file names the private folder, so
+    that the next launch removes what a killed one has left.
+    """
     with ExitStack() as held:
         try:
             (folder / "logs").mkdir(parents=True, exist_ok=True)
-            file = held.enter_context((folder / ".lock").open("a"))
+            file = held.enter_context((folder / ".lock").open("a+"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InvalidFolder(f"another job is writing into {folder}: wait for it, or choose another --run") from None
         except OSError as error:
             raise InvalidFolder(f"{folder}: cannot be written ({error.strerror}): choose another --run") from error
-        yield
+        file.seek(0)
+        left = Path(file.read())
+        if left.name.startswith(_PRIVATE):
+            shutil.rmtree(left, ignore_errors=True)
+        file.truncate(0)
+        private = held.enter_context(tempfile.TemporaryDirectory(prefix=_PRIVATE))
+        held.callback(file.truncate, 0)
+        file.write(private)
+        file.flush()
+        yield Path(private)
 
 
 @contextmanager
