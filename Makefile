@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 # The name carries what was asked for, so that another TORCH or other EXTRAS install anew.
 READY := $(VENV)/.ready-$(shell echo '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 
-.PHONY: setup demo test check format bench clean
+.PHONY: setup demo test test-unit test-dist check format bench clean
 
 setup: $(READY)
 
@@ -29,8 +29,19 @@ demo: setup
 	@$(BIN)/shardwise plan llama-3.1-8b --cluster 8xh100-80gb --recompute full
 	@$(BIN)/python examples/compare_ddp_fsdp.py $(ARGS)
 
+# Ranks mostly wait for each other, so the unit tests run beside them; with ARGS, whatever these say.
 test: setup
+ifeq ($(strip $(ARGS)),)
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=line test-unit test-dist
+else
 	@$(BIN)/python -m pytest $(ARGS)
+endif
+
+test-unit:
+	@$(BIN)/python -m pytest tests/unit tests/gpu
+
+test-dist:
+	@$(BIN)/python -m pytest tests/dist
 
 check: setup
 	@$(BIN)/ruff format --check .

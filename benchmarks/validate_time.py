@@ -11,7 +11,6 @@ import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -22,8 +21,6 @@ from shardwise.planner.search import Candidate, cost
 from shardwise.planner.time import FITTED_DEVICES, time_band
 from shardwise.sources import Source
 from shardwise.spec import ROOT, ModelSpec, TensorSpec
-from shardwise.spec.law import Law
-from shardwise.spec.step import AFTER_FORWARD, Act, Op, StepRow, StepTrace, Stream
 
 PAIR_DIFFERENCE = 0.05
 
@@ -53,7 +50,7 @@ class Checked:
 
 
 def spec_of(row: Row, sources: dict[str, Source]) -> ModelSpec:
-    """The catalogue's spec; MPT's loss is a fused kernel, and a longer MPT has more positions, which are parameters."""
+    """The catalogue's spec; a longer MPT has more positions, which are parameters."""
     source = sources.setdefault(f"{row.model} {row.length}", Source(row.model, seq=row.length))
     spec = source.spec_for(row.plan)
     if row.seq is None:
@@ -65,35 +62,12 @@ def spec_of(row: Row, sources: dict[str, Source]) -> ModelSpec:
         spec,
         seq=row.seq,
         units=tuple(longer if unit.name == ROOT else unit for unit in spec.units),
-        traces=tuple(with_fused_loss(trace) for trace in spec.traces),
     )
 
 
 def _longer(param: TensorSpec, before: int | None, after: int) -> TensorSpec:
     is_position = len(param.shape) == 2 and param.shape[0] == before
     return replace(param, shape=(after, param.shape[1])) if is_position else param
-
-
-@cache
-def with_fused_loss(trace: StepTrace) -> StepTrace:
-    """The loss as flash-attn's cross entropy: the logits in bf16 are read, read again, and become their gradients."""
-    return replace(trace, rows=tuple(_fused(row) if _is_loss(row) else row for row in trace.rows))
-
-
-def _is_loss(row: StepRow) -> bool:
-    return row.trigger == AFTER_FORWARD and row.unit == ROOT
-
-
-def _fused(row: StepRow) -> StepRow:
-    logits = next(event for event in row.stream.events if event.act is Act.DIED and event.ordinal is None)
-    gradient = [event for event in row.stream.events if event.act is Act.BORN][-1]
-    twice = Law(tuple(2 * term for term in logits.num_bytes.terms))  # type: ignore[arg-type]
-    nothing = Law((0, 0, 0, 0, 0, 0))
-    ops = (
-        Op(name="_log_softmax", num_flops=nothing, num_bytes=logits.num_bytes),
-        Op(name="_log_softmax_backward_data", num_flops=nothing, num_bytes=twice),
-    )
-    return replace(row, stream=Stream(events=(logits, gradient), ops=ops))
 
 
 def check(rows: Sequence[Row]) -> list[Checked]:

@@ -20,6 +20,7 @@ from shardwise.data.source import Splits, image_splits, token_splits
 from shardwise.errors import InvalidModel, ShardwiseError
 from shardwise.models.build import build_model
 from shardwise.models.catalogue import shape_of
+from shardwise.models.lean_loss import lean_cross_entropy
 from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, ViTShape
 
 Sums = Mapping[str, Tensor]
@@ -108,7 +109,9 @@ def token_task(
         return tokens[:, :-1], tokens[:, 1:]
 
     splits = dataset and token_splits(dataset, seq=seq, vocab_size=shape.vocab_size)
-    return _task(build_model(shape, device=device), splits=splits or None, make_batch=make_batch)
+    task = _task(build_model(shape, device=device), splits=splits or None, make_batch=make_batch)
+    lean = isinstance(shape, GPTShape) and shape.lean_loss
+    return replace(task, loss=cross_entropy_of_tokens) if lean else task
 
 
 def image_task(
@@ -145,6 +148,12 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     inputs, targets = batch
     logits = model(inputs)
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+def cross_entropy_of_tokens(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The same, in less memory: the logits are written over."""
+    inputs, targets = batch
+    return lean_cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
 @torch.no_grad()

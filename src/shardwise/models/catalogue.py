@@ -21,7 +21,10 @@ _GPT: dict[str, Shape] = {
 }
 
 _MPT: dict[str, Shape] = {
-    f"mpt-{size}": GPTShape(num_layers=layers, width=width, num_heads=heads, vocab_size=50368, max_seq=2048)
+    # llm-foundry trains them with a fused loss.
+    f"mpt-{size}": GPTShape(
+        num_layers=layers, width=width, num_heads=heads, vocab_size=50368, max_seq=2048, lean_loss=True
+    )
     for size, layers, width, heads in (
         ("125m", 12, 768, 12),
         ("350m", 24, 1024, 16),

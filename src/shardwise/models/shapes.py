@@ -21,6 +21,8 @@ class GPTShape:
     vocab_size: int = 50257
     max_seq: int = 1024
     dropout: float = 0.0
+    # Trained with a loss that writes over the logits (lean_loss.py).
+    lean_loss: bool = False
 
     @property
     def num_params(self) -> int:
