@@ -32,7 +32,7 @@ demo: setup
 # Ranks mostly wait for each other, so the unit tests run beside them; with ARGS, whatever these say.
 test: setup
 ifeq ($(strip $(ARGS)),)
-	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=line test-unit test-dist
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going test-unit test-dist
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif

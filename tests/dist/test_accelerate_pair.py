@@ -172,6 +172,7 @@ def test_a_launch_that_would_train_apart_in_each_process_stops() -> None:
     assert "exitcode  : 2" in done.stderr
 
 
+@pytest.mark.whole
 def test_torchrun_that_would_turn_fsdp_into_ddp_stops() -> None:
     done = run(*TORCHRUN, TRAIN, "--config", "accelerate/config_fsdp.yaml", **ON_CPU)
     assert done.returncode != 0

@@ -8,6 +8,7 @@ import torch
 from cases import MODELS, adamw
 from ranks import run_ranks
 from training import make_collectives
+from whole import whole
 
 import shardwise
 from shardwise.plan import Plan
@@ -58,8 +59,7 @@ def compile_block(model: Any, *, backend: str, form: str) -> None:
     ("strategy", "form", "when"),
     [
         ("fsdp", "in place", "before"),
-        ("zero2", "forward", "after"),
-        ("shard_grad_op", "wrapped", "before"),
+        *whole(("zero2", "forward", "after"), ("shard_grad_op", "wrapped", "before")),
     ],
 )
 def test_a_compiled_unit_trains_the_same(strategy: str, form: str, when: str) -> None:

@@ -52,6 +52,7 @@ def run_on(hosts: tuple[Host, Host], *program: object, max_restarts: int = 0) ->
     assert [process.returncode for process in processes] == [0, 0], "\n".join(written)
 
 
+@pytest.mark.whole
 def test_ranks_on_two_hosts_join_also_after_a_restart(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """Rank 1 kills itself in the first start; the store of torchrun's agents still holds all that it wrote."""
     run_on(hosts, HERE / "joins.py", tmp_path, 1, max_restarts=2)

@@ -40,7 +40,7 @@ def test_more_ranks_agree_with_one_process_to_rounding(strategy: str, num_ranks:
     )
 
 
-@pytest.mark.parametrize("mesh", [Mesh(replicate=4), Mesh(replicate=2, shard=2), Mesh(shard=4)], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(replicate=2, shard=2), *whole(Mesh(replicate=4), Mesh(shard=4))], ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_runs_on_every_mesh(strategy: str, mesh: Mesh) -> None:
     case = Case(make=MODELS["vit"], optimizer=adamw, num_steps=4, double=True)
