@@ -1,7 +1,7 @@
 """Strategies on ranks of this machine's CPU: how long a step takes, beside what the planner says of it.
 
-    shardwise calibrate --device cpu --ranks 4 --out /tmp/cpu.toml
-    python benchmarks/strategies_cpu.py --cluster /tmp/cpu.toml --out benchmarks/results/strategies_cpu.json
+    shardwise calibrate --device cpu --ranks 4 --out cpu.toml
+    python benchmarks/strategies_cpu.py --cluster cpu.toml --out benchmarks/results/strategies_cpu.json
 
 The ranks hold the model of the demo (gpt-tiny) under every strategy, and run blocks of steps in turn, so that a machine
 whose load drifts slows all alike. A block counts with its slowest rank. Beside wall-clock seconds stand the seconds
