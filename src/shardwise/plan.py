@@ -4,11 +4,9 @@ The planner costs it, the engine runs it, and it is saved as TOML so that both t
 """
 
 import os
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from pathlib import Path
 from reprlib import repr as _show
 from typing import Any, Self
 
@@ -18,6 +16,7 @@ from shardwise.mesh import Mesh
 from shardwise.patterns import Patterns, check_pattern, unmatched
 from shardwise.placement import STRATEGIES, Placement, Where, placement_of, strategy_of
 from shardwise.policy import UnitPolicy
+from shardwise.toml_file import read_toml
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "strategy": tuple(STRATEGIES),
@@ -232,17 +231,7 @@ class Plan:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a plan from TOML; a mistake is one line that names the file, the key and what is allowed."""
         try:
-            data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InvalidPlan(f"{path}: cannot be read ({error.strerror})") from error
-        except UnicodeDecodeError as error:
-            raise InvalidPlan(f"{path}: is not text in UTF-8 (byte {error.start})") from error
-        except ValueError as error:
-            raise InvalidPlan(f"{path}: is not TOML: {' '.join(str(error).split())}") from error
-        except RecursionError as error:
-            raise InvalidPlan(f"{path}: is not a plan: nested too deeply") from error
-        try:
-            return cls.from_dict(data)
+            return cls.from_dict(read_toml(path))
         except ShardwiseError as error:
             raise InvalidPlan(f"{path}: {error}") from error
 

@@ -11,7 +11,7 @@ SOURCE = Path(shardwise.__file__).parent
 
 # From the bottom up. A row may import itself and the rows before it.
 ROWS: list[set[str]] = [
-    {"errors", "atomic"},
+    {"errors", "atomic", "toml_file"},
     {"placement", "mesh", "policy", "patterns", "plan"},
     {"spec"},
     {"hardware"},

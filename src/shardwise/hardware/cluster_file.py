@@ -14,7 +14,6 @@ capacity_bytes = { value = 85_000_000_000, source = "nvidia-smi on node 3", kind
 bytes_per_s = { value = 90e9, source = "ib_write_bw", kind = "measured" }
 """
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,13 @@ from shardwise.hardware.cluster import Cluster, check_count, fabric_of, make_clu
 from shardwise.hardware.device import Device, device_of, read_device
 from shardwise.hardware.link import Fabric, Link, link_of, read_link
 from shardwise.hardware.sourced import check_table
+from shardwise.toml_file import read_toml
 
 
 def read_cluster_file(path: str | Path) -> Cluster:
     """The cluster of a file; a mistake is one line that names the file and the key."""
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidCluster(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise InvalidCluster(f"{path}: is not text in UTF-8 (byte {error.start})") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidCluster(f"{path}: is not TOML: {' '.join(str(error).split())}") from error
-    try:
-        return _cluster(data)
+        return _cluster(read_toml(path))
     except ShardwiseError as error:
         raise InvalidCluster(f"{path}: {error}") from error
 

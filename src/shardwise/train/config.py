@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 from shardwise.atomic import atomic_write
 from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.plan import Plan
+from shardwise.toml_file import read_toml
 from shardwise.train.section import InvalidConfig, Section, key, unknown_key
 
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
@@ -204,7 +205,7 @@ def load_config(
     a folder the run goes to runs/NAME, for NAME.toml: the same command finds it again.
     """
     try:
-        data = _read(path)
+        data = read_toml(path)
         data = {"run": {}, **data}
         if isinstance(data["run"], dict):
             data["run"].setdefault("folder", str(Path("runs", Path(path).stem)))
@@ -219,17 +220,6 @@ def load_config(
         return TrainConfig.from_dict(data)
     except ShardwiseError as error:
         raise InvalidConfig(f"{path}: {error}") from error
-
-
-def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidConfig(f"cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise InvalidConfig(f"is not text in UTF-8 (byte {error.start})") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidConfig(f"is not TOML: {' '.join(str(error).split())}") from error
 
 
 def _with_file(table: dict[str, Any], *, beside: Path) -> dict[str, Any]:
