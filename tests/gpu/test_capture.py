@@ -153,3 +153,5 @@ def test_what_cannot_be_captured_says_so_in_a_line() -> None:
     with pytest.raises(InvalidModel, match="the step cannot be captured"):
         for number in range(5):
             step(*batch_of(number))
+    # The process goes on, with random numbers too.
+    assert torch.randn(4, device="cuda").isfinite().all()

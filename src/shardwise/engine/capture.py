@@ -111,6 +111,8 @@ class CapturedStep:
         # A gather that an earlier update has started is none of the graph's.
         self.engine.runner.wait_gathers()
         graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[self._stream.device_index]
+        random_state = generator.clone_state()
         try:
             # The backend's own threads look at the device meanwhile, and may.
             with (
@@ -121,6 +123,8 @@ class CapturedStep:
                 # Nor may one be under way when the graph ends.
                 self.engine.runner.wait_gathers()
         except RuntimeError as error:
+            # A capture that fails leaves the device's generator waiting for its end: no random number could be drawn.
+            generator.graphsafe_set_state(random_state)
             raise InvalidModel(
                 f"the step cannot be captured ({' '.join(str(error).split())[:200]}): it must not look at values "
                 "(.item(), print, if loss > …) nor leave parameters unused; set capture = false otherwise"
