@@ -99,9 +99,9 @@ def _points(group: Sequence[tuple[Kernel, float]], *, pace: Pace) -> tuple[tuple
     )
 
 
-_IN_A_STEP = 1.7
+_IN_A_STEP = 1.45
 """What the CPU needs to issue an operation among a model's others, by what it needs in a loop over one layer: there its
-caches are warm, and there are no views. Fitted to the issue times in benchmarks/results/step_times_h200.json."""
+caches are warm, and there are no views. Fitted to torch's DDP in benchmarks/results/step_times_h200.json."""
 
 # kind of layer → its operations that autograd issues
 _BACKWARD_OPS = {"linear": 3, "linear_without_bias": 2}

@@ -16,12 +16,18 @@ from shardwise.hardware.pace import Kernel, Pace
 _PEAK_SHARE = 0.9
 """Of a peak, what the best kernels reach: copies of the bandwidth, products of the operations."""
 
+_QUIET_HOST = 0.72
+"""Of the lender's time to issue an operation, what a host needs that is not shared. That of the H200 was: a tiny
+operation took it 10.5 µs in the middle, and 7.6 in the twentieth of the time when its neighbours were quiet
+(host_seconds in benchmarks/results/step_times_h200.json)."""
+
 
 class LentPace(Pace):
     """The pace of `device`, by that of a calibrated `lender`."""
 
     def __init__(self, device: Device, *, lender: Pace) -> None:
-        super().__init__(device, calibration=lender.calibration, is_own=False)
+        issued = {op: (_QUIET_HOST * a, _QUIET_HOST * b) for op, (a, b) in lender.calibration.launch_seconds.items()}
+        super().__init__(device, calibration=replace(lender.calibration, launch_seconds=issued), is_own=False)
         self.lender = lender
         self.processors = _processor_speed(device) / _processor_speed(lender.device)
 

@@ -13,6 +13,8 @@ from shardwise.hardware.measure import cpu_clock
 
 _LENGTH = 24
 _NUM_TIMINGS = 7
+# Of which the first is to warm up.
+_NUM_TURNS = 31
 _NUM_STEPS = 3
 # Small enough that no device is busy for longer than a CPU needs to issue the next operation.
 _ROWS, _WIDTH, _HEADS = 16, 64, 2
@@ -65,33 +67,42 @@ _IMAGE_LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def dispatch_rows(device: torch.device) -> Iterator[dict[str, Any]]:
-    """For each kind of layer, the CPU's seconds a layer in forward and in backward."""
+    """For each kind of layer, the CPU's seconds a layer in forward and in backward.
+
+    All kinds take turns, and the median of turns counts: what slows a shared host down comes and goes within seconds,
+    and would be taken for a property of the layer that was being measured.
+    """
+    chains = list(_chains(device))
+    turns = [[_issue_seconds(chain, x) for _, chain, x in chains] for _ in range(_NUM_TURNS)]
+    for number, (name, _, _) in enumerate(chains):
+        forward, backward = (statistics.median(turn[number][way] for turn in turns[1:]) for way in (0, 1))
+        yield {"name": "dispatch", "role": name, "forward": forward / _LENGTH, "backward": backward / _LENGTH}
+
+
+def _chains(device: torch.device) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """(kind, layers of it one after the other, an input)."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for layers, shape in ((_LAYERS, (_ROWS, _WIDTH)), (_IMAGE_LAYERS, (2, 8, 8, 8))):
         for name, make in layers.items():
             chain = nn.Sequential(*(make() for _ in range(_LENGTH))).to(device, dtype)
-            x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
-            forward, backward = _issue_seconds(chain, x)
-            yield {"name": "dispatch", "role": name, "forward": forward / _LENGTH, "backward": backward / _LENGTH}
+            yield name, chain, torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
 
 
 def _issue_seconds(chain: nn.Module, x: Tensor) -> tuple[float, float]:
-    """Until the call returns, not until the device is done."""
+    """Of a pass forward and one backward: until the call returns, not until the device is done."""
     now = _clock(x.device)
-    forwards, backwards = [], []
-    for _ in range(_NUM_TIMINGS + 2):
-        _finish(x.device)
-        began = now()
-        out = chain(x)
-        forwards.append(now() - began)
-        grad = torch.ones_like(out)
-        _finish(x.device)
-        began = now()
-        out.backward(grad)
-        backwards.append(now() - began)
-        chain.zero_grad()
-        x.grad = None
-    return statistics.median(forwards[2:]), statistics.median(backwards[2:])
+    _finish(x.device)
+    began = now()
+    out = chain(x)
+    forward = now() - began
+    grad = torch.ones_like(out)
+    _finish(x.device)
+    began = now()
+    out.backward(grad)
+    backward = now() - began
+    chain.zero_grad()
+    x.grad = None
+    return forward, backward
 
 
 def update_rows(device: torch.device) -> Iterator[dict[str, Any]]:

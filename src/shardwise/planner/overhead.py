@@ -11,6 +11,7 @@ class Overhead:
 
     gather, wait, free, take, reduce, deliver   the program's operations; `take` moves a unit's gradients
     step                what a step costs however many units there are
+    buffer              for each buffer that is broadcast
     copies_out          gathered parameters are copied out of the buffer that was gathered into
     divides             gradients are divided in a pass of their own
     """
@@ -22,6 +23,7 @@ class Overhead:
     reduce: float
     deliver: float
     step: float
+    buffer: float = 0.0
     copies_out: bool = False
     divides: bool = False
 
@@ -34,13 +36,13 @@ class Overhead:
 OVERHEADS: Mapping[str, Overhead] = MappingProxyType(
     {
         "shardwise": Overhead(
-            gather=230e-6, wait=65e-6, free=65e-6, take=190e-6, reduce=145e-6, deliver=115e-6, step=1.5e-3
+            gather=190e-6, wait=55e-6, free=55e-6, take=420e-6, reduce=320e-6, deliver=250e-6, step=1.5e-3, buffer=16e-6
         ),
         "ddp": Overhead(
             gather=0.0, wait=10e-6, free=0.0, take=20e-6, reduce=20e-6, deliver=10e-6, step=0.5e-3, divides=True
         ),
         "fully_shard": Overhead(
-            gather=680e-6, wait=270e-6, free=160e-6, take=140e-6, reduce=520e-6, deliver=10e-6, step=1e-3,
+            gather=880e-6, wait=350e-6, free=210e-6, take=170e-6, reduce=620e-6, deliver=10e-6, step=3.5e-3,
             copies_out=True, divides=True,
         ),
     }

@@ -149,6 +149,8 @@ class _Writer:
             case Kind.REDUCE_FLAGS if not self.job.is_native:
                 yield self._send("reduce flags", rings.world, rings.world.all_reduce_seconds(num_bytes))
             case Kind.BROADCAST:
+                num_buffers = sum(len(unit.buffers) for unit in self.job.spec.units)
+                yield Instruction(CALL, "buffers", 0, num_buffers * overhead.buffer)
                 yield self._send("reduce buffers", rings.world, rings.world.broadcast_seconds(num_bytes))
                 yield Instruction(WAIT, "reduce buffers", 0, overhead.wait)
             case Kind.UPDATE:
