@@ -17,7 +17,8 @@ import pytest
 from processes import processes_with
 from ranks import run_ranks
 
-from shardwise.train.launch import InvalidFolder, launch
+from shardwise.train.agent import JobFailed, JobStopped
+from shardwise.train.launch import InvalidFolder, launch, run_job
 
 HERE = Path(__file__).parent
 LIGHT, JOINS = str(HERE / "light.py"), str(HERE / "joins.py")
@@ -160,6 +161,41 @@ class TestSignals:
         assert run_light("ends", tmp_path) == 0
         assert list(private.iterdir()) == []
         assert (tmp_path / "run" / ".lock").read_text() == ""
+
+
+class TestJobAsAValue:
+    """`run_job` says nothing to the user; how the job ended is told to its caller."""
+
+    def run(self, what: str, folder: Path) -> signal.Signals | None:
+        return run_job(
+            [what, str(folder)],
+            num_ranks=2,
+            max_restarts=0,
+            folder=folder / "run",
+            grace_seconds=0.0 if what == "waits" else 30.0,
+            program=LIGHT,
+        )
+
+    def test_a_failure_is_raised_with_what_the_rank_said(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(JobFailed) as caught:
+            self.run("dies", tmp_path)
+        failure = caught.value.failure
+        assert (failure.rank, failure.what) == (1, "the process was killed by SIGKILL")
+        assert capfd.readouterr().err == ""
+
+    def test_a_signal_is_returned_where_all_ranks_ended_well_and_raised_where_not(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        for what in ("saves", "waits"):
+            (tmp_path / what).mkdir()
+        with signalled(signal.SIGTERM, folder=tmp_path / "saves"):
+            assert self.run("saves", tmp_path / "saves") == signal.SIGTERM
+        with signalled(signal.SIGINT, folder=tmp_path / "waits"), pytest.raises(JobStopped) as caught:
+            self.run("waits", tmp_path / "waits")
+        assert caught.value.number == signal.SIGINT
+        assert capfd.readouterr().err == ""
 
 
 def test_a_run_folder_has_one_job_at_a_time(tmp_path: Path) -> None:

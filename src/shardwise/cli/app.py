@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from shardwise import __version__
+from shardwise.cli.bench import bench
 from shardwise.cli.calibrate import calibrate
 from shardwise.cli.checkpoint import checkpoint
 from shardwise.cli.devices import devices
@@ -15,6 +16,7 @@ from shardwise.cli.explain import explain
 from shardwise.cli.models import models
 from shardwise.cli.plan import plan
 from shardwise.cli.profile import profile
+from shardwise.cli.report import report
 from shardwise.cli.tokens import tokens
 from shardwise.cli.train import train
 from shardwise.errors import ShardwiseError
@@ -36,6 +38,8 @@ app.command()(doctor)
 app.command()(explain)
 app.command()(profile)
 app.command()(train)
+app.command()(bench)
+app.command()(report)
 app.add_typer(checkpoint, name="checkpoint")
 
 

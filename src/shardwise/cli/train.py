@@ -51,7 +51,7 @@ def train(
 
     code = launch(
         arguments,
-        num_ranks=_num_ranks(chosen, asked=num_ranks),
+        num_ranks=ranks_to_start(chosen, asked=num_ranks),
         max_restarts=max_restarts,
         folder=chosen.folder,
         grace_seconds=chosen.checkpoint.grace_seconds,
@@ -59,7 +59,7 @@ def train(
     raise typer.Exit(code)
 
 
-def _num_ranks(config: TrainConfig, *, asked: int | None) -> int:
+def ranks_to_start(config: TrainConfig, *, asked: int | None) -> int:
     """As asked, as the plan's mesh has, or one for each GPU; on the CPU one."""
     import torch
 

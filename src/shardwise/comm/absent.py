@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,22 +58,21 @@ class AbsentCollectives:
 
 
 @contextmanager
-def absent_group(num_ranks: int) -> Iterator[None]:
-    """Be rank 0 of a job of `num_ranks` whose other ranks do not exist.
+def absent_group(num_ranks: int, *, rank: int = 0, store: Store | None = None) -> Iterator[None]:
+    """Be one rank of a job of `num_ranks` whose other ranks do not exist, or are not to be heard.
 
     torch's own fake backend stands for the process group: its collectives return at once, and of what is gathered
     as objects every rank has this one's. `fully_shard` runs on it as it is, DDP after `leave_out_reduce`. What needs
-    the others to come, such as `state_dict`, says that they did not.
+    the others to come, such as `state_dict`, says that they did not, unless they come to the same `store`.
     """
     Mesh(shard=num_ranks)
     if dist.is_initialized():
         raise InvalidPlan("a process group is there already: a rehearsal needs a process that has joined no job")
     # To import it is to register the backend.
-    import torch.testing._internal.distributed.fake_pg
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
-    # A real store, in which the others never leave a sign.
-    store = torch._C._distributed_c10d.HashStore()
-    dist.init_process_group("fake", store=store, rank=0, world_size=num_ranks)
+    # A real store; in one of our own the others never leave a sign.
+    dist.init_process_group("fake", store=store or HashStore(), rank=rank, world_size=num_ranks)
     try:
         yield
     finally:
@@ -80,6 +80,10 @@ def absent_group(num_ranks: int) -> Iterator[None]:
 
 
 def leave_out_reduce(model: nn.Module) -> None:
-    """Let torch's DDP take its own gradients for the sum: it wants a tensor back, and the fake backend has none."""
-    if isinstance(model, DistributedDataParallel):
-        model.register_comm_hook(None, noop_hook)
+    """Let torch's DDP take its own gradients for the sum: it wants a tensor back, and the fake backend has none.
+
+    Wherever in the model it is: what is built on torch's engines may put more around it.
+    """
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            module.register_comm_hook(None, noop_hook)

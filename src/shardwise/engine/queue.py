@@ -8,7 +8,11 @@ from shardwise.program import Bucket
 
 
 class ReduceQueue:
-    """At most `in_flight` reductions of sharded gradients are under way at once."""
+    """At most `in_flight` reductions of sharded gradients are under way at once.
+
+    On a mesh with a second axis the slices of one more are: a bucket that has been waited for is summed over that axis
+    until the next one is waited for, or backward is over. A slice takes no more memory than the gradient it becomes.
+    """
 
     def __init__(self, buckets: Iterable[Bucket], *, make: Callable[[Bucket], ReduceBucket], in_flight: int) -> None:
         self.buckets = [make(bucket) for bucket in buckets]
@@ -16,6 +20,8 @@ class ReduceQueue:
         self._bucket_of = {unit.name: bucket for bucket in self.buckets for unit in bucket.units}
         self._next = 0
         self._reducing: list[ReduceBucket] = []
+        # The one that was waited for last, whose slices may be on their way over the second axis.
+        self._finished: ReduceBucket | None = None
 
     def begin(self) -> None:
         """A new backward."""
@@ -33,7 +39,7 @@ class ReduceQueue:
         bucket = self.buckets[self._next]
         bounded = [other for other in self._reducing if other.sharded]
         if bucket.sharded and len(bounded) >= self.in_flight:
-            bounded[0].finish()
+            self._finish(bounded[0])
             self._reducing.remove(bounded[0])
         bucket.start()
         self._reducing.append(bucket)
@@ -47,8 +53,20 @@ class ReduceQueue:
     def finish(self) -> None:
         """Wait for all that is under way, and hand out the gradients."""
         for bucket in self._reducing:
-            bucket.finish()
+            self._finish(bucket)
         self._reducing.clear()
+        self._deliver()
+
+    def _finish(self, bucket: ReduceBucket) -> None:
+        """Its slices are sent on before those of the last one are waited for, so that no wire stands idle between."""
+        bucket.finish()
+        self._deliver()
+        self._finished = bucket
+
+    def _deliver(self) -> None:
+        if self._finished is not None:
+            self._finished.deliver()
+            self._finished = None
 
     def keep(self) -> None:
         """Backward is over: what it gave stays on this rank, for a later one to reduce."""
@@ -70,3 +88,4 @@ class ReduceQueue:
         for bucket in self.buckets:
             bucket.drop()
         self._reducing.clear()
+        self._finished = None

@@ -1,7 +1,8 @@
 """Gradients: copied once into a buffer of the reduce dtype, summed over the ranks, handed to their owners.
 
-Replicated gradients keep the buffer: it is the gradients. Sharded ones keep this rank's slice of it. In an
-accumulation the buffer waits, and each pass adds to what it holds.
+Replicated gradients keep the buffer: it is the gradients. Sharded ones keep this rank's slice of it, which on a mesh
+with a second axis is summed over that too, while backward goes on. In an accumulation the buffer waits, and each pass
+adds to what it holds.
 """
 
 from collections.abc import Collection, Sequence
@@ -27,6 +28,7 @@ class _Segment:
     def __init__(self, flat: FlatParams, *, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.flats = [flat]
+        # Of all gradients; once these are summed over the shard axis, of the slice that goes over `replicate`.
         self.buffer: Tensor | None = None
         # Whether earlier passes have left gradients in the buffer.
         self.holds = False
@@ -100,6 +102,7 @@ class ReduceBucket:
         self.tape = tape
         self.passes = passes
         self.sharded = units[0].placement.grads is SHARDED
+        self.scale = 1 / groups.mesh.num_ranks
         self.ready: set[str] = set()
         self.segments: list[_Segment] = []
         for flat in (flat for unit in units for flat in unit.flats):
@@ -182,18 +185,35 @@ class ReduceBucket:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the sums, average them, and give each owner its gradient."""
+        """Wait for the sums, average them, and give each owner its gradient.
+
+        Slices that are to be summed over a second axis of the mesh are only sent on: they are there with `deliver`.
+        """
         for segment in self.segments:
             assert segment.work is not None
             segment.work.wait()
-            if self.sharded:
-                self._deliver_slices(segment)
-            else:
-                self._deliver_whole(segment)
-            segment.work = segment.buffer = None
+            segment.work = None
             segment.holds = False
+            if not self.sharded:
+                self._deliver_whole(segment)
+            elif self.groups.replicate.size > 1:
+                self._send_slice_on(segment)
+            else:
+                self._deliver_slice(segment)
         self.ready.clear()
         self.tape.record(Kind.WAIT_REDUCE, self.bucket.name, self._num_bytes)
+
+    @torch.no_grad()
+    def deliver(self) -> None:
+        """Wait for the slices that `finish` has sent on, if any, and give each owner its gradient."""
+        for segment in self.segments:
+            if segment.work is not None:
+                segment.work.wait()
+                segment.work = None
+                (flat,) = segment.flats
+                assert segment.buffer is not None
+                flat.add_grads(segment.buffer.to(flat.master_dtype).mul_(self.scale))
+                segment.buffer = None
 
     def drop(self) -> None:
         """Forget what is under way, once nobody writes into it any more (a backward that raised)."""
@@ -205,21 +225,27 @@ class ReduceBucket:
                 segment.buffer = None
         self.ready.clear()
 
-    def _deliver_slices(self, segment: _Segment) -> None:
+    def _send_slice_on(self, segment: _Segment) -> None:
+        """Sum this rank's slice over `replicate`: a copy of it, so that the buffer can go meanwhile."""
+        assert segment.buffer is not None
+        segment.buffer = own_slice(segment.buffer, group=self.groups.reduce).clone()
+        segment.work = self.collectives.all_reduce(segment.buffer, group=self.groups.replicate)
+
+    def _deliver_slice(self, segment: _Segment) -> None:
         (flat,) = segment.flats
         assert segment.buffer is not None
         mine = own_slice(segment.buffer, group=self.groups.reduce)
-        if self.groups.replicate.size > 1:
-            self.collectives.all_reduce(mine, group=self.groups.replicate).wait()
         # A copy, so that the buffer can go.
-        flat.add_grads(mine.to(flat.master_dtype, copy=True).mul_(1 / self.groups.mesh.num_ranks))
+        flat.add_grads(mine.to(flat.master_dtype, copy=True).mul_(self.scale))
+        segment.buffer = None
 
     def _deliver_whole(self, segment: _Segment) -> None:
         assert segment.buffer is not None
-        segment.buffer.mul_(1 / self.groups.mesh.num_ranks)
+        segment.buffer.mul_(self.scale)
         for flat, part in zip(segment.flats, segment.parts(), strict=True):
             flat.add_grads(part.to(flat.master_dtype))
         segment.keep_buffer()
+        segment.buffer = None
 
 
 def _reduce_dtype(flat: FlatParams, planned: torch.dtype) -> torch.dtype:

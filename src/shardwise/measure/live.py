@@ -52,6 +52,8 @@ class LiveBytes:
         self._profile.__exit__(*error)
         tree = self._profile.profiler.kineto_results.experimental_event_tree()
         self._read(sorted(_flatten(tree), key=lambda event: event.start_time_ns))
+        # Events by the hundred thousand, of which all that is asked for has been read.
+        self._profile = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

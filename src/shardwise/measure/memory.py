@@ -11,6 +11,7 @@ while a kernel ran that also freed it (scratch).
 """
 
 from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,21 @@ def ledger_of(allocations: Iterable[Allocation], *, marks: Sequence[Mark], end: 
                 highest = dict(now)
         entries.append(Entry(at=mark.label, num_bytes=highest, reserved_bytes=mark.reserved_bytes))
     return MemoryLedger(entries=tuple(entries), at_rest=Entry(at="at rest", num_bytes=dict(live)))
+
+
+def beside(seen: Sequence[Entry], expected: Iterable[Entry]) -> Iterator[tuple[Entry, Entry | None]]:
+    """(measured, predicted) of each row that was measured.
+
+    Of predicted rows that were not seen (rows.py), the highest counts with the row before.
+    """
+    waiting = deque(expected)
+    later = Counter(entry.at for entry in seen)
+    for entry in seen:
+        later[entry.at] -= 1
+        found = [waiting.popleft()] if waiting and waiting[0].at == entry.at else []
+        while waiting and not later[waiting[0].at]:
+            found.append(waiting.popleft())
+        yield entry, max(found, key=lambda one: one.total_bytes, default=None)
 
 
 def _changes(allocation: Allocation, *, marks: Sequence[Mark], starts: Sequence[int]) -> Iterator[tuple[int, str, int]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.errors import ShardwiseError
-from shardwise.measure.memory import Entry
+from shardwise.measure.memory import Entry, beside
 from shardwise.measure.rehearsal import Measured, Rehearsal, rehearse_apart
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
@@ -65,35 +65,30 @@ class Profile:
         return frozenset({"gathered", "reduce"} if self.rehearsal.plan.engine == "torch" else ())
 
     def rows(self) -> Iterator[tuple[Entry, Entry | None]]:
-        """(measured, predicted) of each row that was measured.
-
-        Of predicted rows that were not seen (rows.py), the highest counts with the row before.
-        """
-        waiting = list(self.predicted.entries)
+        """(measured, predicted) of each row that was measured."""
         seen = self.measured.ledger.entries if self.measured is not None else ()
-        for number, entry in enumerate(seen):
-            later = {other.at for other in seen[number + 1 :]}
-            beside = [waiting.pop(0)] if waiting and waiting[0].at == entry.at else []
-            while waiting and waiting[0].at not in later:
-                beside.append(waiting.pop(0))
-            yield entry, max(beside, key=lambda one: one.total_bytes, default=None)
+        return beside(seen, self.predicted.entries)
 
 
 def predict(rehearsal: Rehearsal, *, spec_for: SpecFor) -> Predicted:
     """What the planner says of the very same job."""
-    spec, optimizer = spec_for(rehearsal.plan), _OPTIMIZERS[rehearsal.device][rehearsal.optimizer]
-    memory = estimate(
-        spec,
+    return predict_memory(
+        spec_for(rehearsal.plan),
         plan=rehearsal.plan,
         num_ranks=rehearsal.num_ranks,
         batch=rehearsal.batch,
-        optimizer=optimizer,
+        optimizer=_OPTIMIZERS[rehearsal.device][rehearsal.optimizer],
         device=rehearsal.device,
     )
-    job = job_of(
-        spec, plan=rehearsal.plan, num_ranks=rehearsal.num_ranks, optimizer=optimizer, device=rehearsal.device
-    ).cut(_UNCUT)
-    found = crests(job.moments, at_rest=job.at_rest, batch=rehearsal.batch)
+
+
+def predict_memory(
+    spec: ModelSpec, *, plan: Plan, num_ranks: int, batch: int, optimizer: str, device: str
+) -> Predicted:
+    """The peak, and every row's highest point; `optimizer` is one of planner/states.py."""
+    memory = estimate(spec, plan=plan, num_ranks=num_ranks, batch=batch, optimizer=optimizer, device=device)
+    job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device).cut(_UNCUT)
+    found = crests(job.moments, at_rest=job.at_rest, batch=batch)
     return Predicted(memory=memory, entries=tuple(Entry(at=label, num_bytes=parts) for label, parts in found))
 
 

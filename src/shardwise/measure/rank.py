@@ -26,18 +26,12 @@ from shardwise.comm.absent import AbsentCollectives, absent_group, leave_out_red
 from shardwise.engines import prepare
 from shardwise.errors import ShardwiseError
 from shardwise.measure.live import LiveBytes
-from shardwise.measure.memory import Mark, MemoryLedger, ledger_of
+from shardwise.measure.recording import WARM_UP_STEPS, StepRecording
 from shardwise.measure.rehearsal import Measured, Rehearsal
-from shardwise.measure.rows import known_storages, step_rows
-from shardwise.program import Trigger
 from shardwise.spec import ModelSpec
 from shardwise.tasks import Task
 from shardwise.trace.foreign import task_of
-from shardwise.units import model_spec
-
-# Our engine learns the order of units in the first step, and all have made their states after it.
-WARM_UP_STEPS = 2
-_STEP, _ROW = "step", "row"
+from shardwise.units import model_spec, unit_modules
 
 
 def rehearse(rehearsal: Rehearsal) -> Measured:
@@ -46,12 +40,10 @@ def rehearse(rehearsal: Rehearsal) -> Measured:
     with _group(rehearsal, device=device):
         with _history(rehearsal.history), LiveBytes(device=device.type) as live:
             training = _started(rehearsal, device=device)
-            rows = _record(training, live=live)
+            recording = _record(training, live=live)
         reserved = torch.cuda.max_memory_reserved() if device.type == "cuda" else None
         seconds = tuple(_timed(training) for _ in range(rehearsal.steps))
-    return Measured(
-        ledger=_ledger(live, rows), reserved_bytes=reserved, step_seconds=seconds, device_name=_name(device)
-    )
+    return Measured(ledger=recording.ledger(), reserved_bytes=reserved, step_seconds=seconds, device_name=_name(device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +52,7 @@ class _Training:
 
     task: Task
     spec: ModelSpec
-    units: str
+    modules: dict[str, nn.Module]
     model: nn.Module
     optimizer: Optimizer
     batch: Any
@@ -77,6 +69,7 @@ def _started(rehearsal: Rehearsal, *, device: torch.device) -> _Training:
     torch.manual_seed(0)
     task = task_of(rehearsal.model, seq=rehearsal.seq, image=rehearsal.image)
     spec = model_spec(task.model, policy=rehearsal.plan.units)
+    modules = unit_modules(task.model, policy=rehearsal.plan.units)
     absent, ours = rehearsal.num_ranks > 1, rehearsal.plan.engine == "shardwise"
     model, optimizer = prepare(
         task.model,
@@ -91,58 +84,28 @@ def _started(rehearsal: Rehearsal, *, device: torch.device) -> _Training:
         # What the allocator held for a moment to fill the model is no part of a step.
         torch.cuda.empty_cache()
     batch = _batch(task, rehearsal.batch, device=device)
-    units = rehearsal.plan.units
-    return _Training(task=task, spec=spec, units=units, model=model, optimizer=optimizer, batch=batch, device=device)
+    return _Training(
+        task=task, spec=spec, modules=modules, model=model, optimizer=optimizer, batch=batch, device=device
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """A row as it began, with what the engine held then."""
-
-    trigger: Trigger
-    unit: str
-    known: dict[int, str]
-    reserved_bytes: int | None
-
-
-def _record(training: _Training, *, live: LiveBytes) -> list[_Row]:
-    """The rows of a step that follows on others."""
-    rows: list[_Row] = []
-    recording, on_gpu = False, training.device.type == "cuda"
-
-    def on_row(trigger: Trigger, unit: str) -> None:
-        if recording:
-            known = known_storages(training.model, training.optimizer, batch=training.batch)
-            reserved = torch.cuda.memory_reserved() if on_gpu else None
-            rows.append(_Row(trigger=trigger, unit=unit, known=known, reserved_bytes=reserved))
-            with live.phase(_ROW):
-                pass
-
-    module, units = training.task.model, training.units
-    with step_rows(module, training.optimizer, spec=training.spec, units=units, on_row=on_row):
+def _record(training: _Training, *, live: LiveBytes) -> StepRecording:
+    """A step that follows on others."""
+    recording = StepRecording(
+        live,
+        model=training.model,
+        optimizer=training.optimizer,
+        spec=training.spec,
+        modules=training.modules,
+        device=training.device,
+    )
+    recording.batch = training.batch
+    with recording.attached():
         for _ in range(WARM_UP_STEPS):
             training.step()
-        recording = True
-        if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        with live.phase(_STEP):
+        with recording.step():
             training.step()
-    return rows
-
-
-def _ledger(live: LiveBytes, rows: list[_Row]) -> MemoryLedger:
-    marks = [
-        Mark(
-            label=f"{row.trigger.value} {row.unit}",
-            moment=live.span(_ROW, run=number)[0],
-            known=row.known,
-            computes=row.trigger is not Trigger.AFTER_STEP,
-            reserved_bytes=row.reserved_bytes,
-        )
-        for number, row in enumerate(rows)
-    ]
-    return ledger_of(live.allocations, marks=marks, end=live.span(_STEP)[1])
+    return recording
 
 
 def _timed(training: _Training) -> float:

@@ -6,6 +6,7 @@ Bench ─┬─ cases: one engine and strategy, with all its runs in one
 """
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -42,6 +43,14 @@ class Spread:
     @property
     def high(self) -> float:
         return max(self.values)
+
+    @property
+    def middle(self) -> tuple[float, float]:
+        """Between these lies the middle half of the values: a stray one does not widen it."""
+        if len(self.values) == 1:
+            return self.values[0], self.values[0]
+        low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
+        return low, high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +228,7 @@ class Bench:
         for case, row in zip(self.cases, data["cases"], strict=True):
             row["ledgers"] = [ledger.to_data() for ledger in case.ledgers]
             row["tape"] = [list(asdict(happening).values()) for happening in case.tape]
-        return data
+        return dict(_finite(data))
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "Bench":
@@ -231,8 +240,10 @@ class Bench:
                 "cases": tuple(_case(row) for row in values["cases"]),
                 "scaling": tuple(values["scaling"]),
                 "equivalence": Equivalence(
-                    differences=tuple(Difference(**row) for row in equivalence["differences"]),
-                    largest=equivalence["largest"],
+                    differences=tuple(
+                        Difference(**{**row, "excess": float(row["excess"])}) for row in equivalence["differences"]
+                    ),
+                    largest=float(equivalence["largest"]),
                 ),
             }
         )
@@ -263,7 +274,9 @@ def _case(row: Mapping[str, Any]) -> CaseResult:
     return CaseResult(
         **{
             **row,
-            **{name: tuple(row[name]) for name in ("losses", "grad_norms", "allocated_bytes", "reserved_bytes")},
+            **{name: tuple(row[name]) for name in ("allocated_bytes", "reserved_bytes")},
+            **{name: tuple(map(float, row[name])) for name in ("losses", "grad_norms")},
+            "param_norms": {name: float(norm) for name, norm in row["param_norms"].items()},
             **{name: _spread(row[name]) for name in ("step_seconds", "silent_seconds", "first_step_seconds")},
             "dtypes": {name: tuple(seen) for name, seen in row["dtypes"].items()},
             "ledgers": tuple(MemoryLedger.from_data(ledger) for ledger in row["ledgers"]),
@@ -273,6 +286,15 @@ def _case(row: Mapping[str, Any]) -> CaseResult:
             "predicted": None if predicted is None else _predicted(predicted),
         }
     )
+
+
+def _finite(data: Any) -> Any:
+    """The same, with numbers that JSON has no word for ("nan", "inf": a training that fell apart) as texts."""
+    if isinstance(data, Mapping):
+        return {name: _finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _spread(data: Mapping[str, Any] | None) -> Spread | None:

@@ -5,7 +5,7 @@ they are the same for our engine and for torch's. Under `fully_shard` a gradient
 reduced, and not when it is there, so `grads ready` rows are missing: what happens then is in the row before.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,29 +21,31 @@ from shardwise.engine.engine import is_prepared
 from shardwise.engine.held import held_tensors
 from shardwise.program import Trigger
 from shardwise.spec import ROOT, ModelSpec
-from shardwise.units import unit_modules
 
 OnRow = Callable[[Trigger, str], None]
 
 
 @contextmanager
-def step_rows(model: nn.Module, optimizer: Optimizer, *, spec: ModelSpec, units: str, on_row: OnRow) -> Iterator[None]:
+def step_rows(
+    optimizer: Optimizer, *, spec: ModelSpec, modules: Mapping[str, nn.Module], on_row: OnRow
+) -> Iterator[None]:
     """Call `on_row(trigger, unit)` at the beginning of each row of the steps in here.
 
-    `model` is the module itself, not what an engine may have put around it, cut into units as the plan says; `spec` is
-    from before `prepare`. To be entered after it and before the first forward: hooks of gradients run in the order in
-    which they came.
+    `modules` are the units' own, by name, not what an engine may have put around them; they and `spec` are from before
+    `prepare`. To be entered after it and before the first forward: hooks of gradients run in the order in which they
+    came.
     """
     rows = _Rows(on_row)
     handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: on_row(Trigger.AFTER_STEP, ROOT))]
-    modules = unit_modules(model, policy=units)
-    parameters = dict(model.named_parameters())
+    # An engine that puts a module of its own around each unit changes the names, and has parameters of its own as well.
+    parameters = dict(modules[ROOT].named_parameters())
     for unit in spec.units:
         module = modules[unit.name]
         handles.append(module.register_forward_pre_hook(partial(rows.before_forward, unit.name), prepend=True))
         handles.append(module.register_forward_hook(partial(rows.after_forward, unit.name), prepend=True))
-        trained = [parameters[param.name] for param in unit.params if param.trainable]
-        if any(isinstance(parameter, DTensor) for parameter in trained):
+        names = [param.name for param in unit.params if param.trainable]
+        trained = [parameters[name] for name in names if name in parameters]
+        if len(trained) < len(names) or any(isinstance(parameter, DTensor) for parameter in trained):
             continue
         rows.num_grads[unit.name] = len(trained)
         for parameter in trained:

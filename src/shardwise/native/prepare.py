@@ -54,14 +54,14 @@ def prepare_native(
     placements = plan.placements(unit_modules(model, policy=plan.units))
     materialize(model, device=chosen)
     model.to(chosen)
-    _to_master_dtype(model, plan=plan)
+    to_master_dtype(model, plan=plan)
     prepared = model
     if placements[ROOT].params is SHARDED:
-        _shard(model, plan=plan, placements=placements, mesh=_device_mesh(mesh, device=chosen))
+        shard_units(model, plan=plan, placements=placements, mesh=_device_mesh(mesh, device=chosen))
     else:
         prepared = _replicate(model, plan=plan, device=chosen)
     if optimizer is not None:
-        _rename(optimizer, names=names, parameters=dict(model.named_parameters()))
+        rename_parameters(optimizer, names=names, parameters=dict(model.named_parameters()))
     return prepared, optimizer
 
 
@@ -103,7 +103,7 @@ def _replicate(model: nn.Module, *, plan: Plan, device: torch.device) -> Distrib
     return DistributedDataParallel(model, **options)  # type: ignore[arg-type]
 
 
-def _shard(model: nn.Module, *, plan: Plan, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
+def shard_units(model: nn.Module, *, plan: Plan, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
     """`fully_shard` on every unit, inner ones first: an outer call takes what is left.
 
     The root is kept through forward, as our engine keeps it: it is needed first in backward.
@@ -142,7 +142,7 @@ def _description(
     return describe(spec, plan=plan)
 
 
-def _to_master_dtype(model: nn.Module, *, plan: Plan) -> None:
+def to_master_dtype(model: nn.Module, *, plan: Plan) -> None:
     """What the optimizer steps is float32, whatever computes, unless the plan leaves dtypes alone."""
     if plan.precision == "native":
         return
@@ -165,7 +165,9 @@ def _check_optimizer(optimizer: Optimizer, *, names: Mapping[int, str]) -> None:
             )
 
 
-def _rename(optimizer: Optimizer, *, names: Mapping[int, str], parameters: Mapping[str, nn.Parameter]) -> None:
+def rename_parameters(
+    optimizer: Optimizer, *, names: Mapping[int, str], parameters: Mapping[str, nn.Parameter]
+) -> None:
     """The parameters that bear the names now take the place of those that bore them; the groups stay."""
     for group in optimizer.param_groups:
         group["params"][:] = [parameters[names[id(parameter)]] for parameter in group["params"]]

@@ -38,12 +38,21 @@ class _Engine:
     setting: Setting
     members: Mapping[str, tuple[str, ...]]
     with_buffer: set[str] = field(default_factory=set)
+    # The bucket whose slices are being summed over a second axis of the mesh.
+    crossing: str | None = None
 
     def bucket_of(self, unit: str) -> str | None:
         return next((name for name, units in self.members.items() if unit in units), None)
 
     def reduce_bytes(self, bucket: str) -> int:
         return sum(self.setting.states[unit].reduce for unit in self.members[bucket])
+
+    def slice_bytes(self, bucket: str) -> int:
+        return sum(self.setting.states[unit].reduce_slice for unit in self.members[bucket])
+
+    def more_reduce(self, bucket: str) -> int:
+        """Of the units that are left out."""
+        return sum(self.left_out(unit) * self.setting.states[unit].reduce for unit in self.members[bucket])
 
     def take_grads(self, unit: str) -> Changes:
         """The bucket's buffer comes with the first unit that has gradients for it."""
@@ -71,24 +80,61 @@ class _Engine:
     def left_out(self, unit: str) -> int:
         return self.setting.weights.get(unit, 1) - 1
 
+    def crosses(self, bucket: str) -> bool:
+        """Whether slices are summed over a second axis of the mesh too."""
+        mesh = self.setting.plan.mesh
+        return mesh is not None and mesh.replicate > 1 and self.is_sharded(bucket)
+
+    def wait_reduce(self, bucket: str) -> Changes:
+        """Slices that cross to the other groups have done so when the next bucket is waited for (engine/queue.py)."""
+        self.with_buffer.discard(bucket)
+        crosses = self.crosses(bucket)
+        if crosses:
+            yield Change("reduce", self.slice_bytes(bucket))
+            yield from self.let_buffer_go(bucket)
+        else:
+            yield from self.deliver(bucket)
+        yield from self.deliver_crossed()
+        self.crossing = bucket if crosses else None
+
+    def deliver_crossed(self) -> Changes:
+        if self.crossing is not None:
+            yield from self.deliver(self.crossing)
+            self.crossing = None
+
     def deliver(self, bucket: str) -> Changes:
-        """Wait for a reduction, and give each owner its gradients."""
+        """Give each owner its gradients."""
         states = self.setting.states
         units = self.members[bucket]
-        buffer = self.reduce_bytes(bucket)
-        self.with_buffer.discard(bucket)
-        more_reduce = sum(self.left_out(unit) * states[unit].reduce for unit in units)
-        more_grads = sum(self.left_out(unit) * states[unit].grads for unit in units)
         new = sum(states[unit].grads for unit in units)
+        more = sum(self.left_out(unit) * states[unit].grads for unit in units)
         if self.is_sharded(bucket):
+            yield from self.deliver_slices(bucket, new=new)
+            yield Change("grads", more, is_beside=True)
+        else:
+            yield from self.deliver_whole(bucket, new=new, more=more)
+        if self.setting.plan.accumulate > 1 and self.setting.plan.accumulate_reduced:
+            # Added to what is there, and let go.
+            yield Change("grads", -new)
+            yield Change("grads", -more, is_beside=True)
+
+    def deliver_slices(self, bucket: str, *, new: int) -> Changes:
+        crossed = self.slice_bytes(bucket)
+        if not self.crosses(bucket):
             yield Change("grads", new)
-            yield Change("reduce", -buffer)
-            if self.waits_for_grads:
-                yield Change("reduce", -more_reduce, is_beside=True)
-            yield Change("grads", more_grads, is_beside=True)
-        elif self.setting.plan.reduce_dtype != "fp32":
+            yield from self.let_buffer_go(bucket)
+        elif crossed == new:
+            # In the dtype of the gradients, which it becomes.
+            yield Turn(before="reduce", after="grads", num_bytes=crossed)
+        else:
             yield Change("grads", new)
-            yield Change("grads", more_grads, is_beside=True)
+            yield Change("reduce", -crossed)
+
+    def deliver_whole(self, bucket: str, *, new: int, more: int) -> Changes:
+        buffer, more_reduce = self.reduce_bytes(bucket), self.more_reduce(bucket)
+        if self.setting.plan.reduce_dtype != "fp32":
+            yield Change("grads", new)
+            yield Change("grads", more, is_beside=True)
             if not self.is_kept(bucket):
                 yield Change("reduce", -buffer)
                 yield Change("reduce", -more_reduce, is_beside=True)
@@ -97,10 +143,12 @@ class _Engine:
             yield Turn(before="reduce", after="grads", num_bytes=buffer)
             yield Change("reduce", -more_reduce, is_beside=True)
             yield Change("grads", more_reduce, is_beside=True)
-        if self.setting.plan.accumulate > 1 and self.setting.plan.accumulate_reduced:
-            # Added to what is there, and let go.
-            yield Change("grads", -new)
-            yield Change("grads", -more_grads, is_beside=True)
+
+    def let_buffer_go(self, bucket: str) -> Changes:
+        """Of sharded gradients, of which the slice has been copied."""
+        yield Change("reduce", -self.reduce_bytes(bucket))
+        if self.waits_for_grads:
+            yield Change("reduce", -self.more_reduce(bucket), is_beside=True)
 
     def kept_of_others(self, unit: str) -> int:
         """What units that are left out keep gathered between forward and backward."""
@@ -117,7 +165,7 @@ class _Engine:
                 yield Change("gathered", -states[operation.subject].full)
                 yield Change("gathered", -self.kept_of_others(operation.subject), is_beside=True)
             case Kind.WAIT_REDUCE:
-                yield from self.deliver(operation.subject)
+                yield from self.wait_reduce(operation.subject)
             case Kind.UPDATE:
                 yield Change("other", self.setting.update_bytes)
                 yield Change("other", -self.setting.update_bytes)
@@ -173,6 +221,8 @@ def _changes(engine: _Engine, row: Row) -> Changes:
         yield from engine.do(operation)
     if pending:
         yield from engine.take_grads(row.unit)
+    if row.trigger is Trigger.BACKWARD_DONE:
+        yield from engine.deliver_crossed()
 
 
 class _Turns:

@@ -75,6 +75,8 @@ class _Writer:
     overhead: Overhead
     num_pieces: int
     works: list[Work] = field(default_factory=list)
+    # The bucket whose slices are on their way over a second axis of the mesh, and its units.
+    crossing: tuple[str, Sequence[str]] | None = None
 
     def write(self, program: StepProgram) -> tuple[list[Instruction], list[Instruction]]:
         """(A pass, the update)."""
@@ -126,6 +128,8 @@ class _Writer:
                 yield from self._of_others(operation, members)
         if not taken:
             yield self._take(row.unit)
+        if row.trigger is Trigger.BACKWARD_DONE:
+            yield from self._deliver_crossed()
 
     def _operation(
         self, operation: Operation, members: Mapping[str, tuple[str, ...]], *, is_last: bool
@@ -145,7 +149,7 @@ class _Writer:
             case Kind.REDUCE:
                 yield from self._reduce(name, num_bytes, units=members[name])
             case Kind.WAIT_REDUCE:
-                yield from self._deliver(name, units=members[name], is_last=is_last)
+                yield from self._wait_reduce(name, units=members[name], is_last=is_last)
             case Kind.REDUCE_FLAGS if not self.job.is_native:
                 yield self._send("reduce flags", rings.world, rings.world.all_reduce_seconds(num_bytes))
             case Kind.BROADCAST:
@@ -232,19 +236,43 @@ class _Writer:
             seconds = ring.all_reduce_seconds(num_bytes / self.job.num_slices)
             yield self._send(f"reduce slice {name}", ring, seconds)
 
-    def _deliver(self, name: str, *, units: Sequence[str], is_last: bool) -> Iterator[Instruction]:
-        """Wait, and take the average; `is_last`: before the update, which needs all of it."""
-        overhead = self.overhead
-        num_bytes = sum(self.sizes[unit].reduce_bytes for unit in units)
-        yield Instruction(WAIT, f"reduce {name}", 0, overhead.wait)
+    def _wait_reduce(self, name: str, *, units: Sequence[str], is_last: bool) -> Iterator[Instruction]:
+        """Wait, and take the average; `is_last`: before the update, which needs all of it.
+
+        Where slices are summed over a second axis, ours waits for that when it waits for the next bucket (queue.py of
+        the engine), and fully_shard at the end.
+        """
+        yield Instruction(WAIT, f"reduce {name}", 0, self.overhead.wait)
+        crosses = self.job.placements[units[0]].grads is SHARDED and self.rings.replicate.num_ranks > 1
+        if crosses and not self.job.is_native:
+            num_bytes = self._reduced_bytes(units)
+            yield self._copy(f"copy slice {name}", 2 * num_bytes // self.job.num_slices)
+            yield from self._reduce_slice(name, num_bytes)
+            yield from self._deliver_crossed()
+            self.crossing = name, units
+            return
+        if crosses and is_last:
+            yield Instruction(WAIT, f"reduce slice {name}", 0, self.overhead.wait)
+        yield from self._deliver(name, units=units)
+        yield from self._deliver_crossed()
+
+    def _deliver_crossed(self) -> Iterator[Instruction]:
+        if self.crossing is not None:
+            name, units = self.crossing
+            yield Instruction(WAIT, f"reduce slice {name}", 0, self.overhead.wait)
+            yield from self._deliver(name, units=units)
+        self.crossing = None
+
+    def _deliver(self, name: str, *, units: Sequence[str]) -> Iterator[Instruction]:
+        """Take the average of what this rank gets."""
+        num_bytes = self._reduced_bytes(units)
         if self.job.placements[units[0]].grads is SHARDED:
-            if not self.job.is_native:
-                yield from self._reduce_slice(name, num_bytes)
-            if self.rings.replicate.num_ranks > 1 and (is_last or not self.job.is_native):
-                yield Instruction(WAIT, f"reduce slice {name}", 0, overhead.wait)
             num_bytes //= self.job.num_slices
-        if not overhead.divides:
-            yield self._copy(f"average {name}", 2 * num_bytes, launch=overhead.deliver)
+        if not self.overhead.divides:
+            yield self._copy(f"average {name}", 2 * num_bytes, launch=self.overhead.deliver)
+
+    def _reduced_bytes(self, units: Sequence[str]) -> int:
+        return sum(self.sizes[unit].reduce_bytes for unit in units)
 
     def _update(self) -> Iterator[Instruction]:
         job, num_elements, num_tensors, refreshed = self.job, 0, 0, 0

@@ -71,7 +71,7 @@ class UnitStates:
     full      the parameters whole, as they compute: always there, or gathered
     params    of that and of slices, what is always there
     optim     the fp32 master where it is apart, and the moments
-    reduce    the buffer in which gradients are reduced
+    reduce    the buffer in which gradients are reduced; `reduce_slice` of it, what this rank gets
     grads     gradients that the optimizer reads
     owned     what the optimizer steps; `largest` of its tensors
     buffers   the module's
@@ -83,6 +83,7 @@ class UnitStates:
     params: int
     optim: int
     reduce: int
+    reduce_slice: int = 0
     grads: int
     owned: int
     largest: int
@@ -105,8 +106,9 @@ def unit_states(
         _flat_states(params, placement=placement, plan=plan, num_slices=num_slices, optimizer=optimizer, rules=rules)
         for params in _flats(unit, plan=plan)
     ]
+    sums = ("full", "params", "optim", "reduce", "reduce_slice", "grads", "owned")
     return UnitStates(
-        **{name: sum(flat[name] for flat in flats) for name in ("full", "params", "optim", "reduce", "grads", "owned")},
+        **{name: sum(flat[name] for flat in flats) for name in sums},
         largest=max((flat["largest"] for flat in flats), default=0),
         buffers=sum(rounded(buffer.num_bytes, rules=rules) for buffer in unit.buffers),
         moments=tuple(size for flat in flats for size in flat["moments"]),
@@ -158,6 +160,7 @@ def _flat_states(
     reduces = max(REDUCE_BYTES[plan.reduce_dtype], stepped if stepped > 4 else 0)
     any_trainable = any(param.trainable for param in params)
     reduce = rounded(num_elements * reduces, rules=rules) if any_trainable else 0
+    reduce_slice = rounded(num_elements // num_slices * reduces, rules=rules) if any_trainable else 0
     grads = rounded(num_elements // num_slices * stepped, rules=rules) if placement.grads is SHARDED else reduce
     if placement.grads is not SHARDED and reduces != stepped:
         grads = rounded(num_elements * stepped, rules=rules)
@@ -169,6 +172,7 @@ def _flat_states(
         "params": (0 if params_sharded else full) + (held if is_the_parameter else 0),
         "optim": (0 if is_the_parameter else held) + sum(moments),
         "reduce": reduce,
+        "reduce_slice": reduce_slice,
         "grads": grads if any_trainable else 0,
         "owned": 0 if on_host else sum(count * stepped for count in trainable),
         "largest": 0 if on_host else max((count * stepped for count in trainable), default=0),

@@ -10,7 +10,7 @@ from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED, STRATEGIES, Placement, placement_of
 from shardwise.plan import Plan
 from shardwise.program import Kind, Trigger
-from shardwise.report.holdings import STATES, Frame, Held, Holdings, hold
+from shardwise.report.holdings import STATES, Frame, Held, Holdings, bucket_label, hold
 from shardwise.spec import ROOT, ModelSpec
 
 WIDTH = 80
@@ -45,7 +45,7 @@ def explain(spec: ModelSpec, *, strategy: str, num_ranks: int, prefetch: int = 1
     holdings = hold(spec, plan=plan, num_ranks=num_ranks)
     return [
         f"{strategy}, also known as {OTHER_NAMES[placement]}",
-        *_in_words(placement),
+        *in_words(placement),
         "",
         *_owners(placement, num_ranks=num_ranks),
         "",
@@ -96,7 +96,8 @@ def _frame_data(frame: Frame) -> dict[str, Any]:
     return {"held_bytes": frame.held_bytes, **holds}
 
 
-def _in_words(placement: Placement) -> Iterator[str]:
+def in_words(placement: Placement) -> Iterator[str]:
+    """What is sharded; then what happens to params, and to grads."""
     sharded = [state for state in STATES if getattr(placement, state) is SHARDED]
     replicated = [state for state in STATES if state not in sharded]
     yield f"sharded: {', '.join(sharded) or 'nothing'}; replicated: {', '.join(replicated) or 'nothing'}"
@@ -154,7 +155,7 @@ def _step(holdings: Holdings, *, spec: ModelSpec) -> Iterator[str]:
     columns = _columns([unit.name for unit in spec.units])
     cell_width = 2 * len(columns) - 1 + max(2, len(columns[-1][1]))
     bar_width = WIDTH - _OPERATION_WIDTH - len(STATES) * cell_width - _NUMBER_WIDTH - len(" ") - len(" ◀")
-    labels = {bucket.name: _bucket_label(bucket.units) for bucket in holdings.program.buckets}
+    labels = {bucket.name: bucket_label(bucket.units) for bucket in holdings.program.buckets}
     peak = holdings.peak
     divisor, byte_unit = _scale(peak.held_bytes)
     yield f"rank 0 in one step of {spec.name} ({len(spec.units)} units, {spec.num_params:,} parameters)"
@@ -232,17 +233,6 @@ def _text(frame: Frame, *, labels: Mapping[str, str]) -> str:
 
 def _cut(text: str, *, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _bucket_label(units: tuple[str, ...]) -> str:
-    """blocks.2+1 for two neighbours, blocks.11…(root) for many."""
-    if len(units) == 1:
-        return units[0]
-    first, last = units[0], units[-1]
-    stem = first.rpartition(".")[0]
-    if stem and last.startswith(stem + "."):
-        last = last.removeprefix(stem + ".")
-    return f"{first}{'+' if len(units) == 2 else '…'}{last}"
 
 
 def _cells(held: Mapping[str, Held], *, columns: list[tuple[str | None, str]]) -> str:

@@ -1,13 +1,14 @@
-"""What a rank holds at each operation of a step: the program, replayed on whole units.
+"""What a rank holds at each operation of a step: a program or a recorded tape, replayed on whole units.
 
 Counted are parameters, gradients and two fp32 moments per trainable parameter (AdamW), all in fp32. Not counted
 are activations, padding, and copies that live only inside an operation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from shardwise.measure.results import Unit
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
 from shardwise.program import Kind, Operation, Row, StepProgram, build
@@ -71,12 +72,13 @@ class Holdings:
 def hold(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> Holdings:
     """Replay a step that follows on a step."""
     program = build(spec, plan=plan)
-    replay = _Replay(spec, placements=plan.placements(unit.name for unit in spec.units), num_ranks=num_ranks)
-    replay.members = {bucket.name: bucket.units for bucket in program.buckets}
-    # The step before: what it leaves under way is what this one finds.
-    for operation in program.operations():
-        replay.do(operation)
-    replay.drop_grads()
+    replay = Replay(
+        map(_sizes, spec.units),
+        placements=plan.placements(unit.name for unit in spec.units),
+        buckets={bucket.name: bucket.units for bucket in program.buckets},
+        num_ranks=num_ranks,
+    )
+    replay.begin_after(program.operations())
     frames = [replay.frame(None, None)]
     for row in program.rows:
         for operation in row.operations:
@@ -85,26 +87,50 @@ def hold(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> Holdings:
     return Holdings(program=program, placements=replay.placements, frames=tuple(frames), num_ranks=num_ranks)
 
 
-class _Replay:
-    """The state of one rank."""
+def bucket_label(units: tuple[str, ...]) -> str:
+    """blocks.2+1 for two neighbours, blocks.11…(root) for many."""
+    if len(units) == 1:
+        return units[0]
+    first, last = units[0], units[-1]
+    stem = first.rpartition(".")[0]
+    if stem and last.startswith(stem + "."):
+        last = last.removeprefix(stem + ".")
+    return f"{first}{'+' if len(units) == 2 else '…'}{last}"
 
-    def __init__(self, spec: ModelSpec, *, placements: Mapping[str, Placement], num_ranks: int) -> None:
-        self.units = {unit.name: unit for unit in spec.units}
+
+class Replay:
+    """The state of one rank. `num_ranks` is how many slices there are of what is sharded."""
+
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        *,
+        placements: Mapping[str, Placement],
+        buckets: Mapping[str, tuple[str, ...]],
+        num_ranks: int,
+    ) -> None:
+        self.units = {unit.name: unit for unit in units}
         self.placements = placements
+        self.buckets = buckets
         self.num_ranks = num_ranks
-        self.members: Mapping[str, tuple[str, ...]] = {}
         self.params = {name: self._home(name, "params") for name in self.units}
         self.optim = {name: self._home(name, "optim") for name in self.units}
         self.grads: dict[str, Held] = {}
-        self.drop_grads()
+        self._drop_grads()
+
+    def begin_after(self, operations: Iterable[Operation]) -> None:
+        """The step before: what it leaves under way is what the next one finds."""
+        for operation in operations:
+            self.do(operation)
+        self._drop_grads()
 
     def _home(self, name: str, state: str) -> Held:
         """As the placement has it; frozen parameters have no optimizer state and no gradients."""
-        if state != "params" and not _trainable(self.units[name]):
+        if state != "params" and not self.units[name].num_trained:
             return Held.NOTHING
         return Held.SLICE if getattr(self.placements[name], state) is SHARDED else Held.WHOLE
 
-    def drop_grads(self) -> None:
+    def _drop_grads(self) -> None:
         self.grads = dict.fromkeys(self.units, Held.NOTHING)
 
     def do(self, operation: Operation) -> None:
@@ -116,12 +142,12 @@ class _Replay:
                 self.params[name] = Held.WHOLE
             case Kind.FREE:
                 self.params[name] = Held.SLICE
-            case Kind.BACKWARD if _trainable(self.units[name]):
+            case Kind.BACKWARD if self.units[name].num_trained:
                 self.grads[name] = Held.DIFFERS
             case Kind.REDUCE:
-                self.grads.update(dict.fromkeys(self.members[name], Held.ON_ITS_WAY))
+                self.grads.update(dict.fromkeys(self.buckets[name], Held.ON_ITS_WAY))
             case Kind.WAIT_REDUCE:
-                self.grads.update({member: self._home(member, "grads") for member in self.members[name]})
+                self.grads.update({member: self._home(member, "grads") for member in self.buckets[name]})
             case Kind.UPDATE:
                 self._update()
             case _:
@@ -133,14 +159,18 @@ class _Replay:
             if placement.params is not SHARDED and self.optim[name] is Held.SLICE:
                 self.params[name] = Held.DIFFERS
 
+    def holds(self) -> dict[str, dict[str, Held]]:
+        """params, grads, optim → unit → what is held of it now."""
+        return {state: dict(getattr(self, state)) for state in STATES}
+
     def frame(self, row: Row | None, operation: Operation | None) -> Frame:
-        holds = {"params": dict(self.params), "grads": dict(self.grads), "optim": dict(self.optim)}
+        holds = self.holds()
         held_bytes = sum(self._bytes(name, holds) for name in self.units)
         return Frame(row=row, operation=operation, holds=holds, held_bytes=held_bytes)
 
     def _bytes(self, name: str, holds: Mapping[str, Mapping[str, Held]]) -> int:
         unit = self.units[name]
-        params, grads = unit.num_params * _FP32_BYTES, _trainable(unit) * _FP32_BYTES
+        params, grads = unit.num_params * _FP32_BYTES, unit.num_trained * _FP32_BYTES
         held = self._part(grads, holds["grads"][name])
         held += self._part(_NUM_MOMENTS * grads, holds["optim"][name])
         held += self._part(params, holds["params"][name])
@@ -155,5 +185,6 @@ class _Replay:
         return -(-num_bytes // self.num_ranks) if held is Held.SLICE else num_bytes
 
 
-def _trainable(unit: UnitSpec) -> int:
-    return sum(param.num_elements for param in unit.params if param.trainable)
+def _sizes(unit: UnitSpec) -> Unit:
+    trained = sum(param.num_elements for param in unit.params if param.trainable)
+    return Unit(name=unit.name, num_params=unit.num_params, num_trained=trained)

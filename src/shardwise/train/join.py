@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
+from shardwise.comm.absent import absent_group
 from shardwise.comm.start import RanksMissing
 from shardwise.errors import ShardwiseError
 from shardwise.train.failure import report
@@ -89,12 +90,12 @@ def start_of(environment: Mapping[str, str]) -> Start:
 
 
 @contextmanager
-def joined(device: torch.device | None = None, *, limit_seconds: float) -> Iterator[Place]:
+def joined(device: torch.device | None = None, *, limit_seconds: float, silent: bool = False) -> Iterator[Place]:
     """Be a rank of the job in the block: the default process group is there, NCCL on cuda and Gloo on the CPU.
 
-    A group that is there already is used and left alone. An error in the block is reported before the group is
-    left, so that it is known before any peer can complain of it; a process that was started as a rank then has a few
-    seconds to end.
+    A group that is there already is used and left alone. `silent`: all ranks come, but the collectives of their group
+    return at once (comm/absent.py). An error in the block is reported before the group is left, so that it is known
+    before any peer can complain of it; a process that was started as a rank then has a few seconds to end.
     """
     if dist.is_initialized():
         start = replace(start_of(os.environ), rank=dist.get_rank(), num_ranks=dist.get_world_size())
@@ -105,9 +106,12 @@ def joined(device: torch.device | None = None, *, limit_seconds: float) -> Itera
         leaving.enter_context(_loopback(start))
         device = _device(device, start=start)
         store = meet(start, limit_seconds=limit_seconds)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=start.rank, world_size=start.num_ranks)
-        leaving.callback(dist.destroy_process_group)
+        if silent:
+            leaving.enter_context(absent_group(start.num_ranks, rank=start.rank, store=store))
+        else:
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=start.rank, world_size=start.num_ranks)
+            leaving.callback(dist.destroy_process_group)
         yield _place(start, device=device)
 
 

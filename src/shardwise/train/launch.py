@@ -21,6 +21,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from shardwise.errors import ShardwiseError
 from shardwise.train.agent import Agent, Files, JobFailed, JobStopped
 
+LOGS = "logs"
+"""The folder, in a run's own, of what each rank writes."""
 # How the names of private folders begin.
 _PRIVATE = "shardwise-"
 
@@ -44,29 +46,52 @@ def launch(
     `max_restarts` times; any other failure ends the job. SIGTERM and ^C are passed on to the ranks as SIGTERM, and they
     have `grace_seconds` to end. Only the main thread can call this.
     """
-    logs = folder / "logs"
+    try:
+        told = run_job(
+            arguments,
+            num_ranks=num_ranks,
+            max_restarts=max_restarts,
+            folder=folder,
+            grace_seconds=grace_seconds,
+            program=program,
+        )
+    except JobFailed as end:
+        failure = end.failure
+        below = "" if failure.mistake else f"what each rank wrote: {folder / LOGS}/rank-*.txt"
+        print("\n".join(filter(None, (str(failure), failure.traceback.rstrip(), below))), file=sys.stderr)
+        return 2 if failure.mistake else 1
+    except JobStopped as end:
+        print(end, file=sys.stderr)
+        return 128 + end.number
+    return 128 + signal.SIGINT if told == signal.SIGINT else 0
+
+
+def run_job(
+    arguments: Sequence[str],
+    *,
+    num_ranks: int,
+    max_restarts: int,
+    folder: Path,
+    grace_seconds: float,
+    program: str,
+) -> signal.Signals | None:
+    """As `launch`, which tells the user; here the end is a value: the signal after which all ranks ended well, if one
+    came. Raises JobFailed, with what the first rank that failed said, or JobStopped.
+    """
     with _claimed(folder) as private, _restored():
         agent = Agent(
             (program, *arguments),
             num_ranks=num_ranks,
             max_restarts=max_restarts,
-            files=Files(private=private, logs=logs),
+            files=Files(private=private, logs=folder / LOGS),
             grace_seconds=grace_seconds,
         )
         try:
             agent.run()
-        except JobFailed as end:
-            failure = end.failure
-            below = "" if failure.mistake else f"what each rank wrote: {logs}/rank-*.txt"
-            print("\n".join(filter(None, (str(failure), failure.traceback.rstrip(), below))), file=sys.stderr)
-            return 2 if failure.mistake else 1
-        except JobStopped as end:
-            print(end, file=sys.stderr)
-            return 128 + end.number
         except SignalException as end:
             # While the ranks were being started.
-            return 128 + int(end.sigval)
-    return 128 + signal.SIGINT if agent.stopped_by == signal.SIGINT else 0
+            raise JobStopped(signal.Signals(end.sigval)) from end
+    return agent.stopped_by
 
 
 @contextmanager
@@ -78,7 +103,7 @@ def _claimed(folder: Path) -> Iterator[Path]:
     """
     with ExitStack() as held:
         try:
-            (folder / "logs").mkdir(parents=True, exist_ok=True)
+            (folder / LOGS).mkdir(parents=True, exist_ok=True)
             file = held.enter_context((folder / ".lock").open("a+"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

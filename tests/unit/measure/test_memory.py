@@ -1,6 +1,6 @@
 """The ledger: from allocations and marks to live bytes by category, with numbers that can be checked by hand."""
 
-from shardwise.measure.memory import Allocation, Entry, Mark, MemoryLedger, ledger_of
+from shardwise.measure.memory import Allocation, Entry, Mark, MemoryLedger, beside, ledger_of
 
 # Rows begin at 10, 20 and 30; the third is the update. The step is over at 40.
 FORWARD, BACKWARD, UPDATE, END = 10, 20, 30, 40
@@ -68,3 +68,13 @@ def test_what_nobody_knows_is_other_in_the_update_before_the_step_and_as_scratch
 def test_a_ledger_survives_json() -> None:
     found = ledger(Allocation(address=1, num_bytes=8, born=11, freed=35))
     assert MemoryLedger.from_data(found.to_data()) == found
+
+
+def test_rows_of_one_name_are_laid_beside_each_other_in_order() -> None:
+    """Under accumulation a row comes several times; of those that were not seen, the highest counts with the one before."""
+    expected = [
+        Entry(at=at, num_bytes={"params": size}) for at, size in (("a", 1), ("b", 9), ("b", 2), ("a", 3), ("c", 4))
+    ]
+    seen = [Entry(at=at, num_bytes={}) for at in ("a", "a", "c", "d")]
+    found = [(one.at, other and other.total_bytes) for one, other in beside(seen, expected)]
+    assert found == [("a", 9), ("a", 3), ("c", 4), ("d", None)]

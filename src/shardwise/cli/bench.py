@@ -1,0 +1,222 @@
+"""`shardwise bench`: the same training under several strategies and engines, in turn, and whether it was the same."""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwise.cli.train import ranks_to_start
+from shardwise.errors import ShardwiseError, UnknownName
+from shardwise.placement import STRATEGIES
+from shardwise.train.config import TrainConfig, load_config
+
+if TYPE_CHECKING:
+    from shardwise.measure.benchmark import Asked, Progress
+    from shardwise.measure.case import Case
+    from shardwise.measure.results import Bench
+
+
+def bench(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to train, as for `shardwise train`.")],
+    strategies: Annotated[str, typer.Option("--strategies", help=f"{','.join(STRATEGIES)}, or all.")] = "all",
+    engines: Annotated[
+        str, typer.Option("--engines", help="shardwise, captured, torch, accelerate, lightning, or all.")
+    ] = "shardwise",
+    num_ranks: Annotated[
+        int | None, typer.Option("--nproc", min=1, help="Ranks to start here; without, the plan's mesh, or one a GPU.")
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often each case is run.")] = 3,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed in each run.")] = 20,
+    warm_up: Annotated[int, typer.Option("--warm-up", min=1, help="Steps before those.")] = 5,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Where to; without, bench/ and CONFIG's name.")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="The bench's title; without, CONFIG's name.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="section.key=value", help="Another value for one key; may be repeated."),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="These devices as `shardwise plan` names them, to predict time.")
+    ] = None,
+    devices: Annotated[
+        Path | None, typer.Option("--devices", help="A device table that `shardwise calibrate` wrote here.")
+    ] = None,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Go on timing also if the trainings are not the same.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="In place of the bench that DIR holds.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Train the same under each strategy and engine, in fresh processes, in turn: speed, memory, and what to use."""
+    from shardwise.measure.benchmark import Asked, check
+
+    chosen = load_config(config, settings=settings or ())
+    cases = _cases(chosen, engines=engines, strategies=strategies)
+    count = ranks_to_start(chosen, asked=num_ranks)
+    asked = Asked(
+        config=chosen,
+        cases=cases,
+        num_ranks=count,
+        folder=out or Path("bench", config.stem),
+        name=name or config.stem,
+        command=_command(
+            config,
+            {
+                "--strategies": strategies,
+                "--engines": engines,
+                "--nproc": count,
+                "--rounds": rounds,
+                "--steps": steps,
+                "--warm-up": warm_up,
+                "--out": out,
+                "--name": name,
+                "--cluster": cluster,
+                "--devices": devices,
+            },
+            settings=settings or (),
+        ),
+        rounds=rounds,
+        warm_up=warm_up,
+        steps=steps,
+        keep_going=keep_going,
+        overwrite=overwrite,
+    )
+    check(asked)
+    raise typer.Exit(_run(_predicted(asked, cluster=cluster, devices=devices), as_json=as_json))
+
+
+def _cases(config: TrainConfig, *, engines: str, strategies: str) -> "list[Case]":
+    from shardwise.measure.case import cases_of
+    from shardwise.measure.contestants import ENGINES
+
+    return cases_of(
+        config,
+        engines=_names(engines, kind="engine", known=list(ENGINES)),
+        strategies=_names(strategies, kind="strategy", known=list(STRATEGIES)),
+    )
+
+
+def _names(text: str, *, kind: str, known: Sequence[str]) -> list[str]:
+    """Names with commas between them, each once, or all."""
+    if text == "all":
+        return list(known)
+    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    for name in names:
+        if name not in known:
+            raise UnknownName.of(kind, name, known=(*known, "all"))
+    if not names:
+        raise UnknownName.of(kind, text, known=(*known, "all"))
+    return names
+
+
+def _command(config: Path, options: Mapping[str, object], *, settings: Sequence[str]) -> str:
+    """What to type for the same bench."""
+    words = ["shardwise", "bench", str(config)]
+    for option, value in options.items():
+        words += [option, str(value)] if value is not None else []
+    for setting in settings:
+        words += ["--set", setting]
+    return shlex.join(words)
+
+
+def _predicted(asked: "Asked", *, cluster: str | None, devices: Path | None) -> "Asked":
+    """With what the planner says of its cases, and of more devices; a line on standard error where it says nothing."""
+    from shardwise.measure.prediction import PLANNED_ENGINES, cluster_here, forecast_of
+    from shardwise.report.costs import scaling_data
+
+    title, capacity_bytes = _device(asked.config)
+    device = "cpu" if title == "cpu" else "cuda"
+    here = cluster_here(
+        num_ranks=asked.num_ranks,
+        device=device,
+        title=title,
+        cluster=cluster,
+        devices=None if devices is None else str(devices),
+    )
+    forecast = forecast_of(asked.config, cluster=here, device=device)
+    scaling: list[dict[str, Any]] = []
+    try:
+        for case in asked.cases:
+            if case.engine in PLANNED_ENGINES and not case.why_not:
+                case.predicted = forecast.of(case.plan)
+        ours = [case.strategy for case in asked.cases if case.engine == "shardwise" and not case.why_not]
+        scaling = scaling_data(forecast.scaled(asked.config.plan, strategies=ours)) if ours else []
+    except ShardwiseError as error:
+        print(f"nothing is predicted: {error}", file=sys.stderr)
+    return replace(asked, capacity_bytes=capacity_bytes, scaling=tuple(scaling))
+
+
+def _device(config: TrainConfig) -> tuple[str, int | None]:
+    """The driver's name of the device that ranks get, and its memory; ("cpu", None) without one.
+
+    Asked in a process of its own: this one would hold a part of the first GPU's memory from then on.
+    """
+    import torch
+
+    if config.run.device == "cpu" or torch.cuda.device_count() == 0:
+        return "cpu", None
+    code = "import json, torch; p = torch.cuda.get_device_properties(0); print(json.dumps([p.name, p.total_memory]))"
+    answer = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    name, num_bytes = json.loads(answer.stdout.splitlines()[-1])
+    return name, num_bytes
+
+
+def _run(asked: "Asked", *, as_json: bool) -> int:
+    """Measure and show; the exit code: 1 if a case failed, or if they must not be ranked."""
+    from shardwise.measure.benchmark import BenchStopped
+    from shardwise.measure.benchmark import bench as run_all
+    from shardwise.measure.results import FILE
+
+    path = asked.folder / FILE
+    try:
+        with _progress() as on_progress:
+            found = run_all(asked, on_progress=on_progress)
+    except BenchStopped as end:
+        print(f"{end}: what was found until then is in {path}", file=sys.stderr)
+        return 128 + end.number
+    if as_json:
+        print(json.dumps(found.to_data(), indent=1, allow_nan=False))
+    else:
+        _show(found)
+        print(f"\n{path}\nnext: {shlex.join(('shardwise', 'report', str(asked.folder)))}")
+    return 1 if any(case.failed for case in asked.cases) or not found.equivalence.agrees else 0
+
+
+@contextmanager
+def _progress() -> "Iterator[Callable[[Progress], None]]":
+    """On standard error: a bar with the time that is left on a terminal, else a line a run."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda progress: print(f"{progress.done}/{progress.total} {progress.text}", file=sys.stderr, flush=True)
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda progress: bar.update(
+            task, completed=progress.done, total=progress.total, description=progress.text
+        )
+
+
+def _show(found: "Bench") -> None:
+    from rich.console import Console
+
+    from shardwise.report.comparison import as_table, heading, remarks
+
+    console = Console()
+    console.print(heading(found), highlight=False, markup=False, soft_wrap=True)
+    if any(case.ran for case in found.cases):
+        console.print(as_table(found))
+    for line in remarks(found):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

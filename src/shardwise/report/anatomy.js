@@ -1,0 +1,406 @@
+// The anatomy of a step: data (a recorded tape per strategy) → state (one moment of the step) → draw (two panes).
+"use strict";
+(() => {
+  const source = document.getElementById("anatomy-data");
+  const home = document.querySelector(".anatomy");
+  if (!source || !home) return;
+  const data = JSON.parse(source.textContent);
+  const find = (selector, within = home) => within.querySelector(selector);
+  const range = (count) => [...Array(count).keys()];
+  const last = (list) => list[list.length - 1];
+  const prefersStill = matchMedia("(prefers-reduced-motion: reduce)");
+  const [PARAMS, GRADS] = range(2);
+  const ON_ITS_WAY = data.held.indexOf("on its way");
+  const HELD_CLASSES = data.held.map((words) => words.split(" ").slice(0, 2).join("-"));
+  const COMPUTES = ["forward", "backward", "update"], SENDS = ["gather", "reduce"];
+  const OF_ALL = ["update", "broadcast", "reduce flags"];
+  const MOMENT_MS = 1000, COLLECTIVE_MS = 2000, ROUND_MS = 600;
+
+  // Three digits and a unit.
+  function size(bytes) {
+    const power = Math.min(4, Math.floor(Math.log2(Math.max(1, bytes)) / 10)), number = bytes / 1024 ** power;
+    const digits = number >= 100 || power === 0 ? 0 : number >= 10 ? 1 : 2;
+    return `${number.toFixed(digits)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+  }
+
+  // ---- data: frames and rows of memory are differences; here they are put together again
+  function unfold(packed) {
+    const { name, about, units, subjects, captions, places, flights } = packed;
+    const sharded = units.map(([, letters]) => [...letters].map((letter) => letter === "S"));
+    const states = [packed.start];
+    const operations = packed.frames.map(([kind, subject, bytes, caption, row, micros, changes]) => {
+      const held = last(states).slice();
+      for (let at = 0; at < changes.length; at += 2) held[changes[at]] = changes[at + 1];
+      states.push(held);
+      const [label, members] = subjects[subject];
+      const verb = data.kinds[kind], isScattered = sharded[members[0]][GRADS];
+      const title = OF_ALL.includes(verb) ? verb : `${verb} ${label}`;
+      const sent = size(verb === "gather" ? bytes / data.num_slices : bytes);
+      const way = verb === "gather" ? "all-gather" : isScattered ? "reduce-scatter" : "all-reduce";
+      return { kind: verb, members, bytes, title, caption: captions[caption].replace("{size}", sent), way, row, micros };
+    });
+    const total = (row) => row.reduce((sum, bytes) => sum + bytes);
+    // Rows in which nothing was issued belong to the operation before them, which shows the highest: one may be the peak.
+    const starts = [0, ...operations.map((one) => one.row)];
+    const highest = (rows, frame) => rows
+      .slice(starts[frame], Math.max(starts[frame] + 1, starts[frame + 1] ?? rows.length))
+      .reduce((top, row) => (total(row) > total(top) ? row : top));
+    const memory = packed.memory.map((differences) => {
+      const now = data.categories.map(() => 0);
+      const rows = differences && differences.map((row) => row.map((difference, index) => (now[index] += difference)));
+      return rows && starts.map((_, frame) => highest(rows, frame));
+    });
+    const sums = memory.map((frames) => frames && frames.map(total));
+    return {
+      name, about, beginning: captions[0], units, sharded, states, operations, memory, sums, places,
+      peaks: sums.map((frames) => (frames ? Math.max(...frames) : 0)),
+      flights: flights.map((index) => (index === null ? null : operations[index])),
+    };
+  }
+
+  // ---- draw: each picture is made once for a strategy and a width, and gives a function that shows a frame
+  function make(name, attributes, parent, text = "") {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    element.textContent = text;
+    parent.append(element);
+    return element;
+  }
+  function block(name, className, parent, text = "") {
+    const element = document.createElement(name);
+    element.className = className;
+    element.textContent = text;
+    parent.append(element);
+    return element;
+  }
+
+  // The ranks: a row a unit, with params, grads and optim of each rank, and in each the slice that the rank owns.
+  function ranksPicture(drawing, shown) {
+    const width = drawing.parentElement.clientWidth, numUnits = shown.units.length, numRanks = data.ranks.length;
+    const isNarrow = width < 460, gutter = isNarrow ? 58 : 84, letter = isNarrow ? 5.6 : 6.4, top = 36;
+    const perLine = (width - gutter) / numRanks >= 58 ? numRanks : Math.ceil(numRanks / 2);
+    const pitch = (width - gutter) / perLine, inner = pitch * 0.87;
+    const high = Math.max(6, Math.min(28, Math.round(240 / numUnits))), lineHeight = top + numUnits * high + 14;
+    const columns = [[0, 0.44], [0.49, 0.24], [0.77, 0.23]].map(([at, part]) => [at * inner, part * inner]);
+    const left = (at) => gutter + (at % perLine) * pitch + pitch - inner;
+    const y = (at, unit) => Math.floor(at / perLine) * lineHeight + top + unit * high;
+    drawing.replaceChildren();
+    drawing.setAttribute("height", lineHeight * Math.ceil(numRanks / perLine));
+    drawing.classList.toggle("narrow", isNarrow);
+    const rows = [], cells = [], room = Math.floor((gutter - 12) / letter);
+    for (let first = 0; first < numRanks; first += perLine) {
+      shown.units.forEach(([name], unit) => {
+        const row = make("g", {}, drawing), middle = y(first, unit) + high / 2 - 1;
+        make("rect", { x: 0, y: y(first, unit) - 2, width, height: high + 1, rx: 4, class: "band" }, row);
+        const mark = make("text", { x: 1, y: middle }, row);
+        // Of rows that are lower than a line of text, some go without their name.
+        const isNamed = high > 10 || unit % Math.ceil(11 / high) === 0;
+        const label = name.length > room ? `…${name.slice(1 - room)}` : name;
+        if (isNamed) make("text", { x: 12, y: middle }, row, label);
+        rows.push([unit, row, mark]);
+      });
+    }
+    data.ranks.forEach((rank, at) => {
+      make("text", { x: left(at), y: y(at, 0) - 22, class: "rank" }, drawing, `rank ${rank}`);
+      columns.forEach(([x, wide], state) => {
+        const word = data.states[state], isShort = wide < word.length * 4.8, own = wide / data.num_slices;
+        const heading = { x: left(at) + x, y: y(at, 0) - 7, class: `heading ${word}` };
+        make("text", heading, drawing, isShort ? word[0].toUpperCase() : word);
+        shown.units.forEach((_, unit) => {
+          const cell = make("g", {}, drawing), box = { x: left(at) + x, y: y(at, unit), width: wide, height: high - 3 };
+          const slice = { x: box.x + own * (rank % data.num_slices), width: Math.max(1, own) };
+          make("rect", { ...box, class: "rest" }, cell);
+          make("rect", { ...box, ...slice, class: "own" }, cell);
+          make("rect", { ...box, class: "box" }, cell);
+          cells.push([cell, state, unit]);
+        });
+      });
+    });
+
+    // Chunks from every rank to the next of its ring; the last one's leave to the right and come in from the left.
+    const flows = make("g", {}, drawing), flying = new Map(), edge = pitch - inner + 2;
+    function fly(state, unit) {
+      const group = make("g", { class: `flow ${SENDS[state]}` }, flows), [x, wide] = columns[state];
+      const length = state === GRADS && !shown.sharded[unit][GRADS] ? data.num_ranks : data.num_slices;
+      const ringOf = (at) => Math.floor(data.ranks[at] / length), chunk = Math.max(5, wide / data.num_slices);
+      const send = (from, to, at) => {
+        const box = { x: from, y: y(at, unit) + 2, width: chunk, height: Math.max(2, high - 7), rx: 1.5 };
+        make("rect", box, group).style.setProperty("--distance", `${to - from}px`);
+      };
+      range(numRanks).forEach((at) => {
+        const isLast = at === numRanks - 1 || ringOf(at + 1) > ringOf(at);
+        const next = isLast ? range(numRanks).find((other) => ringOf(other) === ringOf(at)) : at + 1;
+        const from = left(at) + x + wide / 2, to = left(next) + x;
+        if (to > from) return send(from, to, at);
+        send(from, left(at) + inner + edge / 2, at);
+        return send(left(next) - edge, to, next);
+      });
+      return group;
+    }
+
+    return (frame) => {
+      const held = shown.states[frame], op = shown.operations[frame - 1];
+      const touches = (unit) => op && (OF_ALL.includes(op.kind) ? op.kind === "update" : op.members.includes(unit));
+      for (const [unit, row, mark] of rows) {
+        row.setAttribute("class", touches(unit) ? "unit now" : "unit");
+        mark.textContent = touches(unit) ? { forward: "▼", backward: "▲" }[op.kind] || "●" : "";
+      }
+      const wanted = new Set();
+      for (const [cell, state, unit] of cells) {
+        const now = held[state * numUnits + unit], where = shown.sharded[unit][state] ? "sharded" : "replicated";
+        const work = state === PARAMS && touches(unit) && COMPUTES.includes(op.kind) ? "at-work" : "";
+        cell.setAttribute("class", `cell ${data.states[state]} ${where} ${HELD_CLASSES[now]} ${work}`);
+        if (now === ON_ITS_WAY) wanted.add(`${state} ${unit}`);
+      }
+      for (const [key, group] of flying) if (!wanted.has(key) && flying.delete(key)) group.remove();
+      for (const key of wanted) if (!flying.has(key)) flying.set(key, fly(...key.split(" ").map(Number)));
+    };
+  }
+
+  // A bar a rank, all strategies on one scale: the ledger's row of the frame, and where the peak of the step is.
+  function memoryPicture(place, shown, scale) {
+    place.replaceChildren();
+    const percent = (bytes) => `${(100 * bytes) / scale}%`;
+    const bars = data.ranks.map((rank, at) => {
+      const bar = block("div", "anatomy-bar", place);
+      block("span", "", bar, `rank ${rank}`);
+      const track = block("div", "anatomy-track", bar);
+      const parts = data.categories.map((category) => block("i", category, track));
+      if (shown.memory[at]) block("b", "", track).style.left = percent(shown.peaks[at]);
+      return [parts, block("span", "anatomy-value", bar, "not measured")];
+    });
+    return (frame) => bars.forEach(([parts, value], at) => {
+      if (!shown.memory[at]) return;
+      shown.memory[at][frame].forEach((bytes, index) => (parts[index].style.width = percent(bytes)));
+      value.textContent = size(shown.sums[at][frame]);
+    });
+  }
+
+  // The memory of the fullest rank over the step, with its phases and a cursor.
+  function curvePicture(drawing, shown, scale, end) {
+    const width = drawing.parentElement.clientWidth, floor = 66, ceiling = 20;
+    const fullest = shown.peaks.indexOf(Math.max(...shown.peaks)), rows = shown.sums[fullest];
+    const x = (frame) => (shown.places[frame] / end) * width;
+    const y = (frame) => floor - ((rows ? rows[frame] : 0) / scale) * (floor - ceiling);
+    drawing.replaceChildren();
+    const corners = shown.places.map((_, frame) => `H${x(frame).toFixed(1)}V${y(frame).toFixed(1)}`).join("");
+    make("path", { d: `M0 ${floor}${corners}H${width}V${floor}Z`, class: "area" }, drawing);
+    for (const kind of COMPUTES) {
+      const first = shown.operations.findIndex((op) => op.kind === kind);
+      const from = kind === "forward" ? 0 : x(first + 1), isLate = from > width - 60;
+      make("line", { x1: from, x2: from, y1: floor, y2: floor + 15, class: "phase" }, drawing);
+      make("text", { x: from + (isLate ? -4 : 4), y: floor + 12, class: isLate ? "end" : "" }, drawing, kind);
+    }
+    if (rows) {
+      const peak = rows.indexOf(shown.peaks[fullest]);
+      const isLate = x(peak) > width / 2;
+      const at = { x: x(peak) + (isLate ? -6 : 6), y: y(peak) - 6, class: isLate ? "end" : "" };
+      make("circle", { cx: x(peak), cy: y(peak), r: 3.5 }, drawing);
+      make("text", at, drawing, `peak of rank ${data.ranks[fullest]}: ${size(shown.peaks[fullest])}`);
+    }
+    const cursor = make("line", { x1: 0, x2: 0, y1: 8, y2: floor + 2, class: "cursor" }, drawing);
+    return (frame, place) => (cursor.style.transform = `translateX(${(place / end) * width}px)`);
+  }
+
+  // The ring of the collective under way: ring.py's rounds, one after the other.
+  function ringPicture(place) {
+    const drawing = find("svg", place), words = find("p", place), buttons = [...place.querySelectorAll("button")];
+    let flight = null, ring = null, first = [], rounds = [], round = 0, timer = 0, nodes = [], middle = [];
+
+    function build(numRanks) {
+      ring = { ...data.rings[numRanks], stands: numRanks };
+      const count = ring.num_ranks, isLarge = count > 5, wide = isLarge ? 9 : 16, high = isLarge ? 24 : 28;
+      const width = drawing.parentElement.clientWidth, down = isLarge ? 108 : 62, cx = width / 2, cy = down + 40;
+      const across = Math.min(cx - (count * wide) / 2 - 8, 220);
+      const at = (turn) => [cx + across * Math.sin(2 * Math.PI * turn), cy - down * Math.cos(2 * Math.PI * turn)];
+      drawing.replaceChildren();
+      drawing.setAttribute("height", 2 * cy);
+      make("ellipse", { cx, cy, rx: across, ry: down }, drawing);
+      middle = [-4, 14].map((shift) => make("text", { x: cx, y: cy + shift, class: "middle" }, drawing));
+      nodes = range(count).map((rank) => {
+        const [x, y] = at((rank + 0.5) / count), [before, arrow, after] = [-0.01, 0, 0.01].map((by) => at(rank / count + by));
+        const angle = (Math.atan2(after[1] - before[1], after[0] - before[0]) * 180) / Math.PI;
+        make("path", { d: "M-4 -5L5 0L-4 5Z", transform: `translate(${arrow}) rotate(${angle})`, class: "arrow" }, drawing);
+        const start = x - (count * wide) / 2, top = y - high / 2;
+        const frame = { x: start - 4, y: top - 4, width: count * wide + 7, height: high + 8, rx: 5, class: "node" };
+        make("rect", frame, drawing);
+        make("text", { x, y: top + (y > cy ? high + 17 : -9), class: "rank" }, drawing, `rank ${rank}`);
+        return range(count).map((chunk) => {
+          const box = { x: start + chunk * wide, y: top, width: wide - 1, height: high };
+          const back = make("rect", { ...box, class: "chunk" }, drawing);
+          const layer = (from) => ({ ...box, y: top + high - ((from + 1) * high) / count, height: high / count });
+          const sum = range(count).map((from) => make("rect", { ...layer(from), class: "none" }, drawing));
+          return { box, back, sum };
+        });
+      });
+    }
+    function draw() {
+      drawing.querySelectorAll(".sent").forEach((old) => old.remove());
+      place.classList.toggle("idle", !flight);
+      [buttons[0].disabled, buttons[1].disabled] = [!flight || round === 0, !flight || round === rounds.length];
+      drawing.setAttribute("class", flight ? flight.kind : "");
+      if (!flight) {
+        words.textContent = "No collective is under way.";
+        [middle[0].textContent, middle[1].textContent] = ["nobody sends", ""];
+        return;
+      }
+      const [part, sent, cells] = round ? rounds[round - 1] : ["", [], first];
+      nodes.forEach((chunks, rank) => chunks.forEach(({ back, sum }, chunk) => {
+        const bits = cells[rank][chunk], arrived = sent[(rank || nodes.length) - 1] === chunk;
+        back.setAttribute("class", `chunk ${bits === 2 ** nodes.length - 1 ? "whole" : ""} ${arrived ? "fresh" : ""}`);
+        sum.forEach((layer, from) => layer.setAttribute("class", (bits >> from) & 1 ? "summand" : "none"));
+      }));
+      sent.forEach((chunk, rank) => {
+        const { box } = nodes[rank][chunk], to = nodes[(rank + 1) % nodes.length][chunk].box;
+        const moving = make("rect", { ...box, class: "sent" }, drawing);
+        moving.style.setProperty("--x", `${to.x - box.x}px`);
+        moving.style.setProperty("--y", `${to.y - box.y}px`);
+      });
+      const groups = ring.stands < data.num_ranks ? ` So does each other group of ${ring.stands} ranks.` : "";
+      const of = ring.stands > nodes.length ? ` A ring of ${nodes.length} stands here for one of ${ring.stands}.` : groups;
+      const does = part === "reduce-scatter" ? "adds it to its own" : "keeps it";
+      words.textContent = `${flight.title}: ${!rounds.length ? "one rank has nobody to send to."
+        : round ? `every rank sends a chunk (${size(flight.bytes / ring.stands)}) to the next, which ${does}.`
+        : flight.kind === "gather" ? "every rank has one chunk." : "every rank has all chunks, of its own gradients."}${of}`;
+      middle[0].textContent = part || flight.way;
+      middle[1].textContent = rounds.length ? `round ${round} of ${rounds.length}` : "";
+    }
+    function turn(steps) {
+      round = Math.max(0, Math.min(rounds.length, round + steps));
+      draw();
+    }
+    const stop = () => clearInterval(timer);
+    buttons.forEach((button, index) => button.addEventListener("click", () => { stop(); turn(2 * index - 1); }));
+    return {
+      stop,
+      rebuild() { if (ring) { build(ring.stands); draw(); } },
+      show(next, milliseconds) {
+        if (next === flight && ring) return;
+        [flight, round] = [next, 0];
+        stop();
+        const numRanks = next && next.way === "all-reduce" ? data.num_ranks : data.num_slices;
+        if (!ring || ring.stands !== numRanks) build(numRanks);
+        if (next) {
+          [first, rounds] = ring[next.way];
+          const pace = milliseconds ? milliseconds / (rounds.length + 1) : ROUND_MS;
+          place.style.setProperty("--round", `${pace}ms`);
+          if (!prefersStill.matches) timer = setInterval(() => (round < rounds.length ? turn(1) : stop()), pace);
+        }
+        draw();
+      },
+    };
+  }
+
+  // ---- state: one moment for both panes
+  const cases = data.cases.map(unfold), note = find(".anatomy-note");
+  data.left_out.forEach(([name, why]) => block("p", "", note, `There is no picture of ${name}: ${why}.`));
+  if (data.ranks.length < data.num_ranks)
+    block("p", "", note, `Drawn are ranks 0 to ${data.ranks.length - 2} and the last one of ${data.num_ranks}.`);
+  if (cases.length === 0) return;
+  const scale = Math.max(1, ...cases.flatMap((one) => one.peaks));
+  const scrubber = find(".anatomy-scrubber"), position = find(".anatomy-position"), playButton = find("[data-do=play]");
+  const state = { moments: [0], moment: 0, timer: null, speed: 1 };
+  const now = () => state.moments[state.moment];
+  const numUntil = (places, end) => places.filter((place) => place <= end).length;
+  const frameOf = (pane) => numUntil(pane.shown.places, now()) - 1;
+
+  const panes = [...home.querySelectorAll(".anatomy-pane")].map((element, index) => {
+    const wanted = cases.findIndex((one) => one.name === ["ddp", "fsdp"][index]);
+    const shown = cases[wanted >= 0 ? wanted : Math.min(index, cases.length - 1)], select = find("select", element);
+    cases.forEach((one) => select.add(new Option(one.name, one.name, false, one === shown)));
+    const ring = ringPicture(find(".anatomy-ring", element)), caption = find(".anatomy-caption", element);
+    const pane = { element, shown, pictures: [], ring, caption };
+    select.addEventListener("change", () => { pane.shown = cases[select.selectedIndex]; retime(); });
+    return pane;
+  });
+
+  // The moments are the frames of both panes; another strategy keeps the place in the step.
+  function retime() {
+    const place = now();
+    state.moments = [...new Set(panes.flatMap((pane) => pane.shown.places))].sort((one, other) => one - other);
+    state.moment = numUntil(state.moments, place) - 1;
+    scrubber.max = state.moments.length - 1;
+    rebuild();
+  }
+  function rebuild() {
+    for (const { element, shown, ring, pictures } of panes) {
+      pictures.splice(0, pictures.length,
+        ranksPicture(find(".anatomy-ranks", element), shown),
+        memoryPicture(find(".anatomy-memory", element), shown, scale),
+        curvePicture(find(".anatomy-curve", element), shown, scale, last(state.moments)));
+      ring.rebuild();
+      find(".anatomy-about", element).textContent = shown.about;
+    }
+    draw();
+  }
+  function draw() {
+    scrubber.value = state.moment;
+    position.textContent = `${state.moment} of ${state.moments.length - 1}`;
+    for (const pane of panes) {
+      const frame = frameOf(pane), op = pane.shown.operations[frame - 1], [title, text, small] = pane.caption.children;
+      pane.pictures.forEach((picture) => picture(frame, now()));
+      pane.ring.show(pane.shown.flights[frame], state.timer && COLLECTIVE_MS / state.speed);
+      title.textContent = op ? op.title : "the step begins";
+      text.textContent = op ? op.caption : pane.shown.beginning;
+      const when = op ? `, ${(op.micros / 1000).toFixed(1)} ms into the step` : "";
+      small.textContent = `operation ${frame} of ${pane.shown.operations.length}${when}`;
+      pane.caption.classList.toggle("earlier", pane.shown.places[frame] < now());
+    }
+  }
+  let settling = 0;
+  function go(moment) {
+    state.moment = Math.max(0, Math.min(state.moments.length - 1, moment));
+    home.classList.add("moving");
+    clearTimeout(settling);
+    if (!state.timer) settling = setTimeout(() => home.classList.remove("moving"), MOMENT_MS);
+    draw();
+  }
+  function play(isOn) {
+    clearTimeout(state.timer);
+    state.timer = null;
+    if (isOn && state.moment === state.moments.length - 1) state.moment = 0;
+    if (isOn) state.timer = setTimeout(advance, 0);
+    home.classList.toggle("moving", isOn);
+    home.classList.toggle("playing", isOn);
+    playButton.setAttribute("aria-label", isOn ? "Pause" : "Play");
+    for (const { caption, ring } of panes) {
+      caption.setAttribute("aria-live", isOn ? "off" : "polite");
+      if (!isOn) ring.stop();
+    }
+  }
+  function advance() {
+    if (state.moment === state.moments.length - 1) return play(false);
+    go(state.moment + 1);
+    const sends = panes.some((pane) => {
+      const frame = frameOf(pane), op = pane.shown.operations[frame - 1];
+      return op && SENDS.includes(op.kind) && pane.shown.places[frame] === now();
+    });
+    state.timer = setTimeout(advance, (sends ? COLLECTIVE_MS : MOMENT_MS) / state.speed);
+    return undefined;
+  }
+
+  const ACTIONS = {
+    back: () => { play(false); go(state.moment - 1); },
+    on: () => { play(false); go(state.moment + 1); },
+    play: () => play(!state.timer),
+  };
+  for (const [name, action] of Object.entries(ACTIONS)) find(`[data-do=${name}]`).addEventListener("click", action);
+  scrubber.addEventListener("input", () => { play(false); go(Number(scrubber.value)); });
+  find(".anatomy-speed").addEventListener("change", (event) => (state.speed = Number(event.target.value)));
+  home.addEventListener("keydown", (event) => {
+    const action = { " ": ACTIONS.play, ArrowRight: ACTIONS.on, ArrowLeft: ACTIONS.back }[event.key];
+    const isOwn = event.target.matches("select, input") || (event.key === " " && event.target.matches("button"));
+    if (!action || isOwn || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    action();
+  });
+  // Text must not shrink with a picture, so pictures are made for the width that there is.
+  let width = 0;
+  home.classList.add("ready");
+  retime();
+  new ResizeObserver(([{ contentRect }]) => {
+    if (contentRect.width < 200 || contentRect.width === width) return;
+    width = contentRect.width;
+    rebuild();
+  }).observe(panes[0].element);
+})();

@@ -1,0 +1,51 @@
+"""What each operation of a step does, in a sentence, for somebody who learns how it is done."""
+
+from collections.abc import Mapping
+
+from shardwise.mesh import Mesh
+from shardwise.placement import SHARDED, Placement
+from shardwise.program import Kind
+
+SIZE = "{size}"
+"""Stands for what a rank sends of a gather, and for all that is reduced: the script writes sizes, all in one way."""
+BEGINNING = "The gradients of the step before are gone; this is what every rank has."
+_SLICES: Mapping[int, str] = {1: "slice, which is all of it", 2: "half", 3: "third", 4: "quarter"}
+
+
+def caption(kind: Kind, *, placement: Placement, trained: bool, mesh: Mesh) -> str:
+    """Of an operation of this kind on a unit or a bucket of this placement; `trained`: any of its parameters are."""
+    share = _SLICES.get(mesh.shard, f"1/{mesh.shard}")
+    match kind:
+        case Kind.GATHER:
+            part = f"its {share}" if placement.params is SHARDED else f"the {share} that it has updated"
+            return f"Every rank sends {part}, {SIZE}, and collects the others’."
+        case Kind.WAIT_GATHER:
+            return "All slices have arrived: every rank holds it whole."
+        case Kind.FORWARD:
+            return "Every rank computes it on its own samples, and keeps the activations for backward."
+        case Kind.FREE:
+            return f"The copy is dropped: every rank keeps its own {share}."
+        case Kind.BACKWARD if trained:
+            return "Every rank finds gradients from its own samples: they differ from rank to rank."
+        case Kind.BACKWARD:
+            return "Every rank hands the gradient of its own samples on; nothing is trained here."
+        case Kind.REDUCE:
+            return _reduce(placement, mesh=mesh, share=share)
+        case Kind.WAIT_REDUCE:
+            held = f"its {share} of it" if placement.grads is SHARDED else "all of it"
+            return f"The sum of the gradients is there: every rank holds {held}."
+        case Kind.REDUCE_FLAGS:
+            return "The ranks tell each other which parameters they used; one that nobody used is left alone."
+        case Kind.BROADCAST:
+            return "Rank 0 sends its buffers (running means, say), so that all ranks compute with the same."
+        case Kind.UPDATE if placement.optim is SHARDED:
+            return f"Every rank updates the {share} that it owns."
+        case Kind.UPDATE:
+            return "Every rank makes the same update of everything, so nothing has to be sent."
+
+
+def _reduce(placement: Placement, *, mesh: Mesh, share: str) -> str:
+    if placement.grads is not SHARDED:
+        return f"All-reduce of {SIZE}: gradients are added up, and every rank gets the whole sum."
+    groups = f"; then the {mesh.replicate} groups of ranks add up theirs" if mesh.replicate > 1 else ""
+    return f"Reduce-scatter of {SIZE}: gradients are added up, and every rank gets the sum of its {share}{groups}."

@@ -1,0 +1,131 @@
+"""Horizontal bars, one a row: of pieces, with a whisker, a mark, and a line for a limit.
+
+A row is HTML (label, track, value), so that on a phone the label comes above its bar; a track is SVG in percent.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.report.page.axes import Tick
+from shardwise.report.page.markup import Child, Markup, element, percent, title_of
+
+_HEIGHT = 34
+_TOP, _THICK = 8, 18
+_AXIS_HEIGHT = 18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A part of a bar; `kind` is a class of page.css, which has its colour."""
+
+    kind: str
+    value: float
+    title: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """`whisker`: from, to. `mark`: a value beside the bar, with what it is. `remark`: small, below the label."""
+
+    label: str
+    pieces: Sequence[Piece]
+    text: str
+    whisker: tuple[float, float] | None = None
+    mark: tuple[float, str] | None = None
+    remark: str = ""
+    is_chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """A line through all bars."""
+
+    value: float
+    text: str
+
+
+def bar_chart(
+    bars: Sequence[Bar], *, highest: float, ticks: Sequence[Tick], describe: str, limit: Limit | None = None
+) -> Markup:
+    """The bars, from 0 to `highest`, above their axis; `describe`: for who cannot see it."""
+    rows = [_row(bar, highest=highest, ticks=ticks, limit=limit) for bar in bars]
+    if limit is not None:
+        rows.insert(0, _limit_label(limit, highest=highest))
+    return element("div", *rows, _axis(ticks, highest=highest), class_="chart bars", role="group", aria_label=describe)
+
+
+def key(names: Mapping[str, str]) -> Markup:
+    """What the colours mean: class → words."""
+    swatches = (element("li", element("i", class_=kind, aria_hidden="true"), words) for kind, words in names.items())
+    return element("ul", *swatches, class_="key")
+
+
+def _row(bar: Bar, *, highest: float, ticks: Sequence[Tick], limit: Limit | None) -> Markup:
+    label: list[Child] = [element("b", bar.label)]
+    if bar.remark:
+        label.append(element("small", bar.remark))
+    return element(
+        "div",
+        element("div", *label, class_="label"),
+        element("svg", *_drawn(bar, highest=highest, ticks=ticks, limit=limit), class_="track", height=_HEIGHT),
+        element("div", bar.text, class_="value"),
+        class_="bar chosen" if bar.is_chosen else "bar",
+    )
+
+
+def _drawn(bar: Bar, *, highest: float, ticks: Sequence[Tick], limit: Limit | None) -> list[Markup]:
+    drawn = [_vertical(value / highest, class_="grid") for value, _ in ticks]
+    start = 0.0
+    for piece in bar.pieces:
+        if piece.value > 0:
+            drawn.append(
+                element(
+                    "rect",
+                    title_of(piece.title),
+                    x=percent(start / highest),
+                    y=_TOP,
+                    width=percent(piece.value / highest),
+                    height=_THICK,
+                    class_=piece.kind,
+                )
+            )
+        start += piece.value
+    if bar.whisker is not None:
+        drawn += _whisker(*bar.whisker, highest=highest)
+    if bar.mark is not None:
+        value, words = bar.mark
+        drawn.append(_vertical(value / highest, class_="mark", top=_TOP - 4, bottom=_TOP + _THICK + 4, title=words))
+    if limit is not None:
+        drawn.append(_vertical(limit.value / highest, class_="limit", title=limit.text))
+    return drawn
+
+
+def _whisker(low: float, high: float, *, highest: float) -> list[Markup]:
+    middle = _TOP + _THICK / 2
+    along = element(
+        "line", x1=percent(low / highest), x2=percent(high / highest), y1=middle, y2=middle, class_="whisker"
+    )
+    ends = [_vertical(value / highest, class_="whisker", top=middle - 4, bottom=middle + 4) for value in (low, high)]
+    return [along, *ends]
+
+
+def _vertical(at: float, *, class_: str, top: float = 0, bottom: float = _HEIGHT, title: str | None = None) -> Markup:
+    words = None if title is None else title_of(title)
+    return element("line", words, x1=percent(at), x2=percent(at), y1=top, y2=bottom, class_=class_)
+
+
+def _limit_label(limit: Limit, *, highest: float) -> Markup:
+    at = limit.value / highest
+    text = element("text", limit.text, x=percent(at), y=13, text_anchor="end" if at > 0.5 else "start", class_="limit")
+    return element("div", element("svg", text, class_="track", height=_AXIS_HEIGHT), class_="bar axis")
+
+
+def _axis(ticks: Sequence[Tick], *, highest: float) -> Markup:
+    texts = (axis_text(text, at=value / highest, y=13) for value, text in ticks)
+    return element("div", element("svg", *texts, class_="track", height=_AXIS_HEIGHT), class_="bar axis")
+
+
+def axis_text(text: str, *, at: float, y: float) -> Markup:
+    """A word of a horizontal axis, which stays within it at both ends."""
+    anchor = "start" if at < 0.04 else "end" if at > 0.94 else "middle"
+    return element("text", text, x=percent(at), y=y, text_anchor=anchor, class_="tick")

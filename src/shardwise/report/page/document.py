@@ -1,0 +1,96 @@
+"""The whole document, and its content policy: nothing is loaded, and nothing runs but what is named by its hash."""
+
+import base64
+import hashlib
+from importlib.resources import files
+
+from shardwise.measure.results import Bench
+from shardwise.report import anatomy
+from shardwise.report.page.facts import absent_section, settings_section
+from shardwise.report.page.forecast import prediction_section, scaling_section
+from shardwise.report.page.head import answer, equivalence_line, heading, key_numbers
+from shardwise.report.page.markup import Markup, data_script, element
+from shardwise.report.page.memory import peak_section, step_section
+from shardwise.report.page.section import Section, section
+from shardwise.report.page.speed import split_section, throughput_section
+from shardwise.report.page.timeline import timeline_section
+from shardwise.report.page.training import loss_section
+
+SECTIONS = (
+    key_numbers,
+    peak_section,
+    throughput_section,
+    split_section,
+    loss_section,
+    step_section,
+    timeline_section,
+    prediction_section,
+    scaling_section,
+)
+"""In the order of the page; one that has no data gives None."""
+
+
+def page_of(bench: Bench) -> str:
+    """The page of a bench. Text of the bench cannot become markup (markup.py), nor could it run if it did."""
+    found = anatomy.anatomy_data(bench)
+    style = files("shardwise.report.page").joinpath("page.css").read_text(encoding="utf-8")
+    scripts: list[str] = []
+    sections = [make(bench) for make in SECTIONS]
+    if found is not None:
+        style, scripts = f"{style}\n{anatomy.STYLE}", [anatomy.SCRIPT]
+        drawn = Markup(anatomy.anatomy_markup()), data_script(found, id_="anatomy-data")
+        sections.append(section("anatomy", "Anatomy of a step", *drawn, short="Anatomy"))
+    sections += [absent_section(bench), settings_section(bench)]
+    shown = [one for one in sections if one is not None]
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy(style, scripts)),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", f"{bench.name} – Shardwise bench"),
+        element("style", Markup(style)),
+    )
+    body = element("body", _main(bench, shown), *(element("script", Markup(script)) for script in scripts))
+    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
+
+
+def policy(style: str, scripts: list[str]) -> str:
+    """What the page may do; also what its anchors and forms may not."""
+    return "; ".join(
+        [
+            "default-src 'none'",
+            f"style-src {_hash(style)}",
+            f"script-src {' '.join(map(_hash, scripts)) or repr('none')}",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )
+
+
+def _main(bench: Bench, sections: list[Section]) -> Markup:
+    links = (element("a", one.short, href=f"#{one.anchor}") for one in sections)
+    return element(
+        "main",
+        _hatch(),
+        heading(bench),
+        answer(bench),
+        equivalence_line(bench),
+        element("nav", *links, aria_label="Contents"),
+        *(one.markup() for one in sections),
+    )
+
+
+def _hatch() -> Markup:
+    """The pattern of what is exposed, so that it does not hang on its colour alone."""
+    lines = element("path", d="M0 6L6 0M-1 1L1 -1M5 7L7 5", class_="hatch")
+    pattern = element(
+        "pattern", element("rect", width=6, height=6, class_="hatched"), lines,
+        id="hatch", width=6, height=6, patternUnits="userSpaceOnUse",
+    )  # fmt: skip
+    return element("svg", element("defs", pattern), class_="patterns", aria_hidden="true")
+
+
+def _hash(content: str) -> str:
+    """As a browser computes it: of the very characters between the tags."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

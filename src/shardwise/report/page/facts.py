@@ -1,0 +1,44 @@
+"""The end of the page: what did not run and why, all settings, the machine, and how to do it again."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.measure.results import Bench
+from shardwise.report.page.markup import Markup, element, small, table
+from shardwise.report.page.section import Section, section, shown
+
+
+def absent_section(bench: Bench) -> Section | None:
+    """Cases that did not run."""
+    rows = [[case.name, case.why_not or "not known"] for case in bench.cases if not case.ran]
+    if not rows:
+        return None
+    return section("absent", "Did not run", table(["case", "why"], rows, words=2))
+
+
+def settings_section(bench: Bench) -> Section:
+    """All that another needs to do the same."""
+    return section(
+        "settings",
+        "Settings, and how to do this again",
+        element("p", "Run the bench again, and make this page of it:"),
+        element("pre", element("code", f"{bench.command}\nshardwise report DIR")),
+        element(
+            "div",
+            _pairs("Settings of all cases", bench.settings),
+            _pairs("Machine", {**bench.machine, "num_ranks": bench.num_ranks}),
+            class_="columns",
+        ),
+        small(
+            f"Made {bench.made}. All numbers of this page are in bench.json, in the folder of the bench, and more: "
+            "every loss, block of steps, ledger and tape."
+        ),
+        short="Settings",
+    )
+
+
+def _pairs(title: str, values: Mapping[str, Any]) -> Markup | None:
+    if not values:
+        return None
+    rows = [[name, shown(value)] for name, value in values.items() if value is not None]
+    return element("div", element("h3", title), table(["", ""], rows, words=2), class_="pairs")

@@ -1,0 +1,104 @@
+"""The planner's word: predicted beside measured, and what it expects of more ranks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.measure.results import Bench, CaseResult
+from shardwise.report.page.axes import ticks
+from shardwise.report.page.bars import Bar, Piece, bar_chart
+from shardwise.report.page.markup import numbers_below, small, table
+from shardwise.report.page.numbers import bytes_text, digits, error_text, seconds_text
+from shardwise.report.page.section import Section, cases_that_ran, section
+
+
+def prediction_section(bench: Bench) -> Section | None:
+    """A row a case that was predicted."""
+    cases = [case for case in cases_that_ran(bench) if case.predicted is not None]
+    if not cases or not bench.equivalence.agrees:
+        return None
+    has_times = any(case.predicted is not None and case.predicted.step_seconds is not None for case in cases)
+    header = ["case", "peak", "predicted", "error", *(["step", "predicted", "error"] if has_times else [])]
+    return section(
+        "predicted",
+        "Predicted beside measured",
+        table(header, [_compared(case)[: len(header)] for case in cases]),
+        small(
+            "The planner's numbers of the very same case, made without running it. Peak: live bytes of the rank that "
+            "held the most. A step has no prediction where the speeds of the device are not known: shardwise calibrate."
+        ),
+        short="Predicted",
+    )
+
+
+def scaling_section(bench: Bench) -> Section | None:
+    """A bar a number of ranks: how much of the throughput of a rank is left."""
+    rows = [row for row in bench.scaling if row.get("step_seconds")]
+    if not rows or not bench.equivalence.agrees:
+        return None
+    highest = max(1.0, *(row["efficiency"] for row in rows)) * 1.02
+    return section(
+        "scaling",
+        "More ranks, predicted",
+        bar_chart(
+            [_bar(row) for row in rows],
+            highest=highest,
+            ticks=[(value, f"{value:.0%}") for value, _ in ticks(highest)],
+            describe="Predicted efficiency by number of ranks",
+        ),
+        numbers_below(
+            table(
+                ["ranks", "best plan", "micro-batch", "peak of a device", "step", "samples/s", "efficiency", "exposed"],
+                [_scaled(row) for row in rows],
+                words=2,
+            )
+        ),
+        small(
+            "Not measured: the planner's best plan on each number of ranks, with the same micro-batch a rank. The bar "
+            "is samples a second and rank, of those on the smallest number."
+        ),
+        short="More ranks",
+    )
+
+
+def _compared(case: CaseResult) -> list[str]:
+    assert case.predicted is not None
+    assert case.step_seconds is not None
+    seconds = case.predicted.step_seconds
+    return [
+        case.name,
+        bytes_text(case.peak_bytes) if case.allocated_bytes else "not measured",
+        bytes_text(case.predicted.allocated_bytes),
+        error_text(case.memory_error),
+        seconds_text(case.step_seconds.median),
+        "–" if seconds is None else seconds_text(seconds),
+        "–" if seconds is None else error_text(case.time_error),
+    ]
+
+
+def _bar(row: Mapping[str, Any]) -> Bar:
+    words = f"{row['num_ranks']:,} ranks, {_plan(row)}: {row['efficiency']:.1%}"
+    return Bar(
+        label=f"{row['num_ranks']:,} ranks",
+        remark=_plan(row),
+        pieces=[Piece(kind="rate", value=row["efficiency"], title=words)],
+        text=f"{row['efficiency']:.0%} · {digits(row['samples_per_s'])} samples/s",
+    )
+
+
+def _plan(row: Mapping[str, Any]) -> str:
+    mesh = row["mesh"]
+    return f"{row['strategy']} {mesh['replicate']} × {mesh['shard']}" if mesh["replicate"] > 1 else str(row["strategy"])
+
+
+def _scaled(row: Mapping[str, Any]) -> list[str]:
+    exposed = row["exposed_comm_seconds"]
+    return [
+        f"{row['num_ranks']:,}",
+        _plan(row),
+        f"{row['micro_batch']:,}",
+        bytes_text(row["peak_bytes"]["device"]),
+        seconds_text(row["step_seconds"]),
+        digits(row["samples_per_s"]),
+        f"{row['efficiency']:.0%}",
+        "–" if exposed is None else f"{exposed / row['step_seconds']:.0%}",
+    ]

@@ -1,0 +1,156 @@
+"""The top of the page: what was compared, the answer, its key numbers, and whether it was the same training."""
+
+import math
+from datetime import datetime
+
+from shardwise.measure.results import Bench, CaseResult
+from shardwise.report.page.markup import Markup, element, join, small, table
+from shardwise.report.page.numbers import bytes_text, digits, seconds_text
+from shardwise.report.page.section import Section, cases_that_ran, is_chosen, ranks_text, section, shown
+
+
+def heading(bench: Bench) -> Markup:
+    model = shown(bench.settings.get("task.model"))
+    facts = [
+        model if model not in ("–", bench.name) else None,
+        f"{ranks_text(bench.num_ranks)} on {shown(bench.machine['device'])}" if "device" in bench.machine else None,
+        shown(bench.settings["plan.precision"]) if "plan.precision" in bench.settings else None,
+        f"torch {shown(bench.machine['torch'])}" if "torch" in bench.machine else None,
+        _date(bench.made),
+    ]
+    return element(
+        "header",
+        element("p", "Shardwise bench", class_="kicker"),
+        element("h1", bench.name),
+        element("p", *(element("span", fact) for fact in facts if fact), class_="facts"),
+    )
+
+
+def answer(bench: Bench) -> Markup | None:
+    """Which one to use and why; or why nobody can say."""
+    if not bench.equivalence.agrees:
+        return _refusal(bench)
+    if not cases_that_ran(bench):
+        return element("div", element("h2", "Nothing ran"), _lines(bench.why), class_="answer refused")
+    if bench.recommended is not None:
+        name = bench.cases[bench.recommended].name
+        # The reason may begin with what the heading says.
+        reason = bench.why.removeprefix(f"Use {name}: ")
+        return element("div", element("h2", "Use ", element("em", name)), _lines(reason), class_="answer")
+    return element("div", _lines(bench.why), class_="answer open") if bench.why else None
+
+
+def equivalence_line(bench: Bench) -> Markup | None:
+    """Said only where there were two to compare, and they agree."""
+    num_cases = len(cases_that_ran(bench))
+    if not bench.equivalence.agrees or num_cases < 2:
+        return None
+    return element(
+        "p",
+        element("b", "Same training. "),
+        f"Losses and gradient norms of all {num_cases} cases agree: the largest difference is "
+        f"{bench.equivalence.largest:.2g} times what rounding explains.",
+        class_="same",
+    )
+
+
+def key_numbers(bench: Bench) -> Section | None:
+    """Of the recommended case as tiles, and of all as a table."""
+    cases = cases_that_ran(bench)
+    if not cases or not bench.equivalence.agrees:
+        return None
+    chosen = next((case for case in cases if is_chosen(bench, case)), cases[0] if len(cases) == 1 else None)
+    tiles = None
+    if chosen is not None:
+        each = (element("div", element("dt", what), element("dd", value)) for what, value in _numbers(bench, chosen))
+        tiles = element("dl", *each, class_="tiles")
+    return section(
+        "numbers",
+        f"Key numbers of {chosen.name}" if chosen is not None else "Key numbers",
+        tiles,
+        _all_cases(bench, cases) if len(cases) > 1 else None,
+        small(
+            "Medians over blocks of steps in all runs, each run in fresh processes and in turn with the others. Peak: "
+            "live bytes of the rank that held the most. Exposed: how much sooner a step is over with the wire cut. "
+            "First step: from the start of a process until it had taken one."
+        ),
+        short="Key numbers",
+    )
+
+
+def _numbers(bench: Bench, case: CaseResult) -> list[tuple[str, str]]:
+    """What there is of the six numbers."""
+    assert case.step_seconds is not None
+    samples, tokens, exposed = bench.samples_per_s(case), bench.tokens_per_s(case), case.exposed_seconds
+    found = [("Step", seconds_text(case.step_seconds.median))]
+    if samples is not None:
+        found.append(("Samples a second", digits(samples)))
+    if tokens is not None:
+        found.append(("Tokens a second", digits(tokens)))
+    if case.allocated_bytes:
+        found.append(("Peak memory a rank", bytes_text(case.peak_bytes)))
+    if exposed is not None:
+        found.append(("Exposed communication", f"{exposed / case.step_seconds.median:.0%}"))
+    if case.sent_bytes is not None:
+        found.append(("Sent a rank and step", bytes_text(case.sent_bytes)))
+    if case.first_step_seconds is not None:
+        found.append(("Until the first step", seconds_text(case.first_step_seconds.median)))
+    return found
+
+
+def _all_cases(bench: Bench, cases: list[CaseResult]) -> Markup:
+    has_tokens = bench.step_tokens is not None
+    header = ["case", "samples/s", *(["tokens/s"] if has_tokens else []), "step", "low – high"]
+    header += ["exposed", "peak a rank", "sent a step", "first step"]
+    rows = []
+    for case in cases:
+        samples, tokens, step = bench.samples_per_s(case), bench.tokens_per_s(case), case.step_seconds
+        assert step is not None
+        assert samples is not None
+        rows.append(
+            [
+                element("b", case.name, class_="chosen" if is_chosen(bench, case) else None),
+                digits(samples),
+                *([digits(tokens)] if tokens is not None else []),
+                seconds_text(step.median),
+                f"{seconds_text(step.low)} – {seconds_text(step.high)}",
+                "–" if case.exposed_seconds is None else f"{case.exposed_seconds / step.median:.0%}",
+                bytes_text(case.peak_bytes) if case.allocated_bytes else "–",
+                "–" if case.sent_bytes is None else bytes_text(case.sent_bytes),
+                "–" if case.first_step_seconds is None else seconds_text(case.first_step_seconds.median),
+            ]
+        )
+    return table(header, rows)
+
+
+def _refusal(bench: Bench) -> Markup:
+    differences = (
+        element("li", element("b", one.case), f": {one.text.removeprefix(f'{one.case}: ')}", _excess(one.excess))
+        for one in bench.equivalence.differences
+    )
+    return element(
+        "div",
+        element("h2", "These cases did not do the same training"),
+        element("p", "So they are not ranked, and none is recommended. What each of them took is in bench.json."),
+        element("ul", *differences),
+        _lines(bench.why),
+        class_="answer refused",
+        role="alert",
+    )
+
+
+def _excess(excess: float) -> str | None:
+    """None where rounding explains nothing at all, such as that of dtypes."""
+    return f"; {digits(excess)} times what rounding explains" if math.isfinite(excess) else None
+
+
+def _lines(text: str) -> Markup:
+    return join(element("p", line) for line in text.splitlines() if line)
+
+
+def _date(text: str) -> str:
+    """To the minute; what is no date as it stands."""
+    try:
+        return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M %Z")
+    except ValueError:
+        return text

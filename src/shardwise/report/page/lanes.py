@@ -1,0 +1,120 @@
+"""Queues as lanes: what each does at what time."""
+
+from collections.abc import Iterator, Sequence
+
+from shardwise.planner.queues import Span
+from shardwise.report.lanes import QUEUES
+from shardwise.report.page.axes import second_ticks
+from shardwise.report.page.bars import axis_text
+from shardwise.report.page.markup import Markup, element, percent, title_of
+from shardwise.report.page.numbers import seconds_text
+
+VERBS = {
+    "forward": "forward",
+    "backward": "backward",
+    "update": "update",
+    "gather": "gather",
+    "reduce": "reduce",
+    "copy": "copy and other",
+    "exposed": "nothing computed, something on a wire",
+}
+"""Class of page.css → words."""
+
+_HEIGHT, _TOP, _THICK = 22, 2, 18
+# Of the width; what is narrower and close to its neighbour is drawn in one with it.
+_NARROW = 0.002
+
+
+def lane_chart(spans: Sequence[Span], *, end_seconds: float, marks_exposed: bool, describe: str) -> Markup:
+    """A lane a queue, from 0 to `end_seconds`."""
+    exposed = list(exposed_gaps(spans)) if marks_exposed else []
+    lanes = []
+    for queue in QUEUES:
+        busy = [span for span in spans if span.queue == queue]
+        if not busy:
+            continue
+        drawn = [_block(span, kind=kind_of(span.name), end=end_seconds) for span in merged(busy, end=end_seconds)]
+        if queue == "compute":
+            drawn += [_block(span, kind="exposed", end=end_seconds) for span in exposed]
+        lanes.append(_lane(queue, drawn))
+    texts = (axis_text(text, at=value / end_seconds, y=13) for value, text in second_ticks(end_seconds))
+    axis = element("div", element("svg", *texts, class_="track", height=18), class_="bar axis")
+    return element("div", *lanes, axis, class_="chart bars lanes", role="group", aria_label=describe)
+
+
+def kind_of(name: str) -> str:
+    """The class of what is done, by its verb."""
+    verb = name.partition(" ")[0]
+    return verb if verb in VERBS else "copy"
+
+
+def exposed_gaps(spans: Sequence[Span]) -> Iterator[Span]:
+    """Where nothing is computed while something is on a wire."""
+    busy = sorted((span.start, span.end) for span in spans if span.queue == "compute")
+    for start, end in _union(sorted((span.start, span.end) for span in spans if span.queue != "compute")):
+        at = start
+        for compute_start, compute_end in busy:
+            if compute_end <= at:
+                continue
+            if compute_start >= end:
+                break
+            if compute_start > at:
+                yield _gap(at, compute_start)
+            at = compute_end
+        if at < end:
+            yield _gap(at, end)
+
+
+def merged(spans: Sequence[Span], *, end: float) -> list[Span]:
+    """Neighbours of one verb that are too narrow to be seen alone, as one; all others as they are."""
+    narrow = _NARROW * end
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and kind_of(last.name) == kind_of(span.name)
+            and span.end - span.start < narrow
+            and span.start - last.end < narrow / 4
+            and last.end - last.start < 4 * narrow
+        ):
+            first = last.name.partition(" … ")[0]
+            found[-1] = Span(span.queue, f"{first} … {span.name}", last.start, max(last.end, span.end))
+        else:
+            found.append(span)
+    return found
+
+
+def _union(intervals: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Intervals in order of their start, less what they overlap."""
+    reached = 0.0
+    for start, end in intervals:
+        if end > reached:
+            yield max(start, reached), end
+            reached = end
+
+
+def _gap(start: float, end: float) -> Span:
+    return Span("compute", "nothing is computed, something is on a wire", start, end)
+
+
+def _lane(queue: str, drawn: Sequence[Markup]) -> Markup:
+    return element(
+        "div",
+        element("div", queue, class_="label"),
+        element("svg", _lane_bed(), *drawn, class_="track", height=_HEIGHT),
+        class_="bar",
+    )
+
+
+def _lane_bed() -> Markup:
+    return element("rect", y=_TOP, width="100%", height=_THICK, class_="lane")
+
+
+def _block(span: Span, *, kind: str, end: float) -> Markup:
+    words = f"{span.name}: {seconds_text(span.end - span.start)}, from {seconds_text(span.start)} on"
+    # An instant is still to be seen, and an outline would hide what is narrow.
+    width = max((span.end - span.start) / end, _NARROW)
+    style = kind if width > 3 * _NARROW else f"{kind} thin"
+    x = min(span.start / end, 1 - width)
+    return element("rect", title_of(words), x=percent(x), y=_TOP, width=percent(width), height=_THICK, class_=style)

@@ -1,0 +1,81 @@
+"""Elements of the page. Whatever is not Markup is text, and is escaped: here, and nowhere else."""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+
+class Markup(str):
+    """What has been escaped, or was written by us."""
+
+    __slots__ = ()
+
+
+Child = str | None
+"""Text, or Markup; None is nothing."""
+
+_VOID = ("meta",)
+
+
+def element(tag: str, *children: Child, **attributes: str | float | None) -> Markup:
+    """`element("td", text, class_="number")`: `class_` is class, other `_` are hyphens, None is left out."""
+    given = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{escape(_value(value))}"'
+        for name, value in attributes.items()
+        if value is not None
+    )
+    if tag in _VOID:
+        return Markup(f"<{tag}{given}>")
+    return Markup(f"<{tag}{given}>{join(children)}</{tag}>")
+
+
+def join(children: Iterable[Child]) -> Markup:
+    """One after another."""
+    return Markup("".join(one if isinstance(one, Markup) else escape(one) for one in children if one is not None))
+
+
+def data_script(data: Any, *, id_: str) -> Markup:
+    """Values for a script: JSON in which nothing can end the element."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return element("script", Markup(text), type="application/json", id=id_)
+
+
+def table(header: Sequence[Child], rows: Iterable[Sequence[Child]], *, words: int = 1) -> Markup:
+    """A table in a box of its own, which scrolls where it is too wide; after `words` columns (1 or 2) come numbers."""
+
+    def line(tag: str, cells: Sequence[Child]) -> Markup:
+        return element("tr", *(element(tag, cell) for cell in cells))
+
+    head = element("thead", line("th", header))
+    body = element("tbody", *(line("td", row) for row in rows))
+    return element("div", element("table", head, body, class_=f"words-{words}"), class_="scroll", tabindex="0")
+
+
+def numbers_below(rows: Markup, *, what: str = "The numbers") -> Markup:
+    """The table of a chart, folded."""
+    return element("details", element("summary", what), rows)
+
+
+def small(*children: Child) -> Markup:
+    """How something was measured."""
+    return element("p", *children, class_="small")
+
+
+def title_of(text: str) -> Markup:
+    """What a browser shows beside the pointer."""
+    return element("title", text)
+
+
+def percent(value: float) -> str:
+    """A length of SVG that follows the width of the chart."""
+    return f"{_short(100 * value)}%"
+
+
+def _value(value: str | float) -> str:
+    return value if isinstance(value, str) else _short(value)
+
+
+def _short(value: float) -> str:
+    return re.sub(r"\.?0+$", "", f"{value:.3f}")

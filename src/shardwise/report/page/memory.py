@@ -1,0 +1,197 @@
+"""Memory: of a rank by strategy at the peak, and through one step."""
+
+from collections.abc import Mapping, Sequence
+
+from shardwise.measure.memory import Entry, beside
+from shardwise.measure.results import Bench, CaseResult
+from shardwise.planner.replay import CATEGORIES
+from shardwise.report.page.axes import Tick, byte_ticks
+from shardwise.report.page.bars import Bar, Limit, Piece, bar_chart, key
+from shardwise.report.page.markup import Markup, element, join, numbers_below, small, table
+from shardwise.report.page.numbers import byte_unit, bytes_text, error_text, in_units
+from shardwise.report.page.plots import Frame, area_plot
+from shardwise.report.page.section import Section, cases_that_ran, is_chosen, section
+
+_HEIGHT = 130
+# A line for a capacity farther off than this many times the highest bar would leave nothing of the bars.
+_FARTHEST = 2.5
+# Of the highest; what is never as much as this has no colour that one could see.
+_SEEN = 1e-3
+_PHASES = {"before forward": "forward", "before backward": "backward", "after step": "update"}
+
+
+def peak_section(bench: Bench) -> Section | None:
+    """A bar a case: what the rank that held the most held at its highest moment."""
+    cases = [case for case in cases_that_ran(bench) if any(case.allocated_bytes)]
+    if not cases or not bench.equivalence.agrees:
+        return None
+    highest = max(max(case.peak_bytes, _predicted(case) or 0) for case in cases) * 1.02
+    capacity = bench.capacity_bytes
+    is_near = capacity is not None and capacity <= _FARTHEST * highest
+    if capacity is not None and is_near:
+        highest = max(highest, capacity * 1.02)
+    names = {name: name for name in CATEGORIES if any(_parts(case).get(name, 0) > _SEEN * highest for case in cases)}
+    if any("live" in _parts(case) for case in cases):
+        names["live"] = "not split"
+    if any(case.predicted for case in cases):
+        names["mark"] = "predicted"
+    return section(
+        "memory",
+        "Memory of a rank",
+        key(names),
+        bar_chart(
+            [_bar(bench, case) for case in cases],
+            highest=highest,
+            ticks=byte_ticks(highest),
+            limit=Limit(value=capacity, text=f"capacity {bytes_text(capacity)}") if capacity and is_near else None,
+            describe="Peak memory of a rank by case, stacked by category",
+        ),
+        _capacity_words(cases, capacity=capacity) if not is_near else None,
+        numbers_below(_peak_table(cases)),
+        small(
+            "Live bytes at the highest moment of a step, of the rank that held the most, by what they are for: "
+            "gathered are temporary full parameters, reduce is what is being reduced. Buffers of engines that are not "
+            "ours count as activations or other."
+        ),
+        short="Memory",
+    )
+
+
+def step_section(bench: Bench) -> Section | None:
+    """A small picture a case, all on one scale."""
+    cases = [case for case in cases_that_ran(bench) if case.ledgers and _ledger(case)]
+    if not cases:
+        return None
+    highest = 1.04 * max(entry.total_bytes for case in cases for one in _rows(case) for entry in one if entry)
+    entries = [entry for case in cases for entry in _ledger(case)]
+    names = {name: name for name in CATEGORIES if any(one.num_bytes.get(name, 0) > _SEEN * highest for one in entries)}
+    if any(case.predicted for case in cases):
+        names["expected"] = "predicted"
+    return section(
+        "step-memory",
+        "Memory through one step",
+        key(names),
+        element("div", *(_multiple(case, highest=highest) for case in cases), class_="multiples"),
+        numbers_below(join(part for case in cases for part in (element("h3", case.name), _step_table(case)))),
+        small(
+            "One recorded step of the rank that held the most, a column a row of the step program, its height what was "
+            "live at the highest moment of that row. All cases are on one scale."
+        ),
+        short="Through a step",
+    )
+
+
+def _bar(bench: Bench, case: CaseResult) -> Bar:
+    predicted = _predicted(case)
+    return Bar(
+        label=case.name,
+        pieces=[
+            Piece(kind=name, value=size, title=f"{case.name}, {name}: {bytes_text(size)}")
+            for name, size in _parts(case).items()
+        ],
+        text=bytes_text(case.peak_bytes),
+        mark=None if predicted is None else (predicted, f"{case.name}, predicted: {bytes_text(predicted)}"),
+        is_chosen=is_chosen(bench, case),
+    )
+
+
+def _parts(case: CaseResult) -> Mapping[str, int]:
+    """By category where a ledger says so; the peak of the step that was recorded."""
+    if not case.ledgers:
+        return {"live": case.peak_bytes}
+    found = case.ledgers[_rank(case)].peak.num_bytes
+    return {name: found.get(name, 0) for name in CATEGORIES}
+
+
+def _rank(case: CaseResult) -> int:
+    """The rank that held the most, if it left a ledger."""
+    return min(case.peak_rank if case.allocated_bytes else 0, len(case.ledgers) - 1)
+
+
+def _ledger(case: CaseResult) -> tuple[Entry, ...]:
+    return case.ledgers[_rank(case)].entries
+
+
+def _predicted(case: CaseResult) -> int | None:
+    return None if case.predicted is None else case.predicted.allocated_bytes
+
+
+def _capacity_words(cases: Sequence[CaseResult], *, capacity: int | None) -> Markup | None:
+    if capacity is None:
+        return None
+    share = max(case.peak_bytes for case in cases) / capacity
+    return element(
+        "p", f"A rank has {bytes_text(capacity)}, far to the right of these: the highest peak is {share:.1%} of it."
+    )
+
+
+def _peak_table(cases: Sequence[CaseResult]) -> Markup:
+    size, unit = byte_unit(max(case.peak_bytes for case in cases))
+    has_reserved = any(case.reserved_bytes for case in cases)
+    header = [f"{unit}, a rank", "peak", "lowest rank", "predicted", "error", *CATEGORIES]
+    rows = []
+    for case in cases:
+        parts, predicted = _parts(case), _predicted(case)
+        rows.append(
+            [
+                case.name,
+                in_units(case.peak_bytes, size),
+                in_units(min(case.allocated_bytes), size),
+                "–" if predicted is None else in_units(predicted, size),
+                error_text(case.memory_error),
+                *(in_units(parts[name], size) if name in parts else "–" for name in CATEGORIES),
+                *([in_units(max(case.reserved_bytes), size) if case.reserved_bytes else "–"] if has_reserved else []),
+            ]
+        )
+    return table([*header, *(["reserved"] if has_reserved else [])], rows)
+
+
+def _rows(case: CaseResult) -> list[tuple[Entry, Entry | None]]:
+    expected = () if case.predicted is None else case.predicted.entries
+    return list(beside(_ledger(case), [Entry(at=at, num_bytes=parts) for at, parts in expected]))
+
+
+def _multiple(case: CaseResult, *, highest: float) -> Markup:
+    rows = _rows(case)
+    peak = case.ledgers[_rank(case)].peak
+    below: list[Tick] = []
+    for at, (entry, _) in enumerate(rows):
+        phase = next((name for label, name in _PHASES.items() if entry.at.startswith(label)), None)
+        if phase is not None and phase not in [text for _, text in below]:
+            below.append((at / len(rows), phase))
+    frame = Frame(low=0, high=highest, ticks=byte_ticks(highest), below=below, height=_HEIGHT)
+    return element(
+        "figure",
+        element("figcaption", element("b", case.name), f" peak {bytes_text(peak.total_bytes)}, {peak.at}"),
+        area_plot(
+            [{name: entry.num_bytes.get(name, 0) for name in CATEGORIES} for entry, _ in rows],
+            titles=[_title(entry, other) for entry, other in rows],
+            line=[None if other is None else other.total_bytes for _, other in rows],
+            frame=frame,
+            describe=f"Memory of {case.name} through one step, by category",
+        ),
+    )
+
+
+def _title(entry: Entry, other: Entry | None) -> str:
+    parts = [f"{name} {bytes_text(size)}" for name, size in entry.num_bytes.items() if size]
+    if other is not None:
+        parts.append(f"predicted in all {bytes_text(other.total_bytes)}")
+    return "\n".join([f"{entry.at}: {bytes_text(entry.total_bytes)}", *parts])
+
+
+def _step_table(case: CaseResult) -> Markup:
+    rows = _rows(case)
+    size, unit = byte_unit(max(entry.total_bytes for entry, _ in rows))
+    return table(
+        [f"row, {unit}", "live", "predicted", *CATEGORIES],
+        [
+            [
+                entry.at,
+                in_units(entry.total_bytes, size),
+                "–" if other is None else in_units(other.total_bytes, size),
+                *(in_units(entry.num_bytes.get(name, 0), size) for name in CATEGORIES),
+            ]
+            for entry, other in rows
+        ],
+    )

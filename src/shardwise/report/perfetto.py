@@ -1,0 +1,113 @@
+"""A bench as a trace: open it at ui.perfetto.dev, or in chrome://tracing.
+
+The format is the trace-event JSON of Chrome, times in microseconds. A case is a process, with these threads:
+
+    compute, gather, reduce    (predicted)    the planner's spans of a step
+    compute, gather, reduce    (rank 0)       spans of the recorded tape; every other operation is an instant
+    memory                     (counter)      live bytes by category, one value a row of the ledger of rank 0
+
+The ledger has no clock of its own: a row begins when the first operation of the tape in it was issued.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shardwise.measure.results import Bench, CaseResult
+from shardwise.planner.queues import Span
+from shardwise.report.lanes import QUEUES
+from shardwise.report.recorded import recorded_spans
+
+Event = dict[str, Any]
+_MICROSECONDS = 1e6
+_PREDICTED, _RECORDED = "predicted", "rank 0"
+
+
+def trace_of(bench: Bench) -> dict[str, Any]:
+    """In JSON's own types; cases that did not run are left out."""
+    ran = [case for case in bench.cases if case.ran]
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {"name": bench.name, "command": bench.command, "made": bench.made},
+        "traceEvents": [event for process, case in enumerate(ran, 1) for event in _process(case, process=process)],
+    }
+
+
+def _process(case: CaseResult, *, process: int) -> Iterator[Event]:
+    yield _name("process_name", case.name, process=process)
+    threads = {(source, queue): at for at, (source, queue) in enumerate(_threads(), 1)}
+    spans = [] if case.predicted is None else [Span(*span) for span in case.predicted.spans]
+    recorded = recorded_spans(case.tape)
+    used = {(_PREDICTED, span.queue) for span in spans} | {(_RECORDED, span.queue) for span in recorded}
+    if case.tape:
+        used.add((_RECORDED, QUEUES[0]))
+    for (source, queue), thread in threads.items():
+        if (source, queue) in used:
+            yield _name("thread_name", f"{queue} ({source})", process=process, thread=thread)
+            yield {
+                "ph": "M",
+                "name": "thread_sort_index",
+                "pid": process,
+                "tid": thread,
+                "args": {"sort_index": thread},
+            }
+    for source, found in ((_PREDICTED, spans), (_RECORDED, recorded)):
+        yield from (_slice(span, process=process, thread=threads[source, span.queue]) for span in found)
+    yield from _instants(case, process=process, thread=threads[_RECORDED, QUEUES[0]], drawn=recorded)
+    yield from _counters(case, process=process)
+
+
+def _threads() -> Iterator[tuple[str, str]]:
+    return ((source, queue) for source in (_PREDICTED, _RECORDED) for queue in QUEUES)
+
+
+def _name(what: str, name: str, *, process: int, thread: int = 0) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _slice(span: Span, *, process: int, thread: int) -> Event:
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": span.queue,
+        "pid": process,
+        "tid": thread,
+        "ts": span.start * _MICROSECONDS,
+        "dur": (span.end - span.start) * _MICROSECONDS,
+    }
+
+
+def _instants(case: CaseResult, *, process: int, thread: int, drawn: Sequence[Span]) -> Iterator[Event]:
+    """What the spans do not show: waits, frees, flags, broadcasts."""
+    begun = {(span.name, span.start) for span in drawn}
+    for one in case.tape:
+        name = f"{one.kind} {one.subject}"
+        if (name, one.seconds) in begun:
+            continue
+        yield {
+            "ph": "i",
+            "s": "t",
+            "name": name,
+            "cat": one.kind,
+            "pid": process,
+            "tid": thread,
+            "ts": one.seconds * _MICROSECONDS,
+            "args": {"num_bytes": one.num_bytes},
+        }
+
+
+def _counters(case: CaseResult, *, process: int) -> Iterator[Event]:
+    """Live bytes at the highest moment of each row, from when the row began."""
+    if not case.ledgers or not case.tape:
+        return
+    starts: dict[int, float] = {}
+    for one in case.tape:
+        starts.setdefault(one.row, one.seconds)
+    entries = case.ledgers[0].entries
+    for row, seconds in sorted(starts.items()):
+        if row < len(entries):
+            yield _counter(entries[row].num_bytes, seconds=seconds, process=process)
+    yield _counter(case.ledgers[0].at_rest.num_bytes, seconds=case.tape[-1].seconds, process=process)
+
+
+def _counter(parts: Mapping[str, int], *, seconds: float, process: int) -> Event:
+    return {"ph": "C", "name": "memory", "pid": process, "ts": seconds * _MICROSECONDS, "args": dict(parts)}

@@ -1,0 +1,76 @@
+import json
+from pathlib import Path
+
+import pytest
+from report.sample_bench import sample_bench
+
+from shardwise.cli.app import main
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench")
+    sample_bench(name="a name").save(folder)
+    return folder
+
+
+def run(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(["report", *map(str, arguments)])
+    return int(caught.value.code or 0), *capfd.readouterr()
+
+
+def test_page_goes_into_the_folder_of_the_bench(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    page = folder / "report.html"
+    assert run(capfd, folder) == (0, f"{page}\n", "")
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>\n<html")
+
+
+def test_page_and_trace_go_where_they_are_sent(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    code, out, _ = run(capfd, folder / "bench.json", "--out", page, "--trace", trace)
+    assert (code, out) == (0, f"{page}\n{trace}\n")
+    assert "a name" in page.read_text(encoding="utf-8")
+    assert json.loads(trace.read_text())["otherData"]["name"] == "a name"
+
+
+def test_text_that_utf8_cannot_say_does_not_stop_the_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = sample_bench(name="half").save(tmp_path)
+    path.write_text(path.read_text().replace('"half"', '"\\ud800 half"'))
+    assert run(capfd, tmp_path)[0] == 0
+    assert "? half" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["missing"], "InvalidBench: missing: there is no bench.json"),
+        (["empty"], "InvalidBench: empty: there is no bench.json"),
+        (["damaged"], "is not JSON"),
+        (
+            ["good", "--out", "nowhere/report.html"],
+            "InvalidData: --out nowhere/report.html: there is no folder nowhere",
+        ),
+        (["good", "--out", "empty"], "InvalidData: --out empty: is a folder; say a file in it"),
+        (["good", "--trace", "nowhere/t.json"], "InvalidData: --trace nowhere/t.json: there is no folder nowhere"),
+    ],
+)
+def test_mistake_is_one_line_and_nothing_is_written(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "damaged", "good"):
+        Path(name).mkdir()
+    Path("damaged/bench.json").write_text("{")
+    Path("good/bench.json").write_bytes((folder / "bench.json").read_bytes())
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = run(capfd, *arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
