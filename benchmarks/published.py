@@ -28,6 +28,8 @@ class Row:
     per_s: float
     # Of a sample, where the catalogue's spec is taken at another length.
     length: int | None = None
+    # How many steps were measured in one go; None: so many that it does not matter.
+    block_steps: int | None = None
 
     def __str__(self) -> str:
         seq = f" x {self.seq}" if self.seq else ""
@@ -60,6 +62,7 @@ def measured(path: Path) -> Iterator[Row]:
             optimizer="adamw",
             per_s=row["batch"] / row["step_seconds"],
             length=row["seq"],
+            block_steps=row["steps_per_block"],
         )
 
 

@@ -18,7 +18,7 @@ from published import MEASURED, Row, measured, read
 
 from shardwise.hardware import cluster_of, device_of
 from shardwise.planner.search import Candidate, cost
-from shardwise.planner.time import FITTED_DEVICES, time_band
+from shardwise.planner.time import FITTED_DEVICES, block_seconds, time_band
 from shardwise.sources import Source
 from shardwise.spec import ROOT, ModelSpec, TensorSpec
 
@@ -29,11 +29,15 @@ PAIR_DIFFERENCE = 0.05
 class Checked:
     row: Row
     candidate: Candidate
+    # Of a step among as many as were measured in one go; None: of any.
+    step_seconds: float | None = None
 
     @property
     def predicted(self) -> float:
         time = self.candidate.time
         assert time is not None
+        if self.step_seconds is not None:
+            return self.candidate.batch / self.step_seconds
         return time.samples_per_s if self.row.seq is None else time.tokens_per_s_per_gpu or 0.0
 
     @property
@@ -80,8 +84,15 @@ def check(rows: Sequence[Row]) -> list[Checked]:
             seen[key] = cost(
                 spec_of(row, sources), plan=row.plan, cluster=cluster_of(row.cluster), optimizer=row.optimizer
             )
-        found.append(Checked(row=row, candidate=seen[key]))
+        found.append(Checked(row=row, candidate=seen[key], step_seconds=_block(row, sources)))
     return found
+
+
+def _block(row: Row, sources: dict[str, Source]) -> float | None:
+    if row.block_steps is None:
+        return None
+    cluster, spec = cluster_of(row.cluster), spec_of(row, sources)
+    return block_seconds(spec, plan=row.plan, cluster=cluster, num_steps=row.block_steps, optimizer=row.optimizer)
 
 
 # Judging

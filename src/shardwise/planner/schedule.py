@@ -239,8 +239,7 @@ class _Writer:
     def _wait_reduce(self, name: str, *, units: Sequence[str], is_last: bool) -> Iterator[Instruction]:
         """Wait, and take the average; `is_last`: before the update, which needs all of it.
 
-        Where slices are summed over a second axis, ours waits for that when it waits for the next bucket (queue.py of
-        the engine), and fully_shard at the end.
+        Slices that cross a second axis are waited for with the next bucket (engine/queue.py), by fully_shard at the end.
         """
         yield Instruction(WAIT, f"reduce {name}", 0, self.overhead.wait)
         crosses = self.job.placements[units[0]].grads is SHARDED and self.rings.replicate.num_ranks > 1
@@ -259,9 +258,9 @@ class _Writer:
     def _deliver_crossed(self) -> Iterator[Instruction]:
         if self.crossing is not None:
             name, units = self.crossing
+            self.crossing = None
             yield Instruction(WAIT, f"reduce slice {name}", 0, self.overhead.wait)
             yield from self._deliver(name, units=units)
-        self.crossing = None
 
     def _deliver(self, name: str, *, units: Sequence[str]) -> Iterator[Instruction]:
         """Take the average of what this rank gets."""

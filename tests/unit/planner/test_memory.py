@@ -24,6 +24,8 @@ PLANS = [
     Plan(precision="bf16", recompute="selective", reduces_in_flight=2),
     Plan(precision="fp32", overrides={"blocks.1?": "ddp", "blocks.2*": "shard_grad_op"}),
     Plan(precision="bf16", recompute="full", recompute_overrides={"blocks.1?": "none"}),
+    Plan(precision="bf16", mesh=Mesh(replicate=2, shard=4)),
+    Plan(precision="bf16", mesh=Mesh(replicate=8), reduce_dtype="bf16", accumulate=2, recompute="full"),
     Plan(precision="bf16", strategy="ddp", engine="torch"),
     Plan(precision="bf16", strategy="fsdp", engine="torch"),
     Plan(precision="bf16", strategy="shard_grad_op", engine="torch"),
@@ -33,7 +35,7 @@ PLANS = [
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.engine}-{plan.strategy}-{plan.recompute}")
 def test_a_shortened_model_has_the_peak_of_the_whole_one(plan: Plan) -> None:
     spec = spec_for("gpt2-1.5b", plan)
-    plan = replace(plan, mesh=Mesh(shard=8))
+    plan = replace(plan, mesh=plan.mesh or Mesh(shard=8))
     traces = _traces(spec, plan=plan)
     peaks = []
     for short in (

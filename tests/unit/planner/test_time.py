@@ -11,7 +11,16 @@ from shardwise.mesh import Mesh
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.planner.memory import job_of
-from shardwise.planner.time import TimeEstimate, _lengthened, _prepare, _steady, estimate_time, timeline, why_not_timed
+from shardwise.planner.time import (
+    TimeEstimate,
+    _lengthened,
+    _prepare,
+    _steady,
+    block_seconds,
+    estimate_time,
+    timeline,
+    why_not_timed,
+)
 from shardwise.planner.traffic import sent_bytes
 
 FULL = Plan(precision="bf16", recompute="full")
@@ -37,7 +46,11 @@ def test_few_units_take_as_long_as_all_that_they_stand_for(
 ) -> None:
     if engine == "torch" and strategy.startswith("zero"):
         pytest.skip("torch has no such engine")
-    for options in ({"prefetch": 2}, {"recompute": "full"} if engine == "shardwise" else {"accumulate": 5}):
+    mesh = Mesh(replicate=cluster_of(cluster).num_ranks // 8, shard=8)
+    for options in (
+        {"prefetch": 2, "mesh": mesh},
+        {"recompute": "full"} if engine == "shardwise" else {"accumulate": 5},
+    ):
         plan = plan_of(strategy, engine=engine, **options)
         short = _prepare(SPEC, plan=plan, cluster=cluster_of(cluster), optimizer="adamw")
         assert short.job.short.weights
@@ -47,6 +60,14 @@ def test_few_units_take_as_long_as_all_that_they_stand_for(
         assert cpu_seconds == pytest.approx(whole_cpu_seconds, rel=1e-6)
         assert queues.sent == pytest.approx(whole.sent, rel=1e-6)
         assert queues.exposed == pytest.approx(whole.exposed, rel=0.02, abs=0.002 * seconds)
+
+
+def test_the_first_step_after_a_pause_is_the_longest() -> None:
+    for strategy in STRATEGIES:
+        plan, cluster = plan_of(strategy, micro_batch=1), cluster_of("8xh100-80gb")
+        first, few, many = (block_seconds(SPEC, plan=plan, cluster=cluster, num_steps=n) for n in (1, 4, 10**6))
+        assert first > few > many
+        assert many == pytest.approx(timed(plan).step_seconds, rel=1e-5)
 
 
 def test_a_step_is_never_shorter_than_its_parts() -> None:
@@ -88,6 +109,16 @@ def test_over_slow_fabric_sharding_within_a_node_is_faster() -> None:
     cluster = "4x8xh100-80gb@ib-100"
     flat, hybrid = (timed(plan_of("fsdp", mesh=mesh), cluster=cluster) for mesh in (None, Mesh(replicate=4, shard=8)))
     assert hybrid.step_seconds < flat.step_seconds
+
+
+def test_slices_are_summed_over_the_nodes_behind_backward() -> None:
+    plan = plan_of("fsdp", micro_batch=8, mesh=Mesh(replicate=2, shard=8))
+    spans = timeline(SPEC, plan=plan, cluster=cluster_of("2x8xh100-80gb@ib-8x400"))
+    slices = [span for span in spans if span.name.startswith("reduce slice")]
+    backward_ends = max(span.end for span in spans if span.name.startswith("backward"))
+    # All but those of the first block, which backward comes to last, and of the root around it.
+    assert len(slices) == 49
+    assert sum(span.end > backward_ends for span in slices) == 2
 
 
 def test_zero1_gathers_behind_the_next_forward() -> None:
