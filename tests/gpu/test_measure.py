@@ -41,14 +41,16 @@ def test_the_ledgers_peak_is_torchs_and_was_predicted(strategy: str, num_ranks: 
     asked = job(strategy, num_ranks=num_ranks)
     measured = rehearse(asked)
     # Counters are reset before the recorded step, and nothing runs after it.
-    assert measured.allocated_bytes == torch.cuda.max_memory_allocated()
+    assert measured.ledger.peak.total_bytes == torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    assert measured.allocated_bytes == torch.cuda.max_memory_allocated() >= measured.ledger.peak.total_bytes
     assert measured.reserved_bytes >= measured.allocated_bytes
     predicted = predict(asked, spec_for=Source(MODEL, seq=256).spec_for)
     found = Profile(rehearsal=asked, predicted=predicted, measured=measured)
     assert abs(found.error) < 0.03
     assert [entry.at for entry in measured.ledger.entries] == [entry.at for entry in predicted.entries]
     for name in ("params", "optim"):
-        assert measured.ledger.peak.num_bytes[name] == predicted.memory.breakdown_bytes[name]
+        # Of what is predicted, blocks are rounded up.
+        assert measured.ledger.peak.num_bytes[name] == pytest.approx(predicted.memory.breakdown_bytes[name], rel=0.01)
 
 
 def test_the_history_is_what_torchs_viewer_reads(tmp_path: Path) -> None:

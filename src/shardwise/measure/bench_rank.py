@@ -28,8 +28,7 @@ from shardwise.engine.tape import TapeEntry
 from shardwise.measure.bench_run import ASKED, BenchRun, Found
 from shardwise.measure.contestants import ENGINES
 from shardwise.measure.first_steps import NUM_STEPS, take_first_steps
-from shardwise.measure.live import LiveBytes
-from shardwise.measure.recording import WARM_UP_STEPS, StepRecording
+from shardwise.measure.recording import WARM_UP_STEPS, StepRecording, allocations_on
 from shardwise.measure.results import Happening, Unit
 from shardwise.measure.subject import Subject, start
 from shardwise.program import build
@@ -143,7 +142,7 @@ def _slowest(seconds: Sequence[float], *, run: BenchRun, place: Place) -> tuple[
 
 def _recorded(run: BenchRun, found: Found, *, place: Place) -> Found:
     """And what a step held and did, row by row."""
-    with LiveBytes(device=place.device.type) as live:
+    with allocations_on(place.device) as live:
         subject = start(run, place=place, to_be_recorded=True)
         training = subject.training
         recording = StepRecording(

@@ -1,7 +1,7 @@
 """A bench: the same training under several engines and strategies, in turn. No torch here until ranks are started.
 
     round 1   every case once, with its details     ──▶ gate: did all do the same training? if not, stop
-    silent    every case once with the wire cut: what a step takes if nobody has to be waited for
+    silent    every case once with the wire cut, if there is one: what a step takes if nobody has to be waited for
     round 2 … every case once more, from another one on, so that no case always has the same machine before it
 
 Each run is of fresh processes. After each, bench.json holds all that is known by then.
@@ -115,10 +115,11 @@ RunRanks = Callable[[BenchRun, Path], Ranks]
 OnProgress = Callable[[Progress], None]
 
 
-def turns(cases: Sequence[Case], *, rounds: int) -> list[Turn]:
+def turns(cases: Sequence[Case], *, rounds: int, num_ranks: int) -> list[Turn]:
     """All runs in their order: interleaved, and each round begins with another case."""
     able = [case for case in cases if not case.why_not]
-    names = ["round-1", "silent", *(f"round-{number}" for number in range(2, rounds + 1))]
+    silent = ["silent"] if num_ranks > 1 else []
+    names = ["round-1", *silent, *(f"round-{number}" for number in range(2, rounds + 1))]
     return [
         Turn(round=name, case=case)
         for shift, name in enumerate(names)
@@ -134,7 +135,7 @@ def bench(asked: Asked, *, on_progress: OnProgress = lambda progress: None, run:
     check(asked)
     _claim(asked.folder)
     run = run or _starter(asked)
-    todo = turns(asked.cases, rounds=asked.rounds)
+    todo = turns(asked.cases, rounds=asked.rounds, num_ranks=asked.num_ranks)
     made = datetime.now(UTC).isoformat(timespec="seconds")
     found = _found(asked, made=made, unfinished=f"Unfinished: 0 of {len(todo)} runs.")
     found.save(asked.folder)

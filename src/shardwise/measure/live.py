@@ -1,4 +1,4 @@
-"""Allocations of tensors over time, as torch's own allocator reports them to the profiler. Not RSS.
+"""Allocations of tensors on a CPU over time, as torch's own allocator reports them to the profiler. Not RSS.
 
     with LiveBytes() as live:
         model = make()
@@ -27,13 +27,12 @@ _MARK = "shardwise/"
 class LiveBytes:
     """A recording; the questions are answered when it is over. A moment of it is the number of an event.
 
-    `device`: whose memory is recorded, "cpu" or "cuda". Without `with_scratch`, what a kernel takes for itself while it
-    runs is left out: on a CPU that is oneDNN's business, and depends on the processor.
+    Without `with_scratch`, what a kernel takes for itself while it runs is left out: that is oneDNN's business, and
+    depends on the processor.
     """
 
-    def __init__(self, *, device: str = "cpu", with_scratch: bool = True) -> None:
+    def __init__(self, *, with_scratch: bool = True) -> None:
         self.allocations: list[Allocation] = []
-        self._device = device
         self._with_scratch = with_scratch
         self._profile: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         # For each phase the (start, end) of its runs.
@@ -80,7 +79,7 @@ class LiveBytes:
         return self._totals[position - 1] if position else 0
 
     def _read(self, events: Sequence[Any]) -> None:
-        found = _allocations(events, device=self._device)
+        found = _allocations(events)
         self.allocations = [one for one in found if self._with_scratch or not one.is_scratch]
         times = [event.start_time_ns for event in events]
         for moment, event in enumerate(events):
@@ -100,7 +99,7 @@ def _flatten(events: Iterable[Any]) -> Iterator[Any]:
         yield from _flatten(event.children)
 
 
-def _allocations(events: Sequence[Any], *, device: str) -> Iterator[Allocation]:
+def _allocations(events: Sequence[Any]) -> Iterator[Allocation]:
     """What was allocated, in the order in which it was freed; what never was comes last."""
     live: dict[int, tuple[int, int]] = {}
     # Where each operation begins. What is born and freed with none between was the kernel's own.
@@ -108,7 +107,7 @@ def _allocations(events: Sequence[Any], *, device: str) -> Iterator[Allocation]:
     for moment, event in enumerate(events):
         if event.name != "[memory]":
             last_operation = moment
-        elif event.extra_fields.device.type == device:
+        elif event.extra_fields.device.type == "cpu":
             address, num_bytes = event.extra_fields.ptr, event.extra_fields.alloc_size
             # An address that is given out again was freed before, on a thread that is not followed.
             if address in live:

@@ -25,8 +25,8 @@ from shardwise.atomic import atomic_write
 from shardwise.comm.absent import AbsentCollectives, absent_group, leave_out_reduce
 from shardwise.engines import prepare
 from shardwise.errors import ShardwiseError
-from shardwise.measure.live import LiveBytes
-from shardwise.measure.recording import WARM_UP_STEPS, StepRecording
+from shardwise.measure.history import AllocatorHistory
+from shardwise.measure.recording import WARM_UP_STEPS, Recording, StepRecording, allocations_on
 from shardwise.measure.rehearsal import Measured, Rehearsal
 from shardwise.spec import ModelSpec
 from shardwise.tasks import Task
@@ -38,12 +38,27 @@ def rehearse(rehearsal: Rehearsal) -> Measured:
     """Run one rank in this process, which must not have joined a job."""
     device = torch.device("cuda", 0) if rehearsal.device == "cuda" else torch.device("cpu")
     with _group(rehearsal, device=device):
-        with _history(rehearsal.history), LiveBytes(device=device.type) as live:
+        with allocations_on(device, stacks=rehearsal.history is not None) as live:
             training = _started(rehearsal, device=device)
             recording = _record(training, live=live)
-        reserved = torch.cuda.max_memory_reserved() if device.type == "cuda" else None
+        counted, reserved = _counted(device)
+        if rehearsal.history is not None:
+            _write_history(live, rehearsal.history)
         seconds = tuple(_timed(training) for _ in range(rehearsal.steps))
-    return Measured(ledger=recording.ledger(), reserved_bytes=reserved, step_seconds=seconds, device_name=_name(device))
+    return Measured(
+        ledger=recording.ledger(),
+        counted_bytes=counted,
+        reserved_bytes=reserved,
+        step_seconds=seconds,
+        device_name=_name(device),
+    )
+
+
+def _counted(device: torch.device) -> tuple[int | None, int | None]:
+    """What torch's own counters say of a GPU's memory: (allocated, reserved)."""
+    if device.type != "cuda":
+        return None, None
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +104,7 @@ def _started(rehearsal: Rehearsal, *, device: torch.device) -> _Training:
     )
 
 
-def _record(training: _Training, *, live: LiveBytes) -> StepRecording:
+def _record(training: _Training, *, live: Recording) -> StepRecording:
     """A step that follows on others."""
     recording = StepRecording(
         live,
@@ -136,19 +151,11 @@ def _group(rehearsal: Rehearsal, *, device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def _history(path: str | None) -> Iterator[None]:
-    """Write all that the GPU's allocator did, with the lines of code that asked for it, as torch's viewer reads it."""
-    if path is None:
-        yield
-        return
-    torch.cuda.memory._record_memory_history()
-    try:
-        yield
-        with atomic_write(path) as file:
-            pickle.dump(torch.cuda.memory._snapshot(), file)
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
+def _write_history(live: Recording, path: str) -> None:
+    """All that the GPU's allocator did, with the lines of code that asked for it, as torch's viewer reads it."""
+    assert isinstance(live, AllocatorHistory)
+    with atomic_write(path) as file:
+        pickle.dump(live.snapshot, file)
 
 
 def _optimizer(name: str, model: nn.Module, *, device: torch.device) -> Optimizer:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.measure.history import AllocatorHistory
 from shardwise.measure.live import LiveBytes
 from shardwise.measure.memory import Mark, MemoryLedger, ledger_of
 from shardwise.measure.rows import known_storages, step_rows
@@ -20,6 +21,14 @@ from shardwise.spec import ModelSpec
 # Our engine learns the order of units in the first step, and all have made their states after it.
 WARM_UP_STEPS = 2
 _STEP, _ROW = "step", "row"
+
+Recording = LiveBytes | AllocatorHistory
+"""Of allocations: on a CPU as the profiler sees them, on a GPU as its allocator does."""
+
+
+def allocations_on(device: torch.device, *, stacks: bool = False) -> Recording:
+    """To be entered before the first tensor of interest is made. `stacks`: with the lines of code, on a GPU."""
+    return AllocatorHistory(stacks=stacks) if device.type == "cuda" else LiveBytes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +55,7 @@ class StepRecording:
 
     def __init__(
         self,
-        live: LiveBytes,
+        live: Recording,
         *,
         model: nn.Module,
         optimizer: Optimizer,

@@ -54,23 +54,26 @@ class Rehearsal:
 class Measured:
     """What one step took.
 
-    reserved_bytes   what the caching allocator held for it at most; None where there is none
+    counted_bytes    its peak by torch's own counter, which rounds up; reserved_bytes: what the caching allocator held
+                     for it at most; both None on a CPU
     step_seconds     of each step that was timed: forward, backward and update, without communication
     """
 
     ledger: MemoryLedger
+    counted_bytes: int | None
     reserved_bytes: int | None
     step_seconds: tuple[float, ...]
     device_name: str
 
     @property
     def allocated_bytes(self) -> int:
-        return self.ledger.peak.total_bytes
+        return self.ledger.peak.total_bytes if self.counted_bytes is None else self.counted_bytes
 
     def to_data(self) -> dict[str, Any]:
         """In JSON's own types."""
         return {
             "ledger": self.ledger.to_data(),
+            "counted_bytes": self.counted_bytes,
             "reserved_bytes": self.reserved_bytes,
             "step_seconds": list(self.step_seconds),
             "device_name": self.device_name,

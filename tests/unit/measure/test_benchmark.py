@@ -110,7 +110,8 @@ class TestOrder:
         assert {replace(run.config, plan=CONFIG.plan) for run in fake.runs} == {CONFIG}
 
     def test_one_round_is_one_run_and_one_silent_run_a_case(self) -> None:
-        assert [turn.round for turn in turns(cases(), rounds=1)] == ["round-1"] * 3 + ["silent"] * 3
+        assert [turn.round for turn in turns(cases(), rounds=1, num_ranks=2)] == ["round-1"] * 3 + ["silent"] * 3
+        assert [turn.round for turn in turns(cases(), rounds=1, num_ranks=1)] == ["round-1"] * 3
 
     @pytest.mark.parametrize(("steps", "blocks", "block_steps"), [(20, 4, 5), (1, 1, 1), (3, 3, 1), (9, 4, 3)])
     def test_steps_are_timed_in_whole_blocks(self, tmp_path: Path, steps: int, blocks: int, block_steps: int) -> None:
