@@ -10,8 +10,8 @@ from shardwise.program import Bucket
 class ReduceQueue:
     """At most `in_flight` reductions of sharded gradients are under way at once.
 
-    On a mesh with a second axis the slices of one more are: a bucket that has been waited for is summed over that axis
-    until the next one is waited for, or backward is over. A slice takes no more memory than the gradient it becomes.
+    On a mesh with a second axis, a bucket that was waited for has its slices summed over that until the next one is
+    waited for, or backward is over: so at most two buckets' slices are under way, each of which becomes a gradient.
     """
 
     def __init__(self, buckets: Iterable[Bucket], *, make: Callable[[Bucket], ReduceBucket], in_flight: int) -> None:

@@ -239,7 +239,7 @@ class _Writer:
     def _wait_reduce(self, name: str, *, units: Sequence[str], is_last: bool) -> Iterator[Instruction]:
         """Wait, and take the average; `is_last`: before the update, which needs all of it.
 
-        Slices that cross a second axis are waited for with the next bucket (engine/queue.py), by fully_shard at the end.
+        Slices that cross a second axis are waited for with the next bucket (engine/queue.py); by fully_shard, last.
         """
         yield Instruction(WAIT, f"reduce {name}", 0, self.overhead.wait)
         crosses = self.job.placements[units[0]].grads is SHARDED and self.rings.replicate.num_ranks > 1

@@ -190,7 +190,8 @@ def _reduce(state: State, bucket: Bucket, setting: Setting) -> Outcome:
     """Reduce a bucket; before that, wait for the oldest so that no more than allowed are under way.
 
     The bound is for memory, so it counts sharded gradients only: of those the wait frees the buffer, while the
-    buffer of replicated ones stays as the gradients themselves.
+    buffer of replicated ones stays as the gradients themselves. What a second axis of the mesh adds is part of waits:
+    one sends the slices over it, and the next one, or the end of backward, finds them there.
     """
     operations: tuple[Operation, ...] = ()
     bounded = [other for other in state.reducing if setting.grads_sharded(other)]
