@@ -4,14 +4,13 @@ from math import prod
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.errors import CheckpointError
+from shardwise.comm.dtensor import dtensor_types, local_part
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.slices import Held, OwnedSlice, group_names, held, slices_filled
-from shardwise.native.prepare import check_native
 
 
 def holding(model: nn.Module) -> Held:
@@ -46,12 +45,13 @@ def names_of_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 def local(tensor: Tensor) -> Tensor:
     """What of a tensor lies on this rank."""
-    mine: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return mine.detach()
+    return local_part(tensor).detach()
 
 
 def _held_by_torch(model: nn.Module) -> Held:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        from shardwise.native.prepare import check_native
+
         check_native(model)
     bare = _bare(model)
     # First: it makes fully_shard put its shards back in place of what a forward has gathered.
@@ -74,8 +74,8 @@ def _slice(name: str, parameter: nn.Parameter) -> OwnedSlice:
     shape = tuple(parameter.shape)
     start, stop = 0, prod(shape)
     copy, num_copies = 0, 1
-    if isinstance(parameter, DTensor):
-        (chunk,) = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    if isinstance(parameter, dtensor_types()):
+        (chunk,) = parameter.__create_chunk_list__()
         if tuple(chunk.sizes[1:]) != shape[1:]:
             raise CheckpointError(f"{name} is sharded in another dimension than its first, which is not supported")
         row = prod(shape[1:])

@@ -76,13 +76,16 @@ def _measured(run: BenchRun, *, place: Place) -> Found:
     """Steps that are compared, and steps that are timed."""
     subject = start(run, place=place)
     training, device, on_gpu = subject.training, place.device, place.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
     first = take_first_steps(subject, run=run)
     window = Window(device=device, num_ranks=place.num_ranks)
     for _ in range(_warm_up(run) - NUM_STEPS):
         window.add(subject.step())
     subject.settle()
     losses = [step.loss for step in window.read()]
-    if on_gpu:
+    if on_gpu and not run.config.plan.capture:
+        # A graph takes its memory when it is captured: what its replays use counts then, and never again.
         torch.cuda.reset_peak_memory_stats(device)
     seconds = []
     for _ in range(run.blocks):

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise.comm.dtensor import dtensor_types, local_part
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.slices import held
 
@@ -37,7 +36,8 @@ def parts_of(model: nn.Module, *, names: Iterable[str]) -> list[Part]:
     if is_prepared(model):
         slices = [piece for piece in held(model).slices if piece.name in names]
         return [Part(name=piece.name, parameter=piece.parameter, counts=piece.copy == 0) for piece in slices]
-    sharded = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    # By its name: to import FSDP1 takes a second, and who runs it has done so.
+    sharded = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
     named = {plain_name(name, known=names): parameter for name, parameter in model.named_parameters()}
     return [
         Part(name=name, parameter=named[name], counts=_is_first_copy(named[name], sharded=sharded)) for name in names
@@ -57,7 +57,7 @@ def plain_name(name: str, *, known: Iterable[str]) -> str:
 
 def _is_first_copy(parameter: Tensor, *, sharded: bool) -> bool:
     """Whether no rank before this one holds the same elements. `sharded`: FSDP1 has cut plain tensors."""
-    if isinstance(parameter, DTensor):
+    if isinstance(parameter, dtensor_types()):
         place = parameter.device_mesh.get_coordinate()
         assert place is not None
         return all(index == 0 for index, how in zip(place, parameter.placements, strict=True) if how.is_replicate())
@@ -86,7 +86,7 @@ class GradientNorms:
     @torch.no_grad()
     def _look(self, *_: Any) -> None:
         grads = {part.name: part.parameter.grad for part in self._parts if part.counts}
-        self._squares = {n: _local(grad).double().square().sum() for n, grad in grads.items() if grad is not None}
+        self._squares = {n: local_part(grad).double().square().sum() for n, grad in grads.items() if grad is not None}
 
     def norms(self, *, device: torch.device) -> dict[str, float]:
         """By name. Collective. Empty where the step was left out (fp16: a gradient that overflowed)."""
@@ -96,8 +96,3 @@ class GradientNorms:
         squares = torch.tensor(mine, dtype=torch.float64, device=device)
         dist.all_reduce(squares)
         return dict(zip(self._names, squares.sqrt().tolist(), strict=True))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from shardwise.comm.dtensor import dtensor_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.observed = Observed()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(kind, dtensor_types()) for kind in types):
             # What it makes of itself comes here again, in plain tensors.
             return NotImplemented
         name = func._schema.name

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.comm.dtensor import dtensor_types
 from shardwise.engine.precision import DTYPES
 from shardwise.materialize import materialize
 from shardwise.measure.gradients import plain_name
@@ -207,7 +207,7 @@ def _update(
         norm = clip(training.config.train.clip_norm) if training.config.train.clip_norm else None
         optimizer.step()
         optimizer.zero_grad()
-        return total, norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return total, norm.full_tensor() if isinstance(norm, dtensor_types()) else norm
 
     return update
 

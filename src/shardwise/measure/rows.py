@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from shardwise.comm.dtensor import dtensor_types, local_part
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.held import held_tensors
 from shardwise.program import Trigger
@@ -45,7 +45,7 @@ def step_rows(
         handles.append(module.register_forward_hook(partial(rows.after_forward, unit.name), prepend=True))
         names = [param.name for param in unit.params if param.trainable]
         trained = [parameters[name] for name in names if name in parameters]
-        if len(trained) < len(names) or any(isinstance(parameter, DTensor) for parameter in trained):
+        if len(trained) < len(names) or any(isinstance(parameter, dtensor_types()) for parameter in trained):
             continue
         rows.num_grads[unit.name] = len(trained)
         for parameter in trained:
@@ -132,16 +132,11 @@ def known_storages(model: nn.Module, optimizer: Optimizer, *, batch: Any) -> dic
 def _held_by_torch(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """torch's engines: what the optimizer steps, its gradients and its state; their own buffers are not to be found."""
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        yield "params", _local(parameter)
+        yield "params", local_part(parameter)
         if parameter.grad is not None:
-            yield "grads", _local(parameter.grad)
+            yield "grads", local_part(parameter.grad)
         for value in optimizer.state.get(parameter, {}).values():
             if isinstance(value, Tensor):
-                yield "optim", _local(value)
+                yield "optim", local_part(value)
     for buffer in model.buffers():
         yield "other", buffer
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

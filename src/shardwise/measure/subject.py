@@ -1,8 +1,8 @@
 """The training that a bench looks at: the one that `shardwise train` would do, on the engine that was asked for."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,18 +13,15 @@ from shardwise.comm.absent import AbsentCollectives, leave_out_reduce
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.measure.bench_run import BenchRun
-from shardwise.measure.peers import by_accelerate, by_lightning
-from shardwise.measure.traceless import TracelessCollectives
+from shardwise.measure.traceless import TracelessCollectives, lending_broadcasts
 from shardwise.spec import ModelSpec
 from shardwise.train.failure import during
 from shardwise.train.join import Place
 from shardwise.train.loop import Training, Update, take_step
 from shardwise.train.metrics import Taken
 from shardwise.train.randomness import seed_everything
-from shardwise.train.setup import Ready, by_plan, open_data, set_up
+from shardwise.train.setup import by_plan, open_data, set_up
 from shardwise.units import model_spec, unit_modules
-
-_PEERS: Mapping[str, Ready] = {"accelerate": by_accelerate, "lightning": by_lightning}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +56,14 @@ def start(run: BenchRun, *, place: Place, to_be_recorded: bool = False) -> Subje
 
     def ready(model: nn.Module, optimizer: Optimizer, **where: Any) -> tuple[nn.Module, Optimizer, Update]:
         before.append((model_spec(model, policy=config.plan.units), unit_modules(model, policy=config.plan.units)))
-        return _PEERS.get(run.engine, partial(by_plan, collectives=collectives))(model, optimizer, **where)
+        if run.engine in ("accelerate", "lightning"):
+            from shardwise.measure.peers import by_accelerate, by_lightning
 
-    training = set_up(config, place=place, by=ready)
+            return (by_accelerate if run.engine == "accelerate" else by_lightning)(model, optimizer, **where)
+        return by_plan(model, optimizer, collectives=collectives, **where)
+
+    with lending_broadcasts() if to_be_recorded and place.device.type == "cpu" else nullcontext():
+        training = set_up(config, place=place, by=ready)
     if run.silent:
         leave_out_reduce(training.model)
     if place.device.type == "cuda":

@@ -10,10 +10,13 @@ What a backend takes for itself is in no ledger on a GPU either.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.collectives import Collectives, Work
@@ -38,6 +41,21 @@ class TracelessCollectives:
 
     def broadcast(self, buffer: Tensor, *, source: int, group: Group) -> Work:
         return self.inner.broadcast(lent(buffer), source=source, group=group)
+
+
+@contextmanager
+def lending_broadcasts() -> Iterator[None]:
+    """The same for torch's own `broadcast`, by which values come from rank 0 when a model is set up."""
+    broadcast = dist.broadcast
+
+    def lending(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        return broadcast(lent(tensor), *args, **options)
+
+    dist.broadcast = lending
+    try:
+        yield
+    finally:
+        dist.broadcast = broadcast
 
 
 class _All:

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint import Checkpoints
 from shardwise.data.sampler import DistributedSampler
 from shardwise.engine.scaler import GradScaler
 from shardwise.engines import accumulate, clip_grad_norm_
@@ -22,6 +21,9 @@ from shardwise.train.optimizer import set_lr
 from shardwise.train.preemption import Preemption
 from shardwise.train.randomness import random_states
 from shardwise.train.schedule import lr_at
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint import Checkpoints
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class Training:
         return {"sampler": self.sampler.state_dict(), "scaler": self.scaler.state_dict()}
 
 
-def run_steps(training: Training, *, checkpoints: Checkpoints, request: Preemption, recorder: Recorder) -> bool:
+def run_steps(training: Training, *, checkpoints: "Checkpoints", request: Preemption, recorder: Recorder) -> bool:
     """Train to the last step, or until the ranks agree to stop; whether they did. Always ends on a checkpoint."""
     options = training.config.train
     window = Window(device=training.device, num_ranks=training.sharing.num_ranks)
@@ -141,7 +143,7 @@ def evaluate_now(training: Training) -> dict[str, float]:
     )
 
 
-def save(training: Training, checkpoints: Checkpoints) -> None:
+def save(training: Training, checkpoints: "Checkpoints") -> None:
     """After the step's metrics are on disk: a step that is in a checkpoint is not redone."""
     checkpoints.save(
         training.model,
