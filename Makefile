@@ -25,9 +25,13 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)' -e '.[$(EXTRAS)]'
 	@touch $@
 
+# Plans a small GPT on 4 CPU ranks, trains it under every strategy, checks that they agree, and makes a page of it.
 demo: setup
-	@$(BIN)/shardwise plan llama-3.1-8b --cluster 8xh100-80gb --recompute full
-	@$(BIN)/python examples/compare_ddp_fsdp.py $(ARGS)
+	@$(BIN)/shardwise plan gpt-tiny --cluster 4xcpu --seq 64 --micro-batch 2 --precision fp32
+	@echo
+	@$(BIN)/shardwise bench examples/demo.toml --nproc 4 --rounds 1 --steps 12 --warm-up 4 --out runs/demo --overwrite $(ARGS)
+	@$(BIN)/shardwise report runs/demo
+	@echo 'Open it in a browser. Then plan a model of your own size: $(BIN)/shardwise plan llama-3.1-8b --cluster 8xh100-80gb'
 
 # Ranks mostly wait for each other, so the unit tests run beside them; with ARGS, whatever these say.
 test: setup

@@ -212,11 +212,16 @@ def _progress() -> "Iterator[Callable[[Progress], None]]":
 def _show(found: "Bench") -> None:
     from rich.console import Console
 
-    from shardwise.report.comparison import as_table, heading, remarks
+    from shardwise.report.comparison import as_table, heading, holdings_table, remarks
 
     console = Console()
     console.print(heading(found), highlight=False, markup=False, soft_wrap=True)
     if any(case.ran for case in found.cases):
         console.print(as_table(found))
+        held = holdings_table(found)
+        if held is not None:
+            console.print()
+            console.print(held)
+            console.print()
     for line in remarks(found):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -5,8 +5,9 @@ A document ends with one token that no text holds: byte 0, or the tokenizer's ow
 
 import codecs
 import json
+import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,17 +112,20 @@ def _json_lines(path: Path) -> Iterator[Iterable[str]]:
             yield [text]
 
 
+def _sources(folder: Path, *, without: Collection[str]) -> Iterator[Path]:
+    """Python files in a folder and those below, some of which are not entered: packages may be many."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in without]
+        yield from (Path(place, name) for name in names if name.endswith(".py"))
+
+
 def stdlib_tokens(*, max_bytes: int = 8 * 2**20) -> NDArray[np.uint8]:
     """Byte tokens of the Python standard library's own source files: real text on every machine.
 
     Files come in the order of their names, up to `max_bytes`; tests are left out.
     """
     folder = Path(sysconfig.get_path("stdlib"))
-    files = sorted(
-        path
-        for path in folder.rglob("*.py")
-        if not {"site-packages", "dist-packages", "test", "tests", "idlelib"} & set(path.relative_to(folder).parts)
-    )
+    files = sorted(_sources(folder, without={"site-packages", "dist-packages", "test", "tests", "idlelib"}))
     documents: list[NDArray[np.uint8]] = []
     num_bytes = 0
     for path in files:

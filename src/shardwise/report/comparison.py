@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardwise.measure.results import Bench, CaseResult
+from shardwise.planner.replay import CATEGORIES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,6 +38,25 @@ def as_table(bench: Bench) -> "Table":
     for index, case in enumerate(bench.cases):
         if case.ran:
             table.add_row(*row(bench, case), style="bold" if index == bench.recommended else "")
+    return table
+
+
+def holdings_table(bench: Bench) -> "Table | None":
+    """The most that a rank held of each kind in a step: what is sharded falls as 1/N. None where nobody looked."""
+    from rich.table import Table
+
+    looked = [case for case in bench.cases if case.ledgers and case.allocated_bytes]
+    if not looked:
+        return None
+    unit_bytes, unit = _unit(bench)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column(f"a rank, {unit}", no_wrap=True)
+    for name in CATEGORIES:
+        table.add_column(name, justify="right", no_wrap=True)
+    for case in looked:
+        entries = case.ledgers[case.peak_rank].entries
+        most = (max(entry.num_bytes[name] for entry in entries) for name in CATEGORIES)
+        table.add_row(case.name, *(f"{num_bytes / unit_bytes:.2f}" for num_bytes in most))
     return table
 
 

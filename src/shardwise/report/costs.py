@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-_GIB = 2**30
+_MIB, _GIB = 2**20, 2**30
 _BAR_WIDTH = 16
 _VERDICTS = {"yes": "green", "tight": "yellow", "no": "red", "unknown": "bright_black"}
 
@@ -57,12 +57,14 @@ def as_table(candidates: Sequence[Candidate], *, recommended: int | None) -> "Ta
     from rich.table import Table
 
     has_tokens = any(one.time is not None and one.time.tokens_per_s_per_gpu is not None for one in candidates)
+    is_small = all(one.memory.device_bytes < _GIB for one in candidates)
+    unit_bytes, unit = (_MIB, "MiB") if is_small else (_GIB, "GiB")
     columns: dict[str, Literal["left", "right"]] = {
         "": "left",
         "strategy": "left",
         "batch": "right",
         "peak of capacity": "left",
-        "GiB": "right",
+        unit: "right",
         "step s": "right",
         "tok/s/GPU" if has_tokens else "samples/s": "right",
         "comm": "right",
@@ -77,7 +79,7 @@ def as_table(candidates: Sequence[Candidate], *, recommended: int | None) -> "Ta
             _name(candidate),
             str(candidate.batch),
             _bar(candidate),
-            f"{candidate.memory.device_bytes / _GIB:.1f}",
+            f"{candidate.memory.device_bytes / unit_bytes:.1f}",
             *_times(candidate),
             _verdict(candidate),
         )
