@@ -4,14 +4,14 @@ PYTHON ?= python3
 VENV ?= .venv
 # Another torch: make setup TORCH=torch==2.11.0 (pip's own PIP_INDEX_URL and friends choose where from).
 TORCH ?= $(shell grep '^torch==' constraints.txt)
-EXTRAS ?= dev,hf
+EXTRAS ?= dev,hf,peers
 ARGS ?=
 
 BIN := $(VENV)/bin
 # The name carries what was asked for, so that another TORCH or other EXTRAS install anew.
 READY := $(VENV)/.ready-$(shell echo '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 
-.PHONY: setup demo test test-unit test-dist check format bench clean
+.PHONY: setup demo test test-unit test-jobs test-ranks check format bench clean
 
 setup: $(READY)
 
@@ -33,10 +33,10 @@ demo: setup
 	@$(BIN)/shardwise report runs/demo
 	@echo 'Open it in a browser. Then plan a model of your own size: $(BIN)/shardwise plan llama-3.1-8b --cluster 8xh100-80gb'
 
-# Ranks mostly wait for each other, so the unit tests run beside them; with ARGS, whatever these say.
+# Ranks mostly wait for each other, so three parts run side by side; with ARGS, whatever these say.
 test: setup
 ifeq ($(strip $(ARGS)),)
-	@$(MAKE) --no-print-directory --jobs 2 --keep-going test-unit test-dist
+	@$(MAKE) --no-print-directory --jobs 3 --keep-going test-unit test-ranks test-jobs
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
@@ -44,8 +44,14 @@ endif
 test-unit:
 	@$(BIN)/python -m pytest tests/unit tests/gpu
 
-test-dist:
-	@$(BIN)/python -m pytest tests/dist
+# Tests that start whole jobs, and those whose ranks come from a pool.
+JOBS := $(sort $(wildcard $(patsubst %,tests/dist/test_%*.py,bench checkpoint kills launch measure train)))
+
+test-jobs:
+	@$(BIN)/python -m pytest $(JOBS)
+
+test-ranks:
+	@$(BIN)/python -m pytest tests/dist $(JOBS:%=--ignore=%)
 
 check: setup
 	@$(BIN)/ruff format --check .

@@ -28,7 +28,9 @@ def entry(label: str, num_bytes: int) -> Entry:
 
 def measured(entries: Sequence[Entry]) -> Measured:
     ledger = MemoryLedger(entries=tuple(entries), at_rest=entry("at rest", 1))
-    return Measured(ledger=ledger, counted_bytes=None, reserved_bytes=None, step_seconds=(3.0, 1.0, 2.0), device_name="a device")
+    return Measured(
+        ledger=ledger, counted_bytes=None, reserved_bytes=None, step_seconds=(3.0, 1.0, 2.0), device_name="a device"
+    )
 
 
 def test_the_rows_of_a_step_are_those_of_every_unit_and_the_highest_is_the_peak(source: Source) -> None:
