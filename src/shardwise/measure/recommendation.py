@@ -1,8 +1,8 @@
 """Which case of a bench to use, and why, from measured numbers alone. No torch here.
 
 The fastest; of those that cannot be told apart from it the simplest: Shardwise's own engine before others, and then
-ddp < zero1 < zero2 < shard_grad_op < fsdp. Two cannot be told apart if the middle halves of their step times overlap, or
-their medians differ by less than 3%: so much differs from one start of the same processes to the next.
+ddp < zero1 < zero2 < shard_grad_op < fsdp. Two cannot be told apart if the middle halves of their step times overlap,
+or their medians differ by less than 3%: so much differs from one start of the same processes to the next.
 """
 
 from collections.abc import Sequence
