@@ -304,7 +304,10 @@
   const numUntil = (places, end) => places.filter((place) => place <= end).length;
   const frameOf = (pane) => numUntil(pane.shown.places, now()) - 1;
 
-  const panes = [...home.querySelectorAll(".anatomy-pane")].map((element, index) => {
+  const first = home.querySelector(".anatomy-pane"), second = first.cloneNode(true);
+  second.querySelector("select").ariaLabel = "Strategy of the second picture";
+  first.after(second);
+  const panes = [first, second].map((element, index) => {
     const wanted = cases.findIndex((one) => one.name === ["ddp", "fsdp"][index]);
     const shown = cases[wanted >= 0 ? wanted : Math.min(index, cases.length - 1)], select = find("select", element);
     cases.forEach((one) => select.add(new Option(one.name, one.name, false, one === shown)));

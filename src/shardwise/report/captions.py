@@ -31,6 +31,8 @@ def caption(kind: Kind, *, placement: Placement, trained: bool, mesh: Mesh) -> s
             return "Every rank hands the gradient of its own samples on; nothing is trained here."
         case Kind.REDUCE:
             return _reduce(placement, mesh=mesh, share=share)
+        case Kind.WAIT_REDUCE if placement.grads is SHARDED and mesh.replicate > 1:
+            return f"Every rank has the sum of its {share} over its own group; that of the other groups is on its way."
         case Kind.WAIT_REDUCE:
             held = f"its {share} of it" if placement.grads is SHARDED else "all of it"
             return f"The sum of the gradients is there: every rank holds {held}."
