@@ -36,6 +36,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.timeout(300)
 def test_the_command_measures_each_strategy_in_fresh_processes_and_says_which_to_use(config: Path) -> None:
     out = config.parent / "out"
     command = ["bench", str(config), *OPTIONS, "--strategies", "fsdp,ddp", "--out", str(out), "--name", "<b>"]
@@ -46,7 +47,7 @@ def test_the_command_measures_each_strategy_in_fresh_processes_and_says_which_to
         text=True,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "BENCH_TEST": str(config.parent)},
-        timeout=100,
+        timeout=240,
     )
     assert result.returncode == 0, result.stderr
     assert processes_with(mark) == []
