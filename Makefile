@@ -8,25 +8,33 @@ EXTRAS ?= dev,hf,peers
 ARGS ?=
 
 BIN := $(VENV)/bin
-# The name carries what was asked for, so that another TORCH or other EXTRAS install anew.
+# The names carry what was asked for, so that another TORCH or other EXTRAS install anew. The demo needs no extras.
+BARE := $(VENV)/.bare-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 READY := $(VENV)/.ready-$(shell echo '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)'
 
 .PHONY: setup demo test test-unit test-jobs test-ranks check format bench clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): $(BARE)
+	@rm -f $(VENV)/.ready-*
+	@echo 'Setting up $(VENV) (extras $(EXTRAS)) …'
+	@$(INSTALL) -e '.[$(EXTRAS)]'
+	@touch $@
+
+$(BARE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Shardwise needs Python 3.11 or newer; $(PYTHON) is {v[0]}.{v[1]}. Choose one: make setup PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@rm -f $(VENV)/.ready-*
+	@rm -f $(VENV)/.bare-* $(VENV)/.ready-*
 	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	@echo '$(TORCH)' >> $(VENV)/constraints.txt
-	@echo 'Setting up $(VENV) ($(TORCH), extras $(EXTRAS)) …'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)' -e '.[$(EXTRAS)]'
+	@echo 'Setting up $(VENV) ($(TORCH)) …'
+	@$(INSTALL) -e .
 	@touch $@
 
 # Plans a small GPT on 4 CPU ranks, trains it under every strategy, checks that they agree, and makes a page of it.
-demo: setup
+demo: $(BARE)
 	@$(BIN)/shardwise plan gpt-tiny --cluster 4xcpu --seq 64 --micro-batch 2 --precision fp32
 	@echo
 	@$(BIN)/shardwise bench examples/demo.toml --nproc 4 --rounds 1 --steps 12 --warm-up 4 --out runs/demo --overwrite $(ARGS)
