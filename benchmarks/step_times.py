@@ -228,19 +228,19 @@ def main() -> None:
     parser.add_argument("--case", required=True, choices=MODELS)
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     parser.add_argument("--limit-seconds", type=float, default=280.0, help="begin nothing after this")
-    parser.add_argument("--unsteady", type=Path, help="only cases whose blocks differ by more than 3%% in this result")
+    parser.add_argument("--go-on", type=Path, help="a result, to whose unsteady cases more blocks are added")
     parser.add_argument("--seconds", type=float, default=1.0, help="of measured steps, a case and turn")
     options = parser.parse_args()
     device = torch.device("cuda", 0) if options.case == "cuda" else torch.device("cpu")
     results: dict[str, Any] = {**circumstances(), "rows": []}
+    if options.go_on is not None:
+        before = json.loads(options.go_on.read_text())
+        results |= {"rows": before["rows"], "command": f"{before['command']}; {results['command']}"}
     with one_rank(device):
         began = time.monotonic()
         cases = list(all_cases(options.case))
-        if options.unsteady is not None:
-            rows = json.loads(options.unsteady.read_text())["rows"]
-            shaky = [Case(**{name: row[name] for name in Case.__slots__}) for row in rows if not is_steady(row)]
-            cases = [case for case in cases if case in shaky]
-        waiting = list(range(len(cases)))
+        rows = results["rows"]
+        waiting = [number for number in range(len(cases)) if number >= len(rows) or not is_steady(rows[number])]
         while waiting:
             for number in waiting:
                 if time.monotonic() - began > options.limit_seconds:

@@ -47,8 +47,8 @@ OVERHEADS: Mapping[str, Overhead] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""By engine: ours, and torch's two. Fitted to the rows of benchmarks/results/step_times_h200.json that the CPU bounds;
-that machine's varies by 15% from case to case."""
+"""By engine: ours, and torch's two. Fitted to the rows of benchmarks/results/step_times_h200.json that the CPU bounds,
+on hosts as that of the H200's calibration; on others they go with `host_factor`."""
 
 CAPTURED = Overhead(gather=0.0, wait=0.0, free=0.0, take=0.0, reduce=0.0, deliver=0.0, step=0.0)
 """Of a step that is one CUDA graph."""
