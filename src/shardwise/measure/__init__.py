@@ -11,7 +11,7 @@ profile.py     what was predicted beside what was measured, for several strategi
 benchmark.py        the same training under several engines and strategies, in turn
 case.py             one of them: all that its runs found, in one
 equivalence.py      whether all did the same training
-recommendation.py   which one to use
+recommendation.py   which one to use; byte_unit.py: how sizes are shown
 prediction.py       what the planner says of each
 results.py          all of this as values and as JSON
 contestants.py      the engines, and which of them can run a case; peers.py: those of others

@@ -8,12 +8,10 @@ or their medians differ by less than 3%: so much differs from one start of the s
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shardwise.measure.byte_unit import byte_unit
 from shardwise.measure.results import Bench, CaseResult, Spread
 from shardwise.placement import STRATEGIES
 
-_MIB, _GIB = 2**20, 2**30
-# From here on GiB are shown.
-_LARGE_BYTES = 8 * _GIB
 # What saves less memory than this is not worth a word.
 _WORTHWHILE = 1.05
 _ALIKE = 1.03
@@ -95,4 +93,5 @@ def _rate(bench: Bench, case: CaseResult) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _LARGE_BYTES else f"{num_bytes / _MIB:.1f} MiB"
+    unit_bytes, unit = byte_unit([num_bytes])
+    return f"{num_bytes / unit_bytes:.1f} {unit}"

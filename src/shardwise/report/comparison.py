@@ -3,15 +3,14 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from shardwise.measure.byte_unit import byte_unit
 from shardwise.measure.results import Bench, CaseResult
 from shardwise.planner.replay import CATEGORIES
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_MIB, _GIB = 2**20, 2**30
-# From here on GiB are shown.
-_LARGE_BYTES = 8 * _GIB
+_MIB = 2**20
 # How many differences of one bench are told; the rest is in its JSON.
 _MOST_TOLD = 8
 
@@ -154,8 +153,7 @@ def _escaped(text: str) -> str:
 
 
 def _unit(bench: Bench) -> tuple[int, str]:
-    peaks = [case.peak_bytes for case in bench.cases if case.allocated_bytes]
-    return (_GIB, "GiB") if max(peaks, default=0) >= _LARGE_BYTES else (_MIB, "MiB")
+    return byte_unit(case.peak_bytes for case in bench.cases if case.allocated_bytes)
 
 
 def _rate(value: float) -> str:

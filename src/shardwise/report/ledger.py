@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from shardwise.measure.byte_unit import byte_unit
 from shardwise.measure.profile import Profile
 from shardwise.planner.replay import CATEGORIES
 from shardwise.report.categories import bar
@@ -10,12 +11,9 @@ from shardwise.report.categories import bar
 if TYPE_CHECKING:
     from rich.table import Table
 
-_MIB, _GIB = 2**20, 2**30
 _BAR_WIDTH = 26
 # So that a line has room in 80 columns.
 _SHORT = {"gathered": "gather", "activations": "activ."}
-# From here on GiB are shown.
-_LARGE_BYTES = 8 * _GIB
 
 
 def as_data(profiles: Sequence[Profile]) -> dict[str, Any]:
@@ -84,7 +82,7 @@ def as_table(profiles: Sequence[Profile]) -> "Table":
     """Two lines a strategy: its peak as it was measured, by category, and as it was predicted."""
     from rich.table import Table
 
-    unit_bytes, unit = _unit([found.predicted.memory.allocated_bytes for found in profiles])
+    unit_bytes, unit = byte_unit([found.predicted.memory.allocated_bytes for found in profiles])
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column(unit, no_wrap=True)
     for name in ("peak", *(_SHORT.get(name, name) for name in CATEGORIES), "error"):
@@ -112,7 +110,7 @@ def remark(found: Profile) -> str:
         return f"{strategy}: not measured, since it {found.why_not}"
     parts = [] if found.step_seconds is None else [f"a step computes {found.step_seconds:.3f} s"]
     if measured.reserved_bytes is not None:
-        unit_bytes, unit = _unit([measured.reserved_bytes])
+        unit_bytes, unit = byte_unit([measured.reserved_bytes])
         predicted = found.predicted.memory.reserved_bytes
         parts.append(
             f"reserved {_number(measured.reserved_bytes / unit_bytes)} {unit}, "
@@ -129,7 +127,7 @@ def as_timeline(found: Profile) -> "Table":
 
     assert found.measured is not None
     highest = found.measured.allocated_bytes
-    unit_bytes, unit = _unit([highest])
+    unit_bytes, unit = byte_unit([highest])
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column(f"{found.rehearsal.plan.strategy}, row by row", no_wrap=True)
     table.add_column(unit, no_wrap=True, min_width=_BAR_WIDTH)
@@ -145,10 +143,6 @@ def as_timeline(found: Profile) -> "Table":
             "◀ peak" if entry is found.measured.ledger.peak else "",
         )
     return table
-
-
-def _unit(sizes: Sequence[int]) -> tuple[int, str]:
-    return (_GIB, "GiB") if max(sizes) >= _LARGE_BYTES else (_MIB, "MiB")
 
 
 def _number(value: float) -> str:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from shardwise.measure.recommendation import recommended
 from shardwise.measure.results import Bench, Difference, Equivalence
-from shardwise.report.comparison import as_markdown, as_table, baseline, columns, heading, remarks
+from shardwise.report.comparison import as_markdown, as_table, baseline, columns, heading, holdings_table, remarks
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +26,34 @@ def lines_of(bench: Bench, *, width: int = 80) -> list[str]:
     with console.capture() as capture:
         console.print(as_table(bench))
     return [line.rstrip() for line in capture.get().splitlines()]
+
+
+class TestHoldings:
+    def test_what_is_sharded_is_a_quarter_on_four_ranks(self, bench: Bench) -> None:
+        console = Console(width=80)
+        with console.capture() as capture:
+            console.print(holdings_table(bench))
+        lines = [line.split() for line in capture.get().splitlines()]
+        assert lines[0] == [
+            "a",
+            "rank,",
+            "MiB",
+            "params",
+            "gathered",
+            "grads",
+            "reduce",
+            "optim",
+            "activations",
+            "other",
+        ]
+        held = {words[0]: dict(zip(lines[0][3:], map(float, words[1:]), strict=True)) for words in lines[1:6]}
+        for strategy, names in {"zero1": ["optim"], "fsdp": ["params", "optim"]}.items():
+            for name in names:
+                assert held[strategy][name] == pytest.approx(held["ddp"][name] / 4, abs=0.01)
+
+    def test_where_nobody_looked_there_is_none(self, bench: Bench) -> None:
+        cases = tuple(replace(case, ledgers=()) for case in bench.cases)
+        assert holdings_table(replace(bench, cases=cases)) is None
 
 
 class TestTable:
