@@ -1,5 +1,6 @@
 """Images: the handwritten digits of scikit-learn, folders of image files, and random ones for benchmarks."""
 
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -87,12 +88,18 @@ class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
 
 
 class RandomImages(Dataset[tuple[Tensor, Tensor]]):
-    """Random images and labels, each a function of its index alone: for speed and memory."""
+    """Random images and labels, each a function of its index alone: for speed and memory.
+
+    To draw an image anew takes longer than a GPU takes to train with it. So all are cut from one piece of noise, each
+    from another place on, as long as there are fewer of them than an image has values.
+    """
 
     def __init__(self, num_samples: int, *, image_size: int, num_channels: int, num_classes: int) -> None:
         self.num_samples = num_samples
         self.shape = (num_channels, image_size, image_size)
-        self.num_classes = num_classes
+        generator = torch.Generator().manual_seed(0)
+        self._noise = torch.randn(2 * prod(self.shape), generator=generator)
+        self._labels = torch.randint(num_classes, (len(self._noise) // 2,), generator=generator)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -100,6 +107,6 @@ class RandomImages(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < self.num_samples:
             raise IndexError(index)
-        generator = torch.Generator().manual_seed(index)
-        image = torch.randn(self.shape, generator=generator)
-        return image, torch.randint(self.num_classes, (), generator=generator)
+        num_values = len(self._labels)
+        start = index % num_values
+        return self._noise[start : start + num_values].view(self.shape), self._labels[start]

@@ -64,7 +64,13 @@ def test_a_damaged_image_is_named_when_it_is_read(tmp_path: Path, keep: int) -> 
 
 def test_random_images_are_a_function_of_the_index() -> None:
     data = RandomImages(10, image_size=4, num_channels=2, num_classes=3)
-    assert torch.equal(data[5][0], data[5][0])
-    assert data[5][0].shape == (2, 4, 4)
+    again = RandomImages(10, image_size=4, num_channels=2, num_classes=3)
+    for index in range(10):
+        image, label = data[index]
+        assert image.shape == (2, 4, 4)
+        assert 0 <= label < 3
+        assert torch.equal(image, again[index][0])
+        assert label == again[index][1]
+    assert len({tuple(data[index][0].flatten().tolist()) for index in range(10)}) == 10
     with pytest.raises(IndexError):
         data[10]
