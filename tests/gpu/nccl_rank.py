@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise import Plan
+from shardwise.mesh import Mesh
 from shardwise.models.build import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.placement import STRATEGIES
@@ -38,6 +39,12 @@ PLANS = {
     "ring fp32": Plan(collectives="ring"),
     "dynamic fp32": Plan(dynamic=True),
     "kept norms bf16": Plan(precision="bf16", keep_fp32=("*norm*",)),
+}
+# Two groups of two.
+HYBRID_PLANS = {
+    f"hybrid {strategy} {precision}": Plan(strategy=strategy, precision=precision, mesh=Mesh(replicate=2, shard=2))
+    for strategy in ("zero2", "shard_grad_op", "fsdp")
+    for precision in ("fp32", "bf16")
 }
 
 
@@ -116,7 +123,8 @@ def main() -> None:
         torch.cuda.set_device(0)
     store = dist.FileStore(str(folder / f"store-{device}-{num_ranks}"), num_ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
-    results = {name: losses(plan, rank=rank, num_ranks=num_ranks, device=device) for name, plan in PLANS.items()}
+    plans = PLANS | (HYBRID_PLANS if num_ranks == 4 else {})
+    results = {name: losses(plan, rank=rank, num_ranks=num_ranks, device=device) for name, plan in plans.items()}
     results["overflow"] = overflow(rank=rank, num_ranks=num_ranks, device=device)
     if device == "cuda":
         for strategy in STRATEGIES:

@@ -43,7 +43,7 @@ def by_accelerate(
 ) -> tuple[nn.Module, Optimizer, Update]:
     """`Accelerator.prepare`."""
     _make_real(model, optimizer, plan=config.plan, device=device)
-    with _told_of_the_group():
+    with _told_of_the_group(device):
         accelerator = _accelerator(model, plan=config.plan, device=device)
         prepared, stepped = accelerator.prepare(model, optimizer)
 
@@ -87,7 +87,7 @@ def by_lightning(
     """`Fabric.setup_module` and `setup_optimizers`."""
     _make_real(model, optimizer, plan=config.plan, device=device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    with _told_of_the_group():
+    with _told_of_the_group(device):
         fabric = _fabric(model, plan=config.plan, device=device)
         fabric.launch()
         prepared = fabric.setup_module(model, move_to_device=False)
@@ -127,7 +127,9 @@ def _fabric(model: nn.Module, *, plan: Plan, device: torch.device) -> Any:
         )
     return Fabric(
         accelerator=device.type,
-        devices=num_ranks,
+        # As if each rank were a machine with one device, which may be any.
+        devices=1 if device.type == "cpu" else [device.index],
+        num_nodes=num_ranks,
         precision=precision,
         strategy=strategy,
         plugins=[_this_job()],
@@ -135,7 +137,7 @@ def _fabric(model: nn.Module, *, plan: Plan, device: torch.device) -> Any:
 
 
 def _this_job() -> Any:
-    """What Fabric asks of whoever has started its processes, told by the group that is there; all on one machine."""
+    """What Fabric asks of whoever has started its processes, told by the group that is there."""
     from lightning.fabric.plugins.environments import ClusterEnvironment
 
     class ThisJob(ClusterEnvironment):  # type: ignore[misc]
@@ -160,23 +162,25 @@ def _this_job() -> Any:
             assert rank == dist.get_rank()
 
         def local_rank(self) -> int:
-            return dist.get_rank()
+            return 0
 
         def node_rank(self) -> int:
-            return 0
+            return dist.get_rank()
 
     return ThisJob()
 
 
 @contextmanager
-def _told_of_the_group() -> Iterator[None]:
-    """The variables by which others know of a job, said of the group that is there; all on one machine.
+def _told_of_the_group(device: torch.device) -> Iterator[None]:
+    """The variables by which others know of a job, said of the group that is there; all on one machine, where the
+    number of a rank is by their rule the one of its device.
 
     What else they change for the whole process is put back: variables, and the number of threads, which shall be the
     same for all engines.
     """
     rank, num_ranks, threads = dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
-    said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    local_rank = rank if device.index is None else device.index
+    said = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     told = {name: str(value) for name, value in said.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     before = dict(os.environ)
     os.environ.update(told)

@@ -1,0 +1,68 @@
+"""A bench on GPUs: every engine, with the wire and without. Its two ranks share one GPU here."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.measure.benchmark import Asked, bench
+from shardwise.measure.case import cases_of
+from shardwise.measure.contestants import ENGINES
+from shardwise.train.config import TrainConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(590),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+STRATEGIES = ("ddp", "zero2", "fsdp")
+# Runs in every rank before anything else: each says that it is another host, and takes the first GPU.
+SHARE_THE_GPU = """
+import os
+if "RANK" in os.environ:
+    os.environ.update(LOCAL_RANK="0", NCCL_HOSTID="host" + os.environ["RANK"])
+"""
+
+
+@pytest.fixture
+def shared_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SHARE_THE_GPU)
+    before = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), before))))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.usefixtures("shared_gpu")
+def test_every_case_is_measured_and_trains_alike(engine: str, tmp_path: Path) -> None:
+    config = TrainConfig.from_dict(
+        {
+            "task": {"model": "gpt-tiny", "dataset": "random", "seq": 64},
+            "plan": {"micro_batch": 4, "precision": "bf16"},
+            "optimizer": {"fused": True},
+            "train": {"steps": 10},
+            "run": {"device": "cuda", "folder": str(tmp_path / "run")},
+        }
+    )
+    # With our ddp, to be compared with.
+    cases = [
+        case
+        for case in cases_of(config, engines=list(dict.fromkeys(("shardwise", engine))), strategies=STRATEGIES)
+        if case.engine == engine or case.strategy == "ddp"
+    ]
+    asked = Asked(
+        config=config, cases=cases, num_ranks=2, folder=tmp_path / "out", name="", command="", rounds=1, steps=4
+    )
+    found = bench(asked)
+    assert found.equivalence.agrees, found.equivalence
+    for case, result in zip(cases, found.cases, strict=True):
+        assert not case.failed, (case.name, case.why_not)
+        if case.why_not:
+            continue
+        assert result.step_seconds is not None
+        assert result.silent_seconds is not None
+        assert result.peak_bytes
+        assert result.sent_bytes
+        if engine != "captured":
+            assert result.ledgers
