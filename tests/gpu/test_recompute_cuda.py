@@ -1,6 +1,5 @@
 """On a GPU: recomputation and offload give the same bits as neither, and take the memory that they promise."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -22,9 +21,9 @@ WAYS = ["none", "full", "selective", "none offload", "full offload", "selective 
 
 
 @pytest.fixture(autouse=True)
-def _deterministic() -> Iterator[None]:
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The backward of attention adds up in any order otherwise, and also where that is only warned of."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.enable_cudnn_sdp(False)
     yield

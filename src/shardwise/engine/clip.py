@@ -23,11 +23,12 @@ def clip_grad_norm_(
     """
     engine = engine_of(model)
     refuse_in_the_middle(engine, what="clip_grad_norm_")
-    total = _norm(engine, norm_type=float(norm_type))
+    everywhere, slices = (_grads(engine, sharded=sharded) for sharded in (False, True))
+    total = _norm(everywhere, slices, engine=engine, norm_type=float(norm_type))
     if error_if_nonfinite and not total.isfinite():
         raise InvalidData(f"the norm of the gradients is {total.item()}: they cannot be clipped")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for grads in (_grads(engine, sharded=False), _grads(engine, sharded=True)):
+    for grads in (everywhere, slices):
         if grads:
             # Slices may lie in host memory.
             torch._foreach_mul_(grads, scale.to(grads[0].device, grads[0].dtype))
@@ -36,29 +37,28 @@ def clip_grad_norm_(
 
 def _grads(engine: Engine, *, sharded: bool) -> list[Tensor]:
     """The gradients that this rank's optimizer steps by: those of its own slices, or those that all ranks hold."""
-    return [
+    grads = (
         part.parameter.grad
         for flat in engine.flats
         if (flat.placement.optim is SHARDED) == sharded
         for part in flat.owned
-        if part.parameter.grad is not None
-    ]
+    )
+    return [grad for grad in grads if grad is not None]
 
 
-def _norm(engine: Engine, *, norm_type: float) -> Tensor:
-    device = engine.device
-    everywhere = _power_sum(_grads(engine, sharded=False), norm_type=norm_type, device=device)
-    slices = _power_sum(_grads(engine, sharded=True), norm_type=norm_type, device=device)
-    operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    dist.all_reduce(slices, op=operation, group=engine.groups.reduce.handle)
-    if math.isinf(norm_type):
-        return torch.maximum(everywhere, slices)
-    return (everywhere + slices) ** (1 / norm_type)
+def _norm(everywhere: list[Tensor], slices: list[Tensor], *, engine: Engine, norm_type: float) -> Tensor:
+    total = _power_sum(everywhere, norm_type=norm_type, device=engine.device)
+    if any(flat.placement.optim is SHARDED for flat in engine.flats):
+        others = _power_sum(slices, norm_type=norm_type, device=engine.device)
+        operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+        dist.all_reduce(others, op=operation, group=engine.groups.reduce.handle)
+        total = torch.maximum(total, others) if math.isinf(norm_type) else total + others
+    return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 
 def _power_sum(grads: list[Tensor], *, norm_type: float, device: torch.device) -> Tensor:
     """Σ |g|^p, or the maximum for p = ∞; what adds up over slices."""
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack([torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in grads]).to(device)
+    norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=torch.float64)).to(device)
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()

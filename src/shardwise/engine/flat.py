@@ -203,14 +203,18 @@ class FlatParams:
     def has_grads(self) -> bool:
         return any(part.parameter.grad is not None for part in self.owned)
 
-    def add_grads(self, average: Tensor) -> None:
-        """Take this backward's averaged gradients, on top of those that are there: of the slice, or of everything."""
+    def add_grads(self, average: Tensor, *, views: list[Tensor] | None = None) -> None:
+        """Take this backward's averaged gradients, on top of those that are there: of the slice, or of everything.
+
+        `views`: the parameters' places in it, if they are made already.
+        """
         olds: list[Tensor] = []
         news: list[Tensor] = []
         self.awaits_grads = False
         self.with_new_grads.clear()
-        whole = [] if self.placement.grads is SHARDED else self.views(average)
-        if self.shows_grads:
+        shows_grads = self.shows_grads
+        whole = [] if self.placement.grads is SHARDED else views or self.views(average)
+        if shows_grads:
             # The owned parts' gradients are views of the same memory.
             for index, (parameter, view) in enumerate(zip(self.params, whole, strict=True)):
                 old = self.hidden[index]
@@ -220,14 +224,19 @@ class FlatParams:
                 else:
                     self.with_new_grads.add(index)
                 parameter.grad = (view if old is None else old) if parameter.requires_grad else None
-        owned_grads = self._owned_grads(average) if self.placement.optim is SHARDED else whole
-        for part, new in zip(self.owned, owned_grads, strict=True):
-            if self.params[part.index].requires_grad:
-                if part.parameter.grad is None:
+        if self.master is not self.full:
+            owned_grads = self._owned_grads(average) if self.placement.optim is SHARDED else whole
+            with unguarded():
+                trained = [self.params[part.index].requires_grad for part in self.owned]
+            for part, new, is_trained in zip(self.owned, owned_grads, trained, strict=True):
+                if not is_trained:
+                    continue
+                old = part.parameter.grad
+                if old is None:
                     part.parameter.grad = new
                     self.with_new_grads.add(part.index)
-                elif not self.shows_grads:
-                    olds.append(part.parameter.grad)
+                elif not shows_grads:
+                    olds.append(old)
                     news.append(new)
         if olds:
             if self.host is not None:
@@ -243,10 +252,13 @@ class FlatParams:
 
     def hide_grads(self) -> None:
         """Before backward: autograd must find no gradient, or it would add this rank's own to the average."""
+        shows_grads = self.shows_grads
         with unguarded():
             for index, parameter in enumerate(self.params):
-                self.hidden[index] = parameter.grad if self.shows_grads else None
-                parameter.grad = None
+                grad = parameter.grad
+                self.hidden[index] = grad if shows_grads else None
+                if grad is not None:
+                    parameter.grad = None
         self.awaits_grads = True
 
     def restore_grads(self) -> None:
@@ -260,7 +272,8 @@ class FlatParams:
 
     def drop_stale_grads(self) -> None:
         """Before forward: a gradient that was cleared in the optimizer is cleared in the model, and the reverse."""
-        if not self.shows_grads:
+        if not self.shows_grads or self.master is self.full:
+            # There are none to be seen, or the model's parameters are the optimizer's.
             return
         for part in self.owned:
             if self.params[part.index].grad is None:

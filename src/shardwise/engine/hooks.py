@@ -1,5 +1,6 @@
 """Module and autograd hooks → events for the runner: two hooks a unit, one a parameter."""
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -16,6 +17,8 @@ from shardwise.engine.unit import Unit
 from shardwise.spec import ANNOUNCED, NONE, UNANNOUNCED
 
 _PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+# Of what a module keeps on itself nearly all is of these, which is found out faster than that it is no tensor.
+_NO_TENSORS = frozenset({*_PLAIN, dict, OrderedDict, list, tuple, set})
 
 
 def attach_hooks(runner: Runner, *, input_dtype: torch.dtype | None) -> list[Any]:
@@ -66,6 +69,8 @@ def _after_forward(
         elif not isinstance(leaf, _PLAIN) and unit.trainable:
             backward = UNANNOUNCED
     for values in attributes:
+        if _NO_TENSORS.issuperset(map(type, values.values())):
+            continue
         for value in values.values():
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 # A loss that is fetched from the module comes back by this way, and perhaps before the outputs.

@@ -22,7 +22,7 @@ class PreparedModule(nn.Module):
         """Clear the gradients, also those that the optimizer steps by."""
         engine = engine_of(self)
         kept = [] if set_to_none else [part.parameter.grad for flat in engine.flats for part in flat.owned]
-        engine.runner.forget_grads([name for flat in engine.flats for name in flat.names], drop=set_to_none)
+        engine.runner.forget_grads({name for flat in engine.flats for name in flat.names}, drop=set_to_none)
         for grad in kept:
             if grad is not None:
                 grad.zero_()

@@ -107,7 +107,7 @@ class OwnedParameters:
         optimizer = held()
         assert optimizer is not None
         type(optimizer).zero_grad(optimizer, set_to_none)
-        names = [name for group in self.group_names[optimizer] for name in group]
+        names = {name for group in self.group_names[optimizer] for name in group}
         self._forget_grads(names, drop=set_to_none)
 
     def before_step(self, *, sharded: bool) -> None:

@@ -1,6 +1,7 @@
 """The buckets of a program, reduced in its order on every rank, however early or late each is ready."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 
 from shardwise.engine.reduce import ReduceBucket
 from shardwise.engine.unit import Unit
@@ -78,7 +79,7 @@ class ReduceQueue:
         """Whether gradients are summed on this rank alone, for a later backward to reduce."""
         return any(bucket.holds for bucket in self.buckets)
 
-    def forget(self, names: Collection[str]) -> None:
+    def forget(self, names: AbstractSet[str]) -> None:
         """Clear what is held for the parameters of these names."""
         for bucket in self.buckets:
             bucket.forget(names)

@@ -5,7 +5,8 @@ with a second axis is summed over that too, while backward goes on. In an accumu
 adds to what it holds.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +29,10 @@ class _Segment:
     def __init__(self, flat: FlatParams, *, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.flats = [flat]
-        # Of all gradients; once these are summed over the shard axis, of the slice that goes over `replicate`.
+        # Of all gradients, and their places in it, flat by flat; once these are summed over the shard axis, of the
+        # slice that goes over `replicate`.
         self.buffer: Tensor | None = None
+        self._views: list[list[Tensor]] = []
         # Whether earlier passes have left gradients in the buffer.
         self.holds = False
         self.work: Work | None = None
@@ -43,29 +46,42 @@ class _Segment:
         """The places of a flat's gradients in the buffer, which comes into being with the first that asks."""
         if self.buffer is None:
             if self._kept is not None and self._kept.is_unused():
-                self.buffer = self._kept.buffer
+                self.buffer, self._views = self._kept.buffer, self._kept.views
             else:
                 self.buffer = torch.empty(self.num_elements, dtype=self.dtype, device=flat.device)
-        if self._kept is not None and self.buffer is self._kept.buffer:
-            return self._kept.views[self.flats.index(flat)]
-        return flat.views(self.parts()[self.flats.index(flat)])
+                self._views = self._cut()
+        return self._views[self.flats.index(flat)]
 
     def parts(self) -> Sequence[Tensor]:
         """The buffer, flat by flat."""
         assert self.buffer is not None
         return torch.split_with_sizes(self.buffer, [flat.layout.num_elements for flat in self.flats])
 
+    def _cut(self) -> list[list[Tensor]]:
+        return [flat.views(part) for flat, part in zip(self.flats, self.parts(), strict=True)]
+
+    def release(self) -> None:
+        """The buffer has done its work here."""
+        self.buffer = None
+        self._views = []
+
     @property
     def kept(self) -> Tensor | None:
         """The buffer that stays for the next step, if any."""
         return self._kept.buffer if self._kept is not None else None
 
-    def keep_buffer(self) -> None:
-        """On a CPU, where a new buffer costs a page fault every 4 KiB, use this one again when nobody else does."""
+    def gradients(self) -> list[list[Tensor]]:
+        """Views of the buffer that can be its parameters' gradients.
+
+        On a CPU, where a new buffer costs a page fault every 4 KiB, it is used again when no gradient lies in it any
+        more; so gradients are then views of their own, that can be counted.
+        """
         assert self.buffer is not None
-        if self.buffer.device.type == "cpu" and (self._kept is None or self._kept.buffer is not self.buffer):
-            views = [flat.views(part) for flat, part in zip(self.flats, self.parts(), strict=True)]
-            self._kept = _Kept(buffer=self.buffer, views=views)
+        if self.buffer.device.type != "cpu":
+            return self._views
+        if self._kept is None or self._kept.buffer is not self.buffer:
+            self._kept = _Kept(buffer=self.buffer, views=self._views)
+        return self._cut()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,18 +121,25 @@ class ReduceBucket:
         self.scale = 1 / groups.mesh.num_ranks
         self.ready: set[str] = set()
         self.segments: list[_Segment] = []
-        for flat in (flat for unit in units for flat in unit.flats):
-            if flat.full.is_floating_point() or flat.full.is_complex():
-                self._place(flat, dtype=_reduce_dtype(flat, reduce_dtype))
+        # Where the gradients of each unit go.
+        self._places: dict[str, list[tuple[FlatParams, _Segment]]] = {
+            unit.name: [
+                (flat, self._segment_for(flat, dtype=_reduce_dtype(flat, reduce_dtype)))
+                for flat in unit.flats
+                if flat.full.is_floating_point() or flat.full.is_complex()
+            ]
+            for unit in units
+        }
 
-    def _place(self, flat: FlatParams, *, dtype: torch.dtype) -> None:
+    def _segment_for(self, flat: FlatParams, *, dtype: torch.dtype) -> _Segment:
         """Sharded gradients are cut into slices flat by flat; replicated ones of a dtype go together."""
         if not self.sharded:
             for segment in self.segments:
                 if segment.dtype == dtype:
                     segment.flats.append(flat)
-                    return
+                    return segment
         self.segments.append(_Segment(flat, dtype=dtype))
+        return self.segments[-1]
 
     @property
     def complete(self) -> bool:
@@ -131,10 +154,8 @@ class ReduceBucket:
         weight = self.passes.weight(num_ranks=self.groups.mesh.num_ranks)
         if weight:
             unit.used |= unit.with_grads
-        for segment in self.segments:
-            for flat in segment.flats:
-                if any(flat is own for own in unit.flats):
-                    _copy_in(flat, segment.views(flat), add=segment.holds, weight=weight)
+        for flat, segment in self._places[unit.name]:
+            _copy_in(flat, segment.views(flat), add=segment.holds, weight=weight)
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -154,7 +175,7 @@ class ReduceBucket:
         return any(segment.holds for segment in self.segments)
 
     @torch.no_grad()
-    def forget(self, names: Collection[str]) -> None:
+    def forget(self, names: AbstractSet[str]) -> None:
         """Clear what is held for the parameters of these names; with all of them, the buffer goes."""
         for segment in self.segments:
             if not segment.holds:
@@ -165,7 +186,7 @@ class ReduceBucket:
                         view.zero_()
             if all(name in names for flat in segment.flats for name in flat.names):
                 segment.holds = False
-                segment.buffer = None
+                segment.release()
 
     @torch.no_grad()
     def start(self) -> None:
@@ -213,7 +234,7 @@ class ReduceBucket:
                 (flat,) = segment.flats
                 assert segment.buffer is not None
                 flat.add_grads(segment.buffer.to(flat.master_dtype).mul_(self.scale))
-                segment.buffer = None
+                segment.release()
 
     def drop(self) -> None:
         """Forget what is under way, once nobody writes into it any more (a backward that raised)."""
@@ -222,30 +243,36 @@ class ReduceBucket:
                 segment.work.wait()
             segment.work = None
             if not segment.holds:
-                segment.buffer = None
+                segment.release()
         self.ready.clear()
 
     def _send_slice_on(self, segment: _Segment) -> None:
         """Sum this rank's slice over `replicate`: a copy of it, so that the buffer can go meanwhile."""
         assert segment.buffer is not None
-        segment.buffer = own_slice(segment.buffer, group=self.groups.reduce).clone()
+        mine = own_slice(segment.buffer, group=self.groups.reduce).clone()
+        segment.release()
+        segment.buffer = mine
         segment.work = self.collectives.all_reduce(segment.buffer, group=self.groups.replicate)
 
     def _deliver_slice(self, segment: _Segment) -> None:
         (flat,) = segment.flats
         assert segment.buffer is not None
         mine = own_slice(segment.buffer, group=self.groups.reduce)
-        # A copy, so that the buffer can go.
-        flat.add_grads(mine.to(flat.master_dtype, copy=True).mul_(self.scale))
-        segment.buffer = None
+        # A copy in any case, so that the buffer can go.
+        same = flat.master_dtype == segment.dtype
+        flat.add_grads(mine * self.scale if same else mine.to(flat.master_dtype).mul_(self.scale))
+        segment.release()
 
     def _deliver_whole(self, segment: _Segment) -> None:
         assert segment.buffer is not None
-        segment.buffer.mul_(self.scale)
-        for flat, part in zip(segment.flats, segment.parts(), strict=True):
-            flat.add_grads(part.to(flat.master_dtype))
-        segment.keep_buffer()
-        segment.buffer = None
+        if self.scale != 1:
+            segment.buffer.mul_(self.scale)
+        for flat, part, views in zip(segment.flats, segment.parts(), segment.gradients(), strict=True):
+            if flat.master_dtype == segment.dtype:
+                flat.add_grads(part, views=views)
+            else:
+                flat.add_grads(part.to(flat.master_dtype))
+        segment.release()
 
 
 def _reduce_dtype(flat: FlatParams, planned: torch.dtype) -> torch.dtype:

@@ -5,11 +5,11 @@ Two things are kept in order on every rank, each in a process group of its own: 
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 import torch
-from torch import nn
 from torch.autograd import Variable
 
 from shardwise.comm.start import meet
@@ -150,6 +150,7 @@ class Runner:
         """A backward raised: what it left is part of a gradient."""
         for unit in self.units.values():
             unit.used.clear()
+            unit.in_backward = False
             for flat in unit.flats:
                 flat.restore_grads()
         self.in_backward = False
@@ -177,11 +178,11 @@ class Runner:
         self.walk.serve(unit)
         self.tape.record(Kind.BACKWARD, unit.name)
 
-    def grad_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
-        """One more of the unit's gradients is there."""
+    def grad_ready(self, unit: Unit, parameter: int) -> None:
+        """One more of the unit's gradients is there, that of the parameter with this id."""
         if not self.in_backward:
             self._begin_backward()
-        if id(parameter) in unit.with_grads:
+        if parameter in unit.with_grads:
             raise InvalidModel(
                 f"a parameter of {unit.name} got two gradients in one backward, as a reentrant checkpoint gives them: "
                 "say use_reentrant=False in torch.utils.checkpoint"
@@ -191,7 +192,7 @@ class Runner:
                 f"a parameter of {unit.name} got a gradient after the unit's backward was over: it is used outside of "
                 "the unit; make the module that uses it the unit (units = 'auto + MODULE')"
             )
-        unit.with_grads.add(id(parameter))
+        unit.with_grads.add(parameter)
         if unit.complete:
             self.walk.close_complete(unit)
 
@@ -238,7 +239,7 @@ class Runner:
 
     # Between backwards
 
-    def forget_grads(self, names: Collection[str], *, drop: bool) -> None:
+    def forget_grads(self, names: AbstractSet[str], *, drop: bool) -> None:
         """Somebody clears the gradients of these parameters; with `drop`, also those that are reduced."""
         self.queue.forget(names)
         for unit in self.units.values():

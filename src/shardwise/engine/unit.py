@@ -40,9 +40,11 @@ class Unit:
         self.learned_trainable: frozenset[int] = frozenset()
         self.with_grads: set[int] = set()
         self.used: set[int] = set()
+        self.in_backward = False
         self.closed = False
         self._hooked: set[int] = set()
-        self.on_grad: Callable[[Unit, nn.Parameter], None] | None = None
+        # Told of a gradient, by its parameter's id, that is the unit's last, or comes in an unusual way.
+        self.on_grad: Callable[[Unit, int], None] | None = None
 
     def params(self) -> Iterator[nn.Parameter]:
         return (parameter for flat in self.flats for parameter in flat.params)
@@ -139,9 +141,10 @@ class Unit:
 
     # The step
 
-    def begin(self, on_grad: Callable[["Unit", nn.Parameter], None]) -> None:
+    def begin(self, on_grad: Callable[["Unit", int], None]) -> None:
         """A new forward: what has been thawed gets its hook, what has been cleared is forgotten."""
         self.on_grad = on_grad
+        self.in_backward = False
         self.calls = 0
         self.call = -1
         before = self.trainable
@@ -152,7 +155,7 @@ class Unit:
                     trainable.append(id(parameter))
                     if id(parameter) not in self._hooked:
                         self._hooked.add(id(parameter))
-                        hook = partial(_grad_arrived, weakref.ref(self))
+                        hook = partial(_grad_arrived, weakref.ref(self), id(parameter))
                         parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             for flat in self.flats:
                 flat.drop_stale_grads()
@@ -183,6 +186,7 @@ class Unit:
         return {name for flat in self.flats for i, name in enumerate(flat.names) if self.is_trainable(flat, i)}
 
     def begin_backward(self) -> None:
+        self.in_backward = True
         self.with_grads.clear()
         self.begun.clear()
         self.closed = False
@@ -191,13 +195,22 @@ class Unit:
 
     def end_backward(self) -> None:
         """Where gradients are sharded, `p.grad` has nothing to show, and says so."""
+        self.in_backward = False
         self.free()
         if self.placement.grads is SHARDED and not self.at_rest:
             self._rest()
 
 
-def _grad_arrived(unit: "weakref.ref[Unit]", parameter: nn.Parameter) -> None:
-    """Autograd holds this hook where the garbage collector cannot look, so it must not hold the unit."""
-    there = unit()
-    if there is not None and there.on_grad is not None:
-        there.on_grad(there, parameter)
+def _grad_arrived(held: "weakref.ref[Unit]", key: int, parameter: nn.Parameter) -> None:
+    """Autograd holds this hook where the garbage collector cannot look, so it must not hold the unit.
+
+    It is called for every parameter in every backward, so what is usual is told here, and the rest by `on_grad`.
+    """
+    unit = held()
+    if unit is None or unit.on_grad is None:
+        return
+    arrived = unit.with_grads
+    if unit.in_backward and not unit.closed and key not in arrived and len(arrived) + 1 < len(unit.trainable):
+        arrived.add(key)
+    else:
+        unit.on_grad(unit, key)
