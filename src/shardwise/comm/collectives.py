@@ -42,7 +42,7 @@ class Collectives(Protocol):
 def own_slice(buffer: Tensor, *, group: Group) -> Tensor:
     """The part of a buffer of `group.size` equal slices that belongs to this rank."""
     size = buffer.numel() // group.size
-    return buffer.narrow(0, group.index * size, size)
+    return buffer[group.index * size : (group.index + 1) * size]
 
 
 class BackendCollectives:

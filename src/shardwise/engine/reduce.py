@@ -55,6 +55,8 @@ class _Segment:
     def parts(self) -> Sequence[Tensor]:
         """The buffer, flat by flat."""
         assert self.buffer is not None
+        if len(self.flats) == 1:
+            return [self.buffer]
         return torch.split_with_sizes(self.buffer, [flat.layout.num_elements for flat in self.flats])
 
     def _cut(self) -> list[list[Tensor]]:
