@@ -19,7 +19,7 @@ from shardwise.planner.time import estimate_time, timeline
 from shardwise.sources import Source
 from shardwise.train.config import OptimizerSection, TrainConfig
 
-PLANNED_ENGINES = ("shardwise", "torch")
+PLANNED_ENGINES = ("shardwise", "captured", "torch")
 """Of these the planner knows the schedule."""
 
 
@@ -34,6 +34,7 @@ class Forecast:
     cluster: Cluster
     device: str
     section: OptimizerSection
+    clips: bool = False
 
     @property
     def optimizer(self) -> str:
@@ -51,8 +52,10 @@ class Forecast:
             optimizer=optimizer,
             device=self.device,
         )
-        time = estimate_time(spec, plan=plan, cluster=cluster, optimizer=optimizer)
-        spans = [] if time is None else timeline(spec, plan=plan, cluster=cluster, optimizer=optimizer)
+        time = estimate_time(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=self.clips)
+        spans = (
+            [] if time is None else timeline(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=self.clips)
+        )
         return Predicted(
             allocated_bytes=found.memory.allocated_bytes,
             breakdown_bytes=dict(found.memory.breakdown_bytes),
@@ -83,7 +86,13 @@ class Forecast:
 def forecast_of(config: TrainConfig, *, cluster: Cluster, device: str) -> Forecast:
     """Loads the model, or raises what is wrong with its name; it is traced when the first case is asked for."""
     source = Source(config.task.model, seq=config.task.seq, image=config.task.image, kernels=device)
-    return Forecast(source=source, cluster=cluster, device=device, section=config.optimizer)
+    return Forecast(
+        source=source,
+        cluster=cluster,
+        device=device,
+        section=config.optimizer,
+        clips=config.train.clip_norm > 0,
+    )
 
 
 def optimizer_rule(section: OptimizerSection, *, device: str) -> str:

@@ -18,6 +18,9 @@ from shardwise.planner.sizes import MASTER_BYTES, UnitSizes, sizes_of
 from shardwise.program import Kind, Operation, Row, StepProgram, Trigger, build
 from shardwise.spec.step import Stream
 
+# A float64.
+_NORM_BYTES = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
@@ -33,14 +36,15 @@ class Schedule:
     update: tuple[Instruction, ...]
 
 
-def schedule_of(job: Job, *, cluster: Cluster, optimizer: str) -> Schedule:
-    """The step of a job, whose model may be shortened."""
+def schedule_of(job: Job, *, cluster: Cluster, optimizer: str, clips: bool = False) -> Schedule:
+    """The step of a job, whose model may be shortened; `clips`: the gradients by their norm, before the update."""
     assert job.plan.mesh is not None
     writer = _Writer(
         job=job,
         cluster=cluster,
         rings=rings_of(job.plan.mesh, cluster=cluster),
         optimizer=optimizer,
+        clips=clips,
         sizes=sizes_of(job.spec, plan=job.plan),
         overhead=overhead_of(job, cluster=cluster),
         num_pieces=sum(bool(stream.ops) for _, stream in job.streams),
@@ -71,6 +75,7 @@ class _Writer:
     cluster: Cluster
     rings: Rings
     optimizer: str
+    clips: bool
     sizes: Mapping[str, UnitSizes]
     overhead: Overhead
     num_pieces: int
@@ -284,12 +289,22 @@ class _Writer:
                 # The parameters in the dtype that computes are made anew.
                 refreshed += weight * (sizes.compute_bytes + MASTER_BYTES * sizes.elements)
             num_elements, num_tensors = num_elements + weight * elements, num_tensors + weight * tensors
+        if self.clips:
+            yield from self._clip(MASTER_BYTES * num_elements)
         launch, kernel = update_seconds(
             num_elements=num_elements, num_tensors=num_tensors, optimizer=self.optimizer, device=self.cluster.device
         )
         yield self._work("update", launch + self.overhead.step, kernel)
         if refreshed:
             yield self._copy("refresh", refreshed)
+
+    def _clip(self, num_bytes: int) -> Iterator[Instruction]:
+        """The norm reads the rank's gradients, is summed over what is sharded, and scales them."""
+        yield self._copy("norm", num_bytes)
+        if any(placement.optim is SHARDED for placement in self.job.placements.values()):
+            yield self._send("reduce norm", self.rings.shard, self.rings.shard.all_reduce_seconds(_NORM_BYTES))
+            yield Instruction(WAIT, "reduce norm", 0, self.overhead.wait)
+        yield self._copy("clip", 2 * num_bytes)
 
 
 @lru_cache(maxsize=4096)

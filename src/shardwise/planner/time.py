@@ -64,12 +64,17 @@ def why_not_timed(spec: ModelSpec, *, plan: Plan, cluster: Cluster) -> str | Non
     return None
 
 
-def estimate_time(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str = "adamw") -> TimeEstimate | None:
-    """The time of a step of `plan`, whose micro-batch is set; None where `why_not_timed` says why."""
+def estimate_time(
+    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str = "adamw", clips: bool = False
+) -> TimeEstimate | None:
+    """The time of a step of `plan`, whose micro-batch is set; None where `why_not_timed` says why.
+
+    `clips`: it also takes the norm of the gradients and scales them by it.
+    """
     assert plan.micro_batch is not None
     if why_not_timed(spec, plan=plan, cluster=cluster) is not None:
         return None
-    prepared = _prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer)
+    prepared = _prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips)
     queues, step_seconds, cpu_seconds = _steady(prepared, batch=plan.micro_batch)
     samples = plan.micro_batch * plan.accumulate
     return TimeEstimate(
@@ -84,10 +89,12 @@ def estimate_time(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: s
     )
 
 
-def timeline(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str = "adamw") -> list[Span]:
+def timeline(
+    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str = "adamw", clips: bool = False
+) -> list[Span]:
     """What each queue does in one step, from its beginning."""
     assert plan.micro_batch is not None
-    prepared = _lengthened(_prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer))
+    prepared = _lengthened(_prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips))
     queues, _, _ = _steady(prepared, batch=plan.micro_batch, records=True)
     assert queues.spans is not None
     start = min((span.start for span in queues.spans), default=0.0)
@@ -111,32 +118,35 @@ class _Prepared:
     job: Job
     cluster: Cluster
     optimizer: str
+    clips: bool
     schedule: Schedule
     pieces: Pieces
     sent_bytes: int
 
 
 @lru_cache(maxsize=4096)
-def _known(job: Job) -> dict[tuple[int, str], _Prepared]:
+def _known(job: Job) -> dict[tuple[int, str, bool], _Prepared]:
     """What was prepared of a job, by the id of its cluster (which it holds on to, and which is slow to hash)."""
     return {}
 
 
-def _prepare(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str) -> _Prepared:
+def _prepare(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, clips: bool = False) -> _Prepared:
     device = "cpu" if _is_host(cluster) else "cuda"
     job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=device)
-    known, key = _known(job), (id(cluster), optimizer)
+    known, key = _known(job), (id(cluster), optimizer, clips)
     if key not in known:
-        known[key] = _scheduled(job if _units_repeat(job) else _whole(job), cluster=cluster, optimizer=optimizer)
+        shortened = job if _units_repeat(job) else _whole(job)
+        known[key] = _scheduled(shortened, cluster=cluster, optimizer=optimizer, clips=clips)
     return known[key]
 
 
-def _scheduled(job: Job, *, cluster: Cluster, optimizer: str) -> _Prepared:
+def _scheduled(job: Job, *, cluster: Cluster, optimizer: str, clips: bool) -> _Prepared:
     return _Prepared(
         job=job,
         cluster=cluster,
         optimizer=optimizer,
-        schedule=schedule_of(job, cluster=cluster, optimizer=optimizer),
+        clips=clips,
+        schedule=schedule_of(job, cluster=cluster, optimizer=optimizer, clips=clips),
         pieces=timed_pieces(job, device=cluster.device),
         sent_bytes=sent_bytes(job),
     )
@@ -153,7 +163,8 @@ def _whole(job: Job) -> Job:
 
 
 def _lengthened(prepared: _Prepared) -> _Prepared:
-    return _scheduled(_whole(prepared.job), cluster=prepared.cluster, optimizer=prepared.optimizer)
+    whole = _whole(prepared.job)
+    return _scheduled(whole, cluster=prepared.cluster, optimizer=prepared.optimizer, clips=prepared.clips)
 
 
 def _works(prepared: _Prepared, *, batch: int) -> list[Work]:

@@ -89,6 +89,14 @@ class TestForecast:
             assert {queue for queue, _, _, _ in one.spans} >= {"compute", "reduce"}
             assert all(0 <= start <= end for _, _, start, end in one.spans)
 
+    def test_a_step_that_clips_has_it_in_its_time(self) -> None:
+        unclipped = replace(CONFIG, train=replace(CONFIG.train, clip_norm=0.0))
+        plan = replace(CONFIG.plan, capture=True)
+        one, other = (forecast_of(c, cluster=here(), device="cuda").of(plan) for c in (CONFIG, unclipped))
+        assert "clip" in {name for _, name, _, _ in one.spans}
+        assert "clip" not in {name for _, name, _, _ in other.spans}
+        assert one.allocated_bytes == other.allocated_bytes
+
     def test_the_same_training_on_more_devices(self) -> None:
         forecast = forecast_of(CONFIG, cluster=here(), device="cuda")
         rows = forecast.scaled(CONFIG.plan, strategies=["ddp", "fsdp"])

@@ -121,6 +121,22 @@ def test_slices_are_summed_over_the_nodes_behind_backward() -> None:
     assert sum(span.end > backward_ends for span in slices) == 2
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_clipping_reads_the_gradients_twice_and_writes_them_once(strategy: str) -> None:
+    cluster = cluster_of("8xh100-80gb")
+    plan = plan_of(strategy, micro_batch=16, capture=True)
+    plain, clipped = (estimate_time(SPEC, plan=plan, cluster=cluster, clips=clips) for clips in (False, True))
+    assert plain is not None
+    assert clipped is not None
+    num_bytes = 3 * 4 * sum(unit.num_params for unit in SPEC.units) / (8 if strategy == "fsdp" else 1)
+    seconds = clipped.step_seconds - plain.step_seconds
+    assert seconds > num_bytes / 3.35e12
+    assert seconds < num_bytes / 2e12 + 100e-6
+    names = [span.name for span in timeline(SPEC, plan=plan, cluster=cluster, clips=True)]
+    assert ("reduce norm" in names) == (strategy == "fsdp")
+    assert names.index("norm") < names.index("clip") < names.index("update")
+
+
 def test_zero1_gathers_behind_the_next_forward() -> None:
     plan = plan_of("zero1", micro_batch=16)
     found = timed(plan)
