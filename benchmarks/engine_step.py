@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from shardwise.engines import prepare
+from shardwise.engines import clip_grad_norm_, prepare
 from shardwise.measure.live import LiveBytes
 from shardwise.models.build import build_model
 from shardwise.models.shapes import GPTShape
@@ -67,15 +67,19 @@ class Case:
     precision: str = "fp32"
     steps_per_block: int = 4
     rounds: int = 20
+    clips: bool = False
     goal: float | None = None
 
 
 SMALL = GPTShape(num_layers=4, width=128, num_heads=4, vocab_size=256, max_seq=64)
 LARGER = GPTShape(num_layers=6, width=384, num_heads=6, vocab_size=256, max_seq=128)
+# Hardly anything to compute: what is left is the host's time, for 24 units with 12 parameters each.
+DEEP = GPTShape(num_layers=24, width=32, num_heads=2, vocab_size=64, max_seq=8)
 GPT2 = GPTShape(num_layers=12, width=768, num_heads=12)
 GPT3 = GPTShape(num_layers=24, width=2048, num_heads=16, max_seq=2048)
 _SMALL = Case(strategy="ddp", shape=SMALL, batch=2, seq=64)
 _LARGER = Case(strategy="ddp", shape=LARGER, batch=2, seq=128, steps_per_block=2, rounds=10)
+_HOST = Case(strategy="ddp", shape=DEEP, batch=1, seq=8, num_ranks=1, clips=True)
 _CUDA = Case(strategy="fsdp", shape=GPT2, batch=4, seq=1024, num_ranks=1, device="cuda", precision="bf16")
 
 CASES = {
@@ -83,6 +87,8 @@ CASES = {
     "ddp-larger": replace(_LARGER, goal=1.05),
     "fsdp-small": replace(_SMALL, strategy="fsdp", goal=0.75),
     "fsdp-larger": replace(_LARGER, strategy="fsdp", goal=0.95),
+    "ddp-host": _HOST,
+    "fsdp-host": replace(_HOST, strategy="fsdp"),
     # For its memory; too slow to be timed on a CPU.
     "fsdp-124m": replace(_LARGER, strategy="fsdp", shape=GPT2, batch=1, seq=16, rounds=0),
     "gpt2-124m": replace(_CUDA, steps_per_block=10),
@@ -104,6 +110,7 @@ def make_step(
         plan = arrange(model, Plan(strategy=case.strategy, precision=case.precision, engine=engine))
         model, optimizer = prepare(model, optimizer, plan)
         del originals
+    clip = torch.nn.utils.clip_grad_norm_ if engine == "plain" else clip_grad_norm_
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(case.shape.vocab_size, (case.batch, case.seq + 1), generator=generator).to(device)
     inputs, targets = tokens[:, :-1], tokens[:, 1:].flatten()
@@ -111,6 +118,8 @@ def make_step(
     def step() -> torch.Tensor:
         loss = F.cross_entropy(model(inputs).flatten(0, -2).float(), targets)
         loss.backward()
+        if case.clips:
+            clip(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
