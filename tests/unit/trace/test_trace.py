@@ -142,19 +142,19 @@ def test_attention_makes_no_square_matrix_on_a_gpu() -> None:
     assert all(e.num_bytes.line().per_sample < square for row in trace.rows for e in row.stream.events)
 
 
-def test_causal_attention_counts_the_half_that_is_computed() -> None:
-    """4 · S² · D operations a head for all of it; its sizes are heads, queries, keys and the width of a head."""
-    (trace,) = traced(GPT).traces
-    (op,) = [
-        op
-        for row in trace.rows
-        if row.unit == "blocks.1"
-        for op in row.stream.ops
-        if op.name.endswith("flash_attention")
-    ]
-    seq, heads, width = GPT.max_seq, GPT.num_heads, GPT.width // GPT.num_heads
-    assert op.num_flops.at(batch=2) == 2 * heads * 4 * seq**2 * width // 2
-    assert [dim.at(batch=2) for dim in op.dims] == [2 * heads, seq, seq, width]
+SHARED_KEYS = LlamaShape(num_layers=6, width=64, num_heads=4, num_kv_heads=2, ffn_width=96, vocab_size=64, max_seq=32)
+
+
+@pytest.mark.parametrize("shape", [GPT, SHARED_KEYS], ids=["keys of its own", "shared keys"])
+def test_causal_attention_counts_the_half_that_is_computed(shape: GPTShape | LlamaShape) -> None:
+    """4 · S² · D operations a head for all of it, 10 in backward; its sizes are heads, queries, keys and a head's width."""
+    (trace,) = traced(shape).traces
+    ops = [op for row in trace.rows if row.unit == "blocks.1" for op in row.stream.ops]
+    seq, heads, width = shape.max_seq, shape.num_heads, shape.width // shape.num_heads
+    for name, times in (("flash_attention", 4), ("flash_attention_backward", 10)):
+        (op,) = [op for op in ops if op.name.endswith(name)]
+        assert op.num_flops.at(batch=2) == 2 * heads * times * seq**2 * width // 2
+        assert [dim.at(batch=2) for dim in op.dims] == [2 * heads, seq, seq, width]
 
 
 class Quadratic(nn.Module):
