@@ -234,6 +234,8 @@ class Bench:
     def from_data(cls, data: Mapping[str, Any]) -> "Bench":
         values = {name: value for name, value in data.items() if name != "format"}
         equivalence = values["equivalence"]
+        if values["recommended"] not in (None, *range(len(values["cases"]))):
+            raise ValueError(f"case {values['recommended']} of {len(values['cases'])} is recommended")
         return cls(
             **{
                 **values,

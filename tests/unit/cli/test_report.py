@@ -34,6 +34,17 @@ def test_page_and_trace_go_where_they_are_sent(folder: Path, tmp_path: Path, cap
     assert json.loads(trace.read_text())["otherData"]["name"] == "a name"
 
 
+RESULTS = sorted((Path(__file__).parents[3] / "benchmarks" / "results").glob("bench_*.json"))
+
+
+@pytest.mark.parametrize("results", RESULTS, ids=lambda path: path.stem)
+def test_benches_that_were_kept_still_have_a_page(
+    results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capfd, results, "--out", tmp_path / "page.html")[0] == 0
+    assert "Same training." in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 def test_text_that_utf8_cannot_say_does_not_stop_the_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = sample_bench(name="half").save(tmp_path)
     path.write_text(path.read_text().replace('"half"', '"\\ud800 half"'))
@@ -47,6 +58,7 @@ def test_text_that_utf8_cannot_say_does_not_stop_the_page(tmp_path: Path, capfd:
         (["missing"], "InvalidBench: missing: there is no bench.json"),
         (["empty"], "InvalidBench: empty: there is no bench.json"),
         (["damaged"], "is not JSON"),
+        (["wrong"], "wrong/bench.json: is damaged (ValueError('case 99 of"),
         (
             ["good", "--out", "nowhere/report.html"],
             "InvalidData: --out nowhere/report.html: there is no folder nowhere",
@@ -64,10 +76,12 @@ def test_mistake_is_one_line_and_nothing_is_written(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("empty", "damaged", "good"):
+    for name in ("empty", "damaged", "good", "wrong"):
         Path(name).mkdir()
     Path("damaged/bench.json").write_text("{")
-    Path("good/bench.json").write_bytes((folder / "bench.json").read_bytes())
+    good = json.loads((folder / "bench.json").read_text())
+    Path("good/bench.json").write_text(json.dumps(good))
+    Path("wrong/bench.json").write_text(json.dumps({**good, "recommended": 99}))
     before = sorted(tmp_path.rglob("*"))
     code, out, err = run(capfd, *arguments)
     assert (code, out) == (2, "")
