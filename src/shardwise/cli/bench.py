@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from shardwise.measure.case import Case
     from shardwise.measure.results import Bench
 
+_WIDTH_OF_FILES = 120
+
 
 def bench(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to train, as for `shardwise train`.")],
@@ -215,6 +217,9 @@ def _show(found: "Bench") -> None:
     from shardwise.report.comparison import as_table, heading, holdings_table, remarks
 
     console = Console()
+    if not console.is_terminal:
+        # In a file or a log no name has to be broken.
+        console.width = max(console.width, _WIDTH_OF_FILES)
     console.print(heading(found), highlight=False, markup=False, soft_wrap=True)
     if any(case.ran for case in found.cases):
         console.print(as_table(found))

@@ -49,7 +49,7 @@ def holdings_table(bench: Bench) -> "Table | None":
         return None
     unit_bytes, unit = _unit(bench)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(f"a rank, {unit}", no_wrap=True)
+    table.add_column(f"a rank, {unit}")
     for name in CATEGORIES:
         table.add_column(name, justify="right", no_wrap=True)
     for case in looked:
