@@ -63,6 +63,41 @@ def test_the_tape_on_every_mesh_and_with_overrides_is_the_program() -> None:
     assert min(run_ranks(compare_with_program, num_ranks=4, args=("gpt", plans))) > 500
 
 
+def slices_on_tape(rank: int, plan: Plan) -> list[tuple[str, int, int]]:
+    """(bucket, bytes that were reduced, bytes of the slice that was sent on), in the order of the slices."""
+    model, batch = MODELS["gpt"]()
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepare(model, optimizer, plan)
+    with tape(model) as recorded:
+        for step in range(2):
+            recorded.take()
+            cross_entropy(model, batch(step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        entries = recorded.take()
+    reduced = {entry.subject: entry.num_bytes for entry in entries if entry.kind is Kind.REDUCE}
+    sent, there = (
+        [(entry.subject, reduced[entry.subject], entry.num_bytes) for entry in entries if entry.kind is kind]
+        for kind in (Kind.REDUCE_SLICE, Kind.WAIT_SLICE)
+    )
+    assert sent == there
+    return sent
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "shard_grad_op", "fsdp"])
+def test_the_tape_of_a_hybrid_mesh_has_a_slice_of_every_bucket(strategy: str) -> None:
+    """Also where a bucket is reduced in two dtypes' buffers, and where more than one is under way."""
+    mesh = Mesh(replicate=2, shard=2)
+    plans = [
+        Plan(strategy=strategy, mesh=mesh, reduces_in_flight=2),
+        Plan(strategy=strategy, mesh=mesh, precision="bf16", keep_fp32=("*norm*",), reduce_dtype="bf16"),
+    ]
+    assert min(run_ranks(compare_with_program, num_ranks=4, args=("gpt", plans))) > 100
+    for slices in run_ranks(slices_on_tape, num_ranks=4, args=(plans[0],)):
+        assert [name for name, _, _ in slices] == ["blocks.2", "blocks.1", "blocks.0", "(root)"]
+        assert all(reduced == 2 * sent > 0 for _, reduced, sent in slices)
+
+
 def count_collectives(rank: int, strategy: str) -> Counter[str]:
     model, batch = MODELS["gpt"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -12,6 +12,9 @@ from shardwise.placement import STRATEGIES
 def explain(
     strategy: Annotated[str | None, typer.Argument(help=f"{', '.join(STRATEGIES)}; or ring, which is --ring.")] = None,
     ranks: Annotated[int, typer.Option("--ranks", help="How many ranks take part.")] = 4,
+    replicate: Annotated[
+        int, typer.Option("--replicate", help="Groups of ranks, each of which has all slices (hybrid sharding).")
+    ] = 1,
     model: Annotated[
         str | None, typer.Option("--model", help="A model of the catalogue; without one, three equal blocks.")
     ] = None,
@@ -22,6 +25,8 @@ def explain(
     """Show one training step, operation by operation: who holds what, and how many bytes."""
     if ranks < 1:
         raise InvalidPlan(f"--ranks {ranks}: must be a whole number of at least 1")
+    if replicate < 1 or ranks % replicate:
+        raise InvalidPlan(f"--replicate {replicate}: must be a whole number that divides the {ranks} ranks")
     known = (*STRATEGIES, "ring")
     if strategy is None and not ring:
         raise InvalidPlan(f"explain needs a strategy: {', '.join(known)}")
@@ -41,10 +46,10 @@ def explain(
         return
     spec = outline(shape_of(model), name=model) if model else picture_model()
     if as_json:
-        data = explain_as_data(spec, strategy=strategy, num_ranks=ranks, prefetch=prefetch)
+        data = explain_as_data(spec, strategy=strategy, num_ranks=ranks, replicate=replicate, prefetch=prefetch)
         print(json.dumps(data, indent=2, ensure_ascii=False))
     else:
-        _show(explain_step(spec, strategy=strategy, num_ranks=ranks, prefetch=prefetch))
+        _show(explain_step(spec, strategy=strategy, num_ranks=ranks, replicate=replicate, prefetch=prefetch))
 
 
 def _show(lines: list[str]) -> None:

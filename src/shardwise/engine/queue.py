@@ -9,11 +9,7 @@ from shardwise.program import Bucket
 
 
 class ReduceQueue:
-    """At most `in_flight` reductions of sharded gradients are under way at once.
-
-    On a mesh with a second axis, a bucket that was waited for has its slices summed over that until the next one is
-    waited for, or backward is over: so at most two buckets' slices are under way, each of which becomes a gradient.
-    """
+    """As program/rules.py has it: at most `in_flight` reductions of sharded gradients are under way at once."""
 
     def __init__(self, buckets: Iterable[Bucket], *, make: Callable[[Bucket], ReduceBucket], in_flight: int) -> None:
         self.buckets = [make(bucket) for bucket in buckets]
@@ -21,8 +17,8 @@ class ReduceQueue:
         self._bucket_of = {unit.name: bucket for bucket in self.buckets for unit in bucket.units}
         self._next = 0
         self._reducing: list[ReduceBucket] = []
-        # The one that was waited for last, whose slices may be on their way over the second axis.
-        self._finished: ReduceBucket | None = None
+        # The one whose slice is on its way over a second axis of the mesh.
+        self._crossing: ReduceBucket | None = None
 
     def begin(self) -> None:
         """A new backward."""
@@ -56,18 +52,20 @@ class ReduceQueue:
         for bucket in self._reducing:
             self._finish(bucket)
         self._reducing.clear()
-        self._deliver()
+        self._finish_slice()
 
     def _finish(self, bucket: ReduceBucket) -> None:
-        """Its slices are sent on before those of the last one are waited for, so that no wire stands idle between."""
+        """Its slice is sent on before that of the last one is waited for, so that no wire stands idle between."""
         bucket.finish()
-        self._deliver()
-        self._finished = bucket
+        if bucket.crosses:
+            bucket.start_slice()
+        self._finish_slice()
+        self._crossing = bucket if bucket.crosses else None
 
-    def _deliver(self) -> None:
-        if self._finished is not None:
-            self._finished.deliver()
-            self._finished = None
+    def _finish_slice(self) -> None:
+        if self._crossing is not None:
+            self._crossing.finish_slice()
+            self._crossing = None
 
     def keep(self) -> None:
         """Backward is over: what it gave stays on this rank, for a later one to reduce."""
@@ -89,4 +87,4 @@ class ReduceQueue:
         for bucket in self.buckets:
             bucket.drop()
         self._reducing.clear()
-        self._finished = None
+        self._crossing = None

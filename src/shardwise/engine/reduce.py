@@ -62,6 +62,12 @@ class _Segment:
     def _cut(self) -> list[list[Tensor]]:
         return [flat.views(part) for flat, part in zip(self.flats, self.parts(), strict=True)]
 
+    def wait(self) -> None:
+        """Until what was sent is there."""
+        assert self.work is not None
+        self.work.wait()
+        self.work = None
+
     def release(self) -> None:
         """The buffer has done its work here."""
         self.buffer = None
@@ -120,6 +126,8 @@ class ReduceBucket:
         self.tape = tape
         self.passes = passes
         self.sharded = units[0].placement.grads is SHARDED
+        # Whether slices are summed over a second axis of the mesh too.
+        self.crosses = self.sharded and groups.replicate.size > 1
         self.scale = 1 / groups.mesh.num_ranks
         self.ready: set[str] = set()
         self.segments: list[_Segment] = []
@@ -203,58 +211,55 @@ class ReduceBucket:
                 segment.work = self.collectives.all_reduce(buffer, group=self.groups.reduce_world)
         self.tape.record(Kind.REDUCE, self.bucket.name, self._num_bytes)
 
-    def _num_bytes(self) -> int:
-        return sum(segment.num_elements * segment.dtype.itemsize for segment in self.segments)
-
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the sums, average them, and give each owner its gradient.
-
-        Slices that are to be summed over a second axis of the mesh are only sent on: they are there with `deliver`.
-        """
+        """Wait for the sums, average them, and give each owner its gradient, unless its slice is to cross first."""
         for segment in self.segments:
-            assert segment.work is not None
-            segment.work.wait()
-            segment.work = None
+            segment.wait()
             segment.holds = False
             if not self.sharded:
                 self._deliver_whole(segment)
-            elif self.groups.replicate.size > 1:
-                self._send_slice_on(segment)
-            else:
+            elif not self.crosses:
                 self._deliver_slice(segment)
         self.ready.clear()
         self.tape.record(Kind.WAIT_REDUCE, self.bucket.name, self._num_bytes)
 
     @torch.no_grad()
-    def deliver(self) -> None:
-        """Wait for the slices that `finish` has sent on, if any, and give each owner its gradient."""
+    def start_slice(self) -> None:
+        """Sum this rank's slice over `replicate`: a copy of it, so that the buffer can go meanwhile."""
         for segment in self.segments:
-            if segment.work is not None:
-                segment.work.wait()
-                segment.work = None
-                (flat,) = segment.flats
-                assert segment.buffer is not None
-                flat.add_grads(segment.buffer.to(flat.master_dtype).mul_(self.scale))
-                segment.release()
+            assert segment.buffer is not None
+            mine = own_slice(segment.buffer, group=self.groups.reduce).clone()
+            segment.release()
+            segment.buffer = mine
+            segment.work = self.collectives.all_reduce(mine, group=self.groups.replicate)
+        self.tape.record(Kind.REDUCE_SLICE, self.bucket.name, self._slice_bytes)
+
+    @torch.no_grad()
+    def finish_slice(self) -> None:
+        """Wait for the sum of the slice, average it, and give it to its owner."""
+        for segment in self.segments:
+            segment.wait()
+            (flat,) = segment.flats
+            assert segment.buffer is not None
+            flat.add_grads(segment.buffer.to(flat.master_dtype).mul_(self.scale))
+            segment.release()
+        self.tape.record(Kind.WAIT_SLICE, self.bucket.name, self._slice_bytes)
+
+    def _num_bytes(self) -> int:
+        return sum(segment.num_elements * segment.dtype.itemsize for segment in self.segments)
+
+    def _slice_bytes(self) -> int:
+        return self._num_bytes() // self.groups.reduce.size
 
     def drop(self) -> None:
         """Forget what is under way, once nobody writes into it any more (a backward that raised)."""
         for segment in self.segments:
             if segment.work is not None:
-                segment.work.wait()
-            segment.work = None
+                segment.wait()
             if not segment.holds:
                 segment.release()
         self.ready.clear()
-
-    def _send_slice_on(self, segment: _Segment) -> None:
-        """Sum this rank's slice over `replicate`: a copy of it, so that the buffer can go meanwhile."""
-        assert segment.buffer is not None
-        mine = own_slice(segment.buffer, group=self.groups.reduce).clone()
-        segment.release()
-        segment.buffer = mine
-        segment.work = self.collectives.all_reduce(segment.buffer, group=self.groups.replicate)
 
     def _deliver_slice(self, segment: _Segment) -> None:
         (flat,) = segment.flats

@@ -1,6 +1,7 @@
 """The step program → what each of its rows allocates and frees: our engine."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from shardwise.placement import SHARDED, Placement
@@ -9,7 +10,7 @@ from shardwise.planner.constants import MemoryRules
 from shardwise.planner.replay import Change, Moment, TakeGrads, Turn
 from shardwise.planner.states import UnitStates
 from shardwise.planner.tide import Tide
-from shardwise.program import Kind, Operation, Row, StepProgram, Trigger
+from shardwise.program import Kind, Operation, Row, StepProgram, Trigger, crossing_buckets
 from shardwise.spec import ROOT
 
 Key = tuple[str, str, int]
@@ -37,9 +38,9 @@ class _Engine:
 
     setting: Setting
     members: Mapping[str, tuple[str, ...]]
+    # The buckets whose slices are summed over a second axis of the mesh too.
+    crossing: AbstractSet[str]
     with_buffer: set[str] = field(default_factory=set)
-    # The bucket whose slices are being summed over a second axis of the mesh.
-    crossing: str | None = None
 
     def bucket_of(self, unit: str) -> str | None:
         return next((name for name, units in self.members.items() if unit in units), None)
@@ -80,27 +81,14 @@ class _Engine:
     def left_out(self, unit: str) -> int:
         return self.setting.weights.get(unit, 1) - 1
 
-    def crosses(self, bucket: str) -> bool:
-        """Whether slices are summed over a second axis of the mesh too."""
-        mesh = self.setting.plan.mesh
-        return mesh is not None and mesh.replicate > 1 and self.is_sharded(bucket)
-
     def wait_reduce(self, bucket: str) -> Changes:
-        """Slices that cross to the other groups have done so when the next bucket is waited for (engine/queue.py)."""
         self.with_buffer.discard(bucket)
-        crosses = self.crosses(bucket)
-        if crosses:
-            yield Change("reduce", self.slice_bytes(bucket))
-            yield from self.let_buffer_go(bucket)
-        else:
+        if bucket not in self.crossing:
             yield from self.deliver(bucket)
-        yield from self.deliver_crossed()
-        self.crossing = bucket if crosses else None
 
-    def deliver_crossed(self) -> Changes:
-        if self.crossing is not None:
-            yield from self.deliver(self.crossing)
-            self.crossing = None
+    def reduce_slice(self, bucket: str) -> Changes:
+        yield Change("reduce", self.slice_bytes(bucket))
+        yield from self.let_buffer_go(bucket)
 
     def deliver(self, bucket: str) -> Changes:
         """Give each owner its gradients."""
@@ -120,7 +108,7 @@ class _Engine:
 
     def deliver_slices(self, bucket: str, *, new: int) -> Changes:
         crossed = self.slice_bytes(bucket)
-        if not self.crosses(bucket):
+        if bucket not in self.crossing:
             yield Change("grads", new)
             yield from self.let_buffer_go(bucket)
         elif crossed == new:
@@ -166,6 +154,10 @@ class _Engine:
                 yield Change("gathered", -self.kept_of_others(operation.subject), is_beside=True)
             case Kind.WAIT_REDUCE:
                 yield from self.wait_reduce(operation.subject)
+            case Kind.REDUCE_SLICE:
+                yield from self.reduce_slice(operation.subject)
+            case Kind.WAIT_SLICE:
+                yield from self.deliver(operation.subject)
             case Kind.UPDATE:
                 yield Change("other", self.setting.update_bytes)
                 yield Change("other", -self.setting.update_bytes)
@@ -175,7 +167,8 @@ class _Engine:
 
 def engine_moments(program: StepProgram, *, setting: Setting, tides: Sequence[tuple[Key, Tide]]) -> Iterator[Moment]:
     """The moments of a step, in the order of the trace; without one, in that of the program."""
-    engine = _Engine(setting, {bucket.name: bucket.units for bucket in program.buckets})
+    crossing = crossing_buckets(program.operations())
+    engine = _Engine(setting, {bucket.name: bucket.units for bucket in program.buckets}, crossing)
     rows = {(row.trigger.value, row.unit, row.call): row for row in program.rows}
     order = [key for key, _ in tides] or list(rows)
     flows = dict(tides)
@@ -221,8 +214,6 @@ def _changes(engine: _Engine, row: Row) -> Changes:
         yield from engine.do(operation)
     if pending:
         yield from engine.take_grads(row.unit)
-    if row.trigger is Trigger.BACKWARD_DONE:
-        yield from engine.deliver_crossed()
 
 
 class _Turns:

@@ -80,8 +80,6 @@ class _Writer:
     overhead: Overhead
     num_pieces: int
     works: list[Work] = field(default_factory=list)
-    # The bucket whose slices are on their way over a second axis of the mesh, and its units.
-    crossing: tuple[str, Sequence[str]] | None = None
 
     def write(self, program: StepProgram) -> tuple[list[Instruction], list[Instruction]]:
         """(A pass, the update)."""
@@ -133,8 +131,6 @@ class _Writer:
                 yield from self._of_others(operation, members)
         if not taken:
             yield self._take(row.unit)
-        if row.trigger is Trigger.BACKWARD_DONE:
-            yield from self._deliver_crossed()
 
     def _operation(
         self, operation: Operation, members: Mapping[str, tuple[str, ...]], *, is_last: bool
@@ -155,6 +151,13 @@ class _Writer:
                 yield from self._reduce(name, num_bytes, units=members[name])
             case Kind.WAIT_REDUCE:
                 yield from self._wait_reduce(name, units=members[name], is_last=is_last)
+            case Kind.REDUCE_SLICE:
+                num_bytes = self._reduced_bytes(members[name])
+                yield self._copy(f"copy slice {name}", 2 * num_bytes // self.job.num_slices)
+                yield from self._reduce_slice(name, num_bytes)
+            case Kind.WAIT_SLICE:
+                yield Instruction(WAIT, f"reduce slice {name}", 0, overhead.wait)
+                yield from self._deliver(name, units=members[name])
             case Kind.REDUCE_FLAGS if not self.job.is_native:
                 yield self._send("reduce flags", rings.world, rings.world.all_reduce_seconds(num_bytes))
             case Kind.BROADCAST:
@@ -244,28 +247,16 @@ class _Writer:
     def _wait_reduce(self, name: str, *, units: Sequence[str], is_last: bool) -> Iterator[Instruction]:
         """Wait, and take the average; `is_last`: before the update, which needs all of it.
 
-        Slices that cross a second axis are waited for with the next bucket (engine/queue.py); by fully_shard, last.
+        Of slices that cross a second axis our engine takes it when they have (WAIT_SLICE); fully_shard waits for them
+        last.
         """
         yield Instruction(WAIT, f"reduce {name}", 0, self.overhead.wait)
         crosses = self.job.placements[units[0]].grads is SHARDED and self.rings.replicate.num_ranks > 1
         if crosses and not self.job.is_native:
-            num_bytes = self._reduced_bytes(units)
-            yield self._copy(f"copy slice {name}", 2 * num_bytes // self.job.num_slices)
-            yield from self._reduce_slice(name, num_bytes)
-            yield from self._deliver_crossed()
-            self.crossing = name, units
             return
         if crosses and is_last:
             yield Instruction(WAIT, f"reduce slice {name}", 0, self.overhead.wait)
         yield from self._deliver(name, units=units)
-        yield from self._deliver_crossed()
-
-    def _deliver_crossed(self) -> Iterator[Instruction]:
-        if self.crossing is not None:
-            name, units = self.crossing
-            self.crossing = None
-            yield Instruction(WAIT, f"reduce slice {name}", 0, self.overhead.wait)
-            yield from self._deliver(name, units=units)
 
     def _deliver(self, name: str, *, units: Sequence[str]) -> Iterator[Instruction]:
         """Take the average of what this rank gets."""

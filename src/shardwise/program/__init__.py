@@ -4,6 +4,6 @@ The planner replays it with byte counts and clocks, the engine issues it, the re
 """
 
 from shardwise.program.build import build
-from shardwise.program.operations import Bucket, Kind, Operation, Row, StepProgram, Trigger
+from shardwise.program.operations import Bucket, Kind, Operation, Row, StepProgram, Trigger, crossing_buckets
 
-__all__ = ["Bucket", "Kind", "Operation", "Row", "StepProgram", "Trigger", "build"]
+__all__ = ["Bucket", "Kind", "Operation", "Row", "StepProgram", "Trigger", "build", "crossing_buckets"]

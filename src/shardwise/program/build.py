@@ -32,6 +32,7 @@ def _setting(spec: ModelSpec, *, plan: Plan, reduces: bool) -> tuple[tuple[Event
     trainable = frozenset(unit.name for unit in spec.units if any(param.trainable for param in unit.params))
     backward = {unit.name: unit.backward for unit in spec.units}
     events = tuple(_events(spec.call_order, with_params={u.name for u in spec.units if u.params}, backward=backward))
+    buckets = _buckets(spec, events=events, placements=placements, plan=plan) if reduces else ()
     num_flags = sum(len(unit.params) for unit in spec.units)
     flags = Operation(kind=Kind.REDUCE_FLAGS, subject=ROOT, num_bytes=4 * num_flags)
     return events, Setting(
@@ -45,8 +46,9 @@ def _setting(spec: ModelSpec, *, plan: Plan, reduces: bool) -> tuple[tuple[Event
         },
         calls=spec.call_order,
         backward_calls=tuple(event.unit for event in events if event.trigger is Trigger.BEFORE_BACKWARD),
-        buckets=_buckets(spec, events=events, placements=placements, plan=plan) if reduces else (),
+        buckets=buckets,
         gather_bytes={unit.name: _gather_bytes(unit, plan=plan) for unit in spec.units},
+        slice_bytes=_slice_bytes(buckets, placements=placements, plan=plan),
         broadcasts=_broadcasts(spec),
         flags=(flags,) if reduces else (),
         prefetch=plan.prefetch,
@@ -149,6 +151,21 @@ def _reduce_bytes(unit: UnitSpec, *, plan: Plan) -> int:
         for param in unit.params
         if param.trainable
     )
+
+
+def _slice_bytes(buckets: tuple[Bucket, ...], *, placements: Mapping[str, Placement], plan: Plan) -> dict[str, int]:
+    """A rank's share of each bucket that a second axis of the mesh sums too.
+
+    Of our engine alone: torch's has its own order for that, which the planner knows (planner/schedule.py).
+    """
+    mesh = plan.mesh
+    if mesh is None or mesh.replicate == 1 or plan.engine == "torch":
+        return {}
+    return {
+        bucket.name: -(-bucket.num_bytes // mesh.shard)
+        for bucket in buckets
+        if placements[bucket.units[0]].grads is SHARDED
+    }
 
 
 def _broadcasts(spec: ModelSpec) -> tuple[Operation, ...]:

@@ -1,12 +1,16 @@
 """The operations of a step, and the program that lists them: data, not code."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
 
 class Kind(Enum):
-    """What an operation does; the value is the verb that pictures and tapes show."""
+    """What an operation does; the value is the verb that pictures and tapes show.
+
+    On a mesh with a second axis, a reduce of sharded gradients sums them over the shard axis: this rank's slice is then
+    reduced once more, over `replicate`, and is a gradient when that has been waited for.
+    """
 
     GATHER = "gather"
     WAIT_GATHER = "wait gather"
@@ -15,6 +19,8 @@ class Kind(Enum):
     BACKWARD = "backward"
     REDUCE = "reduce"
     WAIT_REDUCE = "wait reduce"
+    REDUCE_SLICE = "reduce slice"
+    WAIT_SLICE = "wait slice"
     REDUCE_FLAGS = "reduce flags"
     BROADCAST = "broadcast"
     UPDATE = "update"
@@ -28,7 +34,15 @@ class Kind(Enum):
         """
         if self is Kind.GATHER:
             return "gather"
-        return "reduce" if self in (Kind.REDUCE, Kind.REDUCE_FLAGS, Kind.BROADCAST) else "compute"
+        reduces = (Kind.REDUCE, Kind.REDUCE_SLICE, Kind.REDUCE_FLAGS, Kind.BROADCAST)
+        return "reduce" if self in reduces else "compute"
+
+
+ON_BUCKETS = (Kind.REDUCE, Kind.WAIT_REDUCE, Kind.REDUCE_SLICE, Kind.WAIT_SLICE)
+"""What is done to a bucket; all else is done to a unit."""
+
+WAITS = {Kind.WAIT_GATHER: Kind.GATHER, Kind.WAIT_REDUCE: Kind.REDUCE, Kind.WAIT_SLICE: Kind.REDUCE_SLICE}
+"""A wait → what it waits for."""
 
 
 class Trigger(Enum):
@@ -47,7 +61,7 @@ class Operation:
     """One operation on one unit, or on one bucket for reduces.
 
     `num_bytes` is what the whole group works on: the full parameters of a gather, the full gradients of a
-    reduce; 0 for the others.
+    reduce, one slice of them where that is reduced; 0 for the others.
     """
 
     kind: Kind
@@ -56,6 +70,11 @@ class Operation:
 
     def __str__(self) -> str:
         return f"{self.kind.value} {self.subject}"
+
+
+def crossing_buckets(operations: Iterable[Operation]) -> frozenset[str]:
+    """The buckets of which a slice is reduced over a second axis of the mesh before it is a gradient."""
+    return frozenset(operation.subject for operation in operations if operation.kind is Kind.REDUCE_SLICE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

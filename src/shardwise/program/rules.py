@@ -24,6 +24,8 @@ class Setting:
     backward_calls: tuple[str, ...]
     buckets: tuple[Bucket, ...]
     gather_bytes: Mapping[str, int]
+    # Of the buckets whose slices are reduced over a second axis of the mesh, and of no others.
+    slice_bytes: Mapping[str, int]
     broadcasts: tuple[Operation, ...]
     flags: tuple[Operation, ...]
     prefetch: int
@@ -45,12 +47,16 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What changes: which units are whole or arriving, which have arrived, and what is being reduced."""
+    """What changes: which units are whole or arriving, which have arrived, and what is being reduced.
+
+    `crossing`: the bucket whose slice is on its way over a second axis of the mesh.
+    """
 
     whole: frozenset[str]
     arrived: frozenset[str]
     with_grads: frozenset[str] = frozenset()
     reducing: tuple[Bucket, ...] = ()
+    crossing: Bucket | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +132,11 @@ def backward_done(state: State, event: Event, setting: Setting) -> Outcome:
         if unit in state.whole and setting.sharded(unit):
             state, freed = _free(state, unit)
             operations += freed
-    waits = tuple(Operation(kind=Kind.WAIT_REDUCE, subject=bucket.name) for bucket in state.reducing)
-    return replace(state, reducing=(), with_grads=frozenset()), operations + waits
+    for bucket in state.reducing:
+        state, waits = _wait_reduce(state, bucket, setting)
+        operations += waits
+    state, arrived = _wait_slice(state)
+    return replace(state, with_grads=frozenset()), operations + arrived
 
 
 def after_step(state: State, event: Event, setting: Setting) -> Outcome:
@@ -190,13 +199,34 @@ def _reduce(state: State, bucket: Bucket, setting: Setting) -> Outcome:
     """Reduce a bucket; before that, wait for the oldest so that no more than allowed are under way.
 
     The bound is for memory, so it counts sharded gradients only: of those the wait frees the buffer, while the
-    buffer of replicated ones stays as the gradients themselves. What a second axis of the mesh adds is part of waits:
-    one sends the slices over it, and the next one, or the end of backward, finds them there.
+    buffer of replicated ones stays as the gradients themselves.
     """
     operations: tuple[Operation, ...] = ()
     bounded = [other for other in state.reducing if setting.grads_sharded(other)]
     if setting.grads_sharded(bucket) and len(bounded) >= setting.reduces_in_flight:
-        operations = (Operation(kind=Kind.WAIT_REDUCE, subject=bounded[0].name),)
-        state = replace(state, reducing=tuple(other for other in state.reducing if other != bounded[0]))
+        state, operations = _wait_reduce(state, bounded[0], setting)
     operations += (Operation(kind=Kind.REDUCE, subject=bucket.name, num_bytes=bucket.num_bytes),)
     return replace(state, reducing=(*state.reducing, bucket)), operations
+
+
+def _wait_reduce(state: State, bucket: Bucket, setting: Setting) -> Outcome:
+    """Wait for a bucket; where slices cross a second axis of the mesh, send this one on, and wait for the last one.
+
+    In this order, so that no wire stands idle between: a slice crosses while the next bucket is reduced, and at most
+    two are under way at once, each of which becomes a gradient.
+    """
+    crosses = bucket.name in setting.slice_bytes
+    sent: tuple[Operation, ...] = ()
+    if crosses:
+        num_bytes = setting.slice_bytes[bucket.name]
+        sent = (Operation(kind=Kind.REDUCE_SLICE, subject=bucket.name, num_bytes=num_bytes),)
+    state, arrived = _wait_slice(state)
+    reducing = tuple(other for other in state.reducing if other != bucket)
+    state = replace(state, reducing=reducing, crossing=bucket if crosses else None)
+    return state, (Operation(kind=Kind.WAIT_REDUCE, subject=bucket.name), *sent, *arrived)
+
+
+def _wait_slice(state: State) -> Outcome:
+    if state.crossing is None:
+        return state, ()
+    return replace(state, crossing=None), (Operation(kind=Kind.WAIT_SLICE, subject=state.crossing.name),)

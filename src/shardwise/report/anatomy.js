@@ -12,7 +12,7 @@
   const [PARAMS, GRADS] = range(2);
   const ON_ITS_WAY = data.held.indexOf("on its way");
   const HELD_CLASSES = data.held.map((words) => words.split(" ").slice(0, 2).join("-"));
-  const COMPUTES = ["forward", "backward", "update"], SENDS = ["gather", "reduce"];
+  const COMPUTES = ["forward", "backward", "update"], SENDS = ["gather", "reduce", "reduce slice"];
   const OF_ALL = ["update", "broadcast", "reduce flags"];
   const MOMENT_MS = 1000, COLLECTIVE_MS = 2000, ROUND_MS = 600;
 
@@ -27,17 +27,26 @@
   function unfold(packed) {
     const { name, about, units, subjects, captions, places, flights } = packed;
     const sharded = units.map(([, letters]) => [...letters].map((letter) => letter === "S"));
-    const states = [packed.start];
+    // After each frame, the units whose slices are on their way from group to group of ranks.
+    const states = [packed.start], crossing = [new Set()];
     const operations = packed.frames.map(([kind, subject, bytes, caption, row, micros, changes]) => {
       const held = last(states).slice();
       for (let at = 0; at < changes.length; at += 2) held[changes[at]] = changes[at + 1];
       states.push(held);
       const [label, members] = subjects[subject];
-      const verb = data.kinds[kind], isScattered = sharded[members[0]][GRADS];
+      const verb = data.kinds[kind], isScattered = sharded[members[0]][GRADS], crosses = verb === "reduce slice";
+      const onTheirWay = new Set(last(crossing));
+      if (crosses) members.forEach((unit) => onTheirWay.add(unit));
+      if (verb === "wait slice") members.forEach((unit) => onTheirWay.delete(unit));
+      crossing.push(onTheirWay);
       const title = OF_ALL.includes(verb) ? verb : `${verb} ${label}`;
       const sent = size(verb === "gather" ? bytes / data.num_slices : bytes);
-      const way = verb === "gather" ? "all-gather" : isScattered ? "reduce-scatter" : "all-reduce";
-      return { kind: verb, members, bytes, title, caption: captions[caption].replace("{size}", sent), way, row, micros };
+      const way = verb === "gather" ? "all-gather" : isScattered && !crosses ? "reduce-scatter" : "all-reduce";
+      // Of how many ranks, and every how many-th: ranks of a group are consecutive.
+      const [length, stride] = crosses ? [data.num_ranks / data.num_slices, data.num_slices]
+        : [way === "all-reduce" ? data.num_ranks : data.num_slices, 1];
+      const text = captions[caption].replace("{size}", sent);
+      return { kind: verb, members, bytes, title, caption: text, way, length, stride, row, micros };
     });
     const total = (row) => row.reduce((sum, bytes) => sum + bytes);
     // Rows in which nothing was issued belong to the operation before them, which shows the highest: one may be the peak.
@@ -52,7 +61,7 @@
     });
     const sums = memory.map((frames) => frames && frames.map(total));
     return {
-      name, about, beginning: captions[0], units, sharded, states, operations, memory, sums, places,
+      name, about, beginning: captions[0], units, sharded, states, crossing, operations, memory, sums, places,
       peaks: sums.map((frames) => (frames ? Math.max(...frames) : 0)),
       flights: flights.map((index) => (index === null ? null : operations[index])),
     };
@@ -119,19 +128,20 @@
 
     // Chunks from every rank to the next of its ring; the last one's leave to the right and come in from the left.
     const flows = make("g", {}, drawing), flying = new Map(), edge = pitch - inner + 2;
-    function fly(state, unit) {
+    function fly(state, unit, crosses) {
       const group = make("g", { class: `flow ${SENDS[state]}` }, flows), [x, wide] = columns[state];
       const length = state === GRADS && !shown.sharded[unit][GRADS] ? data.num_ranks : data.num_slices;
-      const ringOf = (at) => Math.floor(data.ranks[at] / length), chunk = Math.max(5, wide / data.num_slices);
+      const ringOf = (at) => (crosses ? data.ranks[at] % data.num_slices : Math.floor(data.ranks[at] / length));
+      const chunk = Math.max(5, wide / data.num_slices);
       const send = (from, to, at) => {
         const box = { x: from, y: y(at, unit) + 2, width: chunk, height: Math.max(2, high - 7), rx: 1.5 };
         make("rect", box, group).style.setProperty("--distance", `${to - from}px`);
       };
       range(numRanks).forEach((at) => {
-        const isLast = at === numRanks - 1 || ringOf(at + 1) > ringOf(at);
-        const next = isLast ? range(numRanks).find((other) => ringOf(other) === ringOf(at)) : at + 1;
+        const ring = range(numRanks).filter((other) => ringOf(other) === ringOf(at));
+        const next = ring[(ring.indexOf(at) + 1) % ring.length];
         const from = left(at) + x + wide / 2, to = left(next) + x;
-        if (to > from) return send(from, to, at);
+        if (to > from && y(next, unit) === y(at, unit)) return send(from, to, at);
         send(from, left(at) + inner + edge / 2, at);
         return send(left(next) - edge, to, next);
       });
@@ -150,7 +160,8 @@
         const now = held[state * numUnits + unit], where = shown.sharded[unit][state] ? "sharded" : "replicated";
         const work = state === PARAMS && touches(unit) && COMPUTES.includes(op.kind) ? "at-work" : "";
         cell.setAttribute("class", `cell ${data.states[state]} ${where} ${HELD_CLASSES[now]} ${work}`);
-        if (now === ON_ITS_WAY) wanted.add(`${state} ${unit}`);
+        const crosses = state === GRADS && shown.crossing[frame].has(unit);
+        if (now === ON_ITS_WAY) wanted.add(`${state} ${unit} ${Number(crosses)}`);
       }
       for (const [key, group] of flying) if (!wanted.has(key) && flying.delete(key)) group.remove();
       for (const key of wanted) if (!flying.has(key)) flying.set(key, fly(...key.split(" ").map(Number)));
@@ -207,8 +218,8 @@
     const drawing = find("svg", place), words = find("p", place), buttons = [...place.querySelectorAll("button")];
     let flight = null, ring = null, first = [], rounds = [], round = 0, timer = 0, nodes = [], middle = [];
 
-    function build(numRanks) {
-      ring = { ...data.rings[numRanks], stands: numRanks };
+    function build(length, stride) {
+      ring = { ...data.rings[length], stands: length, stride };
       const count = ring.num_ranks, isLarge = count > 5, wide = isLarge ? 9 : 16, high = isLarge ? 24 : 28;
       const width = drawing.parentElement.clientWidth, down = isLarge ? 108 : 62, cx = width / 2, cy = down + 40;
       const across = Math.min(cx - (count * wide) / 2 - 8, 220);
@@ -224,7 +235,7 @@
         const start = x - (count * wide) / 2, top = y - high / 2;
         const frame = { x: start - 4, y: top - 4, width: count * wide + 7, height: high + 8, rx: 5, class: "node" };
         make("rect", frame, drawing);
-        make("text", { x, y: top + (y > cy ? high + 17 : -9), class: "rank" }, drawing, `rank ${rank}`);
+        make("text", { x, y: top + (y > cy ? high + 17 : -9), class: "rank" }, drawing, `rank ${rank * stride}`);
         return range(count).map((chunk) => {
           const box = { x: start + chunk * wide, y: top, width: wide - 1, height: high };
           const back = make("rect", { ...box, class: "chunk" }, drawing);
@@ -259,9 +270,11 @@
       const groups = ring.stands < data.num_ranks ? ` So does each other group of ${ring.stands} ranks.` : "";
       const of = ring.stands > nodes.length ? ` A ring of ${nodes.length} stands here for one of ${ring.stands}.` : groups;
       const does = part === "reduce-scatter" ? "adds it to its own" : "keeps it";
+      const own = flight.kind === "reduce slice" ? "group’s sum" : "gradients";
       words.textContent = `${flight.title}: ${!rounds.length ? "one rank has nobody to send to."
         : round ? `every rank sends a chunk (${size(flight.bytes / ring.stands)}) to the next, which ${does}.`
-        : flight.kind === "gather" ? "every rank has one chunk." : "every rank has all chunks, of its own gradients."}${of}`;
+        : flight.kind === "gather" ? "every rank has one chunk."
+        : `every rank has all chunks, of its own ${own}.`}${of}`;
       middle[0].textContent = part || flight.way;
       middle[1].textContent = rounds.length ? `round ${round} of ${rounds.length}` : "";
     }
@@ -273,13 +286,13 @@
     buttons.forEach((button, index) => button.addEventListener("click", () => { stop(); turn(2 * index - 1); }));
     return {
       stop,
-      rebuild() { if (ring) { build(ring.stands); draw(); } },
+      rebuild() { if (ring) { build(ring.stands, ring.stride); draw(); } },
       show(next, milliseconds) {
         if (next === flight && ring) return;
         [flight, round] = [next, 0];
         stop();
-        const numRanks = next && next.way === "all-reduce" ? data.num_ranks : data.num_slices;
-        if (!ring || ring.stands !== numRanks) build(numRanks);
+        const { length, stride } = next || { length: data.num_slices, stride: 1 };
+        if (!ring || ring.stands !== length || ring.stride !== stride) build(length, stride);
         if (next) {
           [first, rounds] = ring[next.way];
           const pace = milliseconds ? milliseconds / (rounds.length + 1) : ROUND_MS;

@@ -63,7 +63,9 @@ def anatomy_data(bench: Bench) -> dict[str, Any] | None:
         "ranks": list(_drawn(bench.num_ranks)),
         "cases": cases,
         "left_out": left_out,
-        "rings": {str(length): _ring(min(length, MAX_RANKS)) for length in {mesh.shard, bench.num_ranks}},
+        "rings": {
+            str(length): _ring(min(length, MAX_RANKS)) for length in {mesh.shard, mesh.replicate, mesh.num_ranks}
+        },
     }
 
 

@@ -32,10 +32,14 @@ def caption(kind: Kind, *, placement: Placement, trained: bool, mesh: Mesh) -> s
         case Kind.REDUCE:
             return _reduce(placement, mesh=mesh, share=share)
         case Kind.WAIT_REDUCE if placement.grads is SHARDED and mesh.replicate > 1:
-            return f"Every rank has the sum of its {share} over its own group; that of the other groups is on its way."
+            return f"Every rank has the sum of its {share} over its own group of ranks; the other groups have theirs."
         case Kind.WAIT_REDUCE:
-            held = f"its {share} of it" if placement.grads is SHARDED else "all of it"
+            held = "all of it" if placement.grads is not SHARDED or mesh.shard == 1 else f"its {share} of it"
             return f"The sum of the gradients is there: every rank holds {held}."
+        case Kind.REDUCE_SLICE:
+            return f"All-reduce of {SIZE} over the {mesh.replicate} groups: every rank gets the sum of its {share}."
+        case Kind.WAIT_SLICE:
+            return f"The sum over all groups of ranks is there: every rank holds that of its {share}."
         case Kind.REDUCE_FLAGS:
             return "The ranks tell each other which parameters they used; one that nobody used is left alone."
         case Kind.BROADCAST:
@@ -49,5 +53,5 @@ def caption(kind: Kind, *, placement: Placement, trained: bool, mesh: Mesh) -> s
 def _reduce(placement: Placement, *, mesh: Mesh, share: str) -> str:
     if placement.grads is not SHARDED:
         return f"All-reduce of {SIZE}: gradients are added up, and every rank gets the whole sum."
-    groups = f"; then the {mesh.replicate} groups of ranks add up theirs" if mesh.replicate > 1 else ""
-    return f"Reduce-scatter of {SIZE}: gradients are added up, and every rank gets the sum of its {share}{groups}."
+    where = " in each group of ranks" if mesh.replicate > 1 else ""
+    return f"Reduce-scatter of {SIZE}: gradients are added up{where}, and every rank gets the sum of its {share}."

@@ -10,6 +10,7 @@ from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED, STRATEGIES, Placement, placement_of
 from shardwise.plan import Plan
 from shardwise.program import Kind, Trigger
+from shardwise.program.operations import ON_BUCKETS, WAITS
 from shardwise.report.holdings import STATES, Frame, Held, Holdings, bucket_label, hold
 from shardwise.spec import ROOT, ModelSpec
 
@@ -38,16 +39,17 @@ _OPERATION_WIDTH = 31
 _NUMBER_WIDTH = 7
 
 
-def explain(spec: ModelSpec, *, strategy: str, num_ranks: int, prefetch: int = 1) -> list[str]:
-    """The picture of one step, 80 columns wide."""
+def explain(spec: ModelSpec, *, strategy: str, num_ranks: int, replicate: int = 1, prefetch: int = 1) -> list[str]:
+    """The picture of one step, 80 columns wide; `replicate`: groups of ranks, each of which has all slices."""
     placement = placement_of(strategy)
-    plan = Plan(strategy=strategy, mesh=Mesh(shard=num_ranks), prefetch=prefetch)
+    mesh = Mesh(replicate=replicate, shard=num_ranks // replicate)
+    plan = Plan(strategy=strategy, mesh=mesh, prefetch=prefetch)
     holdings = hold(spec, plan=plan, num_ranks=num_ranks)
     return [
         f"{strategy}, also known as {OTHER_NAMES[placement]}",
-        *in_words(placement),
+        *in_words(placement, num_groups=replicate),
         "",
-        *_owners(placement, num_ranks=num_ranks),
+        *_owners(placement, mesh=mesh),
         "",
         *_step(holdings, spec=spec),
         "",
@@ -55,15 +57,19 @@ def explain(spec: ModelSpec, *, strategy: str, num_ranks: int, prefetch: int = 1
     ]
 
 
-def explain_as_data(spec: ModelSpec, *, strategy: str, num_ranks: int, prefetch: int = 1) -> dict[str, Any]:
+def explain_as_data(
+    spec: ModelSpec, *, strategy: str, num_ranks: int, replicate: int = 1, prefetch: int = 1
+) -> dict[str, Any]:
     """The same as plain values for JSON: the program's rows, and after each operation what a rank holds."""
-    plan = Plan(strategy=strategy, mesh=Mesh(shard=num_ranks), prefetch=prefetch)
+    mesh = Mesh(replicate=replicate, shard=num_ranks // replicate)
+    plan = Plan(strategy=strategy, mesh=mesh, prefetch=prefetch)
     holdings = hold(spec, plan=plan, num_ranks=num_ranks)
     frames = iter(holdings.frames[1:])
     return {
         "model": spec.name,
         "strategy": strategy,
         "ranks": num_ranks,
+        "replicate": replicate,
         "prefetch": prefetch,
         "units": [{"name": unit.name, "num_params": unit.num_params} for unit in spec.units],
         "buckets": [list(bucket.units) for bucket in holdings.program.buckets],
@@ -87,7 +93,7 @@ def explain_as_data(spec: ModelSpec, *, strategy: str, num_ranks: int, prefetch:
             for row in holdings.program.rows
         ],
         "peak_bytes": holdings.peak.held_bytes,
-        "sent_bytes": {kind.value: holdings.sent_bytes(kind) for kind in (Kind.GATHER, Kind.REDUCE)},
+        "sent_bytes": {kind.value: holdings.sent_bytes(kind) for kind in WAITS.values()},
     }
 
 
@@ -96,7 +102,7 @@ def _frame_data(frame: Frame) -> dict[str, Any]:
     return {"held_bytes": frame.held_bytes, **holds}
 
 
-def in_words(placement: Placement) -> Iterator[str]:
+def in_words(placement: Placement, *, num_groups: int = 1) -> Iterator[str]:
     """What is sharded; then what happens to params, and to grads."""
     sharded = [state for state in STATES if getattr(placement, state) is SHARDED]
     replicated = [state for state in STATES if state not in sharded]
@@ -110,19 +116,25 @@ def in_words(placement: Placement) -> Iterator[str]:
         yield "params: gathered before use and freed after it, in forward and again in backward"
     else:
         yield "params: gathered before forward, kept until backward is done with them"
-    if placement.grads is SHARDED:
+    if placement.grads is SHARDED and num_groups > 1:
+        yield f"grads:  reduce-scatter; then the {num_groups} groups add up their sums of each slice"
+    elif placement.grads is SHARDED:
         yield "grads:  reduce-scatter; each rank keeps the sum of its own slice"
     else:
         yield "grads:  all-reduce; every rank keeps the whole sum"
 
 
-def _owners(placement: Placement, *, num_ranks: int) -> Iterator[str]:
+def _owners(placement: Placement, *, mesh: Mesh) -> Iterator[str]:
     """Which rank has which slice of every unit when the optimizer runs."""
+    num_ranks = mesh.num_ranks
     if num_ranks == 1:
         yield "1 rank: its slice of a unit is all of it; gathers and reduces go on all the same"
+    elif mesh.replicate > 1:
+        groups = f"{num_ranks} ranks in {mesh.replicate} groups"
+        yield f"{groups}; what each has of every unit, in {mesh.shard} slices, at the update:"
     else:
         yield f"{num_ranks} ranks; what each has of every unit, in {num_ranks} slices, at the update:"
-    cells = _shortened(range(num_ranks), most=_MAX_SLICES)
+    cells = _shortened(range(mesh.shard), most=_MAX_SLICES)
     width = max(len(cells), len("params")) + 2
     label_width = len(f"  rank {num_ranks - 1}") + 2
     yield " " * label_width + "".join(f"{state:{width}}" for state in STATES).rstrip()
@@ -133,7 +145,7 @@ def _owners(placement: Placement, *, num_ranks: int) -> Iterator[str]:
         line = f"  rank {rank}".ljust(label_width)
         for state in STATES:
             whole = getattr(placement, state) is not SHARDED
-            line += "".join(_slice(cell, owned=whole or cell == rank) for cell in cells).ljust(width)
+            line += "".join(_slice(cell, owned=whole or cell == rank % mesh.shard) for cell in cells).ljust(width)
         yield line.rstrip()
 
 
@@ -225,7 +237,7 @@ def _text(frame: Frame, *, labels: Mapping[str, str]) -> str:
     if frame.operation is None:
         return "(the step begins)"
     kind, subject = frame.operation.kind, frame.operation.subject
-    if kind in (Kind.REDUCE, Kind.WAIT_REDUCE):
+    if kind in ON_BUCKETS:
         subject = labels[subject]
     indent = " " if kind in (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE) else "   "
     return _cut(f"{indent}{kind.value} {subject}", width=_OPERATION_WIDTH - 1)
@@ -255,7 +267,8 @@ def _sums(holdings: Holdings) -> Iterator[str]:
     divisor, unit = _scale(peak)
     start = f"{holdings.frames[0].held_bytes / divisor:.1f} {unit}"
     yield f"held: {start} between steps, when grads are dropped; {peak / divisor:.1f} at the peak (◀)"
-    gathers, reduces = (holdings.sent_bytes(kind) for kind in (Kind.GATHER, Kind.REDUCE))
+    gathers, *parts = (holdings.sent_bytes(kind) for kind in (Kind.GATHER, Kind.REDUCE, Kind.REDUCE_SLICE))
+    reduces = sum(parts)
     divisor, unit = _scale(gathers + reduces)
     sent, gathers, reduces = (number / divisor for number in (gathers + reduces, gathers, reduces))
     yield f"sent: {sent:.1f} {unit} a step: gathers {gathers:.1f}, reduces {reduces:.1f} (see explain ring)"

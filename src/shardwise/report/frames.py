@@ -10,11 +10,10 @@ from shardwise.errors import ShardwiseError
 from shardwise.measure.results import CaseResult, Happening
 from shardwise.placement import SHARDED, Placement
 from shardwise.program import Kind, Operation
+from shardwise.program.operations import ON_BUCKETS, WAITS
 from shardwise.report.holdings import Held, Replay
 
-_ON_BUCKETS = (Kind.REDUCE, Kind.WAIT_REDUCE)
 _COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
-_WAITS = {Kind.WAIT_GATHER: Kind.GATHER, Kind.WAIT_REDUCE: Kind.REDUCE}
 # What has to be held of a unit's parameters before: nobody computes with what is not there.
 _NEEDED = {Kind.FORWARD: Held.WHOLE, Kind.BACKWARD: Held.WHOLE, Kind.WAIT_GATHER: Held.ON_ITS_WAY}
 
@@ -36,7 +35,7 @@ def _operation(happening: Happening, *, case: CaseResult) -> Operation:
         raise WrongTape(f"the tape has an operation {happening.kind!r} that this Shardwise does not know") from None
     subject = happening.subject
     units = {unit.name for unit in case.units}
-    known: Iterable[str] = case.buckets if kind in _ON_BUCKETS else units
+    known: Iterable[str] = case.buckets if kind in ON_BUCKETS else units
     if subject not in known or not units.issuperset(case.buckets.get(subject, ())):
         raise WrongTape(f"the tape has {kind.value} {subject!r}, which is none of the {len(units)} units")
     if not case.ledgers or not 0 <= happening.row < len(case.ledgers[0].entries):
@@ -48,7 +47,7 @@ def states_of(
     operations: Sequence[Operation], *, case: CaseResult, placements: Mapping[str, Placement], num_slices: int
 ) -> list[list[Held]]:
     """What is held before the first operation and after each: params of all units, then grads, then optim."""
-    replay = Replay(case.units, placements=placements, buckets=case.buckets, num_ranks=num_slices)
+    replay = Replay(case.units, placements=placements, buckets=case.buckets, num_slices=num_slices)
     replay.begin_after(operations)
     states = [_state(replay)]
     for operation in operations:
@@ -65,8 +64,10 @@ def _state(replay: Replay) -> list[Held]:
 
 def _check(operation: Operation, replay: Replay) -> None:
     kind, name = operation.kind, operation.subject
-    if kind is Kind.WAIT_REDUCE:
-        if any(replay.grads[unit] is not Held.ON_ITS_WAY for unit in replay.buckets[name]):
+    if kind in (Kind.WAIT_REDUCE, Kind.REDUCE_SLICE, Kind.WAIT_SLICE):
+        units = replay.buckets[name]
+        crosses = replay.crossing.issuperset(units)
+        if any(replay.grads[unit] is not Held.ON_ITS_WAY for unit in units) or crosses is not (kind is Kind.WAIT_SLICE):
             raise WrongTape(f"the tape has {operation}, which nobody reduces")
     elif kind in _NEEDED and replay.units[name].num_params and replay.params[name] is not _NEEDED[kind]:
         raise WrongTape(f"the tape has {operation}, of which the ranks hold: {replay.params[name].value}")
@@ -107,9 +108,9 @@ def flights_of(operations: Sequence[Operation]) -> list[int | None]:
     for _ in ("the step before", "this one"):
         flights = [next(reversed(on_wire.values()), None)]
         for index, operation in enumerate(operations):
-            if operation.kind in _WAITS:
-                on_wire.pop((_WAITS[operation.kind], operation.subject), None)
-            elif operation.kind in _WAITS.values():
+            if operation.kind in WAITS:
+                on_wire.pop((WAITS[operation.kind], operation.subject), None)
+            elif operation.kind in WAITS.values():
                 on_wire[operation.kind, operation.subject] = index
             flights.append(next(reversed(on_wire.values()), None))
     return flights

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shardwise.measure.results import Unit
+from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
-from shardwise.program import Kind, Operation, Row, StepProgram, build
+from shardwise.program import Kind, Operation, Row, StepProgram, build, crossing_buckets
 from shardwise.spec import ModelSpec, UnitSpec
 
 STATES = ("params", "grads", "optim")
@@ -46,7 +47,7 @@ class Holdings:
     program: StepProgram
     placements: Mapping[str, Placement]
     frames: tuple[Frame, ...]
-    num_ranks: int
+    mesh: Mesh
 
     @property
     def peak(self) -> Frame:
@@ -54,29 +55,36 @@ class Holdings:
         return max(self.frames, key=lambda frame: frame.held_bytes)
 
     def sent_bytes(self, kind: Kind) -> float:
-        """What a rank sends in a step for its gathers or its reduces, on a ring of n ranks.
+        """What a rank sends in a step for its gathers or its reduces, on rings of n ranks.
 
         (n-1)/n of the bytes for an all-gather or a reduce-scatter, twice that for an all-reduce.
         """
-        all_reduced = {
-            bucket.name for bucket in self.program.buckets if self.placements[bucket.units[0]].grads is not SHARDED
+        scattered = {
+            bucket.name for bucket in self.program.buckets if self.placements[bucket.units[0]].grads is SHARDED
         }
-        num_bytes = sum(
-            operation.num_bytes * (2 if kind is Kind.REDUCE and operation.subject in all_reduced else 1)
-            for operation in self.program.operations()
-            if operation.kind is kind
-        )
-        return num_bytes * (self.num_ranks - 1) / self.num_ranks
+        sent = 0.0
+        for operation in self.program.operations():
+            if operation.kind is not kind:
+                continue
+            if kind is Kind.REDUCE_SLICE:
+                halves, length = 2, self.mesh.replicate
+            elif kind is Kind.REDUCE and operation.subject not in scattered:
+                halves, length = 2, self.mesh.num_ranks
+            else:
+                halves, length = 1, self.mesh.shard
+            sent += halves * operation.num_bytes * (length - 1) / length
+        return sent
 
 
 def hold(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> Holdings:
     """Replay a step that follows on a step."""
     program = build(spec, plan=plan)
+    mesh = plan.mesh or Mesh(shard=num_ranks)
     replay = Replay(
         map(_sizes, spec.units),
         placements=plan.placements(unit.name for unit in spec.units),
         buckets={bucket.name: bucket.units for bucket in program.buckets},
-        num_ranks=num_ranks,
+        num_slices=mesh.shard,
     )
     replay.begin_after(program.operations())
     frames = [replay.frame(None, None)]
@@ -84,7 +92,7 @@ def hold(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> Holdings:
         for operation in row.operations:
             replay.do(operation)
             frames.append(replay.frame(row, operation))
-    return Holdings(program=program, placements=replay.placements, frames=tuple(frames), num_ranks=num_ranks)
+    return Holdings(program=program, placements=replay.placements, frames=tuple(frames), mesh=mesh)
 
 
 def bucket_label(units: tuple[str, ...]) -> str:
@@ -99,7 +107,7 @@ def bucket_label(units: tuple[str, ...]) -> str:
 
 
 class Replay:
-    """The state of one rank. `num_ranks` is how many slices there are of what is sharded."""
+    """The state of one rank. `num_slices`: of what is sharded."""
 
     def __init__(
         self,
@@ -107,19 +115,24 @@ class Replay:
         *,
         placements: Mapping[str, Placement],
         buckets: Mapping[str, tuple[str, ...]],
-        num_ranks: int,
+        num_slices: int,
     ) -> None:
         self.units = {unit.name: unit for unit in units}
         self.placements = placements
         self.buckets = buckets
-        self.num_ranks = num_ranks
+        self.num_slices = num_slices
         self.params = {name: self._home(name, "params") for name in self.units}
         self.optim = {name: self._home(name, "optim") for name in self.units}
         self.grads: dict[str, Held] = {}
+        # Units of which a slice of the gradients is on its way over a second axis of the mesh.
+        self.crossing: set[str] = set()
+        self._crossing_buckets: frozenset[str] = frozenset()
         self._drop_grads()
 
     def begin_after(self, operations: Iterable[Operation]) -> None:
-        """The step before: what it leaves under way is what the next one finds."""
+        """The step before, which is alike: what it leaves under way is what the next one finds."""
+        operations = tuple(operations)
+        self._crossing_buckets = crossing_buckets(operations)
         for operation in operations:
             self.do(operation)
         self._drop_grads()
@@ -132,6 +145,7 @@ class Replay:
 
     def _drop_grads(self) -> None:
         self.grads = dict.fromkeys(self.units, Held.NOTHING)
+        self.crossing.clear()
 
     def do(self, operation: Operation) -> None:
         name = operation.subject
@@ -146,7 +160,13 @@ class Replay:
                 self.grads[name] = Held.DIFFERS
             case Kind.REDUCE:
                 self.grads.update(dict.fromkeys(self.buckets[name], Held.ON_ITS_WAY))
-            case Kind.WAIT_REDUCE:
+            case Kind.WAIT_REDUCE if name in self._crossing_buckets:
+                # The sum over its own group of ranks: not a gradient yet.
+                pass
+            case Kind.REDUCE_SLICE:
+                self.crossing.update(self.buckets[name])
+            case Kind.WAIT_REDUCE | Kind.WAIT_SLICE:
+                self.crossing.difference_update(self.buckets[name])
                 self.grads.update({member: self._home(member, "grads") for member in self.buckets[name]})
             case Kind.UPDATE:
                 self._update()
@@ -171,7 +191,7 @@ class Replay:
     def _bytes(self, name: str, holds: Mapping[str, Mapping[str, Held]]) -> int:
         unit = self.units[name]
         params, grads = unit.num_params * _FP32_BYTES, unit.num_trained * _FP32_BYTES
-        held = self._part(grads, holds["grads"][name])
+        held = self._part(grads, Held.SLICE if name in self.crossing else holds["grads"][name])
         held += self._part(_NUM_MOMENTS * grads, holds["optim"][name])
         held += self._part(params, holds["params"][name])
         # What is gathered is a copy beside the slice that the rank owns.
@@ -182,7 +202,7 @@ class Replay:
     def _part(self, num_bytes: int, held: Held) -> int:
         if held is Held.NOTHING:
             return 0
-        return -(-num_bytes // self.num_ranks) if held is Held.SLICE else num_bytes
+        return -(-num_bytes // self.num_slices) if held is Held.SLICE else num_bytes
 
 
 def _sizes(unit: UnitSpec) -> Unit:

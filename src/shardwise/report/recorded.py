@@ -9,15 +9,17 @@ from collections.abc import Sequence
 from shardwise.measure.results import Happening
 from shardwise.planner.queues import Span
 from shardwise.program import Kind
+from shardwise.program.operations import WAITS
 
-_WAITS = {Kind.WAIT_GATHER.value: Kind.GATHER.value, Kind.WAIT_REDUCE.value: Kind.REDUCE.value}
+_WAITS = {wait.value: kind for wait, kind in WAITS.items()}
+_SENDS = {kind.value: kind for kind in WAITS.values()}
 _COMPUTES = (Kind.FORWARD.value, Kind.BACKWARD.value, Kind.UPDATE.value)
 
 
 def recorded_spans(tape: Sequence[Happening]) -> list[Span]:
     """In order of their ends; what nobody waited for lasts until the tape ends."""
     spans: list[Span] = []
-    on_wire: dict[tuple[str, str], float] = {}
+    on_wire: dict[tuple[Kind, str], float] = {}
     last = tape[-1].seconds if tape else 0.0
     for at, one in enumerate(tape):
         if one.kind in _COMPUTES:
@@ -27,8 +29,8 @@ def recorded_spans(tape: Sequence[Happening]) -> list[Span]:
             kind = _WAITS[one.kind]
             start = on_wire.pop((kind, one.subject), None)
             if start is not None:
-                spans.append(Span(kind, f"{kind} {one.subject}", start, one.seconds))
-        elif one.kind in _WAITS.values():
-            on_wire[one.kind, one.subject] = one.seconds
-    spans += [Span(kind, f"{kind} {subject}", start, last) for (kind, subject), start in on_wire.items()]
+                spans.append(Span(kind.stream, f"{kind.value} {one.subject}", start, one.seconds))
+        elif one.kind in _SENDS:
+            on_wire[_SENDS[one.kind], one.subject] = one.seconds
+    spans += [Span(kind.stream, f"{kind.value} {subject}", start, last) for (kind, subject), start in on_wire.items()]
     return spans

@@ -46,6 +46,15 @@ def test_json_is_json_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> Non
     assert len(json.loads(output(capfd, "explain", "ring", "--json"))["rounds"]) == 6
 
 
+def test_a_hybrid_mesh_has_the_operations_of_its_second_axis(capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ("explain", "fsdp", "--ranks", "4", "--replicate", "2")
+    assert "   wait slice blocks.2 " in output(capfd, *arguments)
+    data = json.loads(output(capfd, *arguments, "--json"))
+    slices = [op for row in data["rows"] for op in row["operations"] if op["kind"] == "reduce slice"]
+    assert (data["replicate"], len(slices), {op["num_bytes"] for op in slices}) == (2, 4, {8 * 2**20})
+    assert data["sent_bytes"]["reduce slice"] == 4 * 8 * 2**20
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -53,6 +62,8 @@ def test_json_is_json_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> Non
         (["rings"], "UnknownName: unknown strategy 'rings'; did you mean ring?"),
         (["fsdp", "--ranks", "0"], "InvalidPlan: --ranks 0: must be a whole number of at least 1"),
         (["ring", "--ranks", "-3"], "InvalidPlan: --ranks -3: must be a whole number of at least 1"),
+        (["fsdp", "--replicate", "3"], "InvalidPlan: --replicate 3: must be a whole number that divides the 4 ranks"),
+        (["fsdp", "--replicate", "0"], "InvalidPlan: --replicate 0: must be a whole number that divides the 4 ranks"),
         (["fsdp", "--prefetch", "-1"], "InvalidPlan: prefetch = -1: must be a whole number of at least 0"),
         (["fsdp", "--model", "gpt2-125m"], "UnknownName: unknown model 'gpt2-125m'; did you mean"),
         ([], "InvalidPlan: explain needs a strategy: ddp, zero1, zero2, shard_grad_op, fsdp, ring"),

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.program import Kind, Operation, build
+from shardwise.program.operations import ON_BUCKETS
 from shardwise.spec import NONE, ROOT, UNANNOUNCED, ModelSpec, TensorSpec, UnitSpec
 
 
@@ -214,6 +216,62 @@ def test_what_is_kept_in_fp32_is_gathered_in_fp32() -> None:
     assert gathered == {"(root)": 40, "blocks.0": 40, "blocks.1": 20}
 
 
+# A mesh with a second axis
+
+
+HYBRID = {"replicate": 2, "shard": 4}
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "shard_grad_op", "fsdp"])
+def test_a_slice_is_sent_on_before_the_last_one_is_waited_for(strategy: str) -> None:
+    program = build(model("a", "b", "c"), plan=Plan.from_dict({"strategy": strategy, "mesh": HYBRID}))
+    reduces = "; ".join(str(op) for op in program.operations() if op.kind in ON_BUCKETS)
+    assert reduces == (
+        "reduce c; "
+        "wait reduce c; reduce slice c; reduce b; "
+        "wait reduce b; reduce slice b; wait slice c; reduce a; "
+        "wait reduce a; reduce slice a; wait slice b; reduce (root); "
+        "wait reduce (root); reduce slice (root); wait slice a; wait slice (root)"
+    )
+
+
+def test_at_the_end_of_backward_slices_go_bucket_by_bucket() -> None:
+    """All that is under way is waited for, the last slice last."""
+    assert lines(TWO_BLOCKS, strategy="zero2", mesh=HYBRID, reduces_in_flight=3)[-2] == (
+        "reduce flags (root); wait reduce blocks.1; reduce slice blocks.1; "
+        "wait reduce blocks.0; reduce slice blocks.0; wait slice blocks.1; "
+        "wait reduce (root); reduce slice (root); wait slice blocks.0; wait slice (root)"
+    )
+
+
+def test_a_replicated_bucket_has_no_slice_but_waits_for_the_one_before_it() -> None:
+    assert lines(TWO_BLOCKS, strategy="zero2", mesh=HYBRID, overrides={"(root)": "ddp"})[-2] == (
+        "reduce flags (root); wait reduce blocks.0; reduce slice blocks.0; wait slice blocks.1; "
+        "wait reduce (root); wait slice blocks.0"
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "ddp", "mesh": HYBRID},
+        {"strategy": "zero1", "mesh": HYBRID},
+        {"strategy": "fsdp", "mesh": {"shard": 8}},
+        {"strategy": "fsdp"},
+        # It sums over the second axis in an order of its own (planner/schedule.py).
+        {"strategy": "fsdp", "mesh": HYBRID, "engine": "torch"},
+    ],
+)
+def test_no_slice_crosses_where_nothing_is_sharded_or_there_is_no_second_axis(settings: dict[str, object]) -> None:
+    assert not any("slice" in line for line in lines(TWO_BLOCKS, **settings))
+
+
+def test_a_slice_is_a_ranks_share_of_its_bucket_rounded_up() -> None:
+    plan = Plan(strategy="fsdp", mesh=Mesh(replicate=2, shard=3))
+    slices = [op.num_bytes for op in build(TWO_BLOCKS, plan=plan).operations() if op.kind is Kind.REDUCE_SLICE]
+    assert slices == [14, 14, 14]
+
+
 # How backward comes to a unit
 
 
@@ -255,9 +313,10 @@ def test_a_recomputation_finds_the_units_inside_it_whole() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_a_pass_that_leaves_its_gradients_to_a_later_one_reduces_nothing(strategy: str) -> None:
-    whole = build(TWO_BLOCKS, plan=Plan(strategy=strategy))
-    kept = build(TWO_BLOCKS, plan=Plan(strategy=strategy), reduces=False)
-    reduces = (Kind.REDUCE, Kind.WAIT_REDUCE, Kind.REDUCE_FLAGS)
+    plan = Plan(strategy=strategy, mesh=Mesh(replicate=2, shard=2))
+    whole = build(TWO_BLOCKS, plan=plan)
+    kept = build(TWO_BLOCKS, plan=plan, reduces=False)
+    reduces = (*ON_BUCKETS, Kind.REDUCE_FLAGS)
     assert list(kept.operations()) == [op for op in whole.operations() if op.kind not in reduces]
     assert kept.buckets == ()
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.mesh import Mesh
 from shardwise.placement import REPLICATED, SHARDED, STRATEGIES
 from shardwise.plan import Plan
 from shardwise.program import Kind, Operation, StepProgram, Trigger, build
@@ -80,6 +81,8 @@ def plans(draw: st.DrawFn, *, spec: ModelSpec) -> Plan:
         bucket_bytes=draw(st.sampled_from([1, 100, 400, 25 * 2**20])),
         precision=draw(st.sampled_from(["fp32", "bf16", "native"])),
         recompute_overrides=draw(st.dictionaries(names, st.just("full"), max_size=2)),
+        mesh=draw(st.sampled_from([None, Mesh(shard=2), Mesh(replicate=2, shard=2), Mesh(replicate=3)])),
+        engine=draw(st.sampled_from(["shardwise", "shardwise", "torch"])),
     )
 
 
@@ -109,6 +112,9 @@ class Replay:
         self.num_broadcasts = 0
         self.reducing: list[str] = []
         self.reduced: list[str] = []
+        self.summed: list[str] = []  # waited for, and not sent over a second axis yet
+        self.crossing: list[str] = []
+        self.with_gradients: list[str] = []
         self.updated = False
         self.flagged = False
 
@@ -121,6 +127,14 @@ class Replay:
     def updates_a_slice(self, name: str) -> bool:
         placement = self.placements[name]
         return placement.params is REPLICATED and placement.optim is SHARDED and self.trainable(name)
+
+    def crosses(self, bucket: str) -> bool:
+        """Whether the sum over the shard axis is not yet the gradient."""
+        has_second_axis = self.plan.mesh is not None and self.plan.mesh.replicate > 1
+        return has_second_axis and self.plan.engine == "shardwise" and self.grads_sharded(bucket)
+
+    def grads_sharded(self, bucket: str) -> bool:
+        return self.placements[self.buckets[bucket].units[0]].grads is SHARDED
 
     def between_steps(self, name: str) -> str:
         if self.sharded(name):
@@ -157,6 +171,8 @@ class Replay:
             Kind.BACKWARD: self.backward,
             Kind.REDUCE: self.reduce,
             Kind.WAIT_REDUCE: self.wait_reduce,
+            Kind.REDUCE_SLICE: self.reduce_slice,
+            Kind.WAIT_SLICE: self.wait_slice,
             Kind.REDUCE_FLAGS: self.reduce_flags,
             Kind.BROADCAST: self.broadcast,
             Kind.UPDATE: self.update,
@@ -192,15 +208,30 @@ class Replay:
         assert all(self.num_backwards[member] == self.num_calls_back(member) for member in bucket.units)
         self.reduced.append(name)
         self.reducing.append(name)
-        sharded = [b for b in self.reducing if self.placements[self.buckets[b].units[0]].grads is SHARDED]
-        assert len(sharded) <= self.plan.reduces_in_flight
+        assert len([other for other in self.reducing if self.grads_sharded(other)]) <= self.plan.reduces_in_flight
+        # The slice of the bucket that was waited for before it is on its way, and no other.
+        assert not self.summed
+        assert len(self.crossing) <= 1
 
     def reduce_flags(self, name: str) -> None:
         assert Counter(self.reduced) == Counter(list(self.buckets))
         self.flagged = True
 
     def wait_reduce(self, name: str) -> None:
+        assert not self.summed
+        assert len(self.crossing) <= 1
         self.reducing.remove(name)
+        (self.summed if self.crosses(name) else self.with_gradients).append(name)
+
+    def reduce_slice(self, name: str) -> None:
+        self.summed.remove(name)
+        self.crossing.append(name)
+        assert len(self.crossing) <= 2
+
+    def wait_slice(self, name: str) -> None:
+        """In the order in which they were sent."""
+        assert self.crossing.pop(0) == name
+        self.with_gradients.append(name)
 
     def broadcast(self, name: str) -> None:
         assert not self.running
@@ -212,6 +243,9 @@ class Replay:
         assert not self.going_back
         assert not self.whole()
         assert not self.reducing
+        assert not self.summed
+        assert not self.crossing
+        assert Counter(self.with_gradients) == Counter(self.reduced)
         assert self.flagged
         assert Counter(self.reduced) == Counter(list(self.buckets))
         for unit_name in self.placements:

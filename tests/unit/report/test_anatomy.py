@@ -77,8 +77,9 @@ def tape_of(bench: Bench, strategy: str) -> tuple[Happening, ...]:
 def made_bench(spec: ModelSpec, *, bench: Bench, num_ranks: int, **settings: Any) -> Bench:
     """A bench of another model or mesh: the program as a tape, and a ledger whose numbers all differ."""
     cases = []
+    mesh = Mesh(**settings["plan.mesh"]) if "plan.mesh" in settings else None
     for strategy in STRATEGIES:
-        program = build(spec, plan=Plan(strategy=strategy, overrides=settings.get("plan.overrides", {})))
+        program = build(spec, plan=Plan(strategy=strategy, overrides=settings.get("plan.overrides", {}), mesh=mesh))
         tape = [
             Happening(kind=one.kind.value, subject=one.subject, num_bytes=one.num_bytes, seconds=row * 1e-3, row=row)
             for row, row_ in enumerate(program.rows)
@@ -206,8 +207,41 @@ class Test_frames:
         spec = outline(shape_of("gpt-tiny"), name="gpt-tiny")
         data = anatomy_data(made_bench(spec, bench=bench, num_ranks=8, **{"plan.mesh": {"replicate": 2, "shard": 4}}))
         assert data is not None
-        assert (data["num_ranks"], data["num_slices"], sorted(data["rings"])) == (8, 4, ["4", "8"])
-        assert any("then the 2 groups" in text for text in case_of(data, "fsdp")["captions"])
+        assert (data["num_ranks"], data["num_slices"], sorted(data["rings"])) == (8, 4, ["2", "4", "8"])
+        assert any("over the 2 groups" in text for text in case_of(data, "fsdp")["captions"])
+        assert data["left_out"] == []
+
+    @pytest.mark.parametrize("strategy", ["zero2", "shard_grad_op", "fsdp"])
+    def test_on_a_hybrid_mesh_a_gradient_is_there_when_its_slice_has_crossed(self, bench: Bench, strategy: str) -> None:
+        spec = outline(shape_of("gpt-tiny"), name="gpt-tiny")
+        made = made_bench(spec, bench=bench, num_ranks=4, **{"plan.mesh": {"replicate": 2, "shard": 2}})
+        data = anatomy_data(made)
+        assert data is not None
+        states, flights = states_of(data, strategy), case_of(data, strategy)["flights"]
+        operations = operations_of(data, strategy)
+        for index, operation in enumerate(operations):
+            kind, _, name = operation.rpartition(" ")
+            after = states[index + 1]["grads"].get(name)
+            if kind in ("reduce", "wait reduce", "reduce slice"):
+                assert after == Held.ON_ITS_WAY.value
+            elif kind == "wait slice":
+                assert after == Held.SLICE.value
+            if kind == "reduce slice":
+                assert flights[index + 1] == index
+        hybrid = Plan(strategy=strategy, mesh=Mesh(replicate=2, shard=2))
+        drawn = [
+            {state: {name: held.value for name, held in frame.holds[state].items()} for state in STATES}
+            for frame in hold(spec, plan=hybrid, num_ranks=4).frames
+        ]
+        assert states == drawn
+
+    def test_a_hybrid_tape_from_before_slices_were_on_it_is_drawn(self, bench: Bench) -> None:
+        spec = outline(shape_of("gpt-tiny"), name="gpt-tiny")
+        made = made_bench(spec, bench=bench, num_ranks=4, **{"plan.mesh": {"replicate": 2, "shard": 2}})
+        cases = [replace(case, tape=tuple(one for one in case.tape if "slice" not in one.kind)) for case in made.cases]
+        data = anatomy_data(replace(made, cases=tuple(cases)))
+        assert data is not None
+        assert data["left_out"] == []
 
 
 class Test_a_tape_that_is_not_a_step:
@@ -243,6 +277,15 @@ class Test_a_tape_that_is_not_a_step:
         ((name, found),) = data["left_out"]
         assert name == "fsdp"
         assert why in found
+
+    @pytest.mark.parametrize("gone", ["reduce slice", "wait slice"])
+    def test_is_left_out_where_a_slice_is_sent_or_waited_for_alone(self, bench: Bench, gone: str) -> None:
+        spec = outline(shape_of("gpt-tiny"), name="gpt-tiny")
+        made = made_bench(spec, bench=bench, num_ranks=4, **{"plan.mesh": {"replicate": 2, "shard": 2}})
+        tape = tuple(one for one in tape_of(made, "fsdp") if (one.kind, one.subject) != (gone, "blocks.0"))
+        data = anatomy_data(with_tape(made, "fsdp", tape))
+        assert data is not None
+        assert [name for name, _ in data["left_out"]] == ["fsdp"]
 
     def test_is_left_out_where_it_frees_what_every_rank_has_to_hold(self, bench: Bench) -> None:
         """And gathers it again, so that all of it is there when it is used."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,28 @@ def test_the_ring_plays_the_rounds_of_the_collective_under_way(opened: Page) -> 
     )
     # An all-gather on 4 ranks: each has its own chunk, and gets one more a round.
     assert rounds == [4, 8, 12, 16]
+
+
+def test_a_slice_goes_around_the_ranks_that_have_the_same_one(tmp_path: Path) -> None:
+    """The tape of fsdp on 4 ranks, as if they were 2 groups of 2: blocks.3 has its slice sent on."""
+    case = next(case for case in BENCH.cases if (case.engine, case.strategy) == ("shardwise", "fsdp"))
+    tape = list(case.tape)
+    index = next(i for i, one in enumerate(tape) if (one.kind, one.subject) == ("wait reduce", "blocks.3"))
+    tape[index + 1 : index + 1] = [replace(tape[index], kind=kind) for kind in ("reduce slice", "wait slice")]
+    settings = {**BENCH.settings, "plan.mesh": {"replicate": 2, "shard": 2}}
+    path = tmp_path / "hybrid.html"
+    bench = replace(BENCH, cases=(replace(case, tape=tuple(tape)),), settings=settings)
+    path.write_text(page_of(bench), encoding="utf-8")
+    with page(path, width=1400) as hybrid:
+        go(hybrid, index + 2)
+        assert hybrid.evaluate(CAPTIONS) == ["reduce slice blocks.3"] * 2
+        labels = "[...document.querySelectorAll('.anatomy-ring')[0].querySelectorAll('.rank')]"
+        assert hybrid.evaluate(f"{labels}.map((one) => one.textContent)") == ["rank 0", "rank 2"]
+        middle = "document.querySelector('.anatomy-ring .middle').textContent"
+        assert hybrid.evaluate(middle) == "all-reduce"
+        go(hybrid, index + 3)
+        assert hybrid.evaluate(CAPTIONS) == ["wait slice blocks.3"] * 2
+        assert hybrid.errors == []
 
 
 def test_it_fits_a_phone(opened: Page) -> None:

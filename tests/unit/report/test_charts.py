@@ -126,3 +126,22 @@ def test_collective_of_a_tape_lasts_until_it_was_waited_for() -> None:
         Span("gather", "gather b", 1.0, 5.0),
     ]
     assert recorded_spans([]) == []
+
+
+def test_a_slice_of_a_tape_is_in_the_queue_of_reduces_beside_its_bucket() -> None:
+    tape = [
+        ("reduce", "a", 0.0),
+        ("wait reduce", "a", 1.0),
+        ("reduce slice", "a", 2.0),
+        ("reduce", "b", 3.0),
+        ("wait reduce", "b", 4.0),
+        ("wait slice", "a", 5.0),
+    ]
+    happenings = [
+        Happening(kind=kind, subject=subject, num_bytes=0, seconds=seconds, row=0) for kind, subject, seconds in tape
+    ]
+    assert recorded_spans(happenings) == [
+        Span("reduce", "reduce a", 0.0, 1.0),
+        Span("reduce", "reduce b", 3.0, 4.0),
+        Span("reduce", "reduce slice a", 2.0, 5.0),
+    ]

@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.mesh import Mesh
 from shardwise.models.catalogue import CATALOGUE, shape_of
-from shardwise.placement import STRATEGIES
+from shardwise.placement import SHARDED, STRATEGIES
 from shardwise.plan import Plan
 from shardwise.program import Kind, build
 from shardwise.report.explain import GLYPHS, OTHER_NAMES, explain, explain_as_data
@@ -119,6 +119,34 @@ def test_sent_bytes_are_those_of_a_ring() -> None:
         assert held.sent_bytes(Kind.GATHER) == gathers[strategy] * 3 / 4, strategy
         assert held.sent_bytes(Kind.REDUCE) == reduces[strategy] * 3 / 4, strategy
         assert holdings(strategy, num_ranks=1).sent_bytes(Kind.REDUCE) == 0
+
+
+def test_on_a_hybrid_mesh_gathers_stay_in_a_group_and_slices_go_from_one_to_another() -> None:
+    """The slice that a rank sends on is a quarter; of 2 groups an all-reduce sends each of its bytes once."""
+    model = 4 * UNIT * MIB
+    mesh = Mesh(replicate=2, shard=4)
+    for strategy in STRATEGIES:
+        hybrid = hold(PICTURE, plan=Plan(strategy=strategy, mesh=mesh), num_ranks=8)
+        alone = holdings(strategy, num_ranks=4)
+        sharded = STRATEGIES[strategy].grads is SHARDED
+        assert hybrid.sent_bytes(Kind.GATHER) == alone.sent_bytes(Kind.GATHER), strategy
+        assert hybrid.sent_bytes(Kind.REDUCE) == (model * 3 / 4 if sharded else 2 * model * 7 / 8), strategy
+        assert hybrid.sent_bytes(Kind.REDUCE_SLICE) == (model / 4 if sharded else 0), strategy
+        assert hybrid.frames[0].held_bytes == alone.frames[0].held_bytes, strategy
+        assert hybrid.frames[-1].held_bytes == alone.frames[-1].held_bytes, strategy
+
+
+def test_on_a_hybrid_mesh_a_slice_is_drawn_on_its_way_until_it_is_waited_for() -> None:
+    lines = explain(PICTURE, strategy="fsdp", num_ranks=8, replicate=2)
+    assert "8 ranks in 2 groups; what each has of every unit, in 4 slices, at the update:" in lines
+    assert [line.split()[2] for line in lines if line.startswith("  rank")] == ["█···", "·█··", "··█·", "···█"] * 2
+    (sent,) = [index for index, line in enumerate(lines) if line.startswith("   reduce slice blocks.2")]
+    (there,) = [index for index, line in enumerate(lines) if line.startswith("   wait slice blocks.2")]
+    assert sent < there
+    # The last of the four columns of grads; between, other operations are drawn.
+    grads = [line[31 + 9 : 31 + 16] for line in lines[sent - 1 : there + 1] if not line.startswith("──")]
+    assert [cells[-1] for cells in grads] == ["░"] * (len(grads) - 1) + ["▂"]
+    assert all(len(line) <= 80 for line in lines)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
