@@ -27,7 +27,7 @@ from shardwise.measure.live import LiveBytes
 from shardwise.models.catalogue import shape_of
 from shardwise.plan import Plan
 from shardwise.spec import ROOT
-from shardwise.tasks import load_task
+from shardwise.tasks import Task, load_task
 from shardwise.units import unit_modules
 
 # Our engine learns the order of units in the first step, and all have made their states after it.
@@ -190,8 +190,8 @@ def _on_cpu(case: Case, *, job: Job) -> dict[str, Any]:
     }
 
 
-def make_step(case: Case, *, job: Job) -> Step:
-    """A model from the meta device straight onto its engine, and a function that trains one step."""
+def task_and_plan(case: Any, *, captured: bool = False) -> tuple[Task, Plan]:
+    """The model of a case, on the meta device, and its plan. Torch's engine recomputes by marks on the units."""
     torch.manual_seed(0)
     task = load_task(case.model, seq=case.seq, image=case.image, device="meta")
     ours = case.engine == "shardwise"
@@ -202,13 +202,20 @@ def make_step(case: Case, *, job: Job) -> Step:
         precision=case.precision,
         recompute=case.recompute if ours else "none",
         engine=case.engine,
+        capture=captured,
     )
+    return task, plan
+
+
+def make_step(case: Case, *, job: Job) -> Step:
+    """A model from the meta device straight onto its engine, and a function that trains one step."""
+    task, plan = task_and_plan(case)
     model, optimizer = prepare(
         task.model,
         make_optimizer(case.optimizer, task.model),
         plan,
         device=job.place,
-        collectives=AbsentCollectives() if job.absent and ours else None,
+        collectives=AbsentCollectives() if job.absent and plan.engine == "shardwise" else None,
     )
     if job.absent:
         leave_out_reduce(model)

@@ -33,12 +33,10 @@ import torch
 import torch.distributed as dist
 from engine_step import circumstances
 from memory_cases import Case as MemoryCase
-from memory_worker import make_batch, make_optimizer, recompute_units
+from memory_worker import make_batch, make_optimizer, task_and_plan
 from step_cases import MODELS, Case, all_cases
 
 from shardwise.engines import capture, prepare
-from shardwise.plan import Plan
-from shardwise.tasks import load_task
 
 WARM_STEPS = 4
 NUM_BLOCKS = 4
@@ -60,18 +58,7 @@ class Training:
 
 
 def make_training(case: Case, *, device: torch.device) -> Training:
-    torch.manual_seed(0)
-    task = load_task(case.model, seq=case.seq, image=case.image, device="meta")
-    ours = case.engine == "shardwise"
-    if case.recompute == "full" and not ours:
-        recompute_units(task.model)
-    plan = Plan(
-        strategy=case.strategy,
-        precision=case.precision,
-        recompute=case.recompute if ours else "none",
-        engine=case.engine,
-        capture=case.captured,
-    )
+    task, plan = task_and_plan(case, captured=case.captured)
     model, optimizer = prepare(task.model, make_optimizer("adamw-fused", task.model), plan, device=str(device))
     described = MemoryCase(
         model=case.model, strategy=case.strategy, num_ranks=1, batch=case.batch, seq=case.seq, image=case.image

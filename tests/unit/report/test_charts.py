@@ -109,6 +109,12 @@ def test_wide_spans_are_drawn_as_they_are() -> None:
     assert merged(spans, end=1.0) == spans
 
 
+def happenings(tape: list[tuple[str, str, float]]) -> list[Happening]:
+    return [
+        Happening(kind=kind, subject=subject, num_bytes=0, seconds=seconds, row=0) for kind, subject, seconds in tape
+    ]
+
+
 def test_collective_of_a_tape_lasts_until_it_was_waited_for() -> None:
     tape = [
         ("gather", "a", 0.0),
@@ -117,10 +123,7 @@ def test_collective_of_a_tape_lasts_until_it_was_waited_for() -> None:
         ("forward", "a", 3.0),
         ("free", "a", 5.0),
     ]
-    happenings = [
-        Happening(kind=kind, subject=subject, num_bytes=0, seconds=seconds, row=0) for kind, subject, seconds in tape
-    ]
-    assert recorded_spans(happenings) == [
+    assert recorded_spans(happenings(tape)) == [
         Span("gather", "gather a", 0.0, 2.0),
         Span("compute", "forward a", 3.0, 5.0),
         Span("gather", "gather b", 1.0, 5.0),
@@ -137,10 +140,7 @@ def test_a_slice_of_a_tape_is_in_the_queue_of_reduces_beside_its_bucket() -> Non
         ("wait reduce", "b", 4.0),
         ("wait slice", "a", 5.0),
     ]
-    happenings = [
-        Happening(kind=kind, subject=subject, num_bytes=0, seconds=seconds, row=0) for kind, subject, seconds in tape
-    ]
-    assert recorded_spans(happenings) == [
+    assert recorded_spans(happenings(tape)) == [
         Span("reduce", "reduce a", 0.0, 1.0),
         Span("reduce", "reduce b", 3.0, 4.0),
         Span("reduce", "reduce slice a", 2.0, 5.0),
