@@ -14,6 +14,8 @@ from shardwise.train.config import TrainConfig
 Ranks = Sequence[Found]
 """What the ranks of one run found, rank 0 first."""
 
+NOT_REACHED = "the bench ended before its turn"
+
 
 @dataclass(slots=True, kw_only=True)
 class Case:
@@ -47,9 +49,8 @@ class Case:
     def result(self) -> CaseResult:
         """All runs in one; details are those of the first."""
         if not self.runs:
-            return CaseResult(
-                engine=self.engine, strategy=self.strategy, why_not=self.why_not, predicted=self.predicted
-            )
+            why_not = self.why_not or NOT_REACHED
+            return CaseResult(engine=self.engine, strategy=self.strategy, why_not=why_not, predicted=self.predicted)
         ranks = self.runs[0]
         first = ranks[0]
         return CaseResult(

@@ -12,7 +12,7 @@ import pytest
 
 from shardwise.measure.bench_run import BenchRun, Found
 from shardwise.measure.benchmark import Asked, BenchStopped, Progress, RunFailed, bench, run_ranks, turns
-from shardwise.measure.case import Case, cases_of
+from shardwise.measure.case import NOT_REACHED, Case, cases_of
 from shardwise.measure.results import Bench, InvalidBench, load_bench
 from shardwise.train.config import TrainConfig
 
@@ -262,6 +262,7 @@ class TestInterrupt:
 
         bench(asked(tmp_path, rounds=1), run=Fake(spoil))
         assert [sum(case.ran for case in one.cases) for one in seen] == [0, 1, 2, 3, 3, 3]
+        assert {case.why_not for one in seen for case in one.cases if not case.ran} == {NOT_REACHED}
 
 
 class TestFolder:

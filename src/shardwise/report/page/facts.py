@@ -10,7 +10,7 @@ from shardwise.report.page.section import Section, section, shown
 
 def absent_section(bench: Bench) -> Section | None:
     """Cases that did not run."""
-    rows = [[case.name, case.why_not or "not known"] for case in bench.cases if not case.ran]
+    rows = [[case.name, case.why_not] for case in bench.cases if not case.ran]
     if not rows:
         return None
     return section("absent", "Did not run", table(["case", "why"], rows, words=2))
