@@ -172,7 +172,7 @@ def _device(config: TrainConfig) -> tuple[str, int | None]:
 
 
 def _run(asked: "Asked", *, as_json: bool) -> int:
-    """Measure and show; the exit code: 1 if a case failed, or if they must not be ranked."""
+    """Measure and show; the exit code: 1 if a case failed, also with the wire cut, or if they must not be ranked."""
     from shardwise.measure.benchmark import BenchStopped
     from shardwise.measure.benchmark import bench as run_all
     from shardwise.measure.results import FILE
@@ -189,7 +189,8 @@ def _run(asked: "Asked", *, as_json: bool) -> int:
     else:
         _show(found)
         print(f"\n{path}\nnext: {shlex.join(('shardwise', 'report', str(asked.folder)))}")
-    return 1 if any(case.failed for case in asked.cases) or not found.equivalence.agrees else 0
+    failed = any(case.failed or case.why_not_silent for case in asked.cases)
+    return 1 if failed or not found.equivalence.agrees else 0
 
 
 @contextmanager

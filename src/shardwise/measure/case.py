@@ -19,13 +19,18 @@ NOT_REACHED = "the bench ended before its turn"
 
 @dataclass(slots=True, kw_only=True)
 class Case:
-    """An engine and a strategy, and what was found until now. `failed`: it was started, and did not end well."""
+    """An engine and a strategy, and what was found until now.
+
+    failed           it was started, and did not end well
+    why_not_silent   with the wire cut it did not
+    """
 
     engine: str
     strategy: str
     plan: Plan
     why_not: str = ""
     failed: bool = False
+    why_not_silent: str = ""
     predicted: Predicted | None = None
     runs: list[Ranks] = field(default_factory=list)
     silent: list[Ranks] = field(default_factory=list)
@@ -64,6 +69,7 @@ class Case:
             dtypes={kind: _union(rank.dtypes.get(kind, ()) for rank in ranks) for kind in first.dtypes},
             step_seconds=_steps(self.runs),
             silent_seconds=_steps(self.silent),
+            why_not_silent=self.why_not_silent,
             first_step_seconds=Spread(values=tuple(max(r.first_step_seconds for r in run) for run in self.runs)),
             allocated_bytes=_known(rank.allocated_bytes for rank in ranks),
             reserved_bytes=_known(rank.reserved_bytes for rank in ranks),

@@ -96,7 +96,8 @@ class CaseResult:
     param_norms        of the first step, parameter by parameter
     dtypes             "compute" (of matrix products), "master", "grads", "optim" → dtypes that were seen
     step_seconds       of blocks of steps, in all runs
-    silent_seconds     the same with the wire cut: the same processes at once, whose collectives return at once
+    silent_seconds     the same with the wire cut: the same processes at once, whose collectives return at once;
+                       `why_not_silent`, if that failed
     first_step_seconds from the start of a process until it had taken a step
     allocated_bytes    the peak of a step, by rank; reserved_bytes: of the caching allocator, on a GPU
     ledgers            of one step, by rank (memory.py)
@@ -113,6 +114,7 @@ class CaseResult:
     dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     step_seconds: Spread | None = None
     silent_seconds: Spread | None = None
+    why_not_silent: str = ""
     first_step_seconds: Spread | None = None
     allocated_bytes: tuple[int, ...] = ()
     reserved_bytes: tuple[int, ...] = ()

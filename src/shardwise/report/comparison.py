@@ -127,6 +127,8 @@ def remarks(bench: Bench) -> Iterator[str]:
     for case in bench.cases:
         if case.why_not:
             yield f"{case.name}: did not run: {case.why_not}"
+        elif case.why_not_silent:
+            yield f"{case.name}: did not run with the wire cut, so what is exposed is not known: {case.why_not_silent}"
     yield from _verdict(bench, num_ran=len(ran))
     if bench.why and bench.equivalence.agrees:
         yield bench.why

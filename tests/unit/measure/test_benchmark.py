@@ -14,6 +14,7 @@ from shardwise.measure.bench_run import BenchRun, Found
 from shardwise.measure.benchmark import Asked, BenchStopped, Progress, RunFailed, bench, run_ranks, turns
 from shardwise.measure.case import NOT_REACHED, Case, cases_of
 from shardwise.measure.results import Bench, InvalidBench, load_bench
+from shardwise.report.comparison import remarks
 from shardwise.train.config import TrainConfig
 
 CONFIG = TrainConfig.from_dict(
@@ -179,7 +180,7 @@ def fails(which: str) -> Fake:
 
 
 class TestFailure:
-    @pytest.mark.parametrize("which", ["round-1-shardwise-ddp", "silent-shardwise-ddp", "round-2-shardwise-ddp"])
+    @pytest.mark.parametrize("which", ["round-1-shardwise-ddp", "round-2-shardwise-ddp"])
     def test_a_case_that_fails_is_out_and_the_others_go_on(self, tmp_path: Path, which: str) -> None:
         fake, wanted = fails(which), asked(tmp_path, rounds=3)
         result = bench(wanted, run=fake)
@@ -190,6 +191,19 @@ class TestFailure:
         assert result.recommended == 1
         after = fake.names[fake.names.index(which) + 1 :]
         assert not any(name.endswith("-ddp") for name in after)
+
+    def test_without_a_run_with_the_wire_cut_the_others_stand(self, tmp_path: Path) -> None:
+        fake, wanted = fails("silent-shardwise-ddp"), asked(tmp_path, rounds=3)
+        result = bench(wanted, run=fake)
+        first = result.cases[0]
+        assert not wanted.cases[0].failed
+        assert first.step_seconds is not None
+        assert len(first.step_seconds.values) == 12
+        assert (first.why_not, first.exposed_seconds) == ("", None)
+        assert all(case.exposed_seconds is not None for case in result.cases[1:])
+        (line,) = [line for line in remarks(result) if line.startswith("ddp: ")]
+        assert line.endswith("so what is exposed is not known: rank 1: OutOfMemoryError: 3 GiB too much")
+        assert load_bench(tmp_path / "out") == result
 
     def test_where_all_fail_nothing_is_recommended(self, tmp_path: Path) -> None:
         result = bench(asked(tmp_path, cases=cases("ddp")), run=fails("round-1-shardwise-ddp"))

@@ -9,8 +9,9 @@ from shardwise.report.page.section import Section, section, shown
 
 
 def absent_section(bench: Bench) -> Section | None:
-    """Cases that did not run."""
+    """Cases that did not run, or not with the wire cut."""
     rows = [[case.name, case.why_not] for case in bench.cases if not case.ran]
+    rows += [[f"{case.name}, wire cut", case.why_not_silent] for case in bench.cases if case.why_not_silent]
     if not rows:
         return None
     return section("absent", "Did not run", table(["case", "why"], rows, words=2))
