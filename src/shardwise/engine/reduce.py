@@ -5,104 +5,19 @@ with a second axis is summed over that too, while backward goes on. In an accumu
 adds to what it holds.
 """
 
-from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from shardwise.comm.collectives import Collectives, Work, own_slice
+from shardwise.comm.collectives import Collectives, own_slice
 from shardwise.comm.groups import MeshGroups
 from shardwise.engine.flat import FlatParams
-from shardwise.engine.guard import unguarded
 from shardwise.engine.passes import Passes
+from shardwise.engine.segment import Segment
 from shardwise.engine.tape import Tape
 from shardwise.engine.unit import Unit
 from shardwise.placement import SHARDED
 from shardwise.program import Bucket, Kind
-
-
-class _Segment:
-    """Flat buffers whose gradients share one buffer and one collective: all of one dtype."""
-
-    def __init__(self, flat: FlatParams, *, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.flats = [flat]
-        # Of all gradients, and their places in it, flat by flat; once these are summed over the shard axis, of the
-        # slice that goes over `replicate`.
-        self.buffer: Tensor | None = None
-        self._views: list[list[Tensor]] = []
-        # Whether earlier passes have left gradients in the buffer.
-        self.holds = False
-        self.work: Work | None = None
-        self._kept: _Kept | None = None
-
-    @property
-    def num_elements(self) -> int:
-        return sum(flat.layout.num_elements for flat in self.flats)
-
-    def views(self, flat: FlatParams) -> list[Tensor]:
-        """The places of a flat's gradients in the buffer, which comes into being with the first that asks."""
-        if self.buffer is None:
-            if self._kept is not None and self._kept.is_unused():
-                self.buffer, self._views = self._kept.buffer, self._kept.views
-            else:
-                self.buffer = torch.empty(self.num_elements, dtype=self.dtype, device=flat.device)
-                self._views = self._cut()
-        return self._views[self.flats.index(flat)]
-
-    def parts(self) -> Sequence[Tensor]:
-        """The buffer, flat by flat."""
-        assert self.buffer is not None
-        if len(self.flats) == 1:
-            return [self.buffer]
-        return torch.split_with_sizes(self.buffer, [flat.layout.num_elements for flat in self.flats])
-
-    def _cut(self) -> list[list[Tensor]]:
-        return [flat.views(part) for flat, part in zip(self.flats, self.parts(), strict=True)]
-
-    def wait(self) -> None:
-        """Until what was sent is there."""
-        assert self.work is not None
-        self.work.wait()
-        self.work = None
-
-    def release(self) -> None:
-        """The buffer has done its work here."""
-        self.buffer = None
-        self._views = []
-
-    @property
-    def kept(self) -> Tensor | None:
-        """The buffer that stays for the next step, if any."""
-        return self._kept.buffer if self._kept is not None else None
-
-    def gradients(self) -> list[list[Tensor]]:
-        """Views of the buffer that can be its parameters' gradients.
-
-        On a CPU, where a new buffer costs a page fault every 4 KiB, it is used again when no gradient lies in it any
-        more; so gradients are then views of their own, that can be counted.
-        """
-        assert self.buffer is not None
-        if self.buffer.device.type != "cpu":
-            return self._views
-        if self._kept is None or self._kept.buffer is not self.buffer:
-            self._kept = _Kept(buffer=self.buffer, views=self._views)
-        return self._cut()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
-    """A buffer that has done its work, with the views of it that are needed to fill it again."""
-
-    buffer: Tensor
-    views: list[list[Tensor]]
-
-    def is_unused(self) -> bool:
-        """Whether no gradient lies in it any more: its uses are the buffer itself, our views, and this question."""
-        num_uses = int(torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata))
-        return num_uses == 2 + sum(map(len, self.views))
 
 
 class ReduceBucket:
@@ -130,9 +45,9 @@ class ReduceBucket:
         self.crosses = self.sharded and groups.replicate.size > 1
         self.scale = 1 / groups.mesh.num_ranks
         self.ready: set[str] = set()
-        self.segments: list[_Segment] = []
+        self.segments: list[Segment] = []
         # Where the gradients of each unit go.
-        self._places: dict[str, list[tuple[FlatParams, _Segment]]] = {
+        self._places: dict[str, list[tuple[FlatParams, Segment]]] = {
             unit.name: [
                 (flat, self._segment_for(flat, dtype=_reduce_dtype(flat, reduce_dtype)))
                 for flat in unit.flats
@@ -141,14 +56,14 @@ class ReduceBucket:
             for unit in units
         }
 
-    def _segment_for(self, flat: FlatParams, *, dtype: torch.dtype) -> _Segment:
+    def _segment_for(self, flat: FlatParams, *, dtype: torch.dtype) -> Segment:
         """Sharded gradients are cut into slices flat by flat; replicated ones of a dtype go together."""
         if not self.sharded:
             for segment in self.segments:
                 if segment.dtype == dtype:
                     segment.flats.append(flat)
                     return segment
-        self.segments.append(_Segment(flat, dtype=dtype))
+        self.segments.append(Segment(flat, dtype=dtype))
         return self.segments[-1]
 
     @property
@@ -165,7 +80,7 @@ class ReduceBucket:
         if weight:
             unit.used |= unit.with_grads
         for flat, segment in self._places[unit.name]:
-            _copy_in(flat, segment.views(flat), add=segment.holds, weight=weight)
+            segment.take(flat, weight=weight)
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -261,7 +176,7 @@ class ReduceBucket:
                 segment.release()
         self.ready.clear()
 
-    def _deliver_slice(self, segment: _Segment) -> None:
+    def _deliver_slice(self, segment: Segment) -> None:
         (flat,) = segment.flats
         assert segment.buffer is not None
         mine = own_slice(segment.buffer, group=self.groups.reduce)
@@ -270,7 +185,7 @@ class ReduceBucket:
         flat.add_grads(mine * self.scale if same else mine.to(flat.master_dtype).mul_(self.scale))
         segment.release()
 
-    def _deliver_whole(self, segment: _Segment) -> None:
+    def _deliver_whole(self, segment: Segment) -> None:
         assert segment.buffer is not None
         if self.scale != 1:
             segment.buffer.mul_(self.scale)
@@ -285,26 +200,3 @@ class ReduceBucket:
 def _reduce_dtype(flat: FlatParams, planned: torch.dtype) -> torch.dtype:
     """The plan's, but never narrower than parameters that are float64."""
     return torch.promote_types(planned, flat.master_dtype) if flat.master_dtype.itemsize > 4 else planned
-
-
-def _copy_in(flat: FlatParams, places: list[Tensor], *, add: bool, weight: float) -> None:
-    """Gradients × weight into their places, or on top of what is there. With weight 0 they do not even count as NaN."""
-    views, grads = [], []
-    with unguarded():
-        for parameter, view in zip(flat.params, places, strict=True):
-            grad = parameter.grad
-            if grad is not None and weight:
-                views.append(view)
-                grads.append(grad.to_dense() if grad.is_sparse else grad)
-            elif not add:
-                view.zero_()
-            parameter.grad = None
-    if not views:
-        return
-    if add:
-        # In the buffer's dtype also where the gradients are narrower.
-        torch._foreach_add_(views, grads, alpha=weight)
-        return
-    torch._foreach_copy_(views, grads)
-    if weight != 1.0:
-        torch._foreach_mul_(views, weight)
