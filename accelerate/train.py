@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader
 
 from shardwise.data.source import image_splits
 from shardwise.errors import ShardwiseError
-from shardwise.models.build import build_model
 from shardwise.models.catalogue import shape_of
+from shardwise.models.make import build_model
 from shardwise.models.shapes import ViTShape
 
 ON_CPU = "ACCELERATE_USE_CPU=true torchrun --standalone --nproc-per-node 2 accelerate/train.py"

@@ -27,7 +27,7 @@ from engine_step import Case, circumstances, on_ranks
 from shardwise.checkpoint import Checkpoints
 from shardwise.checkpoint.export import export_weights
 from shardwise.engines import prepare
-from shardwise.models.build import build_model
+from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.plan import Plan
 

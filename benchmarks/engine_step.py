@@ -9,9 +9,9 @@ true where the times do not. A block counts with its slowest rank. Only ratios a
 Beside wall-clock seconds stand the seconds that the process was on a CPU, which other processes disturb less.
 
 --memory also runs each engine by itself, and reports the most bytes that are live in a step, and those that are left
-after its zero_grad: on a CPU from torch's allocator (measure/live.py), which does not know of the backend's own
-buffers, on a GPU from torch.cuda. "plain" is the model in one process without any engine: what a rank holds at rest ×
-ranks / plain's is 1 where nothing is held twice.
+after its zero_grad: on a CPU from torch's allocator (profile/cpu_allocations.py), which does not know of the
+backend's own buffers, on a GPU from torch.cuda. "plain" is the model in one process without any engine: what a rank
+holds at rest × ranks / plain's is 1 where nothing is held twice.
 """
 
 import argparse
@@ -37,10 +37,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from shardwise.engines import clip_grad_norm_, prepare
-from shardwise.measure.live import LiveBytes
-from shardwise.models.build import build_model
+from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.plan import Plan
+from shardwise.profile.cpu_allocations import LiveBytes
 
 ENGINES = ("shardwise", "torch")
 WARM_UP_STEPS = 4

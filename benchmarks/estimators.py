@@ -17,8 +17,8 @@ from typing import Any
 from accelerate.commands.estimate import estimate_training_usage
 from memory_predictions import predict_row
 
-from shardwise.models.build import build_model
 from shardwise.models.catalogue import shape_of
+from shardwise.models.make import build_model
 
 Row = dict[str, Any]
 STRATEGIES = ("ddp", "zero2", "fsdp")

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.plan import Plan
 from shardwise.planner import MemoryEstimate, estimate
-from shardwise.planner.constants import DEFAULT_COMMUNICATOR_BYTES
+from shardwise.planner.memory.constants import DEFAULT_COMMUNICATOR_BYTES
 from shardwise.sources import Source
 
 Row = dict[str, Any]

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.absent import AbsentCollectives, absent_group, leave_out_reduce
 from shardwise.engines import prepare
-from shardwise.measure.live import LiveBytes
 from shardwise.models.catalogue import shape_of
 from shardwise.plan import Plan
+from shardwise.profile.cpu_allocations import LiveBytes
 from shardwise.spec import ROOT
 from shardwise.tasks import Task, load_task
 from shardwise.units import unit_modules

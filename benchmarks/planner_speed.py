@@ -17,7 +17,7 @@ from shardwise.mesh import Mesh
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.planner import estimate
-from shardwise.planner.time import estimate_time
+from shardwise.planner.time.step_time import estimate_time
 from shardwise.sources import Source
 
 MODELS = ("gpt2-124m", "llama-3.1-8b", "llama-3.1-405b")

@@ -29,8 +29,8 @@ from shardwise.models.catalogue import shape_of
 from shardwise.models.shapes import GPTShape
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
-from shardwise.planner.time import estimate_time
-from shardwise.spec.ready import ready_spec
+from shardwise.planner.time.step_time import estimate_time
+from shardwise.spec.shipped import ready_spec
 
 MODEL, BATCH, SEQ = "gpt-tiny", 2, 128
 WARM_STEPS, STEPS_PER_BLOCK, NUM_BLOCKS = 2, 1, 7

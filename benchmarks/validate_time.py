@@ -17,8 +17,8 @@ from pathlib import Path
 from published import MEASURED, Row, measured, read
 
 from shardwise.hardware import cluster_of, device_of
-from shardwise.planner.search import Candidate, cost
-from shardwise.planner.time import FITTED_DEVICES, block_seconds, time_band
+from shardwise.planner.search.candidates import Candidate, cost
+from shardwise.planner.time.step_time import FITTED_DEVICES, block_seconds, time_band
 from shardwise.sources import Source
 from shardwise.spec import ROOT, ModelSpec, TensorSpec
 

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from shardwise.models.build import build_model
 from shardwise.models.catalogue import shape_of
+from shardwise.models.make import build_model
 from shardwise.models.shapes import ViTShape
 from shardwise.placement import SHARDED, STRATEGIES, Placement, Where
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.collectives import Collectives
-from shardwise.engine import accumulate as engine_accumulate
-from shardwise.engine import capture as engine_capture
-from shardwise.engine import clip as engine_clip
 from shardwise.engine import prepare as engine_prepare
-from shardwise.engine import state as engine_state
-from shardwise.engine import uneven as engine_uneven
 from shardwise.engine.engine import is_prepared
+from shardwise.engine.grads import clip as engine_clip
+from shardwise.engine.optimizer import full_state as engine_state
+from shardwise.engine.step import accumulate as engine_accumulate
+from shardwise.engine.step import capture as engine_capture
+from shardwise.engine.step import uneven as engine_uneven
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 
@@ -52,7 +52,7 @@ def prepare(
         )
     if collectives is not None:
         raise InvalidPlan("engine = 'torch' has collectives of its own: leave collectives out of prepare")
-    from shardwise.native.prepare import prepare_native
+    from shardwise.torch_engine.prepare import prepare_native
 
     return prepare_native(model, optimizer, plan, device=device)
 
@@ -75,7 +75,7 @@ def capture(step: Step, model: nn.Module, optimizer: Optimizer) -> Step:
     """
     if is_prepared(model):
         return engine_capture.capture(step, model, optimizer)
-    from shardwise.native.prepare import check_native
+    from shardwise.torch_engine.prepare import check_native
 
     check_native(model)
     return step
@@ -94,8 +94,8 @@ def accumulate(model: nn.Module, *, enabled: bool = True) -> AbstractContextMana
     """
     if is_prepared(model):
         return engine_accumulate.accumulate(model, enabled=enabled)
-    from shardwise.native.passes import accumulate_native
-    from shardwise.native.prepare import check_native
+    from shardwise.torch_engine.passes import accumulate_native
+    from shardwise.torch_engine.prepare import check_native
 
     check_native(model)
     return accumulate_native(model, enabled=enabled)
@@ -111,8 +111,8 @@ def mean_count(model: nn.Module, count: float) -> float:
     """
     if is_prepared(model):
         return engine_uneven.mean_count(model, count)
-    from shardwise.native.passes import mean_count_native
-    from shardwise.native.prepare import check_native
+    from shardwise.torch_engine.passes import mean_count_native
+    from shardwise.torch_engine.prepare import check_native
 
     check_native(model)
     return mean_count_native(model, count)
@@ -145,7 +145,7 @@ def clip_grad_norm_(
     """
     if is_prepared(model):
         return engine_clip.clip_grad_norm_(model, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-    from shardwise.native.state import clip_grad_norm_native
+    from shardwise.torch_engine.full_state import clip_grad_norm_native
 
     return clip_grad_norm_native(model, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
@@ -159,7 +159,7 @@ def full_state_dict(
     """
     if is_prepared(model):
         return engine_state.full_state_dict(model, optimizer, rank0_only=rank0_only)
-    from shardwise.native.state import full_state_dict_native
+    from shardwise.torch_engine.full_state import full_state_dict_native
 
     return full_state_dict_native(model, optimizer, rank0_only=rank0_only)
 
@@ -173,6 +173,6 @@ def load_full_state_dict(
     """
     if is_prepared(model):
         return engine_state.load_full_state_dict(model, state, optimizer, from_rank0=from_rank0)
-    from shardwise.native.state import load_full_state_dict_native
+    from shardwise.torch_engine.full_state import load_full_state_dict_native
 
     return load_full_state_dict_native(model, state, optimizer, from_rank0=from_rank0)

@@ -17,9 +17,9 @@ from shardwise.errors import InvalidModel
 from shardwise.models.catalogue import CATALOGUE, shape_of
 from shardwise.models.shapes import GPTShape, LlamaShape
 from shardwise.plan import Plan
-from shardwise.planner.memory import computes_in
+from shardwise.planner.memory.peak import computes_in
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
-from shardwise.spec.ready import ready_spec
+from shardwise.spec.shipped import ready_spec
 
 if TYPE_CHECKING:
     from shardwise.tasks import Task

@@ -18,9 +18,9 @@ from torch.utils.data import Dataset
 
 from shardwise.data.source import Splits, image_splits, token_splits
 from shardwise.errors import InvalidModel, ShardwiseError
-from shardwise.models.build import build_model
 from shardwise.models.catalogue import shape_of
 from shardwise.models.lean_loss import lean_cross_entropy
+from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, ViTShape
 
 Sums = Mapping[str, Tensor]

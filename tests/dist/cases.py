@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.models.build import build_model
+from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, ViTShape
 
 Batch = tuple[Tensor, Tensor]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from processes import listening
 
-from shardwise.train.join import joined
+from shardwise.launch.join import joined
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from shardwise.comm.groups import Group
-from shardwise.measure.live import LiveBytes
+from shardwise.profile.cpu_allocations import LiveBytes
 
 
 class LiveTensors(LiveBytes):

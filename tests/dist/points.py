@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.errors import InvalidData
-from shardwise.train.failure import during, report
+from shardwise.launch.failure import during, report
 
 RANK = int(os.environ["RANK"])
 

@@ -13,7 +13,7 @@ from shardwise.comm.start import RanksMissing, exchange, meet
 from shardwise.engines import prepare
 from shardwise.errors import InvalidPlan
 from shardwise.mesh import Mesh
-from shardwise.models.build import build_model
+from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, ResNetShape
 from shardwise.placement import SHARDED, STRATEGIES, placement_of
 from shardwise.plan import Plan

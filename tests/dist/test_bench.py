@@ -16,11 +16,11 @@ from processes import processes_with
 from ranks import run_ranks
 
 from shardwise.cli.app import main
-from shardwise.engine.reduce import ReduceBucket
-from shardwise.engine.unit import Unit
-from shardwise.measure.bench_rank import run_rank
-from shardwise.measure.bench_run import BenchRun, Found
-from shardwise.measure.results import load_bench
+from shardwise.engine.grads.bucket import ReduceBucket
+from shardwise.engine.params.unit import Unit
+from shardwise.bench.worker import run_rank
+from shardwise.bench.run_files import BenchRun, Found
+from shardwise.bench.results import load_bench
 from shardwise.tasks import Task, load_task
 
 OPTIONS = ("--nproc", "2", "--rounds", "1", "--steps", "2", "--warm-up", "3")
@@ -126,7 +126,7 @@ def test_the_gate_names_a_wrong_gradient_and_unequal_dtypes_and_ranks_nothing(
         runs.append(folder.name)
         return run_ranks(planted, num_ranks=num_ranks, args=(wanted.to_data(),))
 
-    monkeypatch.setattr("shardwise.measure.benchmark.run_ranks", run)
+    monkeypatch.setattr("shardwise.bench.benchmark.run_ranks", run)
     out = config.parent / "out"
     with pytest.raises(SystemExit) as caught:
         main(["bench", str(config), *OPTIONS, "--strategies", "ddp,zero1,zero2,fsdp", "--out", str(out)])

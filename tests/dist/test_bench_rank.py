@@ -14,20 +14,20 @@ from ranks import run_ranks
 from train_tasks import reference
 from whole import whole
 
-from shardwise.measure.bench_rank import run_rank
-from shardwise.measure.bench_run import ASKED, BenchRun, Found
-from shardwise.measure.contestants import ENGINES, plan_for
-from shardwise.measure.profile import predict
-from shardwise.measure.rehearsal import Rehearsal
+from shardwise.bench.worker import run_rank
+from shardwise.bench.run_files import ASKED, BenchRun, Found
+from shardwise.bench.contestants import ENGINES, plan_for
+from shardwise.profile.compare import predict
+from shardwise.profile.rehearsal import Rehearsal
 from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED, STRATEGIES, placement_of
 from shardwise.plan import Plan
-from shardwise.planner.memory import job_of
+from shardwise.planner.memory.peak import job_of
 from shardwise.planner.traffic import sent_bytes
 from shardwise.program import build
 from shardwise.sources import Source
 from shardwise.train.config import TrainConfig
-from shardwise.train.launch import launch
+from shardwise.launch.launch import launch
 
 MODEL, SEQ, BATCH, NUM_RANKS = "gpt-tiny", 32, 2, 2
 # Of float32: half the distance from 1 to the next number.
@@ -207,7 +207,7 @@ def test_bf16_is_seen_in_every_engine(engine: str, strategy: str) -> None:
 
 def launched(run: BenchRun, folder: Path) -> int:
     (folder / ASKED).write_text(json.dumps(run.to_data()))
-    program = "shardwise.measure.bench_rank"
+    program = "shardwise.bench.worker"
     return launch((str(folder),), num_ranks=NUM_RANKS, max_restarts=0, folder=folder, program=program)
 
 

@@ -6,9 +6,9 @@ from cases import adamw
 from ranks import run_ranks
 from whole import whole
 
-from shardwise.engine.held import held_bytes
+from shardwise.engine.inventory import held_bytes
 from shardwise.engine.prepare import prepare
-from shardwise.models.build import build_model
+from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.placement import SHARDED, STRATEGIES
 from shardwise.plan import Plan

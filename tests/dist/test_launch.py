@@ -17,8 +17,8 @@ import pytest
 from processes import processes_with
 from ranks import run_ranks
 
-from shardwise.train.agent import JobFailed, JobStopped
-from shardwise.train.launch import InvalidFolder, launch, run_job
+from shardwise.launch.agent import JobFailed, JobStopped
+from shardwise.launch.launch import InvalidFolder, launch, run_job
 
 HERE = Path(__file__).parent
 LIGHT, JOINS = str(HERE / "light.py"), str(HERE / "joins.py")

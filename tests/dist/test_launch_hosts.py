@@ -12,7 +12,7 @@ import pytest
 from hosts import Host, NoNamespaces, two_hosts
 from test_launch_train import CONFIG
 
-from shardwise.train.launch import launch
+from shardwise.launch.launch import launch
 
 HERE = Path(__file__).parent
 

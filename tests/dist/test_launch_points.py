@@ -8,7 +8,7 @@ import pytest
 from processes import processes_with
 from whole import whole
 
-from shardwise.train.launch import launch
+from shardwise.launch.launch import launch
 
 POINTS = Path(__file__).parent / "points.py"
 MISTAKE = "InvalidData: broken on purpose"

@@ -7,7 +7,7 @@ import pytest
 from processes import processes_with
 from whole import whole
 
-from shardwise.train.launch import launch
+from shardwise.launch.launch import launch
 
 CONFIG = f"""
 [task]

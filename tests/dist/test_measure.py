@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.measure.memory import Entry
-from shardwise.measure.profile import Profile, predict
-from shardwise.measure.rank import rehearse
-from shardwise.measure.rehearsal import Rehearsal
+from shardwise.profile.memory_ledger import LedgerEntry
+from shardwise.profile.compare import Profile, predict
+from shardwise.profile.rehearsal_process import rehearse
+from shardwise.profile.rehearsal import Rehearsal
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.sources import Source
@@ -69,7 +69,7 @@ def profiled(strategy: str, *, num_ranks: int, engine: str = "shardwise") -> Pro
     return Profile(rehearsal=job, predicted=predict(job, spec_for=source().spec_for), measured=rehearse(job))
 
 
-def of(entry: Entry, *names: str) -> dict[str, int]:
+def of(entry: LedgerEntry, *names: str) -> dict[str, int]:
     return {name: entry.num_bytes[name] for name in names}
 
 

@@ -18,13 +18,13 @@ from ranks import run_ranks, shut_down
 from torch import Tensor, nn
 from training import Case, Result, assert_close, build
 
-from shardwise.engine.optim import StaleOptimizer
+from shardwise.engine.optimizer.owned import StaleOptimizer
 from shardwise.engines import clip_grad_norm_, full_state_dict, load_full_state_dict, prepare
 from shardwise.errors import InvalidModel, InvalidPlan, ShardwiseError
 from shardwise.mesh import Mesh
-from shardwise.models.build import build_model
+from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
-from shardwise.native.prepare import AutocastDataParallel
+from shardwise.torch_engine.prepare import AutocastDataParallel
 from shardwise.plan import Plan
 
 GPT = Case(make=MODELS["gpt"], optimizer=sgd, num_steps=5)

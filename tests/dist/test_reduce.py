@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import BackendCollectives, Collectives, Work
 from shardwise.comm.groups import Group
-from shardwise.comm.late import LateCollectives
+from late import LateCollectives
 from shardwise.engine.engine import engine_of
 from shardwise.engine.prepare import prepare
 from shardwise.mesh import Mesh

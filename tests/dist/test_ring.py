@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.comm import ring
 from shardwise.comm.collectives import BackendCollectives, Collectives, Work, own_slice
 from shardwise.comm.groups import Group
-from shardwise.comm.late import LateCollectives
+from late import LateCollectives
 from shardwise.comm.ring import RingCollectives
 
 KINDS = ["all_gather", "reduce_scatter", "all_reduce", "broadcast"]

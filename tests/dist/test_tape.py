@@ -10,7 +10,7 @@ from ranks import run_ranks
 from training import model_units
 
 from shardwise.comm.collectives import BackendCollectives
-from shardwise.comm.late import LateCollectives
+from late import LateCollectives
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engine.prepare import prepare
 from shardwise.mesh import Mesh

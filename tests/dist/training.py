@@ -12,8 +12,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import BackendCollectives, Collectives
-from shardwise.comm.late import LateCollectives
-from shardwise.engine.clip import clip_grad_norm_
+from late import LateCollectives
+from shardwise.engine.grads.clip import clip_grad_norm_
 from shardwise.engine.prepare import prepare
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan

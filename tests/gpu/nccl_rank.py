@@ -15,7 +15,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise import Plan
 from shardwise.mesh import Mesh
-from shardwise.models.build import build_model
+from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.placement import STRATEGIES
 from shardwise.tasks import cross_entropy

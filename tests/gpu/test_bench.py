@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.measure.benchmark import Asked, bench
-from shardwise.measure.case import cases_of
-from shardwise.measure.contestants import ENGINES
+from shardwise.bench.benchmark import Asked, bench
+from shardwise.bench.case import cases_of
+from shardwise.bench.contestants import ENGINES
 from shardwise.train.config import TrainConfig
 
 pytestmark = [

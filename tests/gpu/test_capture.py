@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise import Plan
 from shardwise.errors import InvalidModel, InvalidPlan
-from shardwise.models.build import build_model
+from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.placement import STRATEGIES
 from shardwise.tasks import cross_entropy

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.measure.profile import Profile, predict
-from shardwise.measure.rehearsal import Rehearsal, rehearse_apart
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.profile.compare import Profile, predict
+from shardwise.profile.rehearsal import Rehearsal, rehearse_apart
 from shardwise.sources import Source
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

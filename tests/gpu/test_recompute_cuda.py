@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.offload import ActivationOffload, offload_unit
-from shardwise.engine.recompute import recompute_unit
-from shardwise.models.build import build_model
+from shardwise.engine.activations.offload import ActivationOffload, offload_unit
+from shardwise.engine.activations.recompute import recompute_unit
+from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]

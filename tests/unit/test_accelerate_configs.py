@@ -13,8 +13,8 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 
-from shardwise.models.build import build_model
 from shardwise.models.catalogue import shape_of
+from shardwise.models.make import build_model
 from shardwise.models.vit import Block
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ from torch import nn
 
 from shardwise.errors import InvalidModel
 from shardwise.materialize import materialize
-from shardwise.models.build import build_model
 from shardwise.models.catalogue import shape_of
+from shardwise.models.make import build_model
 
 TINY = ["gpt-tiny", "llama-tiny", "vit-digits", "resnet-digits"]
 

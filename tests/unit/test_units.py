@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardwise.errors import InvalidModel
-from shardwise.models.build import build_model
 from shardwise.models.catalogue import CATALOGUE, shape_of
+from shardwise.models.make import build_model
 from shardwise.spec import ROOT
 from shardwise.units import model_spec, unit_modules
 

@@ -1,6 +1,6 @@
 """Checkpoints of a training: sharded, atomic, asynchronous, without pickle, and loadable under any other plan."""
 
-from shardwise.checkpoint.checkpoints import Checkpoints, Loaded, Saved, Saving, open_checkpoint
+from shardwise.checkpoint.checkpoints import Checkpoints, Loaded, SavedCheckpoint, Saving, open_checkpoint
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.storage import CheckpointReader, CheckpointWriter
 
@@ -10,7 +10,7 @@ __all__ = [
     "CheckpointWriter",
     "Checkpoints",
     "Loaded",
-    "Saved",
+    "SavedCheckpoint",
     "Saving",
     "open_checkpoint",
 ]

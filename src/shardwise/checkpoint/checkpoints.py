@@ -42,7 +42,7 @@ class Saving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint on the disk."""
 
     path: Path
@@ -133,7 +133,7 @@ class Checkpoints:
         if failure is not None:
             raise failure
 
-    def latest(self) -> Saved | None:
+    def latest(self) -> SavedCheckpoint | None:
         """The newest good one: its manifest is there, and all files have their checksums.
 
         The ranks share the reading. A damaged one is named in a warning, and the one before it is looked at.
@@ -145,12 +145,12 @@ class Checkpoints:
             path = self.folder / name
             problems = [problem for problem in ranks.each(partial(_problem, path, ranks=ranks)) if problem]
             if not problems:
-                return Saved(path=path, manifest=read_manifest(path))
+                return SavedCheckpoint(path=path, manifest=read_manifest(path))
             if ranks.index == 0:
                 warnings.warn(f"checkpoint passed over: {problems[0]}", stacklevel=2)
         return None
 
-    def load(self, saved: Saved, model: nn.Module, optimizer: Optimizer | None = None) -> Loaded:
+    def load(self, saved: SavedCheckpoint, model: nn.Module, optimizer: Optimizer | None = None) -> Loaded:
         """Fill the model and the optimizer, under whatever plan, engine and number of ranks they are now."""
         self.wait()
         ranks = self._together()
@@ -214,11 +214,11 @@ class Checkpoints:
             raise CheckpointError(f"the checkpoint of step {taken.contents.step} was not written: {line}") from error
 
 
-def open_checkpoint(path: str | Path) -> Saved:
+def open_checkpoint(path: str | Path) -> SavedCheckpoint:
     """One checkpoint by its folder, for `Checkpoints.load`; refused in one line where it is damaged. Not collective."""
     manifest = read_manifest(Path(path))
     verify_files(Path(path), manifest.files)
-    return Saved(path=Path(path), manifest=manifest)
+    return SavedCheckpoint(path=Path(path), manifest=manifest)
 
 
 def _problem(path: Path, *, ranks: Ranks) -> str | None:

@@ -13,16 +13,16 @@ from shardwise.checkpoint.boxes import Boxes, share
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.holding import filled, holding, local, names_of_groups
 from shardwise.checkpoint.manifest import MODEL, OWN, Contents, Manifest
-from shardwise.checkpoint.optimizer import OptimizerLoad, describe_optimizer
+from shardwise.checkpoint.optimizer_state import OptimizerLoad, describe_optimizer
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.typed import dtype_name, from_json, to_json
 from shardwise.engine.engine import engine_of, is_prepared
-from shardwise.engine.slices import Held, OwnedSlice
+from shardwise.engine.optimizer.slices import OwnedModel, OwnedSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class StatePiece:
     """Elements of a tensor of this shape from `start` on, in one dimension."""
 
     name: str
@@ -31,7 +31,7 @@ class Piece:
     elements: Tensor
 
     @classmethod
-    def whole(cls, name: str, tensor: Tensor) -> "Piece":
+    def whole(cls, name: str, tensor: Tensor) -> "StatePiece":
         return cls(name=name, shape=tuple(tensor.shape), start=0, elements=tensor.detach().reshape(-1))
 
 
@@ -40,7 +40,7 @@ class Snapshot:
     """What one rank writes. All ranks' pieces together are every tensor, once."""
 
     contents: Contents
-    pieces: list[Piece]
+    pieces: list[StatePiece]
 
     @property
     def num_bytes(self) -> int:
@@ -77,10 +77,10 @@ def snapshot(
     pieces = [piece for piece in pieces if piece.elements.numel()]
     if ranks.index == 0:
         # Buffers come from rank 0 before every step, so its are the ones that count.
-        pieces += [Piece.whole(MODEL + name, buffer) for name, buffer in held.buffers.items()]
+        pieces += [StatePiece.whole(MODEL + name, buffer) for name, buffer in held.buffers.items()]
         pieces += _empty(held)
     mine = {key: value for key, value in own.items() if isinstance(value, Tensor)}
-    pieces += [Piece.whole(f"{OWN}{ranks.index}.{key}", value) for key, value in mine.items()]
+    pieces += [StatePiece.whole(f"{OWN}{ranks.index}.{key}", value) for key, value in mine.items()]
     contents = Contents(
         step=step,
         plan=engine_of(model).plan.to_dict() if is_prepared(model) else None,
@@ -94,17 +94,17 @@ def snapshot(
     return Snapshot(contents=contents, pieces=pieces)
 
 
-def _written(name: str, part: OwnedSlice, tensor: Tensor) -> Piece:
+def _written(name: str, part: OwnedSlice, tensor: Tensor) -> StatePiece:
     """The share of a slice that this rank writes, of those that hold it."""
     start, stop = share(start=part.start, stop=part.stop, copy=part.copy, num_copies=part.num_copies)
     elements = local(tensor).reshape(-1)[start - part.start : stop - part.start]
-    return Piece(name=name, shape=part.shape, start=start, elements=elements)
+    return StatePiece(name=name, shape=part.shape, start=start, elements=elements)
 
 
-def _empty(held: Held) -> list[Piece]:
+def _empty(held: OwnedModel) -> list[StatePiece]:
     """Parameters without elements, of which no rank holds a slice."""
     return [
-        Piece.whole(MODEL + name, torch.empty(shape, dtype=dtype))
+        StatePiece.whole(MODEL + name, torch.empty(shape, dtype=dtype))
         for name, (shape, dtype) in held.parameters.items()
         if not prod(shape)
     ]
@@ -184,7 +184,7 @@ def _own(manifest: Manifest, *, ranks: Ranks) -> tuple[dict[str, Any] | None, di
     return own | {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, tensors
 
 
-def check_fits(manifest: Manifest, held: Held) -> None:
+def check_fits(manifest: Manifest, held: OwnedModel) -> None:
     """The model must have the checkpoint's tensors, all of them and no others, in their shapes.
 
     A parameter that is tied in the checkpoint, and not in the model, is there by its other name.

@@ -17,7 +17,7 @@ from shardwise.checkpoint.disk import Disk
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.folder import begin, commit, write_file
 from shardwise.checkpoint.manifest import MODEL, Contents, Manifest, StoredBox, StoredTensor, box_key
-from shardwise.checkpoint.tensor_file import Entry, TensorFile, opened_all, write_tensors
+from shardwise.checkpoint.tensor_file import TensorEntry, TensorFile, opened_all, write_tensors
 from shardwise.checkpoint.typed import dtype_name
 from shardwise.checkpoint.verify import verify
 from shardwise.models.hugging_face import HuggingFaceLayout, layout_of_ours, layout_of_theirs
@@ -30,7 +30,7 @@ class _Exported:
     """A tensor of the checkpoint, `name`, as it is in the files."""
 
     name: str
-    entry: Entry
+    entry: TensorEntry
     transposed: bool
 
 
@@ -83,7 +83,7 @@ def _exported(manifest: Manifest, *, hugging_face: bool, dtype: torch.dtype | No
     for name in names:
         stored = manifest.tensors[MODEL + name]
         transposed = layout is not None and layout.is_transposed(name)
-        entry = Entry(
+        entry = TensorEntry(
             dtype=dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype,
             shape=stored.shape[::-1] if transposed else stored.shape,
         )
@@ -164,7 +164,7 @@ class _Imported:
 
     file: TensorFile
     name: str
-    entry: Entry
+    entry: TensorEntry
     transposed: bool
 
     def read(self) -> Tensor:
@@ -186,7 +186,7 @@ def _imported(files: Iterable[TensorFile], *, hugging_face: bool) -> dict[str, _
                 raise CheckpointError(f"{ours} is in {found[ours].file.path} and in {file.path}")
             transposed = layout is not None and layout.is_transposed(ours)
             shape = entry.shape[::-1] if transposed else entry.shape
-            new = Entry(dtype=entry.dtype, shape=shape)
+            new = TensorEntry(dtype=entry.dtype, shape=shape)
             found[ours] = _Imported(file=file, name=name, entry=new, transposed=transposed)
     if not any(prod(tensor.entry.shape) for tensor in found.values()):
         raise CheckpointError("there is no tensor in these files")

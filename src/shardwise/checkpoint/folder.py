@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.checkpoint.disk import Disk
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.manifest import FILE_NAME, Manifest, StoredFile, read_manifest
-from shardwise.checkpoint.tensor_file import Entry, write_tensors
+from shardwise.checkpoint.tensor_file import TensorEntry, write_tensors
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _SAVING, _REMOVING = ".saving-", ".removing-"
@@ -48,7 +48,7 @@ def begin(folder: Path, *, step: int, disk: Disk) -> Path:
     return saving
 
 
-def write_file(path: Path, entries: Mapping[str, Entry], tensors: Iterable[Tensor], *, disk: Disk) -> StoredFile:
+def write_file(path: Path, entries: Mapping[str, TensorEntry], tensors: Iterable[Tensor], *, disk: Disk) -> StoredFile:
     """A safetensors file, on the disk when this returns."""
     with disk.create(path) as file:
         summed = _Summed(file, disk=disk)

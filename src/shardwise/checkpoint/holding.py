@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.comm.dtensor import dtensor_types, local_part
 from shardwise.engine.engine import is_prepared
-from shardwise.engine.slices import Held, OwnedSlice, group_names, held, slices_filled
+from shardwise.engine.optimizer.slices import OwnedModel, OwnedSlice, group_names, held, slices_filled
 
 
-def holding(model: nn.Module) -> Held:
+def holding(model: nn.Module) -> OwnedModel:
     """The model by full names: this rank's slices, and the buffers."""
     found = held(model) if is_prepared(model) else _held_by_torch(model)
     for name, value in found.buffers.items():
@@ -48,16 +48,16 @@ def local(tensor: Tensor) -> Tensor:
     return local_part(tensor).detach()
 
 
-def _held_by_torch(model: nn.Module) -> Held:
+def _held_by_torch(model: nn.Module) -> OwnedModel:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        from shardwise.native.prepare import check_native
+        from shardwise.torch_engine.prepare import check_native
 
         check_native(model)
     bare = _bare(model)
     # First: it makes fully_shard put its shards back in place of what a forward has gathered.
     state = bare.state_dict(keep_vars=True)
     first = {id(parameter): name for name, parameter in bare.named_parameters()}
-    return Held(
+    return OwnedModel(
         slices=[_slice(name, parameter) for name, parameter in bare.named_parameters()],
         parameters={name: (tuple(p.shape), p.dtype) for name, p in bare.named_parameters()},
         buffers={name: value for name, value in state.items() if id(value) not in first},

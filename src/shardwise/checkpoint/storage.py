@@ -43,7 +43,7 @@ from shardwise.checkpoint.manifest import (
     box_of,
     read_manifest,
 )
-from shardwise.checkpoint.tensor_file import Entry, TensorFile, opened
+from shardwise.checkpoint.tensor_file import TensorEntry, TensorFile, opened
 
 
 class CheckpointWriter(StorageWriter):
@@ -106,7 +106,7 @@ class CheckpointWriter(StorageWriter):
             assert data is not None
             box = Box(offsets=tuple(data.chunk.offsets), sizes=tuple(data.chunk.sizes))
             key = box_key(item.index.fqn, box, shape=tuple(data.size))
-            entries[key] = Entry(dtype=data.properties.dtype, shape=box.sizes)
+            entries[key] = TensorEntry(dtype=data.properties.dtype, shape=box.sizes)
         tensors = (_on_cpu(planner.resolve_data(item)) for item in items)
         return write_file(path, entries, tensors, disk=self._disk)
 

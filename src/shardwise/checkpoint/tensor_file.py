@@ -39,7 +39,7 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file."""
 
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class Entry:
 
 
 def write_tensors(
-    sink: Sink, entries: Mapping[str, Entry], tensors: Iterable[Tensor], *, metadata: Mapping[str, str]
+    sink: Sink, entries: Mapping[str, TensorEntry], tensors: Iterable[Tensor], *, metadata: Mapping[str, str]
 ) -> None:
     """Write a whole file. `tensors` come in the order of `entries`; each may be let go when the next is asked for."""
     sink.write(memoryview(header_bytes(entries, metadata=metadata)))
@@ -62,7 +62,7 @@ def write_tensors(
             sink.write(bytes_of(tensor))
 
 
-def header_bytes(entries: Mapping[str, Entry], *, metadata: Mapping[str, str]) -> bytes:
+def header_bytes(entries: Mapping[str, TensorEntry], *, metadata: Mapping[str, str]) -> bytes:
     """The length and the header; padded, so that what follows begins at a multiple of 8 bytes."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
@@ -88,7 +88,7 @@ class TensorFile:
     def __init__(self, file: BinaryIO, *, path: Path) -> None:
         self._file = file
         self.path = path
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self._begins: dict[str, int] = {}
         self._read_header()
 
@@ -102,7 +102,7 @@ class TensorFile:
             header.pop("__metadata__", None)
             for name, item in header.items():
                 begin, end = item["data_offsets"]
-                entry = Entry(dtype=DTYPES[item["dtype"]], shape=tuple(map(int, item["shape"])))
+                entry = TensorEntry(dtype=DTYPES[item["dtype"]], shape=tuple(map(int, item["shape"])))
                 if end - begin != entry.num_bytes or not 0 <= begin <= end <= num_bytes - 8 - length:
                     raise ValueError(f"{name} lies outside of the file")
                 self.entries[name] = entry

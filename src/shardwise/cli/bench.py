@@ -18,9 +18,9 @@ from shardwise.placement import STRATEGIES
 from shardwise.train.config import TrainConfig, load_config
 
 if TYPE_CHECKING:
-    from shardwise.measure.benchmark import Asked, Progress
-    from shardwise.measure.case import Case
-    from shardwise.measure.results import Bench
+    from shardwise.bench.benchmark import Asked, Progress
+    from shardwise.bench.case import Case
+    from shardwise.bench.results import Bench
 
 _WIDTH_OF_FILES = 120
 
@@ -58,7 +58,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Train the same under each strategy and engine, in fresh processes, in turn: speed, memory, and what to use."""
-    from shardwise.measure.benchmark import Asked, check
+    from shardwise.bench.benchmark import Asked, check
 
     chosen = load_config(config, settings=settings or ())
     cases = _cases(chosen, engines=engines, strategies=strategies)
@@ -96,8 +96,8 @@ def bench(
 
 
 def _cases(config: TrainConfig, *, engines: str, strategies: str) -> "list[Case]":
-    from shardwise.measure.case import cases_of
-    from shardwise.measure.contestants import ENGINES
+    from shardwise.bench.case import cases_of
+    from shardwise.bench.contestants import ENGINES
 
     return cases_of(
         config,
@@ -131,8 +131,8 @@ def _command(config: Path, options: Mapping[str, object], *, settings: Sequence[
 
 def _predicted(asked: "Asked", *, cluster: str | None, devices: Path | None) -> "Asked":
     """With what the planner says of its cases, and of more devices; a line on standard error where it says nothing."""
-    from shardwise.measure.prediction import PLANNED_ENGINES, cluster_here, forecast_of
-    from shardwise.report.costs import scaling_data
+    from shardwise.bench.prediction import PLANNED_ENGINES, cluster_here, forecast_of
+    from shardwise.report.text.costs import scaling_data
 
     title, capacity_bytes = _device(asked.config)
     device = "cpu" if title == "cpu" else "cuda"
@@ -173,9 +173,9 @@ def _device(config: TrainConfig) -> tuple[str, int | None]:
 
 def _run(asked: "Asked", *, as_json: bool) -> int:
     """Measure and show; the exit code: 1 if a case failed, also with the wire cut, or if they must not be ranked."""
-    from shardwise.measure.benchmark import BenchStopped
-    from shardwise.measure.benchmark import bench as run_all
-    from shardwise.measure.results import FILE
+    from shardwise.bench.benchmark import BenchStopped
+    from shardwise.bench.benchmark import bench as run_all
+    from shardwise.bench.results import FILE
 
     path = asked.folder / FILE
     try:
@@ -215,7 +215,7 @@ def _progress() -> "Iterator[Callable[[Progress], None]]":
 def _show(found: "Bench") -> None:
     from rich.console import Console
 
-    from shardwise.report.comparison import as_table, heading, holdings_table, remarks
+    from shardwise.report.text.comparison import as_table, heading, holdings_table, remarks
 
     console = Console()
     if not console.is_terminal:

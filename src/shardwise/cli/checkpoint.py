@@ -100,7 +100,7 @@ def export(
         raise InvalidData(f"{there}: is there already; --force replaces it")
 
     from shardwise.checkpoint.export import export_weights
-    from shardwise.engine.precision import DTYPES
+    from shardwise.engine.params.precision import DTYPES
 
     written = export_weights(
         _chosen(path),

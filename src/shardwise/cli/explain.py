@@ -33,10 +33,10 @@ def explain(
     if strategy is not None and strategy not in known:
         raise UnknownName.of("strategy", strategy, known=known)
     from shardwise.models.catalogue import shape_of
-    from shardwise.report.explain import explain as explain_step
-    from shardwise.report.explain import explain_as_data
     from shardwise.report.outline import outline, picture_model
-    from shardwise.report.ring import explain_ring, ring_as_data
+    from shardwise.report.text.ring_rounds import explain_ring, ring_as_data
+    from shardwise.report.text.step import explain as explain_step
+    from shardwise.report.text.step import explain_as_data
 
     if ring or strategy is None or strategy == "ring":
         if as_json:

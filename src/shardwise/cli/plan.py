@@ -14,10 +14,10 @@ from shardwise.placement import STRATEGIES
 
 if TYPE_CHECKING:
     from shardwise.hardware import Cluster
-    from shardwise.planner.queues import Span
-    from shardwise.planner.rank import Choice
-    from shardwise.planner.scale import Scaled
-    from shardwise.planner.search import Candidate
+    from shardwise.planner.search.candidates import Candidate
+    from shardwise.planner.search.recommend import Choice
+    from shardwise.planner.search.scale import Scaled
+    from shardwise.planner.time.queues import Span
     from shardwise.sources import Source
 
 _GOALS = ("throughput", "memory")
@@ -53,9 +53,9 @@ def plan(
     """Say what every strategy needs on a cluster: fits or not, bytes by category, time, and which one to take."""
     _check(strategy=strategy, goal=goal, optimizer=optimizer)
     from shardwise.plan import Plan
-    from shardwise.planner.rank import choose
-    from shardwise.planner.scale import scaling
-    from shardwise.planner.search import candidates, way_out
+    from shardwise.planner.search.candidates import candidates, way_out
+    from shardwise.planner.search.recommend import choose
+    from shardwise.planner.search.scale import scaling
     from shardwise.sources import Source
 
     where = _cluster(cluster, devices=devices)
@@ -100,7 +100,7 @@ class Shown:
 
     def spans(self) -> "list[Span] | None":
         """The step of the recommended plan, if it is asked for and known."""
-        from shardwise.planner.time import timeline
+        from shardwise.planner.time.step_time import timeline
 
         if not self.timeline or self.best is None or self.best.time is None:
             return None
@@ -154,8 +154,8 @@ def _progress(name: str) -> Iterator[None]:
 
 
 def _data(shown: Shown) -> dict[str, Any]:
-    from shardwise.report.costs import as_data, scaling_data
-    from shardwise.report.lanes import as_data as spans_as_data
+    from shardwise.report.text.costs import as_data, scaling_data
+    from shardwise.report.text.queue_lanes import as_data as spans_as_data
 
     data = {
         "model": shown.source.reference,
@@ -175,8 +175,8 @@ def _data(shown: Shown) -> dict[str, Any]:
 def _show(shown: Shown) -> None:
     from rich.console import Console
 
-    from shardwise.report.costs import as_table, legend, scaling_table
-    from shardwise.report.lanes import as_lanes
+    from shardwise.report.text.costs import as_table, legend, scaling_table
+    from shardwise.report.text.queue_lanes import as_lanes
 
     console = Console()
     console.print(_heading(shown), highlight=False, markup=False)
@@ -203,8 +203,8 @@ def _heading(shown: Shown) -> str:
 
 
 def _remarks(shown: Shown) -> Iterator[str]:
-    from shardwise.planner.rank import name_of
-    from shardwise.planner.time import why_not_timed
+    from shardwise.planner.search.recommend import name_of
+    from shardwise.planner.time.step_time import why_not_timed
 
     first, why = shown.found[0], shown.choice.why
     if not first.memory.activations_known:

@@ -13,8 +13,8 @@ from shardwise.errors import InvalidCluster, InvalidData, InvalidModel, InvalidP
 from shardwise.placement import STRATEGIES
 
 if TYPE_CHECKING:
-    from shardwise.measure.profile import Profile
-    from shardwise.measure.rehearsal import Rehearsal
+    from shardwise.profile.compare import Profile
+    from shardwise.profile.rehearsal import Rehearsal
 
 _OPTIMIZERS = ("adamw", "adam", "sgd")
 
@@ -49,8 +49,8 @@ def profile(
 ) -> None:
     """Run one rank of a job here, with the others absent: its memory by category through a step, and its time."""
     _check(model, strategy=strategy, ranks=ranks, optimizer=optimizer, engine=engine)
-    from shardwise.measure.rehearsal import Rehearsal
     from shardwise.plan import Plan
+    from shardwise.profile.rehearsal import Rehearsal
 
     where = _device(device)
     plan = Plan(
@@ -75,7 +75,7 @@ def profile(
     _check_history(history, device=where, strategies=chosen)
     found = _profiles(rehearsal, strategies=chosen)
     if as_json:
-        from shardwise.report.ledger import as_data
+        from shardwise.report.text.profile_table import as_data
 
         print(json.dumps(as_data(found), indent=2))
     else:
@@ -83,8 +83,8 @@ def profile(
 
 
 def _profiles(rehearsal: "Rehearsal", *, strategies: Sequence[str]) -> "list[Profile]":
-    from shardwise.measure.profile import profile as profile_all
-    from shardwise.measure.rehearsal import Measured, Rehearsal, rehearse_apart
+    from shardwise.profile.compare import profile as profile_all
+    from shardwise.profile.rehearsal import Measured, Rehearsal, rehearse_apart
     from shardwise.sources import Source
 
     with _progress() as tell:
@@ -151,7 +151,7 @@ def _check_history(path: Path | None, *, device: str, strategies: Sequence[str])
 
 def _room_bytes(device: str) -> int:
     if device == "cpu":
-        from shardwise.measure.profile import host_room_bytes
+        from shardwise.profile.compare import host_room_bytes
 
         return host_room_bytes()
     import torch
@@ -175,8 +175,8 @@ def _progress() -> Iterator[Callable[[str], None]]:
 def _show(found: "Sequence[Profile]", *, timeline: bool) -> None:
     from rich.console import Console
 
-    from shardwise.report.categories import legend
-    from shardwise.report.ledger import as_table, as_timeline, remark
+    from shardwise.report.text.category_bars import legend
+    from shardwise.report.text.profile_table import as_table, as_timeline, remark
 
     console = Console()
     console.print(_heading(found), highlight=False, markup=False, soft_wrap=True)

@@ -20,7 +20,7 @@ def report(
     ] = None,
 ) -> None:
     """Write the page of a bench: one HTML file that needs nothing else, opens offline, in light and dark."""
-    from shardwise.measure.results import load_bench
+    from shardwise.bench.results import load_bench
     from shardwise.report.page import page_of
     from shardwise.report.perfetto import trace_of
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from shardwise.train.config import TrainConfig, load_config
-from shardwise.train.section import InvalidConfig
+from shardwise.train.config_section import InvalidConfig
 
 
 def train(
@@ -40,14 +40,14 @@ def train(
     for option, value in (("--plan", plan), ("--strategy", strategy), ("--run", run)):
         arguments += [option, str(value)] if value is not None else []
     arguments += ["--fresh"] if fresh else []
-    from shardwise.train.join import is_rank
+    from shardwise.launch.join import is_rank
 
     if is_rank():
         from shardwise.train.run import train as train_as_rank
 
         train_as_rank(chosen, fresh=fresh, command=("shardwise", *arguments))
         return
-    from shardwise.train.launch import launch
+    from shardwise.launch.launch import launch
 
     code = launch(
         arguments,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.data.tokens import Piece
+from shardwise.data.tokens import TokenPiece
 from shardwise.errors import InvalidData, MissingExtra, UnknownName
 
 # A file larger than this is encoded piece by piece, cut at line ends, so that memory stays bounded.
@@ -70,7 +70,7 @@ def tokenizer_encoding(path: Path, *, end_token: str | None = None) -> Encoding:
     return Encoding(name=path.name, vocab_size=max(vocabulary.values()) + 1, end=vocabulary[end_token], encode=encode)
 
 
-def encode_files(paths: Iterable[Path], *, encoding: Encoding) -> Iterator[Piece]:
+def encode_files(paths: Iterable[Path], *, encoding: Encoding) -> Iterator[TokenPiece]:
     """The documents of text files (one each) and of `.jsonl` files (one a line, in its field "text")."""
     end = np.array([encoding.end], dtype=np.uint32)
     for path in paths:

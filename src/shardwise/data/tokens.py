@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 from shardwise.atomic import atomic_write
 from shardwise.errors import InvalidData
 
-Piece = tuple[NDArray[Any], bool]
+TokenPiece = tuple[NDArray[Any], bool]
 """A run of token numbers, and whether a document ends with it."""
 
 _MAGIC = b"SWTOKENS"
@@ -46,7 +46,7 @@ class TokenFile:
 
 
 def write_tokens(
-    path: str | os.PathLike[str], pieces: Iterable[Piece], *, vocab_size: int, tokenizer: str
+    path: str | os.PathLike[str], pieces: Iterable[TokenPiece], *, vocab_size: int, tokenizer: str
 ) -> TokenFile:
     """Write documents, piece by piece, as a pair of files, and open it. Memory holds one piece at a time."""
     binary, index = _pair(path)

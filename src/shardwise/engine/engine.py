@@ -10,10 +10,10 @@ from torch import nn
 
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import MeshGroups
-from shardwise.engine.flat import FlatParams
-from shardwise.engine.optim import OwnedParameters
-from shardwise.engine.runner import Runner
-from shardwise.engine.tape import Tape
+from shardwise.engine.optimizer.owned import OwnedParameters
+from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.step.runner import Runner
+from shardwise.engine.step.tape import Tape
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 

@@ -12,16 +12,17 @@ from torch.optim import Optimizer
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups import MeshGroups, mesh_groups
 from shardwise.comm.start import agree, exchange, start_process_group
+from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.agreement import choose_device, describe
 from shardwise.engine.engine import Engine, is_prepared, register
-from shardwise.engine.flat import FlatParams
-from shardwise.engine.hooks import attach_hooks
-from shardwise.engine.host import HostCopies
-from shardwise.engine.learn import FirstForward
-from shardwise.engine.model import become_prepared
-from shardwise.engine.optim import OwnedParameters, check_optimizer
-from shardwise.engine.passes import Passes
-from shardwise.engine.precision import (
+from shardwise.engine.grads.bucket import ReduceBucket
+from shardwise.engine.grads.queue import ReduceQueue
+from shardwise.engine.grads.used import UsedFlags
+from shardwise.engine.optimizer.owned import OwnedParameters, check_optimizer
+from shardwise.engine.params.broadcast import broadcast_buffers, fill
+from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.params.host import HostCopies
+from shardwise.engine.params.precision import (
     check_kept,
     compute_dtype,
     input_dtype,
@@ -29,14 +30,13 @@ from shardwise.engine.precision import (
     master_dtype,
     reduce_dtype,
 )
-from shardwise.engine.queue import ReduceQueue
-from shardwise.engine.reduce import ReduceBucket
-from shardwise.engine.runner import Runner
-from shardwise.engine.tape import Tape
-from shardwise.engine.unit import Unit
-from shardwise.engine.used import UsedFlags
-from shardwise.engine.values import broadcast_buffers, fill
-from shardwise.engine.wrap import wrap_units
+from shardwise.engine.params.unit import Unit
+from shardwise.engine.prepared_module import become_prepared
+from shardwise.engine.step.hooks import attach_hooks
+from shardwise.engine.step.learn import FirstForward
+from shardwise.engine.step.pass_state import PassState
+from shardwise.engine.step.runner import Runner
+from shardwise.engine.step.tape import Tape
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED
@@ -134,7 +134,7 @@ def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting,
 
 def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> Runner:
     plan, groups, collectives, tape = setting.plan, setting.groups, setting.collectives, setting.tape
-    passes = Passes()
+    passes = PassState()
 
     def make_bucket(bucket: Bucket) -> ReduceBucket:
         return ReduceBucket(

@@ -19,7 +19,7 @@ from shardwise.hardware.measure import Stopwatch
 from shardwise.hardware.measure_host import dispatch_rows, host_copy_rows, update_rows
 from shardwise.hardware.probe import Probe, cpu_probes, cuda_probes
 
-Row = dict[str, Any]
+CalibrationRow = dict[str, Any]
 Progress = Callable[[int, int], None]
 
 LIMIT_SECONDS = 240.0
@@ -33,7 +33,7 @@ def measure_device(
     about = _about(device)
     probes = cuda_probes() if device.type == "cuda" else cpu_probes()
     # The host's rows are few, and count as one step each.
-    rows: list[Row] = []
+    rows: list[CalibrationRow] = []
     total = len(probes) + 1
     rows += [*dispatch_rows(device), *update_rows(device), *host_copy_rows(device)]
     progress(1, total)
@@ -54,7 +54,7 @@ def _spread(probes: list[Probe]) -> Iterator[Probe]:
         yield from probes[start::3]
 
 
-def _measured(probe: Probe, *, stopwatch: Stopwatch) -> Row:
+def _measured(probe: Probe, *, stopwatch: Stopwatch) -> CalibrationRow:
     """The row of a probe; a kernel that this device or this torch does not have is its error, and no reason to stop."""
     if not stopwatch.fits(probe):
         return probe.row(seconds=0.0) | {"error": "does not fit"}

@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.errors import InvalidData
 from shardwise.hardware.calibration import Calibration
 from shardwise.hardware.device import Device
-from shardwise.hardware.pace import BY_COLUMNS, Kernel, Pace, attention, product
+from shardwise.hardware.kernel_model import BY_COLUMNS, Kernel, Pace, attention, product
 from shardwise.hardware.probe import Probe, probe_of
 from shardwise.hardware.sourced import Sourced
 

@@ -26,6 +26,6 @@ rank.py        which to take, and why
 scale.py       the same on 8 to 16,384 devices
 """
 
-from shardwise.planner.memory import CATEGORIES, MemoryEstimate, estimate
+from shardwise.planner.memory.peak import CATEGORIES, MemoryEstimate, estimate
 
 __all__ = ["CATEGORIES", "MemoryEstimate", "estimate"]

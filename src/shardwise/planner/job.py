@@ -6,20 +6,20 @@ from functools import cached_property
 
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
-from shardwise.planner.constants import MemoryRules
-from shardwise.planner.ledger import Ledger
-from shardwise.planner.moments import Key, Setting, engine_moments
-from shardwise.planner.native import (
+from shardwise.planner.fold import Short, cut
+from shardwise.planner.memory.allocations import Ledger
+from shardwise.planner.memory.constants import MemoryRules
+from shardwise.planner.memory.engine_events import EngineSetting, Key, engine_moments
+from shardwise.planner.memory.replay import CATEGORIES, MemoryRow, Replayed, replay
+from shardwise.planner.memory.states import OptimizerRule, UnitStates, unit_states
+from shardwise.planner.memory.stream_peak import StreamPeak, stream_peak
+from shardwise.planner.memory.torch_events import (
     ShardedUnit,
     replicated_moments,
     replicated_states,
     sharded_moments,
     sharded_states,
 )
-from shardwise.planner.replay import CATEGORIES, Moment, Replayed, replay
-from shardwise.planner.shorten import Short, cut
-from shardwise.planner.states import OptimizerRule, UnitStates, unit_states
-from shardwise.planner.tide import Tide, tide
 from shardwise.program import StepProgram, build
 from shardwise.spec import ROOT, ModelSpec, UnitSpec
 from shardwise.spec.law import Line
@@ -37,7 +37,7 @@ class Job:
     optimizer: OptimizerRule
     rules: MemoryRules
     # By the id of its stream; shared by jobs of one model.
-    tides_seen: dict[int, Tide] = field(default_factory=dict)
+    tides_seen: dict[int, StreamPeak] = field(default_factory=dict)
     _cuts: "dict[int, Job]" = field(default_factory=dict)
 
     def replay(self) -> Replayed:
@@ -115,11 +115,11 @@ class Job:
         return build(self.short.spec, plan=self.plan)
 
     @cached_property
-    def moments(self) -> Sequence[Moment]:
+    def moments(self) -> Sequence[MemoryRow]:
         """The step, as the plan's engine runs it."""
         return tuple(self._moments())
 
-    def _moments(self) -> Iterable[Moment]:
+    def _moments(self) -> Iterable[MemoryRow]:
         weights = self.short.weights
         if self.is_native_ddp:
             return replicated_moments(self.tides(), weights=weights, update_bytes=self.update_bytes)
@@ -132,7 +132,7 @@ class Job:
                 weights=weights,
                 update_bytes=self.update_bytes,
             )
-        setting = Setting(
+        setting = EngineSetting(
             plan=self.plan,
             placements=self.placements,
             states=self.states,
@@ -163,14 +163,14 @@ class Job:
         num_units = {run: sum(weights.get(name, 1) for name in names.get(run, run.units)) for run in trace.runs}
         return trace.expand(names, num_units=num_units)
 
-    def tides(self) -> list[tuple[Key, Tide]]:
+    def tides(self) -> list[tuple[Key, StreamPeak]]:
         return [(key, self._tide(stream)) for key, stream in self.streams]
 
-    def _tide(self, stream: Stream) -> Tide:
+    def _tide(self, stream: Stream) -> StreamPeak:
         found = self.tides_seen.get(id(stream))
         if found is None:
             # A tide holds on to its stream, so that no other can get its id.
-            found = self.tides_seen[id(stream)] = tide(
+            found = self.tides_seen[id(stream)] = stream_peak(
                 stream, seq=self.spec.seq, rules=self.rules, grads_leave_at_once=self.is_native_ddp
             )
         return found
@@ -195,7 +195,7 @@ class Job:
                     totals["grads"] += weight * (states.reduce if kept else states.grads)
         totals["other"] += self.rules.workspace_bytes
         if not self.is_native:
-            # A flag for each parameter: was it used? (engine/used.py)
+            # A flag for each parameter: was it used? (engine/grads/used.py)
             totals["other"] += 4 * sum(len(unit.params) for unit in self.spec.units)
         batch = self.spec.batch_bytes.line(self.spec.seq) if self.spec.batch_bytes is not None else Line(0, 0)
         lines = {name: Line(total, 0) for name, total in totals.items()}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.plan import Plan
-from shardwise.planner.states import REDUCE_BYTES
+from shardwise.planner.memory.states import REDUCE_BYTES
 from shardwise.program.build import compute_bytes
 from shardwise.spec import ModelSpec, UnitSpec
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
 from shardwise.program.operations import Bucket, Kind, Operation, Row, StepProgram, Trigger
-from shardwise.program.rules import RULES, Event, Setting, first_state
+from shardwise.program.rules.ours import RULES, StepContext, StepEvent, first_state
 from shardwise.spec import ANNOUNCED, NONE, ROOT, ModelSpec, TensorSpec, UnitSpec
 from shardwise.spec.tensor import BYTES_PER_ELEMENT
 
@@ -26,7 +26,7 @@ def build(spec: ModelSpec, *, plan: Plan, reduces: bool = True) -> StepProgram:
     return StepProgram(rows=tuple(rows), buckets=setting.buckets)
 
 
-def _setting(spec: ModelSpec, *, plan: Plan, reduces: bool) -> tuple[tuple[Event, ...], Setting]:
+def _setting(spec: ModelSpec, *, plan: Plan, reduces: bool) -> tuple[tuple[StepEvent, ...], StepContext]:
     """The events of a step, and what the rules have to know."""
     placements = plan.placements(unit.name for unit in spec.units)
     trainable = frozenset(unit.name for unit in spec.units if any(param.trainable for param in unit.params))
@@ -35,7 +35,7 @@ def _setting(spec: ModelSpec, *, plan: Plan, reduces: bool) -> tuple[tuple[Event
     buckets = _buckets(spec, events=events, placements=placements, plan=plan) if reduces else ()
     num_flags = sum(len(unit.params) for unit in spec.units)
     flags = Operation(kind=Kind.REDUCE_FLAGS, subject=ROOT, num_bytes=4 * num_flags)
-    return events, Setting(
+    return events, StepContext(
         placements=placements,
         trainable=trainable,
         backward=backward,
@@ -56,25 +56,25 @@ def _setting(spec: ModelSpec, *, plan: Plan, reduces: bool) -> tuple[tuple[Event
     )
 
 
-def _events(calls: tuple[str, ...], *, with_params: set[str], backward: Mapping[str, str]) -> Iterator[Event]:
+def _events(calls: tuple[str, ...], *, with_params: set[str], backward: Mapping[str, str]) -> Iterator[StepEvent]:
     """What happens in a step, in order.
 
     A call ends when one begins that is not inside it. Backward is forward in reverse; a unit's gradients, if it has
     any, are complete, and its parameters done with, when its first call has been gone back through.
     """
-    forward: list[Event] = []
-    running: list[Event] = []
+    forward: list[StepEvent] = []
+    running: list[StepEvent] = []
     counts: dict[str, int] = {}
 
     def end_last(position: int) -> None:
         last = running.pop()
-        forward.append(Event(trigger=Trigger.AFTER_FORWARD, unit=last.unit, call=last.call, position=position))
+        forward.append(StepEvent(trigger=Trigger.AFTER_FORWARD, unit=last.unit, call=last.call, position=position))
 
     for position, unit in enumerate(calls):
         while running and not _is_inside(unit, running[-1].unit):
             end_last(position - 1)
         call = counts[unit] = counts.get(unit, -1) + 1
-        running.append(Event(trigger=Trigger.BEFORE_FORWARD, unit=unit, call=call, position=position))
+        running.append(StepEvent(trigger=Trigger.BEFORE_FORWARD, unit=unit, call=call, position=position))
         forward.append(running[-1])
     while running:
         end_last(len(calls) - 1)
@@ -85,12 +85,12 @@ def _events(calls: tuple[str, ...], *, with_params: set[str], backward: Mapping[
         if event.trigger is Trigger.AFTER_FORWARD:
             if backward[event.unit] == ANNOUNCED:
                 trigger = Trigger.BEFORE_BACKWARD
-                yield Event(trigger=trigger, unit=event.unit, call=event.call, position=backward_position)
+                yield StepEvent(trigger=trigger, unit=event.unit, call=event.call, position=backward_position)
                 backward_position += 1
         elif event.call == 0 and event.unit in with_params and backward[event.unit] != NONE:
-            yield Event(trigger=Trigger.GRADS_READY, unit=event.unit)
-    yield Event(trigger=Trigger.BACKWARD_DONE, unit=ROOT)
-    yield Event(trigger=Trigger.AFTER_STEP, unit=ROOT)
+            yield StepEvent(trigger=Trigger.GRADS_READY, unit=event.unit)
+    yield StepEvent(trigger=Trigger.BACKWARD_DONE, unit=ROOT)
+    yield StepEvent(trigger=Trigger.AFTER_STEP, unit=ROOT)
 
 
 def _is_inside(unit: str, outer: str) -> bool:
@@ -98,7 +98,7 @@ def _is_inside(unit: str, outer: str) -> bool:
 
 
 def _buckets(
-    spec: ModelSpec, *, events: tuple[Event, ...], placements: Mapping[str, Placement], plan: Plan
+    spec: ModelSpec, *, events: tuple[StepEvent, ...], placements: Mapping[str, Placement], plan: Plan
 ) -> tuple[Bucket, ...]:
     """In the order of backward: replicated gradients together up to bucket_bytes, sharded ones unit by unit.
 
@@ -156,7 +156,7 @@ def _reduce_bytes(unit: UnitSpec, *, plan: Plan) -> int:
 def _slice_bytes(buckets: tuple[Bucket, ...], *, placements: Mapping[str, Placement], plan: Plan) -> dict[str, int]:
     """A rank's share of each bucket that a second axis of the mesh sums too.
 
-    Of our engine alone: torch's has its own order for that, which the planner knows (planner/schedule.py).
+    Of our engine alone: torch's has its own order for that, which the planner knows (planner/time/instructions.py).
     """
     mesh = plan.mesh
     if mesh is None or mesh.replicate == 1 or plan.engine == "torch":

@@ -12,12 +12,12 @@ The ledger has no clock of its own: a row begins when the first operation of the
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardwise.measure.results import Bench, CaseResult
-from shardwise.planner.queues import Span
-from shardwise.report.lanes import QUEUES
-from shardwise.report.recorded import recorded_spans
+from shardwise.bench.results import Bench, CaseResult
+from shardwise.planner.time.queues import Span
+from shardwise.report.tape_spans import recorded_spans
+from shardwise.report.text.queue_lanes import QUEUES
 
-Event = dict[str, Any]
+PerfettoEvent = dict[str, Any]
 _MICROSECONDS = 1e6
 _PREDICTED, _RECORDED = "predicted", "rank 0"
 
@@ -32,7 +32,7 @@ def trace_of(bench: Bench) -> dict[str, Any]:
     }
 
 
-def _process(case: CaseResult, *, process: int) -> Iterator[Event]:
+def _process(case: CaseResult, *, process: int) -> Iterator[PerfettoEvent]:
     yield _name("process_name", case.name, process=process)
     threads = {(source, queue): at for at, (source, queue) in enumerate(_threads(), 1)}
     spans = [] if case.predicted is None else [Span(*span) for span in case.predicted.spans]
@@ -60,11 +60,11 @@ def _threads() -> Iterator[tuple[str, str]]:
     return ((source, queue) for source in (_PREDICTED, _RECORDED) for queue in QUEUES)
 
 
-def _name(what: str, name: str, *, process: int, thread: int = 0) -> Event:
+def _name(what: str, name: str, *, process: int, thread: int = 0) -> PerfettoEvent:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _slice(span: Span, *, process: int, thread: int) -> Event:
+def _slice(span: Span, *, process: int, thread: int) -> PerfettoEvent:
     return {
         "ph": "X",
         "name": span.name,
@@ -76,7 +76,7 @@ def _slice(span: Span, *, process: int, thread: int) -> Event:
     }
 
 
-def _instants(case: CaseResult, *, process: int, thread: int, drawn: Sequence[Span]) -> Iterator[Event]:
+def _instants(case: CaseResult, *, process: int, thread: int, drawn: Sequence[Span]) -> Iterator[PerfettoEvent]:
     """What the spans do not show: waits, frees, flags, broadcasts."""
     begun = {(span.name, span.start) for span in drawn}
     for one in case.tape:
@@ -95,7 +95,7 @@ def _instants(case: CaseResult, *, process: int, thread: int, drawn: Sequence[Sp
         }
 
 
-def _counters(case: CaseResult, *, process: int) -> Iterator[Event]:
+def _counters(case: CaseResult, *, process: int) -> Iterator[PerfettoEvent]:
     """Live bytes at the highest moment of each row, from when the row began."""
     if not case.ledgers or not case.tape:
         return
@@ -109,5 +109,5 @@ def _counters(case: CaseResult, *, process: int) -> Iterator[Event]:
     yield _counter(case.ledgers[0].at_rest.num_bytes, seconds=case.tape[-1].seconds, process=process)
 
 
-def _counter(parts: Mapping[str, int], *, seconds: float, process: int) -> Event:
+def _counter(parts: Mapping[str, int], *, seconds: float, process: int) -> PerfettoEvent:
     return {"ph": "C", "name": "memory", "pid": process, "ts": seconds * _MICROSECONDS, "args": dict(parts)}

@@ -39,7 +39,7 @@ class What(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class StorageEvent:
     """One storage's birth or death.
 
     `ordinal` counts the births of a unit through a step; None for the death of a storage that another unit bore.
@@ -75,7 +75,7 @@ class Op:
 class Stream:
     """What happens between two rows, in order."""
 
-    events: tuple[Event, ...] = ()
+    events: tuple[StorageEvent, ...] = ()
     ops: tuple[Op, ...] = ()
 
 

@@ -19,7 +19,7 @@ from shardwise.atomic import atomic_write
 from shardwise.errors import InvalidData, ShardwiseError
 from shardwise.spec.law import Law
 from shardwise.spec.model import ANNOUNCED, ModelSpec, UnitSpec
-from shardwise.spec.step import Act, Event, Op, Run, StepRow, StepTrace, Stream, What
+from shardwise.spec.step import Act, Op, Run, StepRow, StepTrace, StorageEvent, Stream, What
 from shardwise.spec.tensor import TensorSpec
 
 FORMAT = 1
@@ -159,12 +159,12 @@ def _stream(words: Sequence[str], *, laws: Sequence[Law]) -> Stream:
     )
 
 
-def _event(word: str, *, laws: Sequence[Law]) -> Event:
+def _event(word: str, *, laws: Sequence[Law]) -> StorageEvent:
     rest, _, each_of = word.partition("@")
     body, _, owner = rest.partition(":")
     size, dot, ordinal = body[2:].partition(".")
     law, _, columns = size.partition("x")
-    return Event(
+    return StorageEvent(
         act=_ACTS[body[0]],
         what=_WHATS[body[1]],
         num_bytes=laws[int(law)],

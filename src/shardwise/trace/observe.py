@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwise.engine.recompute import recompute_unit
+from shardwise.engine.activations.recompute import recompute_unit
 from shardwise.errors import InvalidModel, ShardwiseError
 from shardwise.spec import ROOT
 from shardwise.spec.step import AFTER_FORWARD, BACKWARD_DONE, BEFORE_BACKWARD, BEFORE_FORWARD, GRADS_READY, Run
 from shardwise.trace.cut import CannotCutError, Skipper
 from shardwise.trace.fake import COMPUTE_DTYPES, fake_batch, fake_model
-from shardwise.trace.kernels import IN_FP32, SCRATCH, GpuKernels
+from shardwise.trace.gpu_kernels import IN_FP32, SCRATCH, GpuKernels
 from shardwise.trace.patch import replaced_forward
-from shardwise.trace.recorder import Entry, Recorder
+from shardwise.trace.recorder import OpRecorder, TraceEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class TracedTask:
     """What is traced: a model and its loss, cut into units."""
 
     name: str
@@ -45,18 +45,18 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
+class ObservedStep:
     """The record of a step, and the order in which units were called."""
 
-    entries: list[Entry]
+    entries: list[TraceEntry]
     calls: tuple[str, ...]
     batch_bytes: int
 
 
-def observe(subject: Subject, *, way: Way, batch_size: int, runs: Sequence[Run]) -> Observed:
+def observe(subject: TracedTask, *, way: Way, batch_size: int, runs: Sequence[Run]) -> ObservedStep:
     """Run a step on fake tensors and record it."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(scratch=SCRATCH[way.device], in_fp32=IN_FP32[way.device])
+    recorder = OpRecorder(scratch=SCRATCH[way.device], in_fp32=IN_FP32[way.device])
     kernels = GpuKernels(recorder) if way.device == "cuda" else nullcontext()
     skipper = Skipper(subject.units, runs=runs)
     calls: list[str] = []
@@ -76,10 +76,10 @@ def observe(subject: Subject, *, way: Way, batch_size: int, runs: Sequence[Run])
             recorder.entries.clear()
         stack.enter_context(_hooks(subject, recorder=recorder, skipper=skipper, calls=calls))
         _run(subject, batch, recorder=recorder)
-    return Observed(entries=recorder.entries, calls=tuple(calls), batch_bytes=batch_bytes)
+    return ObservedStep(entries=recorder.entries, calls=tuple(calls), batch_bytes=batch_bytes)
 
 
-def _made(subject: Subject, batch_size: int) -> Any:
+def _made(subject: TracedTask, batch_size: int) -> Any:
     try:
         return subject.make_batch(batch_size)
     except ShardwiseError:
@@ -88,7 +88,7 @@ def _made(subject: Subject, batch_size: int) -> Any:
         raise InvalidModel(f"{subject.name}: make_batch({batch_size}): {_line(error)}") from error
 
 
-def _run(subject: Subject, batch: Any, *, recorder: Recorder) -> None:
+def _run(subject: TracedTask, batch: Any, *, recorder: OpRecorder) -> None:
     try:
         loss = subject.loss(subject.model, batch)
         recorder.in_backward = True
@@ -113,7 +113,7 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def _ignore_what_is_there(subject: Subject, batch: Any, *, recorder: Recorder) -> int:
+def _ignore_what_is_there(subject: TracedTask, batch: Any, *, recorder: OpRecorder) -> int:
     """Parameters, buffers and the batch are not born in the step; the bytes of the batch."""
     for parameter in subject.model.parameters():
         recorder.ignore(parameter, is_weight=True)
@@ -128,7 +128,7 @@ def _ignore_what_is_there(subject: Subject, batch: Any, *, recorder: Recorder) -
 
 
 @contextmanager
-def _hooks(subject: Subject, *, recorder: Recorder, skipper: Skipper, calls: list[str]) -> Iterator[None]:
+def _hooks(subject: TracedTask, *, recorder: OpRecorder, skipper: Skipper, calls: list[str]) -> Iterator[None]:
     handles: list[Any] = []
     counts: dict[str, int] = {}
     begun: set[tuple[str, int]] = set()
@@ -200,7 +200,7 @@ def _cast_inputs(dtype: torch.dtype, module: nn.Module, inputs: Any, options: An
 
 
 @contextmanager
-def _recomputing(subject: Subject, *, how: str, kernels: AbstractContextManager[Any]) -> Iterator[None]:
+def _recomputing(subject: TracedTask, *, how: str, kernels: AbstractContextManager[Any]) -> Iterator[None]:
     """Every unit but the root runs its forward again in backward, where `kernels` would be off if it did not ask."""
 
     def with_kernels(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -49,13 +49,13 @@ class Did:
 
 
 @dataclass(slots=True)
-class Mark:
+class RowMark:
     trigger: str
     unit: str
     call: int = 0
 
 
-Entry = Born | Died | Accumulated | Did | Mark
+TraceEntry = Born | Died | Accumulated | Did | RowMark
 Scratch = Callable[[Any, tuple[Any, ...], Any], int]
 
 
@@ -66,7 +66,7 @@ class _Fused:
     num_bytes: int = 0
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what runs under it. Storages that are there before are not part of the record; `ignore` names them.
 
     `scratch`: operation → what it needs for itself while it runs. `in_fp32`: operation → those of its outputs that are
@@ -75,7 +75,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, *, scratch: Mapping[str, Scratch], in_fp32: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.entries: list[Entry] = []
+        self.entries: list[TraceEntry] = []
         self.in_backward = False
         self._scratch = scratch
         self._in_fp32 = in_fp32
@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._weights.add(key)
 
     def mark(self, trigger: str, unit: str, call: int = 0) -> None:
-        self.entries.append(Mark(trigger, unit, call))
+        self.entries.append(RowMark(trigger, unit, call))
 
     def accumulated(self, grad: Tensor, *, unit: str) -> None:
         storage = self._ids[grad.untyped_storage()._cdata]

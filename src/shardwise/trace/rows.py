@@ -7,8 +7,8 @@ from typing import NoReturn
 from shardwise.errors import InvalidModel
 from shardwise.spec import ROOT
 from shardwise.spec.law import Law, fit
-from shardwise.spec.step import BEFORE_FORWARD, Act, Event, Op, Run, StepRow, Stream, What
-from shardwise.trace.recorder import Accumulated, Born, Did, Died, Entry, Mark
+from shardwise.spec.step import BEFORE_FORWARD, Act, Op, Run, StepRow, StorageEvent, Stream, What
+from shardwise.trace.recorder import Accumulated, Born, Did, Died, RowMark, TraceEntry
 
 Size = tuple[int, int]
 """(batch, length of a sample)."""
@@ -33,13 +33,15 @@ class _Draft:
     trigger: str
     unit: str
     call: int
-    events: list[Event] = field(default_factory=list)
+    events: list[StorageEvent] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     # By the place of a death among the events: the storage of another unit that it is of.
     others: dict[int, _Storage] = field(default_factory=dict)
 
 
-def to_rows(records: Mapping[Size, Sequence[Entry]], *, name: str, runs: Sequence[Run] = ()) -> tuple[StepRow, ...]:
+def to_rows(
+    records: Mapping[Size, Sequence[TraceEntry]], *, name: str, runs: Sequence[Run] = ()
+) -> tuple[StepRow, ...]:
     """The rows that all records agree on. The first is what happens before the root's forward, which is the loss's own.
 
     What dies in one row of the second unit of a run and of the third dies of each unit between its ends.
@@ -75,12 +77,12 @@ class _Maker:
         self.storages: dict[int, _Storage] = {}
         self.counts: dict[str, int] = {}
 
-    def take(self, entries: Mapping[Size, Entry]) -> None:
+    def take(self, entries: Mapping[Size, TraceEntry]) -> None:
         first = next(iter(entries.values()))
         if any(type(entry) is not type(first) for entry in entries.values()):
             _structure_differs(self.name)
         match first:
-            case Mark():
+            case RowMark():
                 self.drafts.append(_Draft(first.trigger, first.unit, first.call))
             case Born():
                 self._born(first, self._law(entries, "num_bytes", what="a storage"))
@@ -111,7 +113,7 @@ class _Maker:
         if act is Act.DIED and storage.unit != here:
             draft.others[len(draft.events)] = storage
         draft.events.append(
-            Event(
+            StorageEvent(
                 act=act,
                 what=storage.what,
                 num_bytes=storage.num_bytes,
@@ -120,7 +122,7 @@ class _Maker:
             )
         )
 
-    def _did(self, entry: Did, entries: Mapping[Size, Entry]) -> None:
+    def _did(self, entry: Did, entries: Mapping[Size, TraceEntry]) -> None:
         names = {other.name for other in entries.values() if isinstance(other, Did)}
         if len(names) > 1:
             _structure_differs(self.name)
@@ -136,14 +138,14 @@ class _Maker:
         self.drafts[-1].ops.append(op)
         scratch = self._law(entries, "scratch_bytes", what=entry.name)
         if any(scratch.terms):
-            self.drafts[-1].events.append(Event(act=Act.BORN, what=What.SCRATCH, num_bytes=scratch))
+            self.drafts[-1].events.append(StorageEvent(act=Act.BORN, what=What.SCRATCH, num_bytes=scratch))
         if entry.sums is not None:
             rows = {size: did.sums[0] for size, did in _dids(entries) if did.sums is not None}
             law = self._fit(rows, what=entry.name)
-            event = Event(act=Act.BORN, what=What.SCRATCH, num_bytes=law, columns=entry.sums[1])
+            event = StorageEvent(act=Act.BORN, what=What.SCRATCH, num_bytes=law, columns=entry.sums[1])
             self.drafts[-1].events.append(event)
 
-    def _law(self, entries: Mapping[Size, Entry], attribute: str, *, what: str) -> Law:
+    def _law(self, entries: Mapping[Size, TraceEntry], attribute: str, *, what: str) -> Law:
         return self._fit({size: getattr(entry, attribute) for size, entry in entries.items()}, what=what)
 
     def _fit(self, values: Mapping[Size, int], *, what: str) -> Law:
@@ -157,10 +159,10 @@ class _Maker:
         return law
 
 
-def _of_each(draft: _Draft, *, runs: Sequence[Run]) -> list[Event]:
+def _of_each(draft: _Draft, *, runs: Sequence[Run]) -> list[StorageEvent]:
     """The draft's events, in which those of a run's second and third unit have become one."""
     dead = {(storage.unit, storage.ordinal): place for place, storage in draft.others.items()}
-    events: list[Event | None] = list(draft.events)
+    events: list[StorageEvent | None] = list(draft.events)
     for run in runs:
         _, second, third, _ = run.traced
         for unit, ordinal in list(dead):
@@ -171,7 +173,7 @@ def _of_each(draft: _Draft, *, runs: Sequence[Run]) -> list[Event]:
     return [event for event in events if event is not None]
 
 
-def _dids(entries: Mapping[Size, Entry]) -> Iterable[tuple[Size, Did]]:
+def _dids(entries: Mapping[Size, TraceEntry]) -> Iterable[tuple[Size, Did]]:
     return ((size, entry) for size, entry in entries.items() if isinstance(entry, Did))
 
 

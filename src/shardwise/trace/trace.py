@@ -13,7 +13,7 @@ from shardwise.spec import ModelSpec
 from shardwise.spec.law import Law, fit
 from shardwise.spec.step import Run, StepRow, StepTrace
 from shardwise.trace.cut import CannotCutError, find_runs
-from shardwise.trace.observe import Observed, Subject, Way, observe
+from shardwise.trace.observe import ObservedStep, TracedTask, Way, observe
 from shardwise.trace.rows import Size, to_rows
 from shardwise.units import model_spec, unit_modules
 
@@ -49,7 +49,7 @@ def trace_model(
 def trace_step(
     spec: ModelSpec,
     *,
-    subject: Subject,
+    subject: TracedTask,
     make_batch: MakeBatch | dict[int, MakeBatch],
     way: Way,
     batches: Sequence[int] = BATCHES,
@@ -60,7 +60,7 @@ def trace_step(
     sizes += [(batch, next(iter(makers))) for batch in batches[2:]]
     runs = find_runs(subject.units)
 
-    def observe_at(size: Size, runs: tuple[Run, ...]) -> Observed:
+    def observe_at(size: Size, runs: tuple[Run, ...]) -> ObservedStep:
         batch, length = size
         sized = replace(subject, make_batch=makers[length])
         return observe(sized, way=way, batch_size=batch, runs=runs)
@@ -79,8 +79,8 @@ def trace_step(
 
 
 def _first_step(
-    observe_with: Callable[[tuple[Run, ...]], Observed], *, runs: tuple[Run, ...], name: str
-) -> tuple[Observed, tuple[Run, ...]]:
+    observe_with: Callable[[tuple[Run, ...]], ObservedStep], *, runs: tuple[Run, ...], name: str
+) -> tuple[ObservedStep, tuple[Run, ...]]:
     """A step with as many runs cut as can be: those that may, and whose second and third unit do the same."""
     while True:
         try:
@@ -102,11 +102,11 @@ def _is_periodic(rows: Sequence[StepRow], *, run: Run) -> bool:
     ]
 
 
-def _subject(model: nn.Module, *, loss: Loss, name: str | None, policy: UnitPolicy | str) -> Subject:
+def _subject(model: nn.Module, *, loss: Loss, name: str | None, policy: UnitPolicy | str) -> TracedTask:
     spec = model_spec(model, policy=policy, name=name)
     if not any(param.trainable for unit in spec.units for param in unit.params):
         raise InvalidModel(f"{spec.name} has no trainable parameter: there is nothing to train")
-    return Subject(
+    return TracedTask(
         name=spec.name,
         model=model,
         loss=loss,

@@ -17,7 +17,7 @@ from shardwise.atomic import atomic_write
 from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.plan import Plan
 from shardwise.toml_file import read_toml
-from shardwise.train.section import InvalidConfig, Section, key, unknown_key
+from shardwise.train.config_section import ConfigSection, InvalidConfig, key, unknown_key
 
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "adamw": ("betas", "eps", "fused"),
@@ -32,7 +32,7 @@ OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSection(Section):
+class TaskSection(ConfigSection):
     """What is trained, on what."""
 
     section: ClassVar[str] = "task"
@@ -43,7 +43,7 @@ class TaskSection(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSection(Section):
+class DataSection(ConfigSection):
     """How samples come."""
 
     section: ClassVar[str] = "data"
@@ -52,7 +52,7 @@ class DataSection(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSection(Section):
+class OptimizerSection(ConfigSection):
     """Which optimizer; what is left out is torch's own default."""
 
     section: ClassVar[str] = "optimizer"
@@ -67,7 +67,7 @@ class OptimizerSection(Section):
     fused: bool | None = key(None, "one kernel a step: adamw, adam, adagrad, sgd")
 
     def __post_init__(self) -> None:
-        Section.__post_init__(self)
+        ConfigSection.__post_init__(self)
         for option in ("betas", "eps", "momentum", "nesterov", "fused"):
             if getattr(self, option) is not None and option not in OPTIMIZERS[self.name]:
                 has = [other for other, options in OPTIMIZERS.items() if option in options]
@@ -84,7 +84,7 @@ class OptimizerSection(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleSection(Section):
+class ScheduleSection(ConfigSection):
     """The learning rate over the steps (schedule.py)."""
 
     section: ClassVar[str] = "schedule"
@@ -94,7 +94,7 @@ class ScheduleSection(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoopSection(Section):
+class LoopSection(ConfigSection):
     """How long, and what besides steps."""
 
     section: ClassVar[str] = "train"
@@ -109,14 +109,14 @@ class LoopSection(Section):
     compile: str = key("none", "torch.compile of each unit, by backend", choices=("none", "inductor", "aot_eager"))
 
     def __post_init__(self) -> None:
-        Section.__post_init__(self)
+        ConfigSection.__post_init__(self)
         if (self.steps is None) == (self.epochs is None):
             both = "both are given" if self.steps is not None else "neither is given"
             raise InvalidConfig(f"train.steps or train.epochs must say how long: {both}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSection(Section):
+class CheckpointSection(ConfigSection):
     """When state is saved; always also at the end, and on SIGTERM."""
 
     section: ClassVar[str] = "checkpoint"
@@ -127,7 +127,7 @@ class CheckpointSection(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSection(Section):
+class RunSection(ConfigSection):
     """Where it runs and what it leaves."""
 
     section: ClassVar[str] = "run"
@@ -179,7 +179,7 @@ class TrainConfig:
             tomli_w.dump(self.to_dict(), file)
 
 
-SECTIONS: Mapping[str, type[Section] | type[Plan]] = {
+SECTIONS: Mapping[str, type[ConfigSection] | type[Plan]] = {
     "task": TaskSection,
     "data": DataSection,
     "plan": Plan,

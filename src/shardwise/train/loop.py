@@ -9,18 +9,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.data.sampler import DistributedSampler
-from shardwise.engine.scaler import GradScaler
+from shardwise.engine.grads.scaler import GradScaler
 from shardwise.engines import accumulate, clip_grad_norm_
+from shardwise.launch.failure import during
 from shardwise.tasks import Task
 from shardwise.train.batches import Sharing, samples_seen, to_device, tokens_per_sample
 from shardwise.train.config import TrainConfig
 from shardwise.train.evaluation import evaluate
-from shardwise.train.failure import during
-from shardwise.train.metrics import Recorder, Taken, Window
-from shardwise.train.optimizer import set_lr
+from shardwise.train.learning_rate import lr_at
+from shardwise.train.metrics import MetricsRecorder, Taken, Window
+from shardwise.train.optimizers import set_lr
 from shardwise.train.preemption import Preemption
 from shardwise.train.randomness import random_states
-from shardwise.train.schedule import lr_at
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Checkpoints
@@ -49,7 +49,9 @@ class Training:
         return {"sampler": self.sampler.state_dict(), "scaler": self.scaler.state_dict()}
 
 
-def run_steps(training: Training, *, checkpoints: "Checkpoints", request: Preemption, recorder: Recorder) -> bool:
+def run_steps(
+    training: Training, *, checkpoints: "Checkpoints", request: Preemption, recorder: MetricsRecorder
+) -> bool:
     """Train to the last step, or until the ranks agree to stop; whether they did. Always ends on a checkpoint."""
     options = training.config.train
     window = Window(device=training.device, num_ranks=training.sharing.num_ranks)

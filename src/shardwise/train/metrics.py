@@ -164,7 +164,7 @@ class JsonLines:
         self._file.close()
 
 
-class Recorder:
+class MetricsRecorder:
     """Gives the metrics of steps to every writer, then to `on_step`, one by one. `last` is the newest step's."""
 
     def __init__(self, writers: Sequence[Writer], *, on_step: Callable[[StepMetrics], None] | None) -> None:

@@ -11,7 +11,7 @@ from shardwise.train.metrics import StepMetrics, Writer
 
 def progress_on(console: Console, *, first_step: int, num_steps: int) -> Writer:
     """A bar where someone looks at it; lines that a log file can hold where not."""
-    kind = Bar if console.is_terminal else PlainLines
+    kind = ProgressBar if console.is_terminal else PlainLines
     return kind(console, first_step=first_step, num_steps=num_steps)
 
 
@@ -32,7 +32,7 @@ class PlainLines:
         """A line is whole as soon as it is written."""
 
 
-class Bar:
+class ProgressBar:
     """One line that moves; evaluations stay above it."""
 
     def __init__(self, console: Console, *, first_step: int, num_steps: int) -> None:

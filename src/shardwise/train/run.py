@@ -11,11 +11,11 @@ from rich.console import Console
 
 from shardwise.checkpoint import Checkpoints, Loaded
 from shardwise.comm.start import agree
-from shardwise.train import folder as run_folder
+from shardwise.launch.join import Place, joined
+from shardwise.train import run_folder
 from shardwise.train.config import TrainConfig
-from shardwise.train.join import Place, joined
 from shardwise.train.loop import Training, run_steps
-from shardwise.train.metrics import JsonLines, Recorder, StepMetrics, TensorBoard, Writer
+from shardwise.train.metrics import JsonLines, MetricsRecorder, StepMetrics, TensorBoard, Writer
 from shardwise.train.preemption import preemption
 from shardwise.train.progress import progress_on
 from shardwise.train.randomness import deterministic_kernels, restore_random_states, seed_everything
@@ -64,7 +64,7 @@ def train(
         )
         _go_on(training, checkpoints, place=place)
         _tell_start(training, place=place, console=console, notes=notes)
-        recorder = Recorder(_writers(training, place=place, console=console), on_step=on_step)
+        recorder = MetricsRecorder(_writers(training, place=place, console=console), on_step=on_step)
         with closing(recorder):
             preempted = run_steps(training, checkpoints=checkpoints, request=request, recorder=recorder)
         checkpoints.close()

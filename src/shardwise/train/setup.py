@@ -12,16 +12,16 @@ from torch.optim import Optimizer
 
 from shardwise.comm.collectives import Collectives
 from shardwise.data.sampler import DistributedSampler
-from shardwise.engine.scaler import GradScaler
+from shardwise.engine.grads.scaler import GradScaler
 from shardwise.engines import capture, prepare
 from shardwise.errors import InvalidData, InvalidModel
+from shardwise.launch.join import Place
 from shardwise.spec import ROOT
 from shardwise.tasks import Task, load_task
 from shardwise.train.batches import Sharing, batches_of, check_size, samples_seen
 from shardwise.train.config import TrainConfig
-from shardwise.train.join import Place
 from shardwise.train.loop import Training, Update, update
-from shardwise.train.optimizer import make_optimizer
+from shardwise.train.optimizers import make_optimizer
 from shardwise.train.randomness import seed_everything
 from shardwise.units import unit_modules
 

@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.checkpoint import CheckpointError, Checkpoints, open_checkpoint
 from shardwise.checkpoint.export import export_weights, import_weights
 from shardwise.errors import InvalidModel
-from shardwise.models.build import build_model
+from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, LlamaShape
 
 GPT = GPTShape(num_layers=2, width=12, num_heads=3, vocab_size=31, max_seq=8)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.tensor_file import DTYPES, Entry, opened, write_tensors
+from shardwise.checkpoint.tensor_file import DTYPES, TensorEntry, opened, write_tensors
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -22,7 +22,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def write(path: Path, values: dict[str, torch.Tensor]) -> None:
-    entries = {name: Entry(dtype=value.dtype, shape=tuple(value.shape)) for name, value in values.items()}
+    entries = {name: TensorEntry(dtype=value.dtype, shape=tuple(value.shape)) for name, value in values.items()}
     sink = io.BytesIO()
     write_tensors(sink, entries, iter(values.values()), metadata={"format": "pt"})
     path.write_bytes(sink.getvalue())

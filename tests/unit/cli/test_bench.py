@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from report.sample_bench import sample_bench
 
+from shardwise.bench.benchmark import Asked, BenchStopped, Progress
+from shardwise.bench.recommendation import recommended
+from shardwise.bench.results import Bench, Difference, Equivalence
 from shardwise.cli.app import main
-from shardwise.measure.benchmark import Asked, BenchStopped, Progress
-from shardwise.measure.recommendation import recommended
-from shardwise.measure.results import Bench, Difference, Equivalence
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
         on_progress(Progress(done=0, total=1, text="round 1: ddp"))
         return recommended(sample_bench(name=wanted.name))
 
-    monkeypatch.setattr("shardwise.measure.benchmark.bench", answer)
+    monkeypatch.setattr("shardwise.bench.benchmark.bench", answer)
     return seen
 
 
@@ -137,7 +137,7 @@ class TestCommand:
     ) -> None:
         difference = Difference(case="fsdp", text="fsdp: wrong", excess=9.0)
         found = recommended(replace(sample_bench(), equivalence=Equivalence(differences=(difference,), largest=9.0)))
-        monkeypatch.setattr("shardwise.measure.benchmark.bench", lambda wanted, *, on_progress: found)
+        monkeypatch.setattr("shardwise.bench.benchmark.bench", lambda wanted, *, on_progress: found)
         assert run("tiny.toml") == 1
         assert "  fsdp: wrong\n" in capfd.readouterr().out
 
@@ -146,7 +146,7 @@ class TestCommand:
             wanted.cases[0].fail("rank 0: out of memory")
             return recommended(sample_bench())
 
-        monkeypatch.setattr("shardwise.measure.benchmark.bench", answer)
+        monkeypatch.setattr("shardwise.bench.benchmark.bench", answer)
         assert run("tiny.toml") == 1
 
     def test_an_interrupt_says_where_the_rest_is(
@@ -157,7 +157,7 @@ class TestCommand:
         def answer(wanted: Asked, *, on_progress: Any) -> Bench:
             raise BenchStopped(signal.SIGTERM)
 
-        monkeypatch.setattr("shardwise.measure.benchmark.bench", answer)
+        monkeypatch.setattr("shardwise.bench.benchmark.bench", answer)
         assert run("tiny.toml", "--out", "there") == 128 + signal.SIGTERM
         out, err = capfd.readouterr()
         assert out == ""

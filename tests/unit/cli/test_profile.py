@@ -23,9 +23,9 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rehearsals in this process, which is faster than one for each."""
     import torch
 
-    from shardwise.measure.rank import rehearse
+    from shardwise.profile.rehearsal_process import rehearse
 
-    monkeypatch.setattr("shardwise.measure.rehearsal.rehearse_apart", rehearse)
+    monkeypatch.setattr("shardwise.profile.rehearsal.rehearse_apart", rehearse)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

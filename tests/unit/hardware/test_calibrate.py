@@ -17,9 +17,9 @@ from shardwise.hardware import cluster_of, device_of
 from shardwise.hardware.calibration import read_calibration, shipped_calibration
 from shardwise.hardware.device_file import device_like, device_table, read_device_table, write_table
 from shardwise.hardware.fit import fit_link, kernel_of_probe
+from shardwise.hardware.kernel_model import correction, pace_of, product_seconds
 from shardwise.hardware.measure import Stopwatch
 from shardwise.hardware.nccl_tests import read_nccl_tests
-from shardwise.hardware.pace import correction, pace_of, product_seconds
 from shardwise.hardware.probe import Probe, cpu_probes, cuda_probes, probe_of
 
 ROOT = Path(__file__).parents[3]

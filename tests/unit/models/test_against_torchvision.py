@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from shardwise.models.build import build_model
 from shardwise.models.catalogue import shape_of
+from shardwise.models.make import build_model
 
 torchvision = pytest.importorskip("torchvision")
 

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import UnknownName
-from shardwise.models.build import build_model
 from shardwise.models.catalogue import CATALOGUE, shape_of
+from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, LlamaShape
 
 # As published: GPT-2 and OPT checkpoints, Llama checkpoints, timm's ViT, torchvision's ResNet; MPT by

@@ -11,7 +11,7 @@ from shardwise.placement import REPLICATED, SHARDED, STRATEGIES
 from shardwise.plan import Plan
 from shardwise.program import Kind, Operation, StepProgram, Trigger, build
 from shardwise.program.build import _setting
-from shardwise.program.rules import RULES, first_state
+from shardwise.program.rules.ours import RULES, first_state
 from shardwise.spec import ANNOUNCED, NONE, ROOT, UNANNOUNCED, ModelSpec, TensorSpec, UnitSpec
 
 NAMES = ("a", "b", "c", "a.x", "a.y", "b.x", "a.x.deep", "d", "e")

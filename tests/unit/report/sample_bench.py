@@ -1,14 +1,14 @@
 """A bench that nobody ran: the planner's own numbers in the place of measured ones, for pages and tables."""
 
+from shardwise.bench.results import Bench, CaseResult, Equivalence, Happening, PredictedCase, Spread, UnitOutline
 from shardwise.hardware import cluster_of
-from shardwise.measure.memory import Entry, MemoryLedger
-from shardwise.measure.results import Bench, CaseResult, Equivalence, Happening, Predicted, Spread, Unit
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
-from shardwise.planner.memory import estimate, job_of
-from shardwise.planner.replay import CATEGORIES, crests
-from shardwise.planner.search import cost
-from shardwise.planner.time import timeline
+from shardwise.planner.memory.peak import estimate, job_of
+from shardwise.planner.memory.replay import CATEGORIES, crests
+from shardwise.planner.search.candidates import cost
+from shardwise.planner.time.step_time import timeline
+from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.program import build
 from shardwise.sources import Source
 
@@ -45,9 +45,9 @@ def sample_case(engine: str, strategy: str, *, num_ranks: int = NUM_RANKS) -> Ca
     memory = estimate(spec, plan=plan, num_ranks=num_ranks, batch=MICRO_BATCH, optimizer="adamw-loop", device="cpu")
     job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer="adamw-loop", device="cpu").cut(2**62)
     found = crests(job.moments, at_rest=job.at_rest, batch=MICRO_BATCH)
-    entries = tuple(Entry(at=label, num_bytes=parts) for label, parts in found)
+    entries = tuple(LedgerEntry(at=label, num_bytes=parts) for label, parts in found)
     resting = {name: line.at(MICRO_BATCH) for name, line in zip(CATEGORIES, job.at_rest, strict=True)}
-    ledger = MemoryLedger(entries=entries, at_rest=Entry(at="at rest", num_bytes=resting))
+    ledger = MemoryLedger(entries=entries, at_rest=LedgerEntry(at="at rest", num_bytes=resting))
     program = build(spec, plan=plan)
     rows = {entry.at: number for number, entry in enumerate(entries)}
     happenings = [
@@ -80,7 +80,7 @@ def sample_case(engine: str, strategy: str, *, num_ranks: int = NUM_RANKS) -> Ca
         units=tuple(_unit(unit) for unit in spec.units),
         buckets={bucket.name: bucket.units for bucket in program.buckets} if engine == "shardwise" else {},
         tape=tuple(happenings) if engine == "shardwise" else (),
-        predicted=Predicted(
+        predicted=PredictedCase(
             allocated_bytes=memory.allocated_bytes,
             breakdown_bytes=dict(memory.breakdown_bytes),
             entries=tuple((entry.at, dict(entry.num_bytes)) for entry in entries),
@@ -91,6 +91,6 @@ def sample_case(engine: str, strategy: str, *, num_ranks: int = NUM_RANKS) -> Ca
     )
 
 
-def _unit(unit) -> Unit:
+def _unit(unit) -> UnitOutline:
     trained = sum(param.num_elements for param in unit.params if param.trainable)
-    return Unit(name=unit.name, num_params=unit.num_params, num_trained=trained)
+    return UnitOutline(name=unit.name, num_params=unit.num_params, num_trained=trained)

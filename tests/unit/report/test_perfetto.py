@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 from report.sample_bench import sample_bench
 
-from shardwise.measure.results import Bench
-from shardwise.planner.replay import CATEGORIES
+from shardwise.bench.results import Bench
+from shardwise.planner.memory.replay import CATEGORIES
 from shardwise.report.perfetto import trace_of
 
 

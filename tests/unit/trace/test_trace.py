@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from shardwise.errors import InvalidModel
 from shardwise.models.shapes import GPTShape, LlamaShape
 from shardwise.spec import ROOT, ModelSpec
-from shardwise.spec.ready import ready_spec
+from shardwise.spec.shipped import ready_spec
 from shardwise.spec.step import Act, StepTrace, What
 from shardwise.tasks import token_task
 from shardwise.trace.observe import Way
-from shardwise.trace.ready import make_ready_spec
+from shardwise.trace.ship import make_ready_spec
 from shardwise.trace.trace import trace_model
 
 GPT = GPTShape(num_layers=6, width=64, num_heads=4, vocab_size=256, max_seq=32)

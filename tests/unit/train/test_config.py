@@ -5,7 +5,7 @@ import pytest
 
 from shardwise.plan import Plan
 from shardwise.train.config import OPTIMIZERS, SECTIONS, TrainConfig, load_config
-from shardwise.train.section import InvalidConfig, Section
+from shardwise.train.config_section import ConfigSection, InvalidConfig
 
 LEAST = """
 [task]
@@ -165,7 +165,7 @@ def test_the_docs_list_every_key_with_its_default() -> None:
     """The tables of docs/train.md, as the sections describe themselves."""
     text = DOCS.read_text()
     for name, section in SECTIONS.items():
-        if issubclass(section, Section):
+        if issubclass(section, ConfigSection):
             rows = [f"| `{key}` | {default} | {what} |" for key, default, what in section.reference()]
             table = "\n".join((f"**[{name}]**", "", "| key | default | |", "|---|---|---|", *rows))
             assert table in text, f"docs/train.md should have\n\n{table}"
@@ -175,7 +175,7 @@ def test_every_optimizer_of_the_config_is_made_with_its_options() -> None:
     from torch import nn
 
     from shardwise.train.config import OptimizerSection
-    from shardwise.train.optimizer import make_optimizer
+    from shardwise.train.optimizers import make_optimizer
 
     values = {"betas": (0.8, 0.9), "eps": 1e-3, "momentum": 0.5, "nesterov": True, "fused": False}
     for name, options in OPTIMIZERS.items():

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from shardwise.train.metrics import JsonLines, StepMetrics, TensorBoard
-from shardwise.train.progress import Bar, PlainLines, progress_on
+from shardwise.train.progress import PlainLines, ProgressBar, progress_on
 
 
 def metrics(step: int, **values: Any) -> StepMetrics:
@@ -83,7 +83,7 @@ def test_a_terminal_gets_a_bar() -> None:
     output = StringIO()
     console = Console(file=output, force_terminal=True, width=90, _environ={})
     bar = progress_on(console, first_step=40, num_steps=100)
-    assert isinstance(bar, Bar)
+    assert isinstance(bar, ProgressBar)
     bar.write([metrics(50, evaluation={"accuracy": 0.9375})])
     bar.close()
     text = output.getvalue()

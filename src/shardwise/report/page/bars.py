@@ -15,7 +15,7 @@ _AXIS_HEIGHT = 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class BarPiece:
     """A part of a bar; `kind` is a class of page.css, which has its colour."""
 
     kind: str
@@ -28,7 +28,7 @@ class Bar:
     """`whisker`: from, to. `mark`: a value beside the bar, with what it is. `remark`: small, below the label."""
 
     label: str
-    pieces: Sequence[Piece]
+    pieces: Sequence[BarPiece]
     text: str
     whisker: tuple[float, float] | None = None
     mark: tuple[float, str] | None = None

@@ -4,14 +4,14 @@ import base64
 import hashlib
 from importlib.resources import files
 
-from shardwise.measure.results import Bench
-from shardwise.report import anatomy
+from shardwise.bench.results import Bench
+from shardwise.report.page import anatomy
 from shardwise.report.page.facts import absent_section, settings_section
 from shardwise.report.page.forecast import prediction_section, scaling_section
 from shardwise.report.page.head import answer, equivalence_line, heading, key_numbers
 from shardwise.report.page.markup import Markup, data_script, element
 from shardwise.report.page.memory import peak_section, step_section
-from shardwise.report.page.section import Section, section
+from shardwise.report.page.section import PageSection, section
 from shardwise.report.page.speed import split_section, throughput_section
 from shardwise.report.page.timeline import timeline_section
 from shardwise.report.page.training import loss_section
@@ -68,7 +68,7 @@ def policy(style: str, scripts: list[str]) -> str:
     )
 
 
-def _main(bench: Bench, sections: list[Section]) -> Markup:
+def _main(bench: Bench, sections: list[PageSection]) -> Markup:
     links = (element("a", one.short, href=f"#{one.anchor}") for one in sections)
     return element(
         "main",

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.measure.results import Bench
+from shardwise.bench.results import Bench
 from shardwise.report.page.markup import Markup, element, small, table
-from shardwise.report.page.section import Section, section, shown
+from shardwise.report.page.section import PageSection, section, shown
 
 
-def absent_section(bench: Bench) -> Section | None:
+def absent_section(bench: Bench) -> PageSection | None:
     """Cases that did not run, or not with the wire cut."""
     rows = [[case.name, case.why_not] for case in bench.cases if not case.ran]
     rows += [[f"{case.name}, wire cut", case.why_not_silent] for case in bench.cases if case.why_not_silent]
@@ -17,7 +17,7 @@ def absent_section(bench: Bench) -> Section | None:
     return section("absent", "Did not run", table(["case", "why"], rows, words=2))
 
 
-def settings_section(bench: Bench) -> Section:
+def settings_section(bench: Bench) -> PageSection:
     """All that another needs to do the same."""
     return section(
         "settings",

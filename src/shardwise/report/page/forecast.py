@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.measure.results import Bench, CaseResult
+from shardwise.bench.results import Bench, CaseResult
 from shardwise.report.page.axes import ticks
-from shardwise.report.page.bars import Bar, Piece, bar_chart
+from shardwise.report.page.bars import Bar, BarPiece, bar_chart
 from shardwise.report.page.markup import numbers_below, small, table
 from shardwise.report.page.numbers import bytes_text, digits, error_text, seconds_text
-from shardwise.report.page.section import Section, cases_that_ran, section
+from shardwise.report.page.section import PageSection, cases_that_ran, section
 
 
-def prediction_section(bench: Bench) -> Section | None:
+def prediction_section(bench: Bench) -> PageSection | None:
     """A row a case that was predicted."""
     cases = [case for case in cases_that_ran(bench) if case.predicted is not None]
     if not cases or not bench.equivalence.agrees:
@@ -30,7 +30,7 @@ def prediction_section(bench: Bench) -> Section | None:
     )
 
 
-def scaling_section(bench: Bench) -> Section | None:
+def scaling_section(bench: Bench) -> PageSection | None:
     """A bar a number of ranks: how much of the throughput of a rank is left."""
     rows = [row for row in bench.scaling if row.get("step_seconds")]
     if not rows or not bench.equivalence.agrees:
@@ -80,7 +80,7 @@ def _bar(row: Mapping[str, Any]) -> Bar:
     return Bar(
         label=f"{row['num_ranks']:,} ranks",
         remark=_plan(row),
-        pieces=[Piece(kind="rate", value=row["efficiency"], title=words)],
+        pieces=[BarPiece(kind="rate", value=row["efficiency"], title=words)],
         text=f"{row['efficiency']:.0%} · {digits(row['samples_per_s'])} samples/s",
     )
 

@@ -3,10 +3,10 @@
 import math
 from datetime import datetime
 
-from shardwise.measure.results import Bench, CaseResult
+from shardwise.bench.results import Bench, CaseResult
 from shardwise.report.page.markup import Markup, element, join, small, table
 from shardwise.report.page.numbers import bytes_text, digits, seconds_text
-from shardwise.report.page.section import Section, cases_that_ran, is_chosen, ranks_text, section, shown
+from shardwise.report.page.section import PageSection, cases_that_ran, is_chosen, ranks_text, section, shown
 
 
 def heading(bench: Bench) -> Markup:
@@ -54,7 +54,7 @@ def equivalence_line(bench: Bench) -> Markup | None:
     )
 
 
-def key_numbers(bench: Bench) -> Section | None:
+def key_numbers(bench: Bench) -> PageSection | None:
     """Of the recommended case as tiles, and of all as a table."""
     cases = cases_that_ran(bench)
     if not cases or not bench.equivalence.agrees:

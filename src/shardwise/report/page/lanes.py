@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
-from shardwise.planner.queues import Span
-from shardwise.report.lanes import QUEUES
+from shardwise.planner.time.queues import Span
 from shardwise.report.page.axes import second_ticks
 from shardwise.report.page.bars import axis_text
 from shardwise.report.page.markup import Markup, element, percent, title_of
 from shardwise.report.page.numbers import seconds_text
+from shardwise.report.text.queue_lanes import QUEUES
 
 VERBS = {
     "forward": "forward",

@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 
-from shardwise.measure.memory import Entry, beside
-from shardwise.measure.results import Bench, CaseResult
-from shardwise.planner.replay import CATEGORIES
+from shardwise.bench.results import Bench, CaseResult
+from shardwise.planner.memory.replay import CATEGORIES
+from shardwise.profile.memory_ledger import LedgerEntry, beside
 from shardwise.report.page.axes import Tick, byte_ticks
-from shardwise.report.page.bars import Bar, Limit, Piece, bar_chart, key
+from shardwise.report.page.bars import Bar, BarPiece, Limit, bar_chart, key
 from shardwise.report.page.markup import Markup, element, join, numbers_below, small, table
 from shardwise.report.page.numbers import byte_unit, bytes_text, error_text, in_units
-from shardwise.report.page.plots import Frame, area_plot
-from shardwise.report.page.section import Section, cases_that_ran, is_chosen, section
+from shardwise.report.page.plots import PlotFrame, area_plot
+from shardwise.report.page.section import PageSection, cases_that_ran, is_chosen, section
 
 _HEIGHT = 130
 # A line for a capacity farther off than this many times the highest bar would leave nothing of the bars.
@@ -20,7 +20,7 @@ _SEEN = 1e-3
 _PHASES = {"before forward": "forward", "before backward": "backward", "after step": "update"}
 
 
-def peak_section(bench: Bench) -> Section | None:
+def peak_section(bench: Bench) -> PageSection | None:
     """A bar a case: what the rank that held the most held at its highest moment."""
     cases = [case for case in cases_that_ran(bench) if any(case.allocated_bytes)]
     if not cases or not bench.equivalence.agrees:
@@ -57,7 +57,7 @@ def peak_section(bench: Bench) -> Section | None:
     )
 
 
-def step_section(bench: Bench) -> Section | None:
+def step_section(bench: Bench) -> PageSection | None:
     """A small picture a case, all on one scale."""
     cases = [case for case in cases_that_ran(bench) if case.ledgers and _ledger(case)]
     if not cases:
@@ -86,7 +86,7 @@ def _bar(bench: Bench, case: CaseResult) -> Bar:
     return Bar(
         label=case.name,
         pieces=[
-            Piece(kind=name, value=size, title=f"{case.name}, {name}: {bytes_text(size)}")
+            BarPiece(kind=name, value=size, title=f"{case.name}, {name}: {bytes_text(size)}")
             for name, size in _parts(case).items()
         ],
         text=bytes_text(case.peak_bytes),
@@ -108,7 +108,7 @@ def _rank(case: CaseResult) -> int:
     return min(case.peak_rank if case.allocated_bytes else 0, len(case.ledgers) - 1)
 
 
-def _ledger(case: CaseResult) -> tuple[Entry, ...]:
+def _ledger(case: CaseResult) -> tuple[LedgerEntry, ...]:
     return case.ledgers[_rank(case)].entries
 
 
@@ -146,9 +146,9 @@ def _peak_table(cases: Sequence[CaseResult]) -> Markup:
     return table([*header, *(["reserved"] if has_reserved else [])], rows)
 
 
-def _rows(case: CaseResult) -> list[tuple[Entry, Entry | None]]:
+def _rows(case: CaseResult) -> list[tuple[LedgerEntry, LedgerEntry | None]]:
     expected = () if case.predicted is None else case.predicted.entries
-    return list(beside(_ledger(case), [Entry(at=at, num_bytes=parts) for at, parts in expected]))
+    return list(beside(_ledger(case), [LedgerEntry(at=at, num_bytes=parts) for at, parts in expected]))
 
 
 def _multiple(case: CaseResult, *, highest: float) -> Markup:
@@ -159,7 +159,7 @@ def _multiple(case: CaseResult, *, highest: float) -> Markup:
         phase = next((name for label, name in _PHASES.items() if entry.at.startswith(label)), None)
         if phase is not None and phase not in [text for _, text in below]:
             below.append((at / len(rows), phase))
-    frame = Frame(low=0, high=highest, ticks=byte_ticks(highest), below=below, height=_HEIGHT)
+    frame = PlotFrame(low=0, high=highest, ticks=byte_ticks(highest), below=below, height=_HEIGHT)
     return element(
         "figure",
         element("figcaption", element("b", case.name), f" peak {bytes_text(peak.total_bytes)}, {peak.at}"),
@@ -173,7 +173,7 @@ def _multiple(case: CaseResult, *, highest: float) -> Markup:
     )
 
 
-def _title(entry: Entry, other: Entry | None) -> str:
+def _title(entry: LedgerEntry, other: LedgerEntry | None) -> str:
     parts = [f"{name} {bytes_text(size)}" for name, size in entry.num_bytes.items() if size]
     if other is not None:
         parts.append(f"predicted in all {bytes_text(other.total_bytes)}")

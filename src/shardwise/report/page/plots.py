@@ -29,7 +29,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class PlotFrame:
     """The vertical axis, from `low` to `high`, and what is written along the horizontal one, from 0 to 1."""
 
     low: float
@@ -43,7 +43,7 @@ class Frame:
         return _ABOVE + (self.height - _ABOVE) * (1 - (value - self.low) / ((self.high - self.low) or 1))
 
 
-def curve_plot(curves: Sequence[Curve], *, frame: Frame, describe: str) -> Markup:
+def curve_plot(curves: Sequence[Curve], *, frame: PlotFrame, describe: str) -> Markup:
     """All curves in one field, on an axis that is as long as the longest.
 
     Each is a thin line, and over all lines lie its dashes, whose turns differ: where curves coincide, their colours
@@ -71,7 +71,7 @@ def area_plot(
     *,
     titles: Sequence[str],
     line: Sequence[float | None],
-    frame: Frame,
+    frame: PlotFrame,
     describe: str,
 ) -> Markup:
     """Columns of equal width, each a pile of class → value; a line of steps over them, broken where it has no value."""
@@ -95,7 +95,7 @@ def area_plot(
     return _plot(drawn, frame=frame, describe=describe)
 
 
-def _plot(drawn: Markup, *, frame: Frame, describe: str) -> Markup:
+def _plot(drawn: Markup, *, frame: PlotFrame, describe: str) -> Markup:
     lines = [
         element("line", x1="0", x2="100%", y1=frame.y(value), y2=frame.y(value), class_="grid")
         for value, _ in frame.ticks
@@ -122,13 +122,13 @@ def _stretched(paths: Sequence[Markup], *, height: int) -> Markup:
     )
 
 
-def _points(values: Sequence[float], *, longest: int, frame: Frame) -> str:
+def _points(values: Sequence[float], *, longest: int, frame: PlotFrame) -> str:
     step = _WIDTH / max(1, longest - 1)
     seen = [(at, value) for at, value in enumerate(values) if math.isfinite(value)]
     return " ".join(f"{at * step:.1f},{frame.y(value):.1f}" for at, value in seen)
 
 
-def _band(floor: Sequence[float], top: Sequence[float], *, frame: Frame) -> str:
+def _band(floor: Sequence[float], top: Sequence[float], *, frame: PlotFrame) -> str:
     """Along the top from left to right, and along the floor back."""
     width = _WIDTH / len(top)
     there = [f"{x:.1f},{frame.y(value):.1f}" for at, value in enumerate(top) for x in (at * width, (at + 1) * width)]
@@ -136,7 +136,7 @@ def _band(floor: Sequence[float], top: Sequence[float], *, frame: Frame) -> str:
     return f"M{' '.join(there)} {' '.join(reversed(back))}Z"
 
 
-def _stairs(values: Sequence[float | None], *, frame: Frame) -> str:
+def _stairs(values: Sequence[float | None], *, frame: PlotFrame) -> str:
     width = _WIDTH / len(values)
     parts, is_drawing = [], False
     for at, value in enumerate(values):

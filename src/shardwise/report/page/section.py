@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.measure.results import Bench, CaseResult
+from shardwise.bench.results import Bench, CaseResult
 from shardwise.report.page.markup import Child, Markup, element, join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class PageSection:
     """`anchor` is its address within the page, `short` its name in the list of contents."""
 
     anchor: str
@@ -21,8 +21,8 @@ class Section:
         return element("section", element("h2", self.title), self.body, id=self.anchor)
 
 
-def section(anchor: str, title: str, *body: Child, short: str | None = None) -> Section:
-    return Section(anchor=anchor, title=title, short=short or title, body=join(body))
+def section(anchor: str, title: str, *body: Child, short: str | None = None) -> PageSection:
+    return PageSection(anchor=anchor, title=title, short=short or title, body=join(body))
 
 
 def cases_that_ran(bench: Bench) -> list[CaseResult]:

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from shardwise.measure.results import Bench, CaseResult
+from shardwise.bench.results import Bench, CaseResult
 from shardwise.report.page.axes import second_ticks, ticks
-from shardwise.report.page.bars import Bar, Piece, bar_chart, key
+from shardwise.report.page.bars import Bar, BarPiece, bar_chart, key
 from shardwise.report.page.markup import Markup, numbers_below, small, table
 from shardwise.report.page.numbers import digits, seconds_text
-from shardwise.report.page.section import Section, cases_that_ran, is_chosen, section
+from shardwise.report.page.section import PageSection, cases_that_ran, is_chosen, section
 
 
-def throughput_section(bench: Bench) -> Section | None:
+def throughput_section(bench: Bench) -> PageSection | None:
     """A bar a case, with a whisker from the slowest block of steps to the fastest."""
     cases = cases_that_ran(bench)
     if not cases or not bench.equivalence.agrees:
@@ -34,7 +34,7 @@ def throughput_section(bench: Bench) -> Section | None:
     )
 
 
-def split_section(bench: Bench) -> Section | None:
+def split_section(bench: Bench) -> PageSection | None:
     """Compute, and communication that nothing hides."""
     cases = cases_that_ran(bench)
     if not bench.equivalence.agrees or all(case.silent_seconds is None for case in cases):
@@ -77,7 +77,7 @@ def _rate_bar(bench: Bench, case: CaseResult) -> Bar:
     is_best = is_chosen(bench, case)
     return Bar(
         label=case.name,
-        pieces=[Piece(kind="chosen-rate" if is_best else "rate", value=samples, title=words)],
+        pieces=[BarPiece(kind="chosen-rate" if is_best else "rate", value=samples, title=words)],
         text=f"{digits(samples)}/s" if tokens is None else f"{digits(samples)}/s · {digits(tokens)} tokens/s",
         whisker=(slowest, fastest) if len(spread.values) > 1 else None,
         is_chosen=is_best,
@@ -103,14 +103,14 @@ def _rate_table(bench: Bench, cases: Sequence[CaseResult]) -> Markup:
 def _split_bar(bench: Bench, case: CaseResult) -> Bar:
     step, exposed = _seconds(case), case.exposed_seconds
     if exposed is None:
-        pieces = [Piece(kind="live", value=step, title=f"{case.name}: {seconds_text(step)}, not split")]
+        pieces = [BarPiece(kind="live", value=step, title=f"{case.name}: {seconds_text(step)}, not split")]
         return Bar(label=case.name, pieces=pieces, text=seconds_text(step), is_chosen=is_chosen(bench, case))
     rest = step - exposed
     return Bar(
         label=case.name,
         pieces=[
-            Piece(kind="compute", value=rest, title=f"{case.name}, with the wire cut: {seconds_text(rest)}"),
-            Piece(kind="exposed", value=exposed, title=f"{case.name}, exposed: {seconds_text(exposed)}"),
+            BarPiece(kind="compute", value=rest, title=f"{case.name}, with the wire cut: {seconds_text(rest)}"),
+            BarPiece(kind="exposed", value=exposed, title=f"{case.name}, exposed: {seconds_text(exposed)}"),
         ],
         text=f"{seconds_text(step)} · {exposed / step:.0%} exposed",
         is_chosen=is_chosen(bench, case),

@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 
-from shardwise.measure.results import Bench, CaseResult
-from shardwise.planner.queues import Span
+from shardwise.bench.results import Bench, CaseResult
+from shardwise.planner.time.queues import Span
 from shardwise.report.page.bars import key
 from shardwise.report.page.lanes import VERBS, exposed_gaps, kind_of, lane_chart
 from shardwise.report.page.markup import Markup, element, numbers_below, small, table
 from shardwise.report.page.numbers import seconds_text
-from shardwise.report.page.section import Section, cases_that_ran, section
-from shardwise.report.recorded import recorded_spans
+from shardwise.report.page.section import PageSection, cases_that_ran, section
+from shardwise.report.tape_spans import recorded_spans
 
 
-def timeline_section(bench: Bench) -> Section | None:
+def timeline_section(bench: Bench) -> PageSection | None:
     """Predicted spans of all cases that have them, on one scale; where none has, the tapes."""
     cases = cases_that_ran(bench)
     predicted = [(case, [Span(*span) for span in case.predicted.spans]) for case in cases if case.predicted]

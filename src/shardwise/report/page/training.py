@@ -3,19 +3,19 @@
 import math
 from collections.abc import Sequence
 
-from shardwise.measure.results import Bench, CaseResult
+from shardwise.bench.results import Bench, CaseResult
 from shardwise.report.page.axes import Tick, between, round_step
 from shardwise.report.page.bars import key
 from shardwise.report.page.markup import Markup, element, numbers_below, small, table
 from shardwise.report.page.numbers import scientific
-from shardwise.report.page.plots import Curve, Frame, curve_plot
-from shardwise.report.page.section import Section, cases_that_ran, section
+from shardwise.report.page.plots import Curve, PlotFrame, curve_plot
+from shardwise.report.page.section import PageSection, cases_that_ran, section
 
 _HEIGHT = 240
 _NUM_COLOURS = 8
 
 
-def loss_section(bench: Bench) -> Section | None:
+def loss_section(bench: Bench) -> PageSection | None:
     """All in one field, and in words how far they are apart."""
     cases = [case for case in cases_that_ran(bench) if case.losses]
     if not cases:
@@ -46,7 +46,7 @@ def _plot(curves: Sequence[Curve], *, below: Sequence[Tick]) -> Markup | None:
         return None
     room = (max(values) - min(values)) * 0.05 or 0.05 * abs(max(values)) or 1.0
     low, high = min(values) - room, max(values) + room
-    frame = Frame(low=low, high=high, ticks=between(low, high), below=below, height=_HEIGHT)
+    frame = PlotFrame(low=low, high=high, ticks=between(low, high), below=below, height=_HEIGHT)
     return curve_plot(curves, frame=frame, describe="Loss of each case by step")
 
 

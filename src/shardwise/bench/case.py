@@ -1,0 +1,109 @@
+"""One case of a bench: all that its runs found, rank by rank, as one CaseResult. No torch here."""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shardwise.bench.contestants import plan_for, why_not
+from shardwise.bench.results import CaseResult, PredictedCase, Spread
+from shardwise.bench.run_files import Found
+from shardwise.placement import STRATEGIES
+from shardwise.plan import Plan
+from shardwise.train.config import TrainConfig
+
+Ranks = Sequence[Found]
+"""What the ranks of one run found, rank 0 first."""
+
+NOT_REACHED = "the bench ended before its turn"
+
+
+@dataclass(slots=True, kw_only=True)
+class Case:
+    """An engine and a strategy, and what was found until now.
+
+    failed           it was started, and did not end well
+    why_not_silent   with the wire cut it did not
+    """
+
+    engine: str
+    strategy: str
+    plan: Plan
+    why_not: str = ""
+    failed: bool = False
+    why_not_silent: str = ""
+    predicted: PredictedCase | None = None
+    runs: list[Ranks] = field(default_factory=list)
+    silent: list[Ranks] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """For folders."""
+        return f"{self.engine}-{self.strategy}"
+
+    @property
+    def name(self) -> str:
+        """As CaseResult has it."""
+        return CaseResult(engine=self.engine, strategy=self.strategy).name
+
+    def fail(self, why_not: str) -> None:
+        """What cannot be relied on to run is not ranked, whatever was measured of it before."""
+        self.why_not, self.failed = why_not, True
+        self.runs.clear()
+        self.silent.clear()
+
+    def result(self) -> CaseResult:
+        """All runs in one; details are those of the first."""
+        if not self.runs:
+            why_not = self.why_not or NOT_REACHED
+            return CaseResult(engine=self.engine, strategy=self.strategy, why_not=why_not, predicted=self.predicted)
+        ranks = self.runs[0]
+        first = ranks[0]
+        return CaseResult(
+            engine=self.engine,
+            strategy=self.strategy,
+            losses=tuple(
+                math.fsum(values) / len(ranks) for values in zip(*(rank.losses for rank in ranks), strict=True)
+            ),
+            grad_norms=first.grad_norms,
+            param_norms=dict(first.param_norms),
+            dtypes={kind: _union(rank.dtypes.get(kind, ()) for rank in ranks) for kind in first.dtypes},
+            step_seconds=_steps(self.runs),
+            silent_seconds=_steps(self.silent),
+            why_not_silent=self.why_not_silent,
+            first_step_seconds=Spread(values=tuple(max(r.first_step_seconds for r in run) for run in self.runs)),
+            allocated_bytes=_known(rank.allocated_bytes for rank in ranks),
+            reserved_bytes=_known(rank.reserved_bytes for rank in ranks),
+            ledgers=tuple(rank.ledger for rank in ranks if rank.ledger is not None),
+            sent_bytes=max(_known(rank.sent_bytes for rank in ranks), default=None),
+            calls=dict(first.calls),
+            units=first.units,
+            buckets=dict(first.buckets),
+            tape=first.tape,
+            predicted=self.predicted,
+        )
+
+
+def cases_of(config: TrainConfig, *, engines: Sequence[str], strategies: Collection[str]) -> list[Case]:
+    """Engines × strategies, the simplest strategy first; what an engine cannot run says why."""
+    cases = []
+    for engine in engines:
+        for strategy in STRATEGIES:
+            if strategy in strategies:
+                why = why_not(engine, strategy, config)
+                plan = config.plan if why else plan_for(engine, strategy, config.plan)
+                cases.append(Case(engine=engine, strategy=strategy, plan=plan, why_not=why))
+    return cases
+
+
+def _steps(runs: Iterable[Ranks]) -> Spread | None:
+    """Seconds of a step, from each block of each run. A block is over when the last rank is through with it."""
+    blocks = [max(block) for run in runs for block in zip(*(rank.block_seconds for rank in run), strict=True)]
+    return Spread(values=tuple(blocks)) if blocks else None
+
+
+def _known(values: Iterable[int | None]) -> tuple[int, ...]:
+    return tuple(value for value in values if value is not None)
+
+
+def _union(seen: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    return tuple(sorted({name for names in seen for name in names}))

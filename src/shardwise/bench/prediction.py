@@ -1,0 +1,130 @@
+"""What the planner says of the cases of a bench: the same model, batch, optimizer and device. No torch here, but for
+a model that has to be traced.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.bench.results import PredictedCase
+from shardwise.errors import InvalidCluster, UnknownName
+from shardwise.hardware import Cluster, cluster_of
+from shardwise.hardware.cluster import make_cluster
+from shardwise.hardware.cluster_file import read_cluster_file
+from shardwise.hardware.device_file import device_like
+from shardwise.plan import Plan
+from shardwise.planner.search.candidates import candidates
+from shardwise.planner.search.scale import Scaled, scaling
+from shardwise.planner.time.step_time import estimate_time, timeline
+from shardwise.profile.compare import predict_memory
+from shardwise.sources import Source
+from shardwise.train.config import OptimizerSection, TrainConfig
+
+PLANNED_ENGINES = ("shardwise", "captured", "torch")
+"""Of these the planner knows the schedule."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The planner's view of one bench; `device` is "cuda" or "cpu".
+
+    What it cannot say anything of (a model that cannot be traced, an optimizer without a rule) is a ShardwiseError.
+    """
+
+    source: Source
+    cluster: Cluster
+    device: str
+    section: OptimizerSection
+    clips: bool = False
+
+    @property
+    def optimizer(self) -> str:
+        return optimizer_rule(self.section, device=self.device)
+
+    def of(self, plan: Plan) -> PredictedCase:
+        """A case. Its time is None where nothing is known of the device's speed or links (time.why_not_timed)."""
+        assert plan.micro_batch is not None
+        spec, cluster, optimizer = self.source.spec_for(plan), self.cluster, self.optimizer
+        found = predict_memory(
+            spec,
+            plan=plan,
+            num_ranks=cluster.num_ranks,
+            batch=plan.micro_batch,
+            optimizer=optimizer,
+            device=self.device,
+        )
+        time = estimate_time(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=self.clips)
+        spans = (
+            [] if time is None else timeline(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=self.clips)
+        )
+        return PredictedCase(
+            allocated_bytes=found.memory.allocated_bytes,
+            breakdown_bytes=dict(found.memory.breakdown_bytes),
+            entries=tuple((entry.at, dict(entry.num_bytes)) for entry in found.entries),
+            step_seconds=None if time is None else time.step_seconds,
+            exposed_seconds=None if time is None else time.exposed_comm_seconds,
+            spans=tuple((span.queue, span.name, span.start, span.end) for span in spans),
+        )
+
+    def scaled(self, plan: Plan, *, strategies: Sequence[str]) -> list[Scaled]:
+        """The same training on more devices; nothing where their time, or what links nodes, is not known."""
+        plan = replace(plan, engine="shardwise", capture=False, mesh=None)
+        if self.cluster.fabric is None and self.cluster.device.nic is None:
+            return []
+        found = candidates(
+            self.source.spec_for,
+            plan=plan,
+            strategies=strategies,
+            cluster=self.cluster,
+            optimizer=self.optimizer,
+            goal="throughput",
+        )
+        if found[0].time is None:
+            return []
+        return scaling(self.source.spec_for, plan=plan, found=found, cluster=self.cluster, optimizer=self.optimizer)
+
+
+def forecast_of(config: TrainConfig, *, cluster: Cluster, device: str) -> Forecast:
+    """Loads the model, or raises what is wrong with its name; it is traced when the first case is asked for."""
+    source = Source(config.task.model, seq=config.task.seq, image=config.task.image, kernels=device)
+    return Forecast(
+        source=source,
+        cluster=cluster,
+        device=device,
+        section=config.optimizer,
+        clips=config.train.clip_norm > 0,
+    )
+
+
+def optimizer_rule(section: OptimizerSection, *, device: str) -> str:
+    """The planner's rule for the kernels that torch takes.
+
+    Unless told to fuse: one tensor after the other on a CPU, and all at once (foreach) on a GPU.
+    """
+    if section.name == "sgd":
+        return "sgd" if section.momentum else "sgd-plain"
+    if section.name not in ("adamw", "adam"):
+        raise UnknownName.of("optimizer of the planner", section.name, known=("adamw", "adam", "sgd"))
+    return "adamw-fused" if section.fused else "adamw-loop" if device == "cpu" else "adamw-foreach"
+
+
+def cluster_here(*, num_ranks: int, device: str, title: str, cluster: str | None, devices: str | None) -> Cluster:
+    """The devices that the bench runs on, as the planner knows them.
+
+    As the user says, `cluster` as in `shardwise plan` and `devices` a file of `shardwise calibrate`; else the device of
+    the tables whose name the driver's `title` holds.
+    """
+    if cluster is None and devices is None:
+        return make_cluster(device_like(title, kind=device), num_nodes=1, devices_per_node=num_ranks, fabric=None)
+    measured = read_cluster_file(devices) if devices is not None else None
+    if cluster is None:
+        assert measured is not None
+        found = replace(measured, num_nodes=1, devices_per_node=num_ranks, fabric=None)
+    else:
+        found = cluster_of(cluster)
+    if measured is not None:
+        found = replace(found, device=measured.device, link=measured.link or found.link)
+    if found.num_ranks != num_ranks:
+        raise InvalidCluster(f"--cluster {cluster} has {found.num_ranks} devices, and the bench {num_ranks} ranks")
+    if (found.device.name == "cpu") != (device == "cpu"):
+        raise InvalidCluster(f"the bench runs on {device}, and {cluster or devices} is of {found.device.name}")
+    return found

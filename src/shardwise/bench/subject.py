@@ -1,0 +1,88 @@
+"""The training that a bench looks at: the one that `shardwise train` would do, on the engine that was asked for."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.bench.run_files import BenchRun
+from shardwise.comm.absent import AbsentCollectives, leave_out_reduce
+from shardwise.comm.collectives import BackendCollectives, Collectives
+from shardwise.engine.engine import engine_of, is_prepared
+from shardwise.launch.failure import during
+from shardwise.launch.join import Place
+from shardwise.profile.traceless import TracelessCollectives, lending_broadcasts
+from shardwise.spec import ModelSpec
+from shardwise.train.loop import Training, Update, take_step
+from shardwise.train.metrics import Taken
+from shardwise.train.randomness import seed_everything
+from shardwise.train.setup import by_plan, open_data, set_up
+from shardwise.units import model_spec, unit_modules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchTraining:
+    """A training at work; `spec` and `modules`, its units by name, are from before an engine took the model."""
+
+    training: Training
+    spec: ModelSpec
+    modules: Mapping[str, nn.Module]
+
+    @property
+    def trained_names(self) -> list[str]:
+        return [param.name for unit in self.spec.units for param in unit.params if param.trainable]
+
+    def step(self) -> Taken:
+        with during(f"step {self.training.step + 1}"):
+            return take_step(self.training)
+
+    def settle(self) -> None:
+        """Wait until all that was issued is done: on the device, and the gathers that our update has started."""
+        if is_prepared(self.training.model):
+            engine_of(self.training.model).runner.wait_gathers()
+        if self.training.device.type == "cuda":
+            torch.cuda.synchronize(self.training.device)
+
+
+def start(run: BenchRun, *, place: Place, to_be_recorded: bool = False) -> BenchTraining:
+    """Set up, and open the data. Collective, but for a silent run."""
+    config = run.config
+    collectives = _collectives(run, place=place, to_be_recorded=to_be_recorded)
+    before: list[tuple[ModelSpec, Mapping[str, nn.Module]]] = []
+
+    def ready(model: nn.Module, optimizer: Optimizer, **where: Any) -> tuple[nn.Module, Optimizer, Update]:
+        before.append((model_spec(model, policy=config.plan.units), unit_modules(model, policy=config.plan.units)))
+        if run.engine in ("accelerate", "lightning"):
+            from shardwise.bench.peers import by_accelerate, by_lightning
+
+            return (by_accelerate if run.engine == "accelerate" else by_lightning)(model, optimizer, **where)
+        return by_plan(model, optimizer, collectives=collectives, **where)
+
+    with lending_broadcasts() if to_be_recorded and place.device.type == "cpu" else nullcontext():
+        training = set_up(config, place=place, by=ready)
+    if run.silent:
+        leave_out_reduce(training.model)
+    if place.device.type == "cuda":
+        # What the allocator held for a moment to fill the model is no part of a step.
+        torch.cuda.empty_cache()
+    open_data(training)
+    # Last, because all of the above may draw random numbers.
+    seed_everything(config.train.seed, step=0, rank=place.rank)
+    ((spec, modules),) = before
+    return BenchTraining(training=training, spec=spec, modules=modules)
+
+
+def _collectives(run: BenchRun, *, place: Place, to_be_recorded: bool) -> Collectives | None:
+    """What our engine takes instead of its own."""
+    plan = run.config.plan
+    if plan.engine != "shardwise":
+        return None
+    if run.silent:
+        return AbsentCollectives()
+    if to_be_recorded and place.device.type == "cpu" and plan.collectives == "backend":
+        return TracelessCollectives(inner=BackendCollectives())
+    return None

@@ -1,0 +1,154 @@
+"""An optimizer's state by full names: slices that lie as the parameters do, and numbers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.holding import local
+from shardwise.checkpoint.manifest import OPTIMIZER
+from shardwise.checkpoint.typed import dtype_name, dtype_of, from_json, to_json
+from shardwise.engine.optimizer.slices import OwnedSlice
+
+# In place of the value of a state that is as large as its parameter: its dtype.
+_LIKE_PARAMETER = "__like_parameter__"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceState:
+    """A state that is as large as the slice of its parameter, under its name in a checkpoint."""
+
+    name: str
+    of: OwnedSlice
+    value: Tensor
+
+
+def describe_optimizer(
+    optimizer: Optimizer, *, slices: Sequence[OwnedSlice], groups: Sequence[Sequence[str]]
+) -> tuple[dict[str, Any], list[SliceState]]:
+    """(what goes into the manifest, what is written as tensors) of the slices that this rank holds."""
+    numbers = _keys_of_numbers(optimizer, slices)
+    states: dict[str, dict[str, Any]] = {}
+    tensors = []
+    for held in slices:
+        for key, value in optimizer.state.get(held.parameter, {}).items():
+            what = f"the optimizer's {key} of {held.name}"
+            described = states.setdefault(held.name, {})
+            if (
+                isinstance(value, Tensor)
+                and value.shape == held.parameter.shape
+                and (value.dim() or key not in numbers)
+            ):
+                described[key] = {_LIKE_PARAMETER: dtype_name(value.dtype)}
+                tensors.append(SliceState(name=f"{OPTIMIZER}{key}.{held.name}", of=held, value=value))
+            elif isinstance(value, Tensor) and value.numel() != 1:
+                raise CheckpointError(
+                    f"{what} has shape {tuple(value.shape)}: neither the parameter's, {held.shape}, nor one number, "
+                    "so nobody knows how it is to be cut"
+                )
+            else:
+                described[key] = to_json(value, what=what)
+    options = [
+        {key: to_json(value, what=f"param_groups.{key}") for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    described_groups = [
+        {"params": list(names), "options": option} for names, option in zip(groups, options, strict=True)
+    ]
+    return {"kind": type(optimizer).__name__, "groups": described_groups, "state": states}, tensors
+
+
+def _keys_of_numbers(optimizer: Optimizer, slices: Sequence[OwnedSlice]) -> set[str]:
+    """The keys under which one number is kept: a parameter without dimensions alone would not tell."""
+    return {"step"} | {
+        key
+        for held in slices
+        if held.parameter.dim() > 0
+        for key, value in optimizer.state.get(held.parameter, {}).items()
+        if isinstance(value, Tensor) and value.dim() == 0
+    }
+
+
+class OptimizerLoad:
+    """States for an optimizer: made where there are none, filled by whoever reads the tensors, then taken."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        saved: Mapping[str, Any],
+        *,
+        slices: Sequence[OwnedSlice],
+        groups: Sequence[Sequence[str]],
+    ) -> None:
+        self._optimizer = optimizer
+        self._options = [from_json(group["options"]) for group in saved["groups"]]
+        self._check(saved, groups=groups)
+        self.tensors: list[SliceState] = []
+        self._numbers: list[tuple[Tensor, Tensor]] = []
+        self._states: dict[Tensor, dict[str, Any]] = {}
+        options = {name: option for names, option in zip(groups, self._options, strict=True) for name in names}
+        for held in slices:
+            if held.name in saved["state"]:
+                self._states[held.parameter] = {
+                    key: self._make(held, key, value, options=options.get(held.name, {}))
+                    for key, value in saved["state"][held.name].items()
+                }
+
+    def _check(self, saved: Mapping[str, Any], *, groups: Sequence[Sequence[str]]) -> None:
+        kind = type(self._optimizer).__name__
+        if saved["kind"] != kind:
+            raise CheckpointError(f"the checkpoint holds the state of {saved['kind']}, and this optimizer is {kind}")
+        if len(saved["groups"]) != len(groups):
+            raise CheckpointError(
+                f"the checkpoint's optimizer has {len(saved['groups'])} param groups, this one {len(groups)}"
+            )
+        for number, (group, names) in enumerate(zip(saved["groups"], groups, strict=True)):
+            different = set(group["params"]) ^ set(names)
+            if different:
+                name = min(different)
+                where = "the checkpoint" if name in group["params"] else "this optimizer"
+                raise CheckpointError(f"param group {number} holds {name} only in {where}")
+
+    def _make(self, held: OwnedSlice, key: str, value: Any, *, options: Mapping[str, Any]) -> Any:
+        """The state to be filled, or the number; in the tensor that is there, since a captured step reads that one."""
+        there = self._optimizer.state.get(held.parameter, {}).get(key)
+        if isinstance(value, dict) and _LIKE_PARAMETER in value:
+            dtype = dtype_of(value[_LIKE_PARAMETER])
+            if not isinstance(there, Tensor) or there.shape != held.parameter.shape or there.dtype != dtype:
+                there = torch.empty_like(held.parameter, dtype=dtype, requires_grad=False)
+            self.tensors.append(SliceState(name=f"{OPTIMIZER}{key}.{held.name}", of=held, value=there))
+            return there
+        number = from_json(value)
+        if not isinstance(number, Tensor):
+            return number
+        # As torch does: a step that kernels read lies where they run, any other on the CPU.
+        read_by_kernels = options.get("capturable") or options.get("fused")
+        device = local(held.parameter).device if read_by_kernels else torch.device("cpu")
+        if not _alike(there, number) or there.device != device:
+            there = torch.empty_like(number, device=device)
+        self._numbers.append((there, number))
+        return there
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """The states are filled: from now on they are the optimizer's."""
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            for key, value in options.items():
+                if _alike(group.get(key), value):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+        for there, number in self._numbers:
+            there.copy_(number)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._states)
+
+
+def _alike(there: Any, new: Any) -> bool:
+    """Whether `there` is a tensor that can take the values of `new`."""
+    both = isinstance(there, Tensor) and isinstance(new, Tensor)
+    return both and there.shape == new.shape and there.dtype == new.dtype

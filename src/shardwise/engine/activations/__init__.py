@@ -1,0 +1,1 @@
+"""Activations: recompute and offload."""

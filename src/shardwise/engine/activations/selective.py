@@ -1,0 +1,154 @@
+"""Selective recomputation: the outputs of matrix products, convolutions and fused attention are kept.
+
+`Keep` runs around a unit's forward and keeps them in order; `Give` runs around its recomputation and hands them out
+instead of computing them. A recomputation stops as soon as it has all that backward needs, typically before the unit's
+last product. How many it comes to is learned, and what lies beyond is not kept from then on; if one is asked for all
+the same, or was written into, it is computed again.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.engine.activations.saved import Kept, SavedTensor
+
+_PRODUCTS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "convolution", "_convolution",
+        "convolution_overrideable", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "_int_mm", "_addmm_activation",
+    )
+)  # fmt: skip
+
+
+@cache
+def is_product(operation: Any) -> bool:
+    """Whether the operation's outputs are kept: a product, or fused attention, torch's own or a library's.
+
+    Not one that writes into its arguments, which it has to do again.
+    """
+    if not isinstance(operation, torch._ops.OpOverload) or operation._schema.is_mutable:
+        return False
+    name = operation._schema.name
+    return name in _PRODUCTS or (("attention" in name or "attn" in name) and "backward" not in name)
+
+
+class Products:
+    """Of all calls of a unit: how the outputs are kept, and how many a recomputation has come to at most."""
+
+    def __init__(self, *, pack: Any = Kept) -> None:
+        self.pack = pack
+        # Not known before the first recomputation; until then everything is kept.
+        self.num_needed: int | None = None
+
+
+class _Product:
+    """What an operation gave, and where the random numbers stood after it, if it drew any."""
+
+    __slots__ = ("operation", "outputs", "random_state")
+
+    def __init__(self, operation: Any, outputs: Any, *, random_state: Tensor | None) -> None:
+        self.operation = operation
+        self.outputs = outputs
+        self.random_state = random_state
+
+    @property
+    def intact(self) -> bool:
+        if isinstance(self.outputs, SavedTensor):
+            return self.outputs.intact
+        return all(output.intact for output in tree_leaves(self.outputs) if isinstance(output, SavedTensor))
+
+    def tensors(self) -> Any:
+        if isinstance(self.outputs, SavedTensor):
+            return self.outputs.tensor()
+        return tree_map_only(SavedTensor, lambda output: output.tensor(), self.outputs)
+
+
+class Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A forward, whose products are kept in `self.products`."""
+
+    def __init__(self, unit: Products) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.unit = unit
+        self.products: list[_Product | None] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **kwargs) if kwargs else func(*args)
+        if is_product(func):
+            most = self.unit.num_needed
+            if most is None or len(self.products) < most:
+                self._keep(func, args, kwargs or {}, outputs)
+        return outputs
+
+    def _keep(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+        pack = self.unit.pack
+        kept = pack(outputs) if isinstance(outputs, Tensor) else tree_map_only(Tensor, pack, outputs)
+        state = _random_state(args[0].device) if _draws(func, args, kwargs) else None
+        self.products.append(_Product(func, kept, random_state=state))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        # What an activation wrote over is of no use.
+        self.products = [product if product and product.intact else None for product in self.products]
+
+
+class Give(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A recomputation of the forward that `kept` ran around."""
+
+    def __init__(self, kept: Keep) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.unit = kept.unit
+        self.products = kept.products
+        self.position = 0
+        self.in_order = True
+        # Then each is let go as it is used; what can be asked for again in spite of it is computed again.
+        self.last_backward = not torch._C._autograd._get_current_graph_task_keep_graph()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        product = self._next(func) if is_product(func) else None
+        if product is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if product.random_state is not None:
+            _set_random_state(args[0].device, product.random_state)
+        return product.tensors()
+
+    def _next(self, func: Any) -> _Product | None:
+        position = self.position
+        self.position += 1
+        product = self.products[position] if position < len(self.products) else None
+        if product is None:
+            return None
+        if self.last_backward:
+            self.products[position] = None
+        self.in_order = self.in_order and product.operation is func
+        return product if self.in_order and product.intact else None
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.unit.num_needed = max(self.unit.num_needed or 0, self.position)
+
+
+def _draws(operation: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the operation draws random numbers, which a recomputation that skips it has to skip as well."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    for index, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given)
+    return True
+
+
+def _random_state(device: torch.device) -> Any:
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

@@ -1,0 +1,29 @@
+"""What the plan does to the forward of a unit: compute it again in backward, keep what it saves in host memory."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from shardwise.engine.activations.offload import ActivationOffload, offload_unit
+from shardwise.engine.activations.recompute import recompute_unit
+from shardwise.engine.activations.saved import Kept
+from shardwise.engine.params.unit import Unit
+from shardwise.plan import Plan
+from shardwise.spec import ROOT
+
+
+def wrap_units(
+    model: nn.Module, *, units: Mapping[str, Unit], plan: Plan, device: torch.device
+) -> list[Callable[[], None]]:
+    """Wrap each unit's forward as the plan says; returns what undoes it, to be called last first."""
+    undo: list[Callable[[], None]] = []
+    offload = ActivationOffload(model, device=device) if plan.offload_activations else None
+    for name, unit in units.items():
+        mode = plan.recompute_of(name)
+        if mode != "none":
+            undo.append(recompute_unit(unit.module, mode=mode, pack=offload.pack if offload is not None else Kept))
+        if offload is not None and name != ROOT:
+            # Outside of the recomputation: then it is the unit's inputs that wait in host memory.
+            undo.append(offload_unit(unit.module, name=name, offload=offload))
+    return undo

@@ -1,0 +1,1 @@
+"""Gradients: buckets, the buffers in which they are reduced, clipping and scaling."""

@@ -1,0 +1,202 @@
+"""Gradients: copied once into a buffer of the reduce dtype, summed over the ranks, handed to their owners.
+
+Replicated gradients keep the buffer: it is the gradients. Sharded ones keep this rank's slice of it, which on a mesh
+with a second axis is summed over that too, while backward goes on. In an accumulation the buffer waits, and each pass
+adds to what it holds.
+"""
+
+from collections.abc import Set as AbstractSet
+
+import torch
+
+from shardwise.comm.collectives import Collectives, own_slice
+from shardwise.comm.groups import MeshGroups
+from shardwise.engine.grads.segment import Segment
+from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.params.unit import Unit
+from shardwise.engine.step.pass_state import PassState
+from shardwise.engine.step.tape import Tape
+from shardwise.placement import SHARDED
+from shardwise.program import Bucket, Kind
+
+
+class ReduceBucket:
+    """A bucket of the program at work."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        *,
+        units: list[Unit],
+        reduce_dtype: torch.dtype,
+        groups: MeshGroups,
+        collectives: Collectives,
+        tape: Tape,
+        passes: PassState,
+    ) -> None:
+        self.bucket = bucket
+        self.units = units
+        self.groups = groups
+        self.collectives = collectives
+        self.tape = tape
+        self.passes = passes
+        self.sharded = units[0].placement.grads is SHARDED
+        # Whether slices are summed over a second axis of the mesh too.
+        self.crosses = self.sharded and groups.replicate.size > 1
+        self.scale = 1 / groups.mesh.num_ranks
+        self.ready: set[str] = set()
+        self.segments: list[Segment] = []
+        # Where the gradients of each unit go.
+        self._places: dict[str, list[tuple[FlatParams, Segment]]] = {
+            unit.name: [
+                (flat, self._segment_for(flat, dtype=_reduce_dtype(flat, reduce_dtype)))
+                for flat in unit.flats
+                if flat.full.is_floating_point() or flat.full.is_complex()
+            ]
+            for unit in units
+        }
+
+    def _segment_for(self, flat: FlatParams, *, dtype: torch.dtype) -> Segment:
+        """Sharded gradients are cut into slices flat by flat; replicated ones of a dtype go together."""
+        if not self.sharded:
+            for segment in self.segments:
+                if segment.dtype == dtype:
+                    segment.flats.append(flat)
+                    return segment
+        self.segments.append(Segment(flat, dtype=dtype))
+        return self.segments[-1]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the gradients of all its units are in the buffer."""
+        return len(self.ready) == len(self.units)
+
+    @torch.no_grad()
+    def take_grads(self, unit: Unit) -> None:
+        """Move a unit's gradients into the buffer; a parameter without one counts as zero."""
+        self.ready.add(unit.name)
+        unit.closed = True
+        weight = self.passes.weight(num_ranks=self.groups.mesh.num_ranks)
+        if weight:
+            unit.used |= unit.with_grads
+        for flat, segment in self._places[unit.name]:
+            segment.take(flat, weight=weight)
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Leave the gradients in the buffer for a later pass."""
+        self._take_missing()
+        for segment in self.segments:
+            segment.holds = True
+        self.ready.clear()
+
+    def _take_missing(self) -> None:
+        for unit in self.units:
+            if unit.name not in self.ready:
+                self.take_grads(unit)
+
+    @property
+    def holds(self) -> bool:
+        return any(segment.holds for segment in self.segments)
+
+    @torch.no_grad()
+    def forget(self, names: AbstractSet[str]) -> None:
+        """Clear what is held for the parameters of these names; with all of them, the buffer goes."""
+        for segment in self.segments:
+            if not segment.holds:
+                continue
+            for flat in segment.flats:
+                for view, name in zip(segment.views(flat), flat.names, strict=True):
+                    if name in names:
+                        view.zero_()
+            if all(name in names for flat in segment.flats for name in flat.names):
+                segment.holds = False
+                segment.release()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Sum over the ranks."""
+        self._take_missing()
+        for segment in self.segments:
+            buffer = segment.buffer
+            assert buffer is not None
+            if self.sharded:
+                segment.work = self.collectives.reduce_scatter(buffer, group=self.groups.reduce)
+            else:
+                segment.work = self.collectives.all_reduce(buffer, group=self.groups.reduce_world)
+        self.tape.record(Kind.REDUCE, self.bucket.name, self._num_bytes)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the sums, average them, and give each owner its gradient, unless its slice is to cross first."""
+        for segment in self.segments:
+            segment.wait()
+            segment.holds = False
+            if not self.sharded:
+                self._deliver_whole(segment)
+            elif not self.crosses:
+                self._deliver_slice(segment)
+        self.ready.clear()
+        self.tape.record(Kind.WAIT_REDUCE, self.bucket.name, self._num_bytes)
+
+    @torch.no_grad()
+    def start_slice(self) -> None:
+        """Sum this rank's slice over `replicate`: a copy of it, so that the buffer can go meanwhile."""
+        for segment in self.segments:
+            assert segment.buffer is not None
+            mine = own_slice(segment.buffer, group=self.groups.reduce).clone()
+            segment.release()
+            segment.buffer = mine
+            segment.work = self.collectives.all_reduce(mine, group=self.groups.replicate)
+        self.tape.record(Kind.REDUCE_SLICE, self.bucket.name, self._slice_bytes)
+
+    @torch.no_grad()
+    def finish_slice(self) -> None:
+        """Wait for the sum of the slice, average it, and give it to its owner."""
+        for segment in self.segments:
+            segment.wait()
+            (flat,) = segment.flats
+            assert segment.buffer is not None
+            flat.add_grads(segment.buffer.to(flat.master_dtype).mul_(self.scale))
+            segment.release()
+        self.tape.record(Kind.WAIT_SLICE, self.bucket.name, self._slice_bytes)
+
+    def _num_bytes(self) -> int:
+        return sum(segment.num_elements * segment.dtype.itemsize for segment in self.segments)
+
+    def _slice_bytes(self) -> int:
+        return self._num_bytes() // self.groups.reduce.size
+
+    def drop(self) -> None:
+        """Forget what is under way, once nobody writes into it any more (a backward that raised)."""
+        for segment in self.segments:
+            if segment.work is not None:
+                segment.wait()
+            if not segment.holds:
+                segment.release()
+        self.ready.clear()
+
+    def _deliver_slice(self, segment: Segment) -> None:
+        (flat,) = segment.flats
+        assert segment.buffer is not None
+        mine = own_slice(segment.buffer, group=self.groups.reduce)
+        # A copy in any case, so that the buffer can go.
+        same = flat.master_dtype == segment.dtype
+        flat.add_grads(mine * self.scale if same else mine.to(flat.master_dtype).mul_(self.scale))
+        segment.release()
+
+    def _deliver_whole(self, segment: Segment) -> None:
+        assert segment.buffer is not None
+        if self.scale != 1:
+            segment.buffer.mul_(self.scale)
+        for flat, part, views in zip(segment.flats, segment.parts(), segment.gradients(), strict=True):
+            if flat.master_dtype == segment.dtype:
+                flat.add_grads(part, views=views)
+            else:
+                flat.add_grads(part.to(flat.master_dtype))
+        segment.release()
+
+
+def _reduce_dtype(flat: FlatParams, planned: torch.dtype) -> torch.dtype:
+    """The plan's, but never narrower than parameters that are float64."""
+    return torch.promote_types(planned, flat.master_dtype) if flat.master_dtype.itemsize > 4 else planned

@@ -1,0 +1,118 @@
+"""A buffer in which gradients meet: where each of them goes, and its use from step to step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import Work
+from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.params.guard import unguarded
+
+
+class Segment:
+    """Flat buffers whose gradients share one buffer and one collective: all of one dtype."""
+
+    def __init__(self, flat: FlatParams, *, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.flats = [flat]
+        # Of all gradients, and their places in it, flat by flat; once these are summed over the shard axis, of the
+        # slice that goes over `replicate`.
+        self.buffer: Tensor | None = None
+        self._views: list[list[Tensor]] = []
+        # Whether earlier passes have left gradients in the buffer.
+        self.holds = False
+        self.work: Work | None = None
+        self._kept: _Kept | None = None
+
+    @property
+    def num_elements(self) -> int:
+        return sum(flat.layout.num_elements for flat in self.flats)
+
+    def views(self, flat: FlatParams) -> list[Tensor]:
+        """The places of a flat's gradients in the buffer, which comes into being with the first that asks."""
+        if self.buffer is None:
+            if self._kept is not None and self._kept.is_unused():
+                self.buffer, self._views = self._kept.buffer, self._kept.views
+            else:
+                self.buffer = torch.empty(self.num_elements, dtype=self.dtype, device=flat.device)
+                self._views = self._cut()
+        return self._views[self.flats.index(flat)]
+
+    def parts(self) -> Sequence[Tensor]:
+        """The buffer, flat by flat."""
+        assert self.buffer is not None
+        if len(self.flats) == 1:
+            return [self.buffer]
+        return torch.split_with_sizes(self.buffer, [flat.layout.num_elements for flat in self.flats])
+
+    def _cut(self) -> list[list[Tensor]]:
+        return [flat.views(part) for flat, part in zip(self.flats, self.parts(), strict=True)]
+
+    def take(self, flat: FlatParams, *, weight: float) -> None:
+        """A flat's gradients × weight into their places, or on top of what earlier passes have left there.
+
+        With weight 0 they do not even count as NaN; a parameter without one counts as zero.
+        """
+        views, grads = [], []
+        with unguarded():
+            for parameter, view in zip(flat.params, self.views(flat), strict=True):
+                grad = parameter.grad
+                if grad is not None and weight:
+                    views.append(view)
+                    grads.append(grad.to_dense() if grad.is_sparse else grad)
+                elif not self.holds:
+                    view.zero_()
+                parameter.grad = None
+        if not views:
+            return
+        if self.holds:
+            # In the buffer's dtype also where the gradients are narrower.
+            torch._foreach_add_(views, grads, alpha=weight)
+            return
+        torch._foreach_copy_(views, grads)
+        if weight != 1.0:
+            torch._foreach_mul_(views, weight)
+
+    def wait(self) -> None:
+        """Until what was sent is there."""
+        assert self.work is not None
+        self.work.wait()
+        self.work = None
+
+    def release(self) -> None:
+        """The buffer has done its work here."""
+        self.buffer = None
+        self._views = []
+
+    @property
+    def kept(self) -> Tensor | None:
+        """The buffer that stays for the next step, if any."""
+        return self._kept.buffer if self._kept is not None else None
+
+    def gradients(self) -> list[list[Tensor]]:
+        """Views of the buffer that can be its parameters' gradients.
+
+        On a CPU, where a new buffer costs a page fault every 4 KiB, it is used again when no gradient lies in it any
+        more; so gradients are then views of their own, that can be counted.
+        """
+        assert self.buffer is not None
+        if self.buffer.device.type != "cpu":
+            return self._views
+        if self._kept is None or self._kept.buffer is not self.buffer:
+            self._kept = _Kept(buffer=self.buffer, views=self._views)
+        return self._cut()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """A buffer that has done its work, with the views of it that are needed to fill it again."""
+
+    buffer: Tensor
+    views: list[list[Tensor]]
+
+    def is_unused(self) -> bool:
+        """Whether no gradient lies in it any more: its uses are the buffer itself, our views, and this question."""
+        num_uses = int(torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata))
+        return num_uses == 2 + sum(map(len, self.views))

@@ -1,0 +1,79 @@
+"""What a rank holds for a model, by category."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.params.guard import unguarded
+from shardwise.placement import SHARDED
+
+
+def held_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, int]:
+    """Bytes that this rank holds between steps: `params`, `gathered`, `grads` and `optim`; and those on the `host`.
+
+    params    the full buffers of replicated parameters, the slices of sharded ones that compute in fp32
+    gathered  full buffers of sharded parameters that are not freed
+    grads     reduced gradients
+    optim     the optimizer's state, and its fp32 master where that is a copy of its own
+    host      all of the above that the plan offloads, gradients left out
+    """
+    held = {"params": 0, "gathered": 0, "grads": 0, "optim": 0, "host": 0}
+    seen: set[int] = set()
+    for flat in engine_of(model).flats:
+        for category, tensor in _of_flat(flat, optimizer):
+            storage = tensor.untyped_storage()
+            # Views share one: a bucket's gradients, a master that is the full buffer.
+            if storage.data_ptr() not in seen and category in held:
+                seen.add(storage.data_ptr())
+                held[category] += storage.nbytes()
+    return held
+
+
+def held_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(category, tensor) of all that the engine knows of at any moment of a step; the first says of what a storage is.
+
+    As above, and: reduce, the buffers that are being reduced, with what autograd has left to be put into them;
+    other, the module's buffers and the flags of used parameters.
+    """
+    engine = engine_of(model)
+    yield from _of_buckets(engine)
+    for flat in engine.flats:
+        yield from _of_flat(flat, optimizer)
+    for buffer in model.buffers():
+        yield "other", buffer
+    yield "other", engine.runner.flags.flags
+
+
+def _of_flat(flat: FlatParams, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
+    sharded = flat.placement.params is SHARDED
+    yield "gathered" if sharded else "params", flat.full
+    on_host = flat.host is not None
+    is_the_parameter = sharded and flat.full.dtype == flat.master_dtype
+    yield "host" if on_host else "params" if is_the_parameter else "optim", flat.master
+    yield "host", flat.staged
+    for part in flat.owned:
+        for value in (optimizer.state.get(part.parameter, {}) if optimizer else {}).values():
+            if isinstance(value, Tensor):
+                yield "host" if on_host else "optim", value
+    averages = [part.parameter.grad for part in flat.owned if part.parameter is not flat.params[part.index]]
+    for grad in (*averages, *flat.hidden):
+        if grad is not None and not on_host:
+            yield "grads", grad
+    with unguarded():
+        shown = [parameter.grad for parameter in flat.params]
+    for grad in shown:
+        if grad is not None:
+            # In a backward it is autograd's own, until it is taken.
+            yield "reduce" if flat.awaits_grads else "grads", grad
+
+
+def _of_buckets(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    for bucket in engine.runner.queue.buckets:
+        for segment in bucket.segments:
+            if segment.kept is not None:
+                yield "grads", segment.kept
+            if segment.buffer is not None:
+                yield "reduce", segment.buffer

@@ -1,0 +1,148 @@
+"""An optimizer that steps what the rank owns.
+
+Its param groups are rewritten in place: the module's parameters go, the owned slices come. An optimizer that is
+made after `prepare`, or was not handed to it, is recognised at its first step by the parameters that it holds.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwise.engine.grads.scaler import GradScaler
+from shardwise.errors import InvalidPlan, ShardwiseError
+
+# Each element's update depends on that element's gradient and state alone, so a slice can be updated by itself.
+ELEMENTWISE = frozenset(
+    {
+        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    }
+)  # fmt: skip
+
+
+class StaleOptimizer(ShardwiseError):  # noqa: N818
+    """An optimizer whose state belongs to parameters that are no longer there."""
+
+
+def check_optimizer(optimizer: Optimizer, *, sharded: Mapping[int, bool], any_optimizer: bool) -> None:
+    """Refuse an optimizer that cannot step what `sharded` tells, by id: the model's parameters, and which in slices."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in held:
+        if id(parameter) not in sharded:
+            raise InvalidPlan(
+                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: "
+                "give it an optimizer of its own"
+            )
+    if optimizer.state:
+        raise StaleOptimizer(
+            "the optimizer has stepped before: hand a fresh one to shardwise.prepare, then load the old state "
+            "with shardwise.load_full_state_dict"
+        )
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    if any_optimizer or kinds & ELEMENTWISE or not any(sharded[id(p)] for p in held):
+        return
+    raise InvalidPlan(
+        f"{type(optimizer).__name__} is not known to update each element by itself, and under this plan a rank "
+        f"holds slices: use one of {', '.join(sorted(ELEMENTWISE))}, strategy = 'ddp', or say "
+        "prepare(…, any_optimizer=True) if it does"
+    )
+
+
+class OwnedParameters:
+    """Which slices stand for which parameters, and what is to happen around a step."""
+
+    def __init__(
+        self,
+        *,
+        before_step: Callable[[], None],
+        after_step: Callable[[], None],
+        forget_grads: Callable[..., None],
+        any_optimizer: bool,
+    ) -> None:
+        self._owned: dict[int, nn.Parameter | None] = {}
+        # Held, so that an id stays that of its parameter.
+        self._known: list[nn.Parameter] = []
+        self._sharded: dict[int, bool] = {}
+        self._names: dict[int, str] = {}
+        # The full names of each param group, also of what this rank owns nothing of.
+        self.group_names: weakref.WeakKeyDictionary[Optimizer, list[list[str]]] = weakref.WeakKeyDictionary()
+        self._before_step = before_step
+        self._after_step = after_step
+        self._forget_grads = forget_grads
+        self._any_optimizer = any_optimizer
+        _REGISTRY.add(self)
+
+    def add(self, parameter: nn.Parameter, *, name: str, owned: nn.Parameter | None, sharded: bool) -> None:
+        """`owned` stands for `parameter`; None where this rank owns no element of it."""
+        self._known.append(parameter)
+        self._owned[id(parameter)] = owned
+        self._sharded[id(parameter)] = sharded
+        self._names[id(parameter)] = name
+
+    def concerns(self, optimizer: Optimizer) -> bool:
+        return any(id(p) in self._owned for group in optimizer.param_groups for p in group["params"])
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Rewrite the param groups; their options, and whoever holds them (schedulers), stay."""
+        check_optimizer(optimizer, sharded=self._sharded, any_optimizer=self._any_optimizer)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self.group_names[optimizer] = [
+            [self._names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups
+        ]
+        for group in optimizer.param_groups:
+            owned = [self._owned[id(parameter)] for parameter in group["params"]]
+            group["params"][:] = [parameter for parameter in owned if parameter is not None]
+        sharded = any(self._sharded[id(parameter)] for parameter in held)
+        optimizer.register_step_pre_hook(lambda *_: self.before_step(sharded=sharded))
+        optimizer.register_step_post_hook(lambda *_: self._after_step())
+        optimizer.zero_grad = partial(self._zero_grad, weakref.ref(optimizer))  # type: ignore[method-assign]
+
+    def _zero_grad(self, held: "weakref.ref[Optimizer]", set_to_none: bool = True) -> None:
+        """The optimizer's own, and what is not in its slices: gradients of an accumulation, `p.grad` of the model."""
+        optimizer = held()
+        assert optimizer is not None
+        type(optimizer).zero_grad(optimizer, set_to_none)
+        names = {name for group in self.group_names[optimizer] for name in group}
+        self._forget_grads(names, drop=set_to_none)
+
+    def before_step(self, *, sharded: bool) -> None:
+        """Each rank's GradScaler sees its own slices only: one would skip a step that the others take."""
+        if sharded and _called_by_torchs_grad_scaler():
+            raise InvalidPlan(
+                "torch's GradScaler cannot see an overflow in another rank's slice: use shardwise.GradScaler, or "
+                "precision = 'bf16', which needs no scaling"
+            )
+        self._before_step()
+
+    def adopted(self, optimizer: Optimizer) -> bool:
+        return optimizer in self.group_names
+
+
+def _called_by_torchs_grad_scaler() -> bool:
+    frame = sys._getframe(1)
+    for _ in range(12):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            return not isinstance(frame.f_locals.get("self"), GradScaler)
+    return False
+
+
+_REGISTRY: weakref.WeakSet[OwnedParameters] = weakref.WeakSet()
+
+
+def _before_any_step(optimizer: Optimizer, arguments: Any, options: Any) -> None:
+    for owner in list(_REGISTRY):
+        if not owner.adopted(optimizer) and owner.concerns(optimizer):
+            owner.adopt(optimizer)
+            # The hook that was just registered is not called for the step that is under way.
+            owner.before_step(sharded=False)
+
+
+_HOOK = register_optimizer_step_pre_hook(_before_any_step)

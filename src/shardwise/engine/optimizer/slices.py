@@ -1,0 +1,112 @@
+"""What a rank holds of a prepared model, by full names: for whoever saves it, or fills it again."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.params.guard import unguarded
+from shardwise.engine.prepared_module import PreparedModule
+from shardwise.engine.step.accumulate import refuse_in_the_middle
+from shardwise.placement import SHARDED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedSlice:
+    """Elements `start` to `stop` of a parameter, counted through all its dimensions.
+
+    parameter    what the optimizer steps: those elements, in one dimension or in the parameter's own shape
+    copy         which of `num_copies` ranks with equal elements this is
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    parameter: nn.Parameter
+    copy: int
+    num_copies: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedModel:
+    """A model as one rank holds it. A tied parameter goes by its first name.
+
+    parameters   name → full shape, and the dtype in which it is stepped; of all, also of what lies on other ranks
+    buffers      name → value, of those that belong to a state dict
+    aliases      other name → first name
+    """
+
+    slices: list[OwnedSlice]
+    parameters: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    buffers: dict[str, Any]
+    aliases: dict[str, str]
+
+
+def held(model: nn.Module) -> OwnedModel:
+    """What this rank's optimizer steps, frozen parameters as well, and the buffers; no gather still writes into it."""
+    engine = engine_of(model)
+    assert isinstance(model, PreparedModule)
+    refuse_in_the_middle(engine, what="a checkpoint")
+    engine.runner.wait_gathers()
+    first = {id(p): name for flat in engine.flats for p, name in zip(flat.params, flat.names, strict=True)}
+    with unguarded():
+        state = super(PreparedModule, model).state_dict(keep_vars=True)
+    return OwnedModel(
+        slices=_owned_slices(engine),
+        parameters={
+            name: (shape, flat.master_dtype)
+            for flat in engine.flats
+            for name, shape in zip(flat.names, flat.layout.shapes, strict=True)
+        },
+        buffers={name: value for name, value in state.items() if id(value) not in first},
+        aliases={name: first[id(value)] for name, value in state.items() if first.get(id(value), name) != name},
+    )
+
+
+def _owned_slices(engine: Engine) -> list[OwnedSlice]:
+    slices = []
+    for flat in engine.flats:
+        sharded = flat.placement.optim is SHARDED
+        copies = flat.groups.replicate if sharded else flat.groups.reduce_world
+        first = flat.groups.gather.index * flat.layout.slice_elements if sharded else 0
+        for part in flat.owned:
+            start = first + part.start - flat.layout.offsets[part.index]
+            slices.append(
+                OwnedSlice(
+                    name=flat.names[part.index],
+                    shape=flat.layout.shapes[part.index],
+                    start=start,
+                    stop=start + part.stop - part.start,
+                    parameter=part.parameter,
+                    copy=copies.index,
+                    num_copies=copies.size,
+                )
+            )
+    return slices
+
+
+@torch.no_grad()
+def slices_filled(model: nn.Module) -> None:
+    """New values have come into the owned slices: whatever else holds them follows. Collective."""
+    for unit in engine_of(model).runner.units.values():
+        unit.refilled()
+        for flat in unit.flats:
+            if flat.placement.params is SHARDED:
+                continue
+            if flat.placement.optim is SHARDED:
+                flat.gather()
+                flat.wait_gather()
+            else:
+                flat.refresh()
+
+
+def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """The full names in each param group, also of what this rank holds nothing of."""
+    owned = engine_of(model).owned
+    if not owned.adopted(optimizer):
+        owned.adopt(optimizer)
+    return owned.group_names[optimizer]

@@ -1,0 +1,1 @@
+"""Parameters: flat buffers, units, guards, precision."""

@@ -1,0 +1,216 @@
+"""A unit at work: its module, its flat buffers, and where it stands in the step."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from torch import nn
+
+from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.params.guard import refuse, rest, unguarded, wake
+from shardwise.engine.step.tape import Tape
+from shardwise.placement import SHARDED, Placement
+from shardwise.program import Kind
+
+
+class Unit:
+    """Gather, wait, free: each does nothing where it is done already, so that any order of calls is safe."""
+
+    def __init__(
+        self, name: str, *, module: nn.Module, placement: Placement, flats: list[FlatParams], tape: Tape
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.placement = placement
+        self.flats = flats
+        self.tape = tape
+        # Whether there is anything to gather and free.
+        self.sharded = placement.params is SHARDED and bool(flats)
+        self.whole = True
+        self.arrived = True
+        self.at_rest = False
+        # How often forward has called it in this step, the number of the last call in the program, and the numbers of
+        # the calls that backward has come to.
+        self.calls = 0
+        self.call = -1
+        self.begun: set[int] = set()
+        # The parameters that can have gradients, those whose are there in this backward, and those that any backward
+        # since the last reduction has used; by id. Once closed, no more gradients are taken in this backward.
+        self.trainable: frozenset[int] = frozenset()
+        self.learned_trainable: frozenset[int] = frozenset()
+        self.with_grads: set[int] = set()
+        self.used: set[int] = set()
+        self.in_backward = False
+        self.closed = False
+        self._hooked: set[int] = set()
+        # Told of a gradient, by its parameter's id, that is the unit's last, or comes in an unusual way.
+        self.on_grad: Callable[[Unit, int], None] | None = None
+
+    def params(self) -> Iterator[nn.Parameter]:
+        return (parameter for flat in self.flats for parameter in flat.params)
+
+    # The parameters
+
+    def gather(self) -> None:
+        """Take part in a gather. A rank that has no need of it does so too: the others cannot do without it."""
+        in_use = self.whole and self.arrived
+        for flat in self.flats:
+            flat.gather()
+        self.whole = True
+        self.arrived = False
+        self.tape.record(Kind.GATHER, self.name, self._gathered_bytes)
+        if in_use and self.sharded:
+            # Whoever uses it does not ask again.
+            self.wait_gather()
+
+    def _gathered_bytes(self) -> int:
+        return sum(flat.full_bytes for flat in self.flats)
+
+    def wait_gather(self) -> None:
+        if self.arrived or not self.whole:
+            return
+        for flat in self.flats:
+            flat.wait_gather()
+        self.arrived = True
+        self.tape.record(Kind.WAIT_GATHER, self.name)
+
+    def ensure(self) -> None:
+        """Whole, arrived and awake, now."""
+        if not self.whole:
+            self.gather()
+        self.wait_gather()
+        if self.at_rest:
+            wake(self.params())
+            self.at_rest = False
+
+    def free(self) -> None:
+        """Give the gathered parameters' memory back, where they are sharded."""
+        if not self.sharded or not self.whole:
+            return
+        for flat in self.flats:
+            flat.free()
+        self.whole = self.arrived = False
+        self._rest()
+        self.tape.record(Kind.FREE, self.name, self._gathered_bytes)
+
+    def updated(self) -> None:
+        """After the optimizer's step: what is whole is old."""
+        for flat in self.flats:
+            flat.stage()
+        if self.sharded:
+            self.free()
+        elif self.placement.optim is SHARDED and self.trainable:
+            self.gather()
+            self._rest()
+        else:
+            for flat in self.flats:
+                flat.refresh()
+
+    def settle(self) -> None:
+        """Once the buffers are filled: as a step finds it. What is sharded is freed, and noticed when it is read."""
+        for flat in self.flats:
+            for index, (parameter, name) in enumerate(zip(flat.params, flat.names, strict=True)):
+                parameter._touched = partial(self._touched, name)  # type: ignore[attr-defined]
+                parameter._drop_grad = partial(flat.drop_grads, {index})  # type: ignore[attr-defined]
+            flat.stage()
+        self.whole = self.arrived = not self.sharded
+        if self.placement.grads is SHARDED:
+            self._rest()
+
+    def refilled(self) -> None:
+        """New values have come into the master, and where parameters are replicated also into what is whole."""
+        for flat in self.flats:
+            flat.stage()
+        self.free()
+
+    def _rest(self) -> None:
+        rest(self.params())
+        self.at_rest = True
+
+    def _touched(self, name: str, is_grad: bool) -> None:
+        """Somebody reads a parameter at rest."""
+        if is_grad:
+            # Before a backward there is no gradient, and None is the truth.
+            if any(flat.has_grads() for flat in self.flats):
+                refuse(name, is_grad=True)
+            return
+        if self.sharded and not self.whole:
+            refuse(name, is_grad=False)
+        for flat in self.flats:
+            flat.wait_gather()
+
+    # The step
+
+    def begin(self, on_grad: Callable[["Unit", int], None]) -> None:
+        """A new forward: what has been thawed gets its hook, what has been cleared is forgotten."""
+        self.on_grad = on_grad
+        self.in_backward = False
+        self.calls = 0
+        self.call = -1
+        before = self.trainable
+        trainable = []
+        with unguarded():
+            for parameter in self.params():
+                if parameter.requires_grad:
+                    trainable.append(id(parameter))
+                    if id(parameter) not in self._hooked:
+                        self._hooked.add(id(parameter))
+                        hook = partial(_grad_arrived, weakref.ref(self), id(parameter))
+                        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            for flat in self.flats:
+                flat.drop_stale_grads()
+        self.trainable = frozenset(trainable)
+        if self.trainable != before:
+            for flat in self.flats:
+                for part in flat.owned:
+                    part.parameter.requires_grad_(self.is_trainable(flat, part.index))
+
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients that can come in this backward have come."""
+        return len(self.with_grads) == len(self.trainable)
+
+    @property
+    def used_all(self) -> bool:
+        return len(self.used) == len(self.trainable)
+
+    @property
+    def partly_frozen(self) -> bool:
+        """Then its last gradient does not tell that backward is done with its parameters."""
+        return len(self.trainable) < sum(len(flat.params) for flat in self.flats)
+
+    def is_trainable(self, flat: FlatParams, index: int) -> bool:
+        return id(flat.params[index]) in self.trainable
+
+    def trainable_names(self) -> set[str]:
+        return {name for flat in self.flats for i, name in enumerate(flat.names) if self.is_trainable(flat, i)}
+
+    def begin_backward(self) -> None:
+        self.in_backward = True
+        self.with_grads.clear()
+        self.begun.clear()
+        self.closed = False
+        for flat in self.flats:
+            flat.hide_grads()
+
+    def end_backward(self) -> None:
+        """Where gradients are sharded, `p.grad` has nothing to show, and says so."""
+        self.in_backward = False
+        self.free()
+        if self.placement.grads is SHARDED and not self.at_rest:
+            self._rest()
+
+
+def _grad_arrived(held: "weakref.ref[Unit]", key: int, parameter: nn.Parameter) -> None:
+    """Autograd holds this hook where the garbage collector cannot look, so it must not hold the unit.
+
+    It is called for every parameter in every backward, so what is usual is told here, and the rest by `on_grad`.
+    """
+    unit = held()
+    if unit is None or unit.on_grad is None:
+        return
+    arrived = unit.with_grads
+    if unit.in_backward and not unit.closed and key not in arrived and len(arrived) + 1 < len(unit.trainable):
+        arrived.add(key)
+    else:
+        unit.on_grad(unit, key)

@@ -1,0 +1,75 @@
+"""What a prepared model answers differently: state dicts in full, `zero_grad`, copies."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from shardwise.engine.activations.wrap import wrap_units
+from shardwise.engine.engine import engine_of, register, unregister
+from shardwise.engine.optimizer.full_state import full_tensors, load_tensors
+from shardwise.engine.params.guard import unguarded
+from shardwise.engine.params.precision import input_dtype, keep_in_fp32
+from shardwise.engine.step.hooks import attach_hooks
+from shardwise.errors import InvalidModel
+
+
+class PreparedModule(nn.Module):
+    """Mixed into the model's own class, so that the model stays the same object and keeps its type."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, also those that the optimizer steps by."""
+        engine = engine_of(self)
+        kept = [] if set_to_none else [part.parameter.grad for flat in engine.flats for part in flat.owned]
+        engine.runner.forget_grads({name for flat in engine.flats for name in flat.names}, drop=set_to_none)
+        for grad in kept:
+            if grad is not None:
+                grad.zero_()
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Full names, shapes and master values, on every rank. Collective."""
+        with unguarded():
+            state = super().state_dict(*arguments, **{**options, "keep_vars": True})
+        return full_tensors(engine_of(self), state, keep_vars=options.get("keep_vars", False))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load full tensors, of which every rank keeps what it owns."""
+        with unguarded():
+            own = super().state_dict(keep_vars=True)
+        return load_tensors(engine_of(self), own, state_dict, strict=strict)
+
+    def _apply(self, function: Any, recurse: bool = True) -> Any:
+        """`to`, `cuda`, `half` … would tear the parameters out of their buffers."""
+        raise InvalidModel("a prepared model cannot be moved or cast: do it before, or with device= and plan.precision")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """An ordinary, whole model of the original class, with nothing of the plan in it. Collective."""
+        values = self.state_dict()
+        engine = unregister(self)
+        for handle in engine.handles:
+            handle.remove()
+        for undo in reversed(engine.undo):
+            undo()
+        prepared, self.__class__ = self.__class__, self.__class__.__mro__[2]
+        try:
+            with unguarded():
+                for flat in engine.flats:
+                    for parameter, name in zip(flat.params, flat.names, strict=True):
+                        memo[id(parameter)] = nn.Parameter(values[name].clone(), requires_grad=parameter.requires_grad)
+                return copy.deepcopy(self, memo)
+        finally:
+            self.__class__ = prepared
+            register(self, engine)
+            engine.handles = attach_hooks(engine.runner, input_dtype=input_dtype(engine.plan))
+            engine.handles += keep_in_fp32(self, plan=engine.plan)
+            engine.undo = wrap_units(self, units=engine.runner.units, plan=engine.plan, device=engine.device)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidModel("a prepared model cannot be pickled: save shardwise.full_state_dict(model) instead")
+
+
+def become_prepared(model: nn.Module) -> None:
+    """Give the model the answers above."""
+    own = type(model)
+    model.__class__ = type(own.__name__, (PreparedModule, own), {"__module__": own.__module__})

@@ -1,0 +1,1 @@
+"""One step: hooks, the cursor in the program, the first step, capture."""

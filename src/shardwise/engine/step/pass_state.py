@@ -1,0 +1,26 @@
+"""How the pass that is under way counts: with others in one step, and beside ranks that have nothing left to do."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, kw_only=True)
+class PassState:
+    """What the user's loop has said of this pass.
+
+    accumulating   its gradients are one part of a step's
+    num_counting   how many ranks have data in it; None: all
+    counts         whether this rank has; without, it takes part and adds nothing
+    source         the rank whose buffers count
+    """
+
+    accumulating: bool = False
+    num_counting: int | None = None
+    counts: bool = True
+    source: int = 0
+
+    def weight(self, *, num_ranks: int) -> float:
+        """What this rank's gradients are multiplied with, so that a sum over all ranks / num_ranks is the average
+        over those that count."""
+        if not self.counts:
+            return 0.0
+        return 1.0 if self.num_counting is None else num_ranks / self.num_counting

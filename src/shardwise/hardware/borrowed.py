@@ -1,0 +1,81 @@
+"""The pace of a device that nobody has calibrated, from the calibration of one that somebody has. No torch here.
+
+A kernel's time on the lender is what its peak (operations or bytes a second) alone would take, and the rest: latencies,
+instructions, what no peak counts. The first part goes with the device's own peak, the second with its processors:
+
+    seconds = (peak part of the device + rest · processors × clock of the lender / those of the device) / relative reach
+
+The relative reach is 1; that of matrix products and of attention may be fitted to published trainings (devices.toml).
+"""
+
+from dataclasses import replace
+
+from shardwise.hardware.device import Device
+from shardwise.hardware.kernel_model import Kernel, Pace
+
+_PEAK_SHARE = 0.9
+"""Of a peak, what the best kernels reach: copies of the bandwidth, products of the operations."""
+
+_QUIET_HOST = 0.72
+"""Of the lender's time to issue an operation, what a host needs that is not shared. That of the H200 was: a tiny
+operation took it 10.5 µs in the middle, and 7.6 in the twentieth of the time when its neighbours were quiet
+(host_seconds in benchmarks/results/step_times_h200.json)."""
+
+
+class LentPace(Pace):
+    """The pace of `device`, by that of a calibrated `lender`."""
+
+    def __init__(self, device: Device, *, lender: Pace) -> None:
+        issued = {op: (_QUIET_HOST * a, _QUIET_HOST * b) for op, (a, b) in lender.calibration.launch_seconds.items()}
+        super().__init__(device, calibration=replace(lender.calibration, launch_seconds=issued), is_own=False)
+        self.lender = lender
+        self.processors = _processor_speed(device) / _processor_speed(lender.device)
+
+    def seconds(self, kernel: Kernel) -> float:
+        found = self._seen.get(kernel)
+        if found is None:
+            busy = self.law(kernel) / self._reach(kernel) if kernel.name == "matmul" else self._transferred(kernel)
+            found = self.start_seconds(kernel) + busy / relative_reach(self.device, kernel)
+            self._seen[kernel] = found
+        return found
+
+    def _transferred(self, kernel: Kernel) -> float:
+        lent = _as_calibrated(kernel)
+        dtype = kernel.dtype
+        if dtype == "fp32" and kernel.name.startswith("convolution") and self.device.tf32_flops_per_s is not None:
+            # torch's default: convolutions of fp32 values go over tensor cores where there are any for them.
+            dtype = "tf32"
+        rest = self.lender.seconds(lent) - self.lender.start_seconds(lent) - _peak_part(lent, self.lender, lent.dtype)
+        return _peak_part(kernel, self, dtype) + max(rest, 0.0) / self.processors
+
+
+def _as_calibrated(kernel: Kernel) -> Kernel:
+    """The kernel of the same elements in 16 bits, where only that is calibrated."""
+    if kernel.name.startswith("convolution") and kernel.dtype != "bf16":
+        return replace(kernel, dtype="bf16", num_bytes=kernel.num_bytes / (2 if kernel.dtype == "fp32" else 1))
+    if kernel.name.startswith("batch_norm"):
+        return replace(kernel, num_bytes=kernel.sizes[0])
+    return kernel
+
+
+def _peak_part(kernel: Kernel, pace: Pace, dtype: str) -> float:
+    peak = pace.peak(dtype) if dtype else float("inf")
+    return max(kernel.num_flops / peak, kernel.num_bytes / pace.memory_bytes_per_s) / _PEAK_SHARE
+
+
+def _processor_speed(device: Device) -> float:
+    """Processors × clock; where it is not known, as the peak of matrix products."""
+    if device.num_processors is None or device.processor_hz is None:
+        assert device.fp32_flops_per_s is not None
+        return device.fp32_flops_per_s.value / 256
+    return device.num_processors.value * device.processor_hz.value
+
+
+def relative_reach(device: Device, kernel: Kernel) -> float:
+    """Of a kernel on a device, beside what its lender makes expect."""
+    found = None
+    if kernel.name == "matmul":
+        found = device.matmul_reach
+    elif kernel.name.startswith("attention"):
+        found = device.attention_reach
+    return found.value if found is not None else 1.0

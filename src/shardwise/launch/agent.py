@@ -1,0 +1,258 @@
+"""Torch's elastic agent for one machine: it needs no rendezvous, it listens nowhere, and it ends a job at once.
+
+torch's LocalElasticAgent starts the ranks, watches them and starts them again. What differs here:
+
+    the meeting   one agent has nobody to meet: no rendezvous file, no TCP store. The ranks meet over a file, a new
+                  one for each start.
+    the end       when a rank has failed, the others hang in a collective where no signal handler runs. The agent
+                  would wait 30 s for them; here they are killed as soon as the cause is known.
+    a signal      is passed on to the ranks, which save and end by themselves; it does not break off the agent.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from shardwise.launch.failure import LAST_WORDS_SECONDS, LOG, Failure, ended, first, reported
+from shardwise.launch.join import STORE
+from shardwise.launch.rank_process import LAUNCHER
+
+_MONITOR_SECONDS = 0.05
+# A killed process is gone in milliseconds, unless the kernel holds it (a hung disk or driver).
+_KILL_SECONDS = 5.0
+
+
+class JobFailed(Exception):  # noqa: N818 - it is the job that failed, told by the launcher as one block
+    """The ranks are gone and are not started again."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+class JobStopped(Exception):  # noqa: N818
+    """The ranks are gone because the launcher was told to stop, and did not all say that they had saved."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(
+            f"stopped by {number.name} before all ranks had saved: "
+            "when started again, the run goes on from its last checkpoint"
+        )
+        self.number = number
+
+
+class OneMachine(RendezvousHandler):
+    """The rendezvous of an agent that is alone: done at once, in memory."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        # The ranks do not ask this address: they meet over a file.
+        nowhere = RendezvousStoreInfo(master_addr="127.0.0.1", master_port=0)
+        return RendezvousInfo(HashStore(), 0, 1, nowhere)
+
+    def get_backend(self) -> str:
+        return "one-machine"
+
+    def get_run_id(self) -> str:
+        return "shardwise"
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """There is nobody to tell."""
+
+    def shutdown(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """Where the ranks of a job meet, report and write.
+
+    `private` is the launcher's own folder and goes with it; `logs` is kept, a file a rank, over all starts.
+    """
+
+    private: Path
+    logs: Path
+
+    def store(self, *, restarts: int) -> Path:
+        return self.private / f"store-{restarts}"
+
+    def report(self, *, restarts: int, rank: int) -> Path:
+        return self.private / f"failure-{restarts}-{rank}.json"
+
+    def log(self, *, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.txt"
+
+    def head(self, *, restarts: int) -> str:
+        """The line that opens a start in a log."""
+        return f"--- launcher {os.getpid()}, restart {restarts} ---\n"
+
+    def written(self, *, restarts: int, rank: int) -> str:
+        """What a rank has written since that start."""
+        return self.log(rank=rank).read_text(errors="replace").rpartition(self.head(restarts=restarts))[2]
+
+
+class _Environment(LogsSpecs):
+    """What each rank of one start is told. The agent asks it where logs go before each start."""
+
+    def __init__(self, files: Files) -> None:
+        super().__init__()
+        self._files = files
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        restarts = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
+        threads = max(1, (os.cpu_count() or 1) // len(envs))
+        reports = {rank: str(self._files.report(restarts=restarts, rank=rank)) for rank in envs}
+        for rank, environment in envs.items():
+            log = self._files.log(rank=rank)
+            with log.open("a") as file:
+                file.write(self._files.head(restarts=restarts))
+            environment |= {
+                LAUNCHER: str(os.getpid()),
+                LOG: str(log),
+                STORE: str(self._files.store(restarts=restarts)),
+                "TORCHELASTIC_ERROR_FILE": reports[rank],
+                "GLOO_SOCKET_IFNAME": "lo",
+                "NCCL_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+            }
+        # The ranks see to their output themselves.
+        terminal = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=terminal, stderrs=terminal, error_files=reports)
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._files.logs)
+
+
+class Agent(LocalElasticAgent):
+    """Runs `program arguments…` on `num_ranks` local ranks until they have ended or JobFailed is raised."""
+
+    def __init__(
+        self, command: Sequence[str], *, num_ranks: int, max_restarts: int, files: Files, grace_seconds: float
+    ) -> None:
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=num_ranks,
+            rdzv_handler=OneMachine(),
+            entrypoint=sys.executable,
+            # -P: like our own command, without the working folder among the modules. In arguments the agent replaces
+            # ${local_rank}, and so reads $$ as a dollar.
+            args=("-P", "-m", "shardwise.launch.rank_process", *(word.replace("$", "$$") for word in command)),
+            max_restarts=max_restarts,
+            monitor_interval=_MONITOR_SECONDS,
+        )
+        super().__init__(spec, _Environment(files))
+        self._files = files
+        self._grace_seconds = grace_seconds
+        self._deadline = float("inf")
+        self._num_starts = 0
+        self._pids: dict[int, int] = {}
+        self.stopped_by: signal.Signals | None = None
+
+    @property
+    def restarts(self) -> int:
+        return self._num_starts - 1
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._num_starts += 1
+        self._pids = super()._start_workers(worker_group)
+        # Over torch's own, which break off the agent wherever it is.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        if self.stopped_by is not None:
+            # It came between two starts.
+            self._tell_ranks()
+        return self._pids
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        """The handler of signals: the ranks are told once to save and end; a second ^C does not wait for them."""
+        if self.stopped_by is None:
+            self.stopped_by = signal.Signals(number)
+            self._deadline = time.monotonic() + self._grace_seconds
+            self._tell_ranks()
+        elif number == signal.SIGINT:
+            self._deadline = time.monotonic()
+
+    def _tell_ranks(self) -> None:
+        for pid in self._pids.values():
+            # Not its whole group: a rank that saves still needs its loader's processes.
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        failure = self._first_failure()
+        running = self._pids.keys() - self._exits().keys()
+        late = bool(running) and time.monotonic() > self._deadline
+        if failure is None and running and not late:
+            return RunResult(state=WorkerState.HEALTHY)
+        self._kill()
+        # All have ended: the agent collects them and closes its books.
+        result: RunResult = super()._monitor_workers(worker_group)
+        if self.stopped_by is not None and (late or (failure is not None and (failure.killed or failure.echo))):
+            raise JobStopped(self.stopped_by)
+        if failure is None:
+            return result
+        max_restarts = worker_group.spec.max_restarts
+        if not failure.passing or self.stopped_by is not None or self.restarts == max_restarts:
+            raise JobFailed(failure)
+        print(f"{failure}; restart {self.restarts + 1} of {max_restarts}", file=sys.stderr)
+        return RunResult(state=WorkerState.FAILED)
+
+    def _first_failure(self) -> Failure | None:
+        """The failure that ends this start, if any rank has failed; its own rank has then ended, if it can.
+
+        Where all that is known are echoes, the rank that they tell of gets time to say what happened.
+        """
+        failures: dict[int, Failure] = {}
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        while True:
+            exits = self._exits()
+            for rank in self._pids.keys() - failures.keys():
+                # In this order: a rank reports before it ends.
+                failure = reported(self._files.report(restarts=self.restarts, rank=rank))
+                if failure is None and exits.get(rank, 0) != 0:
+                    failure = ended(exits[rank], rank=rank, log=self._files.written(restarts=self.restarts, rank=rank))
+                if failure is not None:
+                    failures[rank] = failure
+            if not failures:
+                return None
+            cause = first(failures.values())
+            if (cause.rank in exits and not cause.echo) or time.monotonic() > deadline or len(exits) == len(self._pids):
+                return cause
+            time.sleep(_MONITOR_SECONDS)
+
+    def _exits(self) -> dict[int, int]:
+        """The exit codes of the ranks that have ended. They are only looked at: collecting them is the agent's."""
+        codes = {}
+        for rank, pid in self._pids.items():
+            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if status is not None:
+                codes[rank] = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        return codes
+
+    def _kill(self) -> None:
+        """End all ranks, and what they have started: each leads a process group of its own."""
+        for pid in self._pids.values():
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _KILL_SECONDS
+        while len(self._exits()) < len(self._pids) and time.monotonic() < deadline:
+            time.sleep(0.005)

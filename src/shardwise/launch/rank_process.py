@@ -1,0 +1,72 @@
+"""`python -m shardwise.launch.rank_process PROGRAM ARGUMENTS…`: what the launcher starts for each rank.
+
+It ties the process to its launcher and to its log, then runs the program (a module, or a file that ends in .py) in
+this same process, and reports what the program lets through. No torch here: a launcher that is killed while its ranks
+still import must not leave them behind.
+"""
+
+import ctypes
+import faulthandler
+import gc
+import io
+import os
+import runpy
+import signal
+import sys
+
+from shardwise.errors import ShardwiseError
+from shardwise.launch.failure import report, write_to_log
+
+# The variable that holds the launcher's process id.
+LAUNCHER = "SHARDWISE_LAUNCHER"
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Run the program that the arguments name, as one rank."""
+    end_with(int(os.environ[LAUNCHER]))
+    rank = int(os.environ["RANK"])
+    if rank != 0:
+        write_to_log(1, 2)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What was printed is there also when the process is killed.
+        sys.stdout.reconfigure(line_buffering=True)
+    faulthandler.enable()
+    # It waits until training can take it (preemption.py): while a rank starts up, there is nothing to save yet.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        run(*sys.argv[1:])
+    except SystemExit as end:
+        # The command line has turned a user's mistake into a line and an exit code.
+        if isinstance(end.__context__, ShardwiseError):
+            report(end.__context__, rank=rank)
+        raise
+    except Exception as error:
+        report(error, rank=rank)
+        raise
+    finally:
+        # At its end the interpreter would look for garbage in all that torch is: a second in which others wait.
+        gc.freeze()
+
+
+def run(program: str, *arguments: str) -> None:
+    """What `python program arguments…`, or with a module's name `python -m program arguments…`, would do."""
+    sys.argv = [program, *arguments]
+    if program.endswith(".py"):
+        sys.path.insert(0, os.path.dirname(os.path.abspath(program)))
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+def end_with(launcher: int) -> None:
+    """From now on the kernel kills this process when its parent, the launcher, ends in whatever way."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != launcher:
+        # It ended before we asked.
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""A step as single allocations and releases, in order: what the allocator's model runs.
+
+Each allocation has a slot, a stream, and a line in the batch; who releases what is settled here once, for all batches.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shardwise.planner.memory.column_sum import ColumnSum
+from shardwise.planner.memory.replay import Change, MemoryRow, Recategorize, TakeGrads
+from shardwise.spec.law import Law, Line
+from shardwise.spec.step import Act, StorageEvent, What
+
+AllocationEntry = tuple[int, Line | ColumnSum | None, str]
+"""(slot, size, stream) of an allocation; (slot, None, "") of a release."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The entries of a step, without those of the optimizer's first; `update_at` is where those would stand."""
+
+    seq: int | None
+    grads_leave_at_once: bool
+    entries: list[AllocationEntry] = field(default_factory=list)
+    update_at: int = 0
+    _num_slots: int = 0
+    # Buffers of the engine by category and size, oldest first.
+    _buffers: dict[tuple[str, int, int], deque[list[int]]] = field(default_factory=lambda: defaultdict(deque))
+    # Storages of the model by unit and number; those that another unit may let die by their law.
+    _storages: dict[tuple[str, int], int] = field(default_factory=dict)
+    _by_law: dict[Law, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
+    _grads: dict[str, dict[tuple[str, int], int]] = field(default_factory=lambda: defaultdict(dict))
+
+    def write(self, moments: Iterable[MemoryRow]) -> None:
+        for moment in moments:
+            if moment.label.startswith("after step"):
+                self.update_at = len(self.entries)
+            for change in moment.changes:
+                self._change(change)
+            if moment.tide is not None:
+                for event in moment.tide.stream.events:
+                    self._event(moment.unit, event)
+        self._zero_grad()
+
+    def _allocate(self, size: Line | ColumnSum, *, stream: str = "") -> int:
+        self._num_slots += 1
+        self.entries.append((self._num_slots, size, stream))
+        return self._num_slots
+
+    def _release(self, slots: Iterable[int]) -> None:
+        self.entries.extend((slot, None, "") for slot in slots)
+
+    def _change(self, change: Change | TakeGrads | Recategorize) -> None:
+        if isinstance(change, TakeGrads):
+            self._release(self._grads.pop(change.unit, {}).values())
+        elif isinstance(change, Recategorize):
+            held = self._buffers[change.before, change.num_bytes, 0]
+            if held:
+                self._buffers[change.after, change.num_bytes, 0].append(held.popleft())
+        elif change.const > 0 or change.per_sample > 0:
+            sizes: Sequence[Line] = [Line(piece, 0) for piece in change.pieces]
+            slots = [
+                self._allocate(size, stream=change.stream) for size in sizes or [Line(change.const, change.per_sample)]
+            ]
+            self._buffers[change.category, change.const, change.per_sample].append(slots)
+        elif change.const or change.per_sample:
+            held = self._buffers[change.category, -change.const, -change.per_sample]
+            if held:
+                self._release(held.popleft())
+
+    def _zero_grad(self) -> None:
+        for key in [key for key in self._buffers if key[0] == "grads"]:
+            for slots in self._buffers.pop(key):
+                self._release(slots)
+
+    def _event(self, unit: str, event: StorageEvent) -> None:
+        if event.act is Act.BORN:
+            self._born(unit, event)
+        elif event.act is Act.DIED:
+            self._died(unit, event)
+        elif self.grads_leave_at_once:
+            pending = self._grads[event.owner or unit]
+            born_here = (unit, event.ordinal)
+            key = born_here if born_here in pending else next(iter(pending), None)
+            if key is not None:
+                self._release([pending.pop(key)])
+
+    def _born(self, unit: str, event: StorageEvent) -> None:
+        line = event.num_bytes.line(self.seq)
+        slot = self._allocate(ColumnSum(event.columns, line) if event.columns else line)
+        if event.what is What.SCRATCH:
+            self._release([slot])
+            return
+        assert event.ordinal is not None
+        key = (unit, event.ordinal)
+        if event.what is What.GRADIENT:
+            self._grads[event.owner or unit][key] = slot
+            return
+        self._storages[key] = slot
+        self._by_law[event.num_bytes].append(key)
+
+    def _died(self, unit: str, event: StorageEvent) -> None:
+        key = (unit, event.ordinal) if event.ordinal is not None else self._of_another(unit, event.num_bytes)
+        slot = self._storages.pop(key, None) if key is not None else None
+        if slot is not None and key is not None:
+            self._by_law[event.num_bytes].remove(key)
+            self._release([slot])
+
+    def _of_another(self, unit: str, law: Law) -> tuple[str, int] | None:
+        """The last of that size, since backward goes back the way that forward came."""
+        return next((key for key in reversed(self._by_law[law]) if key[0] != unit), None)

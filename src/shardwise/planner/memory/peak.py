@@ -1,0 +1,187 @@
+"""`estimate`: the memory that a plan needs on one rank, without a device."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from operator import attrgetter
+
+from shardwise.errors import InvalidPlan
+from shardwise.mesh import Mesh
+from shardwise.placement import SHARDED
+from shardwise.plan import Plan
+from shardwise.planner.fold import shorten
+from shardwise.planner.job import Job
+from shardwise.planner.memory.constants import (
+    DEFAULT_COMMUNICATOR_BYTES,
+    DEFAULT_CONTEXT_BYTES,
+    FIRST_COMMUNICATOR_BYTES,
+    KERNEL_BYTES,
+    NUM_COMMUNICATORS,
+    RULES,
+)
+from shardwise.planner.memory.replay import CATEGORIES, Replayed
+from shardwise.planner.memory.reserved import Reserved, reserve
+from shardwise.planner.memory.states import optimizer_of
+from shardwise.planner.memory.stream_peak import StreamPeak
+from shardwise.spec import ROOT, ModelSpec
+from shardwise.spec.step import StepTrace
+
+__all__ = ["CATEGORIES", "MemoryEstimate", "estimate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes on one rank at the highest moment of a step.
+
+    allocated  live tensors; `breakdown_bytes` adds up to it
+    reserved   what the caching allocator holds for them
+    device     that, the context and the communicators
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+    breakdown_bytes: Mapping[str, int]
+    peak_at: str
+    at_rest_bytes: int
+    timeline: tuple[tuple[str, int], ...]
+    activations_known: bool = True
+
+
+def estimate(
+    spec: ModelSpec,
+    *,
+    plan: Plan,
+    num_ranks: int,
+    batch: int,
+    optimizer: str = "adamw-fused",
+    device: str = "cuda",
+    context_bytes: int | None = None,
+    communicator_bytes: int | None = None,
+    limit_bytes: int | None = None,
+    quick: bool = False,
+) -> MemoryEstimate:
+    """The memory of a step of `plan` on one of `num_ranks` ranks, with `batch` samples a rank and pass.
+
+    `limit_bytes`: the device has no more, so the allocator gives back what it holds for nothing before it goes beyond.
+    With `quick`, the caching allocator is not run, what is reserved is taken to be what is allocated, and there is no
+    timeline.
+    """
+    if batch < 1:
+        raise InvalidPlan(f"micro_batch = {batch}: must be a whole number of at least 1")
+    job, replayed = _replayed(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device)
+    peak = replayed.peak(batch)
+    breakdown = peak.breakdown(batch)
+    outside = _outside(job, device=device, context=context_bytes, communicator=communicator_bytes)
+    reserved = 0
+    if not quick and device != "cpu":
+        found = _reserved(job, batch, limit_bytes - outside if limit_bytes is not None else None)
+        breakdown["other"] += found.slack_bytes
+        reserved = found.reserved_bytes
+    allocated = sum(breakdown.values())
+    reserved = max(reserved, allocated)
+    return MemoryEstimate(
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        device_bytes=reserved + outside,
+        breakdown_bytes=breakdown,
+        peak_at=peak.label,
+        at_rest_bytes=sum(line.at(batch) for line in replayed.at_rest),
+        timeline=() if quick else tuple((label, line.at(batch)) for label, line in replayed.timeline),
+        activations_known=bool(spec.traces),
+    )
+
+
+def job_of(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, device: str) -> Job:
+    """The job of a plan, whatever its batch; the same one each time."""
+    return _replayed(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device)[0]
+
+
+def _outside(job: Job, *, device: str, context: int | None, communicator: int | None) -> int:
+    """What a process holds beside the allocator. A second axis of the mesh has communicators of its own."""
+    if device == "cpu":
+        return 0
+    plan = job.plan
+    assert plan.mesh is not None
+    sharded = job.placements[ROOT].params is SHARDED
+    more = NUM_COMMUNICATORS[plan.engine, sharded] - 1 + (plan.mesh.replicate > 1)
+    each = DEFAULT_COMMUNICATOR_BYTES if communicator is None else communicator
+    first = FIRST_COMMUNICATOR_BYTES if communicator != 0 else 0
+    return (DEFAULT_CONTEXT_BYTES if context is None else context) + KERNEL_BYTES + first + more * each
+
+
+def computes_in(spec: ModelSpec, *, plan: Plan) -> str:
+    """The way of computing whose trace a plan needs."""
+    if plan.precision == "native":
+        dtypes = {param.dtype for unit in spec.units for param in unit.params}
+        return {frozenset({"float32"}): "fp32", frozenset({"bfloat16"}): "bf16"}.get(frozenset(dtypes), "native")
+    if plan.precision == "fp32":
+        return "fp32"
+    return "autocast" if plan.engine == "torch" and _replicates(spec, plan) else "bf16"
+
+
+def _replicates(spec: ModelSpec, plan: Plan) -> bool:
+    return plan.placements(unit.name for unit in spec.units)[ROOT].params is not SHARDED
+
+
+Prepared = tuple[Job, Replayed]
+
+_structure = attrgetter(*(item.name for item in fields(Plan) if item.name != "micro_batch"))
+
+
+@lru_cache(maxsize=16)
+def _prepared(spec: ModelSpec, optimizer: str, device: str) -> dict[object, Prepared]:
+    """Plans that were replayed before, by all of them but the batch."""
+    return {}
+
+
+def _replayed(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, device: str) -> Prepared:
+    """All that does not depend on the batch, so that a search over batches costs nothing."""
+    known = _prepared(spec, optimizer, device)
+    key = (_structure(plan), num_ranks)
+    if key not in known:
+        mesh = plan.mesh or Mesh(shard=num_ranks)
+        mesh.check_ranks(num_ranks)
+        whole = replace(plan, micro_batch=None, mesh=mesh)
+        known[key] = _replay(spec, plan=whole, optimizer=optimizer, device=device)
+    return known[key]
+
+
+def _replay(spec: ModelSpec, *, plan: Plan, optimizer: str, device: str) -> Prepared:
+    traces = _traces(spec, plan=plan)
+    short = shorten(spec, plan=plan, runs=traces["none"].runs if traces else ())
+    job = Job(
+        spec=spec,
+        plan=plan,
+        short=short,
+        traces=traces,
+        optimizer=optimizer_of(optimizer),
+        rules=RULES[device],
+        tides_seen=_tides_seen(spec, device, plan.engine, _replicates(spec, plan)),
+    )
+    return job, job.replay()
+
+
+@lru_cache(maxsize=64)
+def _tides_seen(spec: ModelSpec, device: str, engine: str, replicates: bool) -> dict[int, StreamPeak]:
+    """What jobs whose streams run alike have found out of them."""
+    return {}
+
+
+@lru_cache(maxsize=4096)
+def _reserved(job: Job, batch: int, limit_bytes: int | None) -> Reserved:
+    return reserve(job, batch=batch, limit_bytes=limit_bytes)
+
+
+def _traces(spec: ModelSpec, *, plan: Plan) -> dict[str, StepTrace]:
+    """A trace for each way of recomputing that the plan uses, and for `none`, which the root uses."""
+    if not spec.traces:
+        return {}
+    way = computes_in(spec, plan=plan)
+    found = {}
+    for recompute in sorted({"none", *(plan.recompute_of(unit.name) for unit in spec.units)}):
+        trace = spec.trace(computes_in=way, recompute=recompute)
+        if trace is None:
+            raise InvalidPlan(f"{spec.name} was not traced in {way} with recompute = {recompute!r}")
+        found[recompute] = trace
+    return found

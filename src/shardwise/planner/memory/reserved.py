@@ -1,0 +1,131 @@
+"""What the caching allocator reserves for a plan: its steps, storage by storage, through the allocator's model.
+
+The optimizer's state comes into being in the first step, in memory that the first backward has left; so three steps are
+run. Of many equal units a moderate number is run, and what each further one adds is taken to be the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.planner.job import Job
+from shardwise.planner.memory.allocations import AllocationEntry
+from shardwise.planner.memory.allocator import SMALL_BYTES, SMALL_SEGMENT_BYTES, CachingAllocator, MemoryBlock
+from shardwise.planner.memory.replay import CATEGORIES
+
+HeldBlocks = dict[int, tuple[MemoryBlock | None, int]]
+"""Slot → its block (None for what is small) and its size."""
+
+# Runs of equal units are cut to these lengths where they are longer than the second.
+_LENGTHS = (28, 40)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """What is reserved in the end; and how much larger than asked for the blocks are when most is allocated."""
+
+    reserved_bytes: int
+    slack_bytes: int
+
+
+def reserve(job: Job, *, batch: int, limit_bytes: int | None = None) -> Reserved:
+    """Run a job at one batch, on a device that has no more than `limit_bytes` for tensors."""
+    short, longer = (job.cut(length) for length in _LENGTHS)
+    more = len(job.spec.units) - len(longer.short.spec.units)
+    if not more:
+        return _run(longer, batch=batch, limit_bytes=limit_bytes)
+    at_short, at_longer = _run(short, batch=batch), _run(longer, batch=batch)
+    num_units = len(longer.short.spec.units) - len(short.short.spec.units)
+    each = (at_longer.reserved_bytes - at_short.reserved_bytes) / num_units
+    reserved = round(at_longer.reserved_bytes + more * each)
+    if limit_bytes is not None and reserved > limit_bytes:
+        # On the shorter model, what the limit leaves when the others have theirs.
+        left = limit_bytes - round(more * each)
+        limited = _run(longer, batch=batch, limit_bytes=max(left, 0))
+        reserved = limited.reserved_bytes + round(more * each)
+    return Reserved(reserved_bytes=reserved, slack_bytes=at_longer.slack_bytes)
+
+
+def _run(job: Job, *, batch: int, limit_bytes: int | None = None) -> Reserved:
+    run = _Run(batch, limit_bytes=limit_bytes)
+    for size in _first(job, batch=batch):
+        run.allocate(size)
+    ledger = job.ledger
+    moments = [size for states in job.states.values() for size in states.moments]
+    held = run.go(ledger.entries[: ledger.update_at], {})
+    for size in moments:
+        run.allocate(size)
+    run.end(run.go(ledger.entries[ledger.update_at :], held))
+    run.end(run.go(ledger.entries, {}))
+    run.peak = 0
+    run.end(run.go(ledger.entries, {}))
+    small = -(-run.most_small // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
+    return Reserved(reserved_bytes=run.allocator.most_reserved_bytes + small, slack_bytes=run.slack_at_peak)
+
+
+def _first(job: Job, *, batch: int) -> list[int]:
+    """What is there before the first step, allocation by allocation."""
+    sizes = [job.rules.workspace_bytes // 2] * 2
+    for states in job.states.values():
+        sizes += [*states.held, states.buffers]
+    for name, line in zip(CATEGORIES, job.at_rest, strict=True):
+        if name == "grads" and job.is_native_ddp:
+            sizes += _buckets([size for states in job.states.values() for size in states.held], job=job)
+        elif name in ("grads", "reduce", "activations"):
+            sizes.append(line.at(batch))
+    return [size for size in sizes if size]
+
+
+def _buckets(sizes: Sequence[int], *, job: Job) -> list[int]:
+    """DDP's: parameters, last first, until a bucket is full."""
+    buckets = [0]
+    for size in reversed(sizes):
+        if buckets[-1] >= job.plan.bucket_bytes:
+            buckets.append(0)
+        buckets[-1] += size
+    return buckets
+
+
+class _Run:
+    """The allocator at work. What is small is only counted: it shares segments and leaves no gaps to speak of."""
+
+    def __init__(self, batch: int, *, limit_bytes: int | None) -> None:
+        self.batch = batch
+        self.allocator = CachingAllocator(limit_bytes=limit_bytes)
+        self.small = self.most_small = 0
+        self.peak = self.slack = self.slack_at_peak = 0
+
+    def allocate(self, num_bytes: int, stream: str = "") -> MemoryBlock | None:
+        if num_bytes <= SMALL_BYTES:
+            self.small += num_bytes
+            if self.small > self.most_small:
+                self.most_small = self.small
+            return None
+        block = self.allocator.allocate(num_bytes, stream=stream)
+        self.slack += block.size - num_bytes
+        if self.allocator.allocated_bytes > self.peak:
+            self.peak = self.allocator.allocated_bytes
+            self.slack_at_peak = self.slack
+        return block
+
+    def go(self, entries: Sequence[AllocationEntry], held: HeldBlocks) -> HeldBlocks:
+        """Run entries of a step, from what its earlier ones left; what these leave."""
+        batch = self.batch
+        for slot, size, stream in entries:
+            if size is not None:
+                num_bytes = size.at(batch)
+                held[slot] = self.allocate(num_bytes, stream), num_bytes
+            elif slot in held:
+                self._free(*held.pop(slot))
+        return held
+
+    def end(self, held: HeldBlocks) -> None:
+        """Nothing of a step lasts."""
+        for block, num_bytes in held.values():
+            self._free(block, num_bytes)
+
+    def _free(self, block: MemoryBlock | None, num_bytes: int) -> None:
+        if block is None:
+            self.small -= num_bytes
+        else:
+            self.slack -= block.size - num_bytes
+            self.allocator.free(block)

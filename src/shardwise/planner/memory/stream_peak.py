@@ -1,0 +1,87 @@
+"""How far a stream of births and deaths rises, and where it ends: lines in the batch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwise.planner.memory.column_sum import ColumnSum
+from shardwise.planner.memory.constants import MemoryRules
+from shardwise.spec.law import Line
+from shardwise.spec.step import Act, StorageEvent, Stream, What
+
+Point = tuple[int, int, int, int, int]
+"""(activations const, per sample, weight copies const, per sample, gradients) above the stream's start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPeak:
+    """A stream in brief.
+
+    crests   the points that are the highest for some batch
+    sums     the same, where a sum over rows takes memory of its own on top
+    end      where it leaves things
+    grads    gradients that were born, by the unit whose parameters they are of; "": the row's own
+    """
+
+    stream: Stream
+    crests: tuple[Point, ...]
+    end: Point
+    grads: tuple[tuple[str, int], ...] = ()
+    sums: tuple[tuple[ColumnSum, Point], ...] = ()
+
+
+def stream_peak(stream: Stream, *, seq: int | None, rules: MemoryRules, grads_leave_at_once: bool) -> StreamPeak:
+    """Follow a stream. `grads_leave_at_once`: the engine takes each gradient as soon as it is there."""
+    height = [0, 0, 0, 0, 0]
+    points: list[Point] = []
+    grads: dict[str, int] = {}
+    sums: dict[ColumnSum, list[Point]] = {}
+    for event in stream.events:
+        if event.columns:
+            if rules.sums_in_blocks:
+                column_sum = ColumnSum(event.columns, event.num_bytes.line(seq))
+                sums.setdefault(column_sum, []).append(tuple(height))  # type: ignore[arg-type]
+            continue
+        line = _line(event, seq=seq, rules=rules)
+        if event.what is What.SCRATCH:
+            points.append((height[0] + line.const, height[1] + line.per_sample, *height[2:]))  # type: ignore[arg-type]
+            continue
+        _apply(height, event, line, grads=grads, leave_at_once=grads_leave_at_once)
+        if event.act is Act.BORN:
+            points.append(tuple(height))  # type: ignore[arg-type]
+    end: Point = tuple(height)  # type: ignore[assignment]
+    left = tuple((owner, size) for owner, size in grads.items() if size)
+    on_top = tuple((column_sum, point) for column_sum, below in sums.items() for point in highest(below))
+    return StreamPeak(stream=stream, crests=highest(points), end=end, grads=left, sums=on_top)
+
+
+def _line(event: StorageEvent, *, seq: int | None, rules: MemoryRules) -> Line:
+    line = event.num_bytes.line(seq)
+    if line.per_sample == 0:
+        return Line(-(-line.const // rules.block_bytes) * rules.block_bytes, 0)
+    # Rounding up of what depends on the batch is left out: it is within half a block of each storage.
+    return line
+
+
+def _apply(height: list[int], event: StorageEvent, line: Line, *, grads: dict[str, int], leave_at_once: bool) -> None:
+    if event.what is What.GRADIENT:
+        gone = -line.const if leave_at_once else 0
+        change = line.const if event.act is Act.BORN else gone
+        height[4] += change
+        grads[event.owner] = grads.get(event.owner, 0) + change
+        return
+    place = 2 if event.what is What.WEIGHT_COPY else 0
+    sign = 1 if event.act is Act.BORN else -1
+    height[place] += sign * line.const
+    height[place + 1] += sign * line.per_sample
+
+
+def highest(points: Iterable[Point]) -> tuple[Point, ...]:
+    """The points of which no other is at least as high for every batch."""
+    best: list[tuple[int, int, Point]] = []
+    for point in points:
+        const, per_sample = point[0] + point[2] + point[4], point[1] + point[3]
+        if any(c >= const and p >= per_sample for c, p, _ in best):
+            continue
+        best = [(c, p, other) for c, p, other in best if c > const or p > per_sample]
+        best.append((const, per_sample, point))
+    return tuple(point for _, _, point in best)

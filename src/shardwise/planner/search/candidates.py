@@ -1,0 +1,251 @@
+"""Plans for a cluster, each at its best batch and mesh: what they cost, and what would fit if none does."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import log2
+
+from shardwise.hardware import Cluster
+from shardwise.mesh import Mesh
+from shardwise.placement import SHARDED, STRATEGIES
+from shardwise.plan import Plan
+from shardwise.planner.memory.constants import ERROR_BANDS
+from shardwise.planner.memory.peak import MemoryEstimate, estimate, job_of
+from shardwise.planner.time.step_time import TimeEstimate, estimate_time, time_band
+from shardwise.planner.traffic import sent_bytes
+from shardwise.spec import ModelSpec
+
+MOST_BATCH = 2**16
+"""No search goes beyond this."""
+
+SpecFor = Callable[[Plan], ModelSpec]
+"""The spec with the traces that a plan needs; it may have to be traced first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan with its cost on a cluster. `fits` is yes, tight (within the error band), no, or unknown.
+
+    `time` is None where it cannot be predicted (time.why_not_timed).
+    """
+
+    plan: Plan
+    cluster: Cluster
+    memory: MemoryEstimate
+    time: TimeEstimate | None
+    fits: str
+    seq: int | None
+    sent_bytes: int
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        return capacity_bytes(self.cluster)
+
+    @property
+    def batch(self) -> int:
+        assert self.plan.micro_batch is not None
+        return self.plan.micro_batch
+
+    @property
+    def memory_band(self) -> float:
+        return ERROR_BANDS[self.plan.engine]
+
+    @property
+    def time_band(self) -> float:
+        return time_band(self.cluster.device)
+
+
+def capacity_bytes(cluster: Cluster) -> int | None:
+    return cluster.device.capacity_bytes.value if cluster.device.capacity_bytes is not None else None
+
+
+def cost(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False) -> Candidate:
+    """A plan whose micro-batch is set, on a cluster; with `quick`, without the allocator's model."""
+    memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, quick=True)
+    if not quick and _fits(memory.device_bytes, plan=plan, cluster=cluster) != "no":
+        # What its tensors alone are too large for, the allocator cannot make fit.
+        memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer)
+    job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=_kind(cluster))
+    return Candidate(
+        plan=plan,
+        cluster=cluster,
+        memory=memory,
+        time=estimate_time(spec, plan=plan, cluster=cluster, optimizer=optimizer),
+        fits=_fits(memory.device_bytes, plan=plan, cluster=cluster),
+        seq=spec.seq,
+        sent_bytes=sent_bytes(job),
+    )
+
+
+def _memory(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False) -> MemoryEstimate:
+    device = cluster.device
+    capacity = capacity_bytes(cluster)
+    assert plan.micro_batch is not None
+    return estimate(
+        spec,
+        plan=plan,
+        num_ranks=cluster.num_ranks,
+        batch=plan.micro_batch,
+        optimizer=optimizer,
+        device=_kind(cluster),
+        context_bytes=device.context_bytes.value if device.context_bytes else None,
+        communicator_bytes=device.communicator_bytes.value if device.communicator_bytes else None,
+        limit_bytes=round(capacity / (1 + ERROR_BANDS[plan.engine])) if capacity is not None else None,
+        quick=quick,
+    )
+
+
+def _kind(cluster: Cluster) -> str:
+    return "cpu" if cluster.device.name == "cpu" else "cuda"
+
+
+def _fits(device_bytes: int, *, plan: Plan, cluster: Cluster) -> str:
+    capacity = capacity_bytes(cluster)
+    if capacity is None:
+        return "unknown"
+    if device_bytes * (1 + ERROR_BANDS[plan.engine]) <= capacity:
+        return "yes"
+    return "tight" if device_bytes <= capacity else "no"
+
+
+def largest_batch(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False) -> int:
+    """The largest micro-batch that fits; 1 where none does, or where nothing is known that grows with it.
+
+    Searched by what is allocated, which costs nothing; below that, unless `quick`, by what is reserved for it.
+    """
+    if capacity_bytes(cluster) is None or not spec.traces:
+        return 1
+
+    def memory(batch: int, *, quick: bool) -> MemoryEstimate:
+        return _memory(spec, plan=replace(plan, micro_batch=batch), cluster=cluster, optimizer=optimizer, quick=quick)
+
+    def fits(batch: int, *, quick: bool) -> bool:
+        return _fits(memory(batch, quick=quick).device_bytes, plan=plan, cluster=cluster) == "yes"
+
+    batch = _largest(lambda batch: fits(batch, quick=True))
+    return batch if batch == 1 or quick else _refined(batch, fits=lambda batch: fits(batch, quick=False))
+
+
+def _refined(most: int, *, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `most` that fits, to a fiftieth: each look runs the allocator's model."""
+    if fits(most):
+        return most
+    low, high = 1, most
+    while high - low > max(1, low // 50):
+        # What the allocator adds is mostly a tenth, so the answer is likely to be near the upper end.
+        middle = min(high - 1, max(low + 1, high - max(1, (high - low) // 8)))
+        if not fits(middle):
+            high = middle
+            middle = (low + high) // 2
+            if middle == low or not fits(middle):
+                high = max(middle, low + 1)
+                continue
+        low = middle
+    return low
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """The largest number up to MOST_BATCH that fits, if all below it do; at least 1."""
+    low, high = 1, 2
+    while high <= MOST_BATCH and fits(high):
+        low, high = high, 2 * high
+    high = min(high, MOST_BATCH + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def candidates(
+    spec_for: SpecFor,
+    *,
+    plan: Plan,
+    strategies: Sequence[str],
+    cluster: Cluster,
+    optimizer: str,
+    goal: str,
+    quick: bool = False,
+) -> list[Candidate]:
+    """Each strategy at the plan's micro-batch; without one, at the largest that fits, or for memory's sake at 1.
+
+    Over several nodes each is sharded over all ranks and, where that is promising, over fewer.
+    """
+    found = []
+    for strategy in strategies:
+        for mesh in meshes(strategy, plan=plan, cluster=cluster):
+            chosen = replace(plan, strategy=strategy, mesh=mesh)
+            spec = spec_for(chosen)
+            batch = plan.micro_batch or 1
+            if plan.micro_batch is None and goal == "throughput":
+                batch = largest_batch(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=quick)
+            chosen = replace(chosen, micro_batch=batch)
+            found.append(cost(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=quick))
+    return found
+
+
+def meshes(strategy: str, *, plan: Plan, cluster: Cluster) -> list[Mesh]:
+    """The plan's own; else all ranks on the shard axis and, over several nodes, one node or the root of them.
+
+    What is replicated on every rank is so on any mesh.
+    """
+    if plan.mesh is not None:
+        return [plan.mesh]
+    num_ranks, per_node = cluster.num_ranks, cluster.devices_per_node
+    whole = Mesh(shard=num_ranks)
+    if STRATEGIES[strategy].optim is not SHARDED:
+        return [whole]
+    nodes = sorted({1, 2 ** round(log2(cluster.num_nodes) / 2)}, reverse=True)
+    shards = [per_node * count for count in nodes if count < cluster.num_nodes and cluster.num_nodes % count == 0]
+    return [whole, *(Mesh(replicate=num_ranks // shard, shard=shard) for shard in shards)]
+
+
+def way_out(
+    spec_for: SpecFor, *, plan: Plan, strategies: Sequence[str], cluster: Cluster, optimizer: str
+) -> str | None:
+    """The smallest change that fits, as options of the command line; None where nothing that is known helps."""
+    for words, changed, changed_strategies, changed_cluster in _changes(plan, strategies=strategies, cluster=cluster):
+        for strategy in changed_strategies:
+            mesh = Mesh(shard=changed_cluster.num_ranks)
+            chosen = replace(changed, strategy=strategy, mesh=mesh)
+            if plan.engine == "torch" and (strategy in ("zero1", "zero2") or chosen.recompute != "none"):
+                continue
+            if cost(spec_for(chosen), plan=chosen, cluster=changed_cluster, optimizer=optimizer).fits == "yes":
+                also = f" --strategy {strategy}" if strategy not in strategies else ""
+                return words + also
+    return None
+
+
+Changed = tuple[str, Plan, Sequence[str], Cluster]
+
+
+def _changes(plan: Plan, *, strategies: Sequence[str], cluster: Cluster) -> list[Changed]:
+    """Changes from the smallest to the largest; each with a batch."""
+    batch = plan.micro_batch or 1
+    at = replace(plan, micro_batch=batch)
+    every = list(STRATEGIES)
+    found: list[Changed] = [("", at, [name for name in every if name not in strategies], cluster)]
+    if plan.precision == "fp32":
+        found.append(("--precision bf16", replace(at, precision="bf16"), every, cluster))
+    for recompute in ("selective", "full"):
+        found.append((f"--recompute {recompute}", replace(at, recompute=recompute), every, cluster))
+    for recompute in (plan.recompute, "full"):
+        for smaller in _halves(batch):
+            words = f"--micro-batch {smaller}" + (f" --recompute {recompute}" if recompute != plan.recompute else "")
+            found.append((words, replace(plan, micro_batch=smaller, recompute=recompute), every, cluster))
+    for recompute in (plan.recompute, "full"):
+        for larger in _doubles(cluster):
+            words = f"{larger.num_ranks} devices" + (f" and --recompute {recompute}" if recompute != "none" else "")
+            found.append((words, replace(plan, micro_batch=1, recompute=recompute), ["fsdp"], larger))
+    return found
+
+
+def _halves(batch: int) -> list[int]:
+    found = []
+    while batch > 1:
+        batch //= 2
+        found.append(batch)
+    return found
+
+
+def _doubles(cluster: Cluster) -> list[Cluster]:
+    """The cluster with 2, 4, 8 … times as many devices; the links do not matter to memory."""
+    return [replace(cluster, devices_per_node=cluster.devices_per_node * 2**power) for power in range(1, 11)]

@@ -1,0 +1,78 @@
+"""The same training on more and more devices: 8 to 16,384, with the best plan for each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.errors import InvalidCluster
+from shardwise.hardware import Cluster
+from shardwise.hardware.cluster import make_cluster
+from shardwise.plan import Plan
+from shardwise.planner.search.candidates import Candidate, SpecFor, candidates
+from shardwise.planner.search.recommend import fastest
+
+SIZES = tuple(2**power for power in range(3, 15))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """The best plan on so many devices; `efficiency`: samples a second and device, of those of the smallest size."""
+
+    candidate: Candidate
+    efficiency: float
+
+    @property
+    def num_ranks(self) -> int:
+        return self.candidate.cluster.num_ranks
+
+
+def scaling(
+    spec_for: SpecFor, *, plan: Plan, found: Sequence[Candidate], cluster: Cluster, optimizer: str
+) -> list[Scaled]:
+    """The fastest plan that fits on each size, with the cluster's nodes and links; sizes that nothing fits on are left
+    out. A strategy keeps the micro-batch that it has among `found`, so that the global batch grows with the devices;
+    one that did not fit there gets the largest that does.
+    """
+    batches = {one.plan.strategy: one.batch for one in reversed(found) if one.fits in ("yes", "tight")}
+    rows: list[Scaled] = []
+    for size in SIZES:
+        if size % cluster.devices_per_node:
+            continue
+        larger = _grown(cluster, num_nodes=size // cluster.devices_per_node)
+        options: list[Candidate] = []
+        for strategy in dict.fromkeys(one.plan.strategy for one in found):
+            asked = replace(plan, micro_batch=plan.micro_batch or batches.get(strategy))
+            options += candidates(
+                spec_for,
+                plan=asked,
+                strategies=[strategy],
+                cluster=larger,
+                optimizer=optimizer,
+                goal="throughput",
+                quick=True,
+            )
+        best = fastest([one for one in options if one.fits == "yes" and one.time is not None])
+        if best is not None:
+            each = _each(best)
+            rows.append(Scaled(candidate=best, efficiency=each / _each(rows[0].candidate) if rows else 1.0))
+    return rows
+
+
+def _each(candidate: Candidate) -> float:
+    """Samples a second and device."""
+    assert candidate.time is not None
+    return candidate.time.samples_per_s / candidate.cluster.num_ranks
+
+
+def _grown(cluster: Cluster, *, num_nodes: int) -> Cluster:
+    if num_nodes > 1 and cluster.fabric is None and cluster.device.nic is None:
+        raise InvalidCluster(
+            f"--scale: what links nodes of {cluster.device.name} is not known: say it, such as "
+            f"2x{cluster.devices_per_node}x{cluster.device.name}@ib-8x200"
+        )
+    return make_cluster(
+        cluster.device,
+        num_nodes=num_nodes,
+        devices_per_node=cluster.devices_per_node,
+        fabric=cluster.fabric if num_nodes > 1 else None,
+        link=cluster.link,
+    )

@@ -1,0 +1,119 @@
+"""What a model computes in a step, piece by piece: the streams of its trace, and how long each takes at a batch."""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from shardwise.hardware import Device
+from shardwise.planner.job import Job
+from shardwise.planner.time.compute import num_recomputed, stream_seconds
+from shardwise.planner.time.queues import Work
+from shardwise.spec import ModelSpec
+from shardwise.spec.law import Line
+from shardwise.spec.step import AFTER_FORWARD, BEFORE_FORWARD, Stream
+
+FORWARD = (BEFORE_FORWARD, AFTER_FORWARD)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ComputePiece:
+    """Operations that are computed in a row: a stream that holds any.
+
+    `recomputed`: so many at its beginning are forward's once more. `num_units`: it stands for those of so many units.
+    """
+
+    stream: Stream
+    is_backward: bool
+    recomputed: int
+    num_units: int
+
+    @property
+    def key(self) -> tuple[int, bool, int, int]:
+        return id(self.stream), self.is_backward, self.recomputed, self.num_units
+
+
+def pieces_of(job: Job) -> list[ComputePiece]:
+    """In the order of `job.streams`, those without operations left out."""
+    forwards = {unit: stream for (trigger, unit, _), stream in job.streams if trigger == BEFORE_FORWARD}
+    weights = job.short.weights
+    found = []
+    for (trigger, unit, _), stream in job.streams:
+        if stream.ops:
+            is_backward, recomputed = trigger not in FORWARD, 0
+            if is_backward and unit in forwards and job.plan.recompute_of(unit) != "none":
+                recomputed = num_recomputed(forwards[unit], stream)
+            found.append(ComputePiece(stream, is_backward, recomputed, weights.get(unit, 1)))
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class Pieces:
+    """The pieces of jobs that compute alike, whatever they communicate, and their seconds by batch."""
+
+    pieces: list[ComputePiece]
+    seq: int | None
+    precision: str
+    device: Device
+    # Seconds of single streams, which other jobs of the model share.
+    seen: dict[tuple[int, bool, int, int], Work]
+    _works: dict[int, list[Work]] = field(default_factory=dict)
+    _flops: Line | None = None
+
+    def works(self, batch: int) -> list[Work]:
+        found = self._works.get(batch)
+        if found is None:
+            found = self._works[batch] = [self._work(piece, batch) for piece in self.pieces]
+        return found
+
+    def _work(self, piece: ComputePiece, batch: int) -> Work:
+        key = (id(piece.stream), piece.is_backward, piece.recomputed, batch)
+        if key not in self.seen:
+            self.seen[key] = self._timed(piece, batch)
+        return self.seen[key]
+
+    def _timed(self, piece: ComputePiece, batch: int) -> Work:
+        seconds = stream_seconds(
+            piece.stream,
+            batch=batch,
+            seq=self.seq,
+            precision=self.precision,
+            device=self.device,
+            backward=piece.is_backward,
+            recomputed=piece.recomputed,
+        )
+        return seconds.launch, seconds.kernel, seconds.span
+
+    @property
+    def forward_flops(self) -> Line:
+        """What forward computes, as a line in the batch."""
+        if self._flops is None:
+            lines = [
+                (piece.num_units, op.num_flops.line(self.seq))
+                for piece in self.pieces
+                if not piece.is_backward
+                for op in piece.stream.ops
+            ]
+            const, per_sample = (sum(n * getattr(line, name) for n, line in lines) for name in ("const", "per_sample"))
+            self._flops = Line(const, per_sample)
+        return self._flops
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """What is known of a model's computations in one precision on one device."""
+
+    pieces: dict[tuple[tuple[int, bool, int, int], ...], Pieces] = field(default_factory=dict)
+    seen: dict[tuple[int, bool, int, int], Work] = field(default_factory=dict)
+
+
+@lru_cache(maxsize=64)
+def _known(spec: ModelSpec, precision: str, device: Device) -> _Known:
+    return _Known()
+
+
+def timed_pieces(job: Job, *, device: Device) -> Pieces:
+    """Those of a job; the same for jobs whose streams are the same (they hold on to them, so an id stays one's own)."""
+    pieces = pieces_of(job)
+    known, key = _known(job.spec, job.plan.precision, device), tuple(piece.key for piece in pieces)
+    if key not in known.pieces:
+        known.pieces[key] = Pieces(pieces, job.spec.seq, job.plan.precision, device, known.seen)
+    return known.pieces[key]

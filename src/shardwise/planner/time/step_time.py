@@ -1,0 +1,235 @@
+"""`estimate_time`: how long a step of a plan takes on a cluster, without running it."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from shardwise.hardware import Cluster, Device
+from shardwise.plan import Plan
+from shardwise.planner.fold import Short
+from shardwise.planner.job import Job
+from shardwise.planner.memory.peak import job_of
+from shardwise.planner.time.collective import can_link
+from shardwise.planner.time.compute import can_time
+from shardwise.planner.time.instructions import Schedule, schedule_of
+from shardwise.planner.time.overhead import GRAPH_LAUNCH_SECONDS, HOST_SLOWDOWN, SLOWDOWN
+from shardwise.planner.time.pieces import Pieces, timed_pieces
+from shardwise.planner.time.queues import Queues, Span, Work
+from shardwise.planner.traffic import sent_bytes
+from shardwise.spec import ModelSpec
+
+FITTED_DEVICES = ("h200", "h100-80gb", "a100-80gb")
+"""Kinds of device whose measurements the constants were fitted to."""
+
+_FAR_AHEAD = 1e6
+
+
+def time_band(device: Device) -> float:
+    """How far a prediction of time may be off: nine of ten rows of benchmarks/validate_time.py are within it."""
+    return 0.10 if device.name in FITTED_DEVICES else 0.15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeEstimate:
+    """A step in the middle of training.
+
+    step_seconds              from the end of a step to the end of the next
+    samples_per_s             of all ranks together; `tokens_per_s_per_gpu` of one, None where samples have no length
+    mfu                       of the device's peak, what the model alone needs: three times its forward
+    exposed_comm_seconds      that the device stood still for communication
+    comm_seconds              that the wire was busy
+    cpu_seconds               that the CPU needed to issue the step
+    sent_bytes                that a rank sent
+    """
+
+    step_seconds: float
+    samples_per_s: float
+    tokens_per_s_per_gpu: float | None
+    mfu: float | None
+    exposed_comm_seconds: float
+    comm_seconds: float
+    cpu_seconds: float
+    sent_bytes: int
+
+
+def why_not_timed(spec: ModelSpec, *, plan: Plan, cluster: Cluster) -> str | None:
+    """Why there is no prediction of time; None where there is one."""
+    if not spec.traces:
+        return "nothing is known of the model but its parameters"
+    if plan.offload_activations or plan.offload_states or plan.dynamic:
+        return "what offloading, or a dynamic order of units, costs is not modelled"
+    if not can_time(cluster.device):
+        return f"calibrate this device: shardwise calibrate ({cluster.device.name} has no speeds)"
+    if not can_link(cluster):
+        return f"what links the devices of a node is not known of {cluster.device.name}"
+    return None
+
+
+def estimate_time(
+    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str = "adamw", clips: bool = False
+) -> TimeEstimate | None:
+    """The time of a step of `plan`, whose micro-batch is set; None where `why_not_timed` says why.
+
+    `clips`: it also takes the norm of the gradients and scales them by it.
+    """
+    assert plan.micro_batch is not None
+    if why_not_timed(spec, plan=plan, cluster=cluster) is not None:
+        return None
+    prepared = _prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips)
+    queues, step_seconds, cpu_seconds = _steady(prepared, batch=plan.micro_batch)
+    samples = plan.micro_batch * plan.accumulate
+    return TimeEstimate(
+        step_seconds=step_seconds,
+        samples_per_s=samples * cluster.num_ranks / step_seconds,
+        tokens_per_s_per_gpu=samples * spec.seq / step_seconds if spec.seq is not None else None,
+        mfu=_mfu(prepared, samples=samples, step_seconds=step_seconds),
+        exposed_comm_seconds=queues.exposed,
+        comm_seconds=queues.sent,
+        cpu_seconds=cpu_seconds,
+        sent_bytes=prepared.sent_bytes,
+    )
+
+
+def timeline(
+    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str = "adamw", clips: bool = False
+) -> list[Span]:
+    """What each queue does in one step, from its beginning."""
+    assert plan.micro_batch is not None
+    prepared = _lengthened(_prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips))
+    queues, _, _ = _steady(prepared, batch=plan.micro_batch, records=True)
+    assert queues.spans is not None
+    start = min((span.start for span in queues.spans), default=0.0)
+    return [span._replace(start=span.start - start, end=span.end - start) for span in queues.spans]
+
+
+def block_seconds(spec: ModelSpec, *, plan: Plan, cluster: Cluster, num_steps: int, optimizer: str = "adamw") -> float:
+    """The mean of steps that come after a pause, as benchmarks measure them: in the first the CPU is not yet ahead."""
+    assert plan.micro_batch is not None
+    prepared = _prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer)
+    works = _works(prepared, batch=plan.micro_batch)
+    queues = _Run(prepared, works).queues(cpu=0.0, records=False)
+    _, step_seconds, _ = _steady(prepared, batch=plan.micro_batch)
+    return (max(queues.compute, queues.cpu) + (num_steps - 1) * step_seconds) / num_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Prepared:
+    """All that does not depend on the batch."""
+
+    job: Job
+    cluster: Cluster
+    optimizer: str
+    clips: bool
+    schedule: Schedule
+    pieces: Pieces
+    sent_bytes: int
+
+
+@lru_cache(maxsize=4096)
+def _known(job: Job) -> dict[tuple[int, str, bool], _Prepared]:
+    """What was prepared of a job, by the id of its cluster (which it holds on to, and which is slow to hash)."""
+    return {}
+
+
+def _prepare(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, clips: bool = False) -> _Prepared:
+    device = "cpu" if _is_host(cluster) else "cuda"
+    job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=device)
+    known, key = _known(job), (id(cluster), optimizer, clips)
+    if key not in known:
+        shortened = job if _units_repeat(job) else _whole(job)
+        known[key] = _scheduled(shortened, cluster=cluster, optimizer=optimizer, clips=clips)
+    return known[key]
+
+
+def _scheduled(job: Job, *, cluster: Cluster, optimizer: str, clips: bool) -> _Prepared:
+    return _Prepared(
+        job=job,
+        cluster=cluster,
+        optimizer=optimizer,
+        clips=clips,
+        schedule=schedule_of(job, cluster=cluster, optimizer=optimizer, clips=clips),
+        pieces=timed_pieces(job, device=cluster.device),
+        sent_bytes=sent_bytes(job),
+    )
+
+
+def _units_repeat(job: Job) -> bool:
+    """Whether units that stand for others are reduced one by one, so that each does what the one before it did."""
+    return not any(len(bucket.units) > 1 and job.short.weights for bucket in job.program.buckets)
+
+
+def _whole(job: Job) -> Job:
+    """The same, of the model with all of its units."""
+    return replace(job, short=Short(spec=job.spec, weights={}, chosen={}), _cuts={}) if job.short.weights else job
+
+
+def _lengthened(prepared: _Prepared) -> _Prepared:
+    whole = _whole(prepared.job)
+    return _scheduled(whole, cluster=prepared.cluster, optimizer=prepared.optimizer, clips=prepared.clips)
+
+
+def _works(prepared: _Prepared, *, batch: int) -> list[Work]:
+    pieces = prepared.pieces.works(batch)
+    if prepared.job.plan.capture:
+        pieces = [(0.0, kernel, kernel) for _, kernel, _ in pieces]
+    return [*pieces, *prepared.schedule.works]
+
+
+def _steady(prepared: _Prepared, *, batch: int, records: bool = False) -> tuple[Queues, float, float]:
+    """A step among many: (its queues, its seconds, its seconds of the CPU).
+
+    Nothing that the CPU issues waits for the device, so over many steps the CPU gets ahead as far as it can, and a step
+    takes as long as the slower of the two: the device, whose CPU is far ahead, or the CPU.
+    """
+    works = _works(prepared, batch=batch)
+    if _is_host(prepared.cluster):
+        queues = _Run(prepared, works).queues(cpu=0.0, records=records)
+        return queues, queues.cpu, queues.cpu
+    queues = _Run(prepared, works).queues(cpu=-_FAR_AHEAD, records=records)
+    device_seconds, cpu_seconds = queues.compute, queues.cpu + _FAR_AHEAD
+    if cpu_seconds > device_seconds:
+        # What the wire does is hidden behind the CPU too.
+        queues = _Run(prepared, works).queues(cpu=0.0, records=records)
+    return queues, max(device_seconds, cpu_seconds), cpu_seconds
+
+
+def _is_host(cluster: Cluster) -> bool:
+    """Whether the ranks compute on CPUs."""
+    return cluster.device.name == "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    prepared: _Prepared
+    works: list[Work]
+
+    def queues(self, *, cpu: float, records: bool) -> Queues:
+        """One step from time 0 on, which finds what the step before it left on the wire."""
+        is_host = _is_host(self.prepared.cluster)
+        queues = Queues(slowdown=HOST_SLOWDOWN if is_host else SLOWDOWN, is_host=is_host, cpu=cpu)
+        if self.prepared.schedule.update:
+            queues.run(self.prepared.schedule.update, self.works)
+            queues.restart(cpu=cpu)
+        queues.spans = [] if records else None
+        _step(queues, schedule=self.prepared.schedule, works=self.works, plan=self.prepared.job.plan)
+        return queues
+
+
+def _step(queues: Queues, *, schedule: Schedule, works: list[Work], plan: Plan) -> None:
+    """All passes, of which those between the second and the last take as long as the second."""
+    if plan.capture:
+        queues.cpu += GRAPH_LAUNCH_SECONDS
+    for number in range(min(plan.accumulate - 1, 2)):
+        before = queues.now()
+        queues.run(schedule.first, works)
+        if number == 1:
+            queues.skip(before, times=plan.accumulate - 3)
+    queues.run(schedule.last, works)
+
+
+def _mfu(prepared: _Prepared, *, samples: int, step_seconds: float) -> float | None:
+    """Three times the operations of forward, over what the device could have done; nothing is counted twice."""
+    plan, device = prepared.job.plan, prepared.cluster.device
+    peak = device.flops_per_s(plan.precision if plan.precision in ("bf16", "fp16") else "fp32")
+    if peak is None:
+        return None
+    return 3 * prepared.pieces.forward_flops.at(samples) / (step_seconds * peak.value)

@@ -1,0 +1,171 @@
+"""What was predicted beside what was measured: a rehearsal for each strategy, if it fits on this machine. No torch."""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwise.errors import ShardwiseError
+from shardwise.placement import STRATEGIES
+from shardwise.plan import Plan
+from shardwise.planner.memory.peak import MemoryEstimate, estimate, job_of
+from shardwise.planner.memory.replay import crests
+from shardwise.profile.memory_ledger import LedgerEntry, beside
+from shardwise.profile.rehearsal import Measured, Rehearsal, rehearse_apart
+from shardwise.spec import ModelSpec
+
+SpecFor = Callable[[Plan], ModelSpec]
+
+# Of the planner, for the kernels that rank.py chooses.
+_OPTIMIZERS = {
+    "cpu": {"adamw": "adamw-loop", "adam": "adamw-loop", "sgd": "sgd"},
+    "cuda": {"adamw": "adamw-fused", "adam": "adam-fused", "sgd": "sgd"},
+}
+_UNCUT = 2**62
+_MOST_RANKS = 1024
+_PROCESS_BYTES = 2**29
+"""What a process holds on the host beside its tensors, torch itself mostly: measured 0.3 GiB, and some to spare."""
+
+
+class DoesNotFit(ShardwiseError):  # noqa: N818
+    """More memory than there is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedMemory:
+    """The planner's peak, and the highest point of each row of the step."""
+
+    memory: MemoryEstimate
+    entries: tuple[LedgerEntry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One strategy. `measured` is None where `why_not` says why."""
+
+    rehearsal: Rehearsal
+    predicted: PredictedMemory
+    measured: Measured | None
+    why_not: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """How much more was predicted than there was, of what there was."""
+        if self.measured is None:
+            return None
+        return self.predicted.memory.allocated_bytes / self.measured.allocated_bytes - 1
+
+    @property
+    def step_seconds(self) -> float | None:
+        return statistics.median(self.measured.step_seconds) if self.measured and self.measured.step_seconds else None
+
+    @property
+    def unknown(self) -> frozenset[str]:
+        """Categories that an engine does not tell of: what is measured of them counts as activations."""
+        return frozenset({"gathered", "reduce"} if self.rehearsal.plan.engine == "torch" else ())
+
+    def rows(self) -> Iterator[tuple[LedgerEntry, LedgerEntry | None]]:
+        """(measured, predicted) of each row that was measured."""
+        seen = self.measured.ledger.entries if self.measured is not None else ()
+        return beside(seen, self.predicted.entries)
+
+
+def predict(rehearsal: Rehearsal, *, spec_for: SpecFor) -> PredictedMemory:
+    """What the planner says of the very same job."""
+    return predict_memory(
+        spec_for(rehearsal.plan),
+        plan=rehearsal.plan,
+        num_ranks=rehearsal.num_ranks,
+        batch=rehearsal.batch,
+        optimizer=_OPTIMIZERS[rehearsal.device][rehearsal.optimizer],
+        device=rehearsal.device,
+    )
+
+
+def predict_memory(
+    spec: ModelSpec, *, plan: Plan, num_ranks: int, batch: int, optimizer: str, device: str
+) -> PredictedMemory:
+    """The peak, and every row's highest point; `optimizer` is one of planner/memory/states.py."""
+    memory = estimate(spec, plan=plan, num_ranks=num_ranks, batch=batch, optimizer=optimizer, device=device)
+    job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device).cut(_UNCUT)
+    found = crests(job.moments, at_rest=job.at_rest, batch=batch)
+    return PredictedMemory(
+        memory=memory, entries=tuple(LedgerEntry(at=label, num_bytes=parts) for label, parts in found)
+    )
+
+
+def profile(
+    rehearsals: Sequence[Rehearsal],
+    *,
+    spec_for: SpecFor,
+    room_bytes: int,
+    run: Callable[[Rehearsal], Measured] = rehearse_apart,
+) -> list[Profile]:
+    """Predict all, and measure those that fit into `room_bytes`; if none does, say what would."""
+    predictions = [predict(rehearsal, spec_for=spec_for) for rehearsal in rehearsals]
+    needs = [
+        needed_bytes(found.memory, device=rehearsal.device)
+        for found, rehearsal in zip(predictions, rehearsals, strict=True)
+    ]
+    if min(needs) > room_bytes:
+        raise DoesNotFit(_too_much(rehearsals[-1], needs[-1], spec_for=spec_for, room_bytes=room_bytes))
+    found = []
+    for rehearsal, predicted, needed in zip(rehearsals, predictions, needs, strict=True):
+        fits = needed <= room_bytes
+        why_not = "" if fits else f"needs {_gib(needed)}, and there are {_gib(room_bytes)}"
+        measured = run(rehearsal) if fits else None
+        found.append(Profile(rehearsal=rehearsal, predicted=predicted, measured=measured, why_not=why_not))
+    return found
+
+
+def needed_bytes(memory: MemoryEstimate, *, device: str) -> int:
+    """All that the process takes where the tensors are."""
+    return memory.allocated_bytes + _PROCESS_BYTES if device == "cpu" else memory.device_bytes
+
+
+def host_room_bytes() -> int:
+    """What a process may take of this machine's memory, and of its control group's; files in the cache can go."""
+    room = _field("/proc/meminfo", "MemAvailable:") * 1024
+    group = Path("/sys/fs/cgroup")
+    limit = group / "memory.max"
+    if limit.is_file() and (text := limit.read_text().strip()) != "max":
+        used = int((group / "memory.current").read_text()) - _field(group / "memory.stat", "inactive_file")
+        room = min(room, int(text) - used)
+    return room
+
+
+def _field(path: Path | str, name: str) -> int:
+    """The number beside a name in one of the kernel's tables."""
+    lines = (line.split() for line in Path(path).read_text().splitlines())
+    return next(int(words[1]) for words in lines if words[0] == name)
+
+
+def _too_much(rehearsal: Rehearsal, needed: int, *, spec_for: SpecFor, room_bytes: int) -> str:
+    text = (
+        f"{rehearsal.model} under {rehearsal.plan.strategy} on {rehearsal.num_ranks} ranks needs {_gib(needed)} "
+        f"on each; there are {_gib(room_bytes)} here"
+    )
+    for other, options in _lighter(rehearsal):
+        would = needed_bytes(predict(other, spec_for=spec_for).memory, device=other.device)
+        if would <= room_bytes:
+            return f"{text}: {options} fits ({_gib(would)})"
+    return f"{text}, and no number of ranks up to {_MOST_RANKS:,} makes it fit: take a smaller model, --seq or --image"
+
+
+def _lighter(rehearsal: Rehearsal) -> Iterator[tuple[Rehearsal, str]]:
+    """Other rehearsals that need less and less, with the options that ask for them."""
+    for strategy in STRATEGIES:
+        if rehearsal.plan.engine != "torch" or strategy not in ("zero1", "zero2"):
+            yield replace(rehearsal, plan=replace(rehearsal.plan, strategy=strategy)), f"--strategy {strategy}"
+    sharded = replace(rehearsal, plan=replace(rehearsal.plan, strategy="fsdp"))
+    for batch in dict.fromkeys((rehearsal.batch, 1)):
+        num_ranks = rehearsal.num_ranks
+        options = "--strategy fsdp" + (f" --micro-batch {batch}" if batch != rehearsal.batch else "")
+        yield replace(sharded, batch=batch), options
+        while num_ranks < _MOST_RANKS:
+            num_ranks = min(2 * num_ranks, _MOST_RANKS)
+            yield replace(sharded, num_ranks=num_ranks, batch=batch), f"{options} --ranks {num_ranks}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

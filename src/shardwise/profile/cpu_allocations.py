@@ -1,0 +1,120 @@
+"""Allocations of tensors on a CPU over time, as torch's own allocator reports them to the profiler. Not RSS.
+
+    with LiveBytes() as live:
+        model = make()
+        with live.phase("step"):
+            train()
+    live.peak_bytes("step"), live.end_bytes("step")
+
+What was allocated before the recording is not seen, so it has to start before the first tensor of interest. The
+profiler follows this thread and autograd's: what a backend's thread allocates is not seen, and what such a thread
+frees is noticed only when its address is given out again. `end_bytes` of two equal steps tells whether that matters.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any, Self
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from shardwise.profile.memory_ledger import FOREVER, Allocation
+
+_MARK = "shardwise/"
+
+
+class LiveBytes:
+    """A recording; the questions are answered when it is over. A moment of it is the number of an event.
+
+    Without `with_scratch`, what a kernel takes for itself while it runs is left out: that is oneDNN's business, and
+    depends on the processor.
+    """
+
+    def __init__(self, *, with_scratch: bool = True) -> None:
+        self.allocations: list[Allocation] = []
+        self._with_scratch = with_scratch
+        self._profile: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        # For each phase the (start, end) of its runs.
+        self._phases: dict[str, list[tuple[int, int]]] = {}
+        # The moments at which anything changes, and the live bytes from each on.
+        self._moments: list[int] = []
+        self._totals: list[int] = []
+
+    def __enter__(self) -> Self:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        # The events as the profiler would show them; making those takes longer than a step, and nobody looks.
+        self._profile.profiler._parse_kineto_results = lambda *results, **options: []
+        self._profile.__exit__(*error)
+        tree = self._profile.profiler.kineto_results.experimental_event_tree()
+        self._read(sorted(_flatten(tree), key=lambda event: event.start_time_ns))
+        # Events by the hundred thousand, of which all that is asked for has been read.
+        self._profile = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of the recording that can be asked about; of several with one name, the last answers."""
+        with record_function(_MARK + name):
+            yield
+
+    def span(self, phase: str, *, run: int = -1) -> tuple[int, int]:
+        """The moment at which a phase began, and the first one after it."""
+        return self._phases[phase][run]
+
+    def peak_bytes(self, phase: str, *, run: int = -1) -> int:
+        """The most bytes that were live at once in the phase, what was there before it included."""
+        start, end = self.span(phase, run=run)
+        inside = self._totals[bisect_left(self._moments, start) : bisect_left(self._moments, end)]
+        return max([self._live_before(start), *inside])
+
+    def end_bytes(self, phase: str, *, run: int = -1) -> int:
+        """The bytes that were live when the phase ended."""
+        return self._live_before(self.span(phase, run=run)[1])
+
+    def _live_before(self, moment: int) -> int:
+        position = bisect_left(self._moments, moment)
+        return self._totals[position - 1] if position else 0
+
+    def _read(self, events: Sequence[Any]) -> None:
+        found = _allocations(events)
+        self.allocations = [one for one in found if self._with_scratch or not one.is_scratch]
+        times = [event.start_time_ns for event in events]
+        for moment, event in enumerate(events):
+            if event.name.startswith(_MARK):
+                span = (moment, bisect_right(times, event.end_time_ns))
+                self._phases.setdefault(event.name.removeprefix(_MARK), []).append(span)
+        changes = [(one.born, one.num_bytes) for one in self.allocations]
+        changes += [(one.freed, -one.num_bytes) for one in self.allocations if one.freed != FOREVER]
+        changes.sort()
+        self._moments = [moment for moment, _ in changes]
+        self._totals = list(accumulate(num_bytes for _, num_bytes in changes))
+
+
+def _flatten(events: Iterable[Any]) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from _flatten(event.children)
+
+
+def _allocations(events: Sequence[Any]) -> Iterator[Allocation]:
+    """What was allocated, in the order in which it was freed; what never was comes last."""
+    live: dict[int, tuple[int, int]] = {}
+    # Where each operation begins. What is born and freed with none between was the kernel's own.
+    last_operation = 0
+    for moment, event in enumerate(events):
+        if event.name != "[memory]":
+            last_operation = moment
+        elif event.extra_fields.device.type == "cpu":
+            address, num_bytes = event.extra_fields.ptr, event.extra_fields.alloc_size
+            # An address that is given out again was freed before, on a thread that is not followed.
+            if address in live:
+                born, size = live.pop(address)
+                is_scratch = born > last_operation and num_bytes <= 0
+                yield Allocation(address=address, num_bytes=size, born=born, freed=moment, is_scratch=is_scratch)
+            if num_bytes > 0:
+                live[address] = (moment, num_bytes)
+    for address, (born, size) in live.items():
+        yield Allocation(address=address, num_bytes=size, born=born)

@@ -1,0 +1,156 @@
+"""The memory ledger: live bytes by category, row by row of a step. No torch here.
+
+    allocations   when each storage came and went (live.py)
+    marks         the rows of the step, each with the storages whose category the engine knows then (rows.py)
+    ledger        for each row, what was live at its highest moment, by category
+
+A storage is of the category that the engine last gave it; before the first time, of the one that it will give it: a
+gradient is one from birth, though the engine sees it only when all of its unit are there. What the engine never
+knows of is an activation if it came in forward or backward, and `other` if it came in the update, before the step, or
+while a kernel ran that also freed it (scratch).
+"""
+
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.planner.memory.replay import CATEGORIES
+
+FOREVER = 2**63
+"""The moment at which is freed what nobody frees."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """One storage; `born` and `freed` are moments, in any unit that orders them."""
+
+    address: int
+    num_bytes: int
+    born: int
+    freed: int = FOREVER
+    is_scratch: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerMark:
+    """A row of the step begins: its label, when, and address → category of what the engine holds then.
+
+    `computes`: what comes now and nobody knows is an activation. `reserved_bytes`: what the caching allocator holds.
+    """
+
+    label: str
+    moment: int
+    known: Mapping[int, str]
+    computes: bool = True
+    reserved_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerEntry:
+    """Bytes by category at the highest moment of a row; what a caching allocator held when the row began."""
+
+    at: str
+    num_bytes: Mapping[str, int]
+    reserved_bytes: int | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.num_bytes.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLedger:
+    """A step, row by row, and what is live after it."""
+
+    entries: tuple[LedgerEntry, ...]
+    at_rest: LedgerEntry
+
+    @property
+    def peak(self) -> LedgerEntry:
+        """The first of the highest."""
+        return max(self.entries, key=lambda entry: entry.total_bytes)
+
+    def to_data(self) -> dict[str, Any]:
+        """In JSON's own types."""
+        return {
+            "entries": [[entry.at, dict(entry.num_bytes), entry.reserved_bytes] for entry in self.entries],
+            "at_rest": dict(self.at_rest.num_bytes),
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> "MemoryLedger":
+        entries = [LedgerEntry(at=at, num_bytes=parts, reserved_bytes=held) for at, parts, held in data["entries"]]
+        return cls(entries=tuple(entries), at_rest=LedgerEntry(at="at rest", num_bytes=data["at_rest"]))
+
+
+def ledger_of(allocations: Iterable[Allocation], *, marks: Sequence[LedgerMark], end: int) -> MemoryLedger:
+    """The ledger of the step whose rows begin at `marks`, in order, and which is over at `end`."""
+    starts = [mark.moment for mark in marks]
+    changes = [change for one in allocations for change in _changes(one, marks=marks, starts=starts)]
+    changes.sort(key=lambda change: change[0])
+    live = dict.fromkeys(CATEGORIES, 0)
+    position = 0
+
+    def advance(until: int) -> Iterator[dict[str, int]]:
+        """What is live after each change before a moment."""
+        nonlocal position
+        while position < len(changes) and changes[position][0] < until:
+            _, category, num_bytes = changes[position]
+            live[category] += num_bytes
+            position += 1
+            yield live
+
+    for _ in advance(starts[0]):
+        pass
+    entries = []
+    for mark, row_end in zip(marks, [*starts[1:], end], strict=True):
+        highest = dict(live)
+        for now in advance(row_end):
+            if sum(now.values()) > sum(highest.values()):
+                highest = dict(now)
+        entries.append(LedgerEntry(at=mark.label, num_bytes=highest, reserved_bytes=mark.reserved_bytes))
+    return MemoryLedger(entries=tuple(entries), at_rest=LedgerEntry(at="at rest", num_bytes=dict(live)))
+
+
+def beside(
+    seen: Sequence[LedgerEntry], expected: Iterable[LedgerEntry]
+) -> Iterator[tuple[LedgerEntry, LedgerEntry | None]]:
+    """(measured, predicted) of each row that was measured.
+
+    Of predicted rows that were not seen (rows.py), the highest counts with the row before.
+    """
+    waiting = deque(expected)
+    later = Counter(entry.at for entry in seen)
+    for entry in seen:
+        later[entry.at] -= 1
+        found = [waiting.popleft()] if waiting and waiting[0].at == entry.at else []
+        while waiting and not later[waiting[0].at]:
+            found.append(waiting.popleft())
+        yield entry, max(found, key=lambda one: one.total_bytes, default=None)
+
+
+def _changes(
+    allocation: Allocation, *, marks: Sequence[LedgerMark], starts: Sequence[int]
+) -> Iterator[tuple[int, str, int]]:
+    """(moment, category, bytes that come or go) of one storage."""
+    lived_through = range(bisect_left(starts, allocation.born), bisect_left(starts, allocation.freed))
+    given = [(starts[row], marks[row].known.get(allocation.address)) for row in lived_through]
+    named = [(moment, category) for moment, category in given if category is not None]
+    before = named[0][1] if named else _unnamed(allocation, marks=marks, starts=starts)
+    yield allocation.born, before, allocation.num_bytes
+    for moment, category in named[1:]:
+        if category != before:
+            yield moment, before, -allocation.num_bytes
+            yield moment, category, allocation.num_bytes
+            before = category
+    if allocation.freed != FOREVER:
+        yield allocation.freed, before, -allocation.num_bytes
+
+
+def _unnamed(allocation: Allocation, *, marks: Sequence[LedgerMark], starts: Sequence[int]) -> str:
+    """The category of what the engine does not know."""
+    row = bisect_left(starts, allocation.born) - 1
+    computes = row >= 0 and marks[row].computes
+    return "activations" if computes and not allocation.is_scratch else "other"

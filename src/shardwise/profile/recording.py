@@ -1,0 +1,132 @@
+"""One recorded step: its rows, with what the engine held at each, and from them its memory ledger."""
+
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.profile.cpu_allocations import LiveBytes
+from shardwise.profile.cuda_allocations import AllocatorHistory
+from shardwise.profile.memory_ledger import LedgerMark, MemoryLedger, ledger_of
+from shardwise.profile.rows import known_storages, step_rows
+from shardwise.program import Trigger
+from shardwise.spec import ModelSpec
+
+# Our engine learns the order of units in the first step, and all have made their states after it.
+WARM_UP_STEPS = 2
+_STEP, _ROW = "step", "row"
+
+Recording = LiveBytes | AllocatorHistory
+"""Of allocations: on a CPU as the profiler sees them, on a GPU as its allocator does."""
+
+
+def allocations_on(device: torch.device, *, stacks: bool = False) -> Recording:
+    """To be entered before the first tensor of interest is made. `stacks`: with the lines of code, on a GPU."""
+    return AllocatorHistory(stacks=stacks) if device.type == "cuda" else LiveBytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRow:
+    """A row as it began, with what the engine held then.
+
+    moment   of time.perf_counter; paused_seconds: what the recording of all rows up to this one took
+    """
+
+    trigger: Trigger
+    unit: str
+    known: dict[int, str]
+    reserved_bytes: int | None
+    moment: float
+    paused_seconds: float
+
+
+class StepRecording:
+    """Marks the rows of one step in a recording of allocations.
+
+    `model` and `optimizer` are at work; `modules` are the units of `spec` as they were before an engine took them.
+    `batch` is for the caller to set, as soon as there is one.
+    """
+
+    def __init__(
+        self,
+        live: Recording,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer,
+        spec: ModelSpec,
+        modules: Mapping[str, nn.Module],
+        device: torch.device,
+    ) -> None:
+        self.rows: list[RecordedRow] = []
+        self.batch: Any = None
+        self._live = live
+        self._model = model
+        self._optimizer = optimizer
+        self._spec = spec
+        self._modules = modules
+        self._on_gpu = device.type == "cuda"
+        self._recording = False
+        self._began = 0.0
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """To be entered before the first forward."""
+        with step_rows(self._optimizer, spec=self._spec, modules=self._modules, on_row=self._on_row):
+            yield
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """The step in here is the one that is recorded; others have gone before it (WARM_UP_STEPS)."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        self._recording = True
+        with self._live.phase(_STEP):
+            self._began = time.perf_counter()
+            yield
+        self._recording = False
+
+    def _on_row(self, trigger: Trigger, unit: str) -> None:
+        if not self._recording:
+            return
+        moment = time.perf_counter()
+        known = known_storages(self._model, self._optimizer, batch=self.batch)
+        reserved = torch.cuda.memory_reserved() if self._on_gpu else None
+        with self._live.phase(_ROW):
+            pass
+        paused = self.rows[-1].paused_seconds if self.rows else 0.0
+        self.rows.append(
+            RecordedRow(
+                trigger=trigger,
+                unit=unit,
+                known=known,
+                reserved_bytes=reserved,
+                moment=moment,
+                paused_seconds=paused + time.perf_counter() - moment,
+            )
+        )
+
+    def place(self, moment: float) -> tuple[int, float]:
+        """(its row, seconds since the step began) of a moment of time.perf_counter, as if nobody had recorded it."""
+        row = max(0, bisect_right(self.rows, moment, key=lambda row: row.moment) - 1)
+        return row, moment - self._began - self.rows[row].paused_seconds
+
+    def ledger(self) -> MemoryLedger:
+        """When the recording of allocations is over."""
+        marks = [
+            LedgerMark(
+                label=f"{row.trigger.value} {row.unit}",
+                moment=self._live.span(_ROW, run=number)[0],
+                known=row.known,
+                computes=row.trigger is not Trigger.AFTER_STEP,
+                reserved_bytes=row.reserved_bytes,
+            )
+            for number, row in enumerate(self.rows)
+        ]
+        return ledger_of(self._live.allocations, marks=marks, end=self._live.span(_STEP)[1])

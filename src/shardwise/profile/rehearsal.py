@@ -1,0 +1,111 @@
+"""A rehearsal: one rank of a job of any size, run for real on this device, with the others absent. No torch here.
+
+Memory and compute time are those of a real rank; nothing goes over a wire, so the time of communication is not in it.
+Each runs in a process of its own (rank.py), which leaves no memory and no state to the next.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ShardwiseError
+from shardwise.plan import Plan
+from shardwise.profile.memory_ledger import MemoryLedger
+
+
+class RehearsalFailed(ShardwiseError):  # noqa: N818
+    """The process of a rehearsal ended without a result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """Rank 0 of `num_ranks`, with `batch` samples a pass; a job of one rank is a real one.
+
+    steps      how many are timed
+    history    a file for the allocator's history, on a GPU
+    """
+
+    model: str
+    plan: Plan
+    num_ranks: int = 1
+    batch: int = 1
+    seq: int | None = None
+    image: int | None = None
+    optimizer: str = "adamw"
+    device: str = "cpu"
+    steps: int = 3
+    history: str | None = None
+
+    def to_data(self) -> dict[str, Any]:
+        """In JSON's own types."""
+        return {name: getattr(self, name) for name in self.__slots__} | {"plan": self.plan.to_dict()}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> "Rehearsal":
+        return cls(**{**data, "plan": Plan.from_dict(data["plan"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What one step took.
+
+    counted_bytes    its peak by torch's own counter, which rounds up; reserved_bytes: what the caching allocator held
+                     for it at most; both None on a CPU
+    step_seconds     of each step that was timed: forward, backward and update, without communication
+    """
+
+    ledger: MemoryLedger
+    counted_bytes: int | None
+    reserved_bytes: int | None
+    step_seconds: tuple[float, ...]
+    device_name: str
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.ledger.peak.total_bytes if self.counted_bytes is None else self.counted_bytes
+
+    def to_data(self) -> dict[str, Any]:
+        """In JSON's own types."""
+        return {
+            "ledger": self.ledger.to_data(),
+            "counted_bytes": self.counted_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "step_seconds": list(self.step_seconds),
+            "device_name": self.device_name,
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> "Measured":
+        ledger, seconds = MemoryLedger.from_data(data["ledger"]), tuple(data["step_seconds"])
+        return cls(**{**data, "ledger": ledger, "step_seconds": seconds})
+
+
+def rehearse_apart(rehearsal: Rehearsal) -> Measured:
+    """Run a rehearsal in a fresh process; what it prints goes to our standard error."""
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+        asked, found = Path(folder, "asked.json"), Path(folder, "found.json")
+        asked.write_text(json.dumps(rehearsal.to_data()))
+        command = [sys.executable, "-m", "shardwise.profile.rehearsal_process", str(asked), str(found)]
+        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        if ended.returncode != 0 or not found.exists():
+            raise _failure(rehearsal, code=ended.returncode, said=ended.stdout)
+        # torch's profiler tells of itself, and cannot be asked not to.
+        told = [line for line in ended.stdout.splitlines(keepends=True) if not line.startswith("USDT:")]
+        sys.stderr.writelines(told)
+        return Measured.from_data(json.loads(found.read_text()))
+
+
+def _failure(rehearsal: Rehearsal, *, code: int, said: str) -> RehearsalFailed:
+    """One line; all that the process said is for --debug."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    why = lines[-1] if lines else f"exit code {code}"
+    if code < 0:
+        why = f"killed by signal {-code}" + (", perhaps for want of memory" if code == -9 else "")
+    error = RehearsalFailed(f"{rehearsal.model} under {rehearsal.plan.strategy}: {why[:400]}")
+    error.add_note(said)
+    return error

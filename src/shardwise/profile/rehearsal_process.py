@@ -1,0 +1,205 @@
+"""The process of a rehearsal: `python -m shardwise.profile.rehearsal_process ASKED.json FOUND.json`.
+
+A few steps until all is steady, one that is recorded, and then some that are timed, without the recording.
+"""
+
+import json
+import pickle
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from shardwise.atomic import atomic_write
+from shardwise.comm.absent import AbsentCollectives, absent_group, leave_out_reduce
+from shardwise.engines import prepare
+from shardwise.errors import ShardwiseError
+from shardwise.profile.cuda_allocations import AllocatorHistory
+from shardwise.profile.recording import WARM_UP_STEPS, Recording, StepRecording, allocations_on
+from shardwise.profile.rehearsal import Measured, Rehearsal
+from shardwise.spec import ModelSpec
+from shardwise.tasks import Task
+from shardwise.trace.foreign import task_of
+from shardwise.units import model_spec, unit_modules
+
+
+def rehearse(rehearsal: Rehearsal) -> Measured:
+    """Run one rank in this process, which must not have joined a job."""
+    device = torch.device("cuda", 0) if rehearsal.device == "cuda" else torch.device("cpu")
+    with _group(rehearsal, device=device):
+        with allocations_on(device, stacks=rehearsal.history is not None) as live:
+            training = _started(rehearsal, device=device)
+            recording = _record(training, live=live)
+        counted, reserved = _counted(device)
+        if rehearsal.history is not None:
+            _write_history(live, rehearsal.history)
+        seconds = tuple(_timed(training) for _ in range(rehearsal.steps))
+    return Measured(
+        ledger=recording.ledger(),
+        counted_bytes=counted,
+        reserved_bytes=reserved,
+        step_seconds=seconds,
+        device_name=_name(device),
+    )
+
+
+def _counted(device: torch.device) -> tuple[int | None, int | None]:
+    """What torch's own counters say of a GPU's memory: (allocated, reserved)."""
+    if device.type != "cuda":
+        return None, None
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Training:
+    """A model at work. `model` is what `prepare` returned; `task.model` is in it, or the same."""
+
+    task: Task
+    spec: ModelSpec
+    modules: dict[str, nn.Module]
+    model: nn.Module
+    optimizer: Optimizer
+    batch: Any
+    device: torch.device
+
+    def step(self) -> None:
+        self.task.loss(self.model, self.batch).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _started(rehearsal: Rehearsal, *, device: torch.device) -> _Training:
+    """A model from the meta device straight onto its engine."""
+    torch.manual_seed(0)
+    task = task_of(rehearsal.model, seq=rehearsal.seq, image=rehearsal.image)
+    spec = model_spec(task.model, policy=rehearsal.plan.units)
+    modules = unit_modules(task.model, policy=rehearsal.plan.units)
+    absent, ours = rehearsal.num_ranks > 1, rehearsal.plan.engine == "shardwise"
+    model, optimizer = prepare(
+        task.model,
+        _optimizer(rehearsal.optimizer, task.model, device=device),
+        rehearsal.plan,
+        device=device,
+        collectives=AbsentCollectives() if absent and ours else None,
+    )
+    if absent:
+        leave_out_reduce(model)
+    if device.type == "cuda":
+        # What the allocator held for a moment to fill the model is no part of a step.
+        torch.cuda.empty_cache()
+    batch = _batch(task, rehearsal.batch, device=device)
+    return _Training(
+        task=task, spec=spec, modules=modules, model=model, optimizer=optimizer, batch=batch, device=device
+    )
+
+
+def _record(training: _Training, *, live: Recording) -> StepRecording:
+    """A step that follows on others."""
+    recording = StepRecording(
+        live,
+        model=training.model,
+        optimizer=training.optimizer,
+        spec=training.spec,
+        modules=training.modules,
+        device=training.device,
+    )
+    recording.batch = training.batch
+    with recording.attached():
+        for _ in range(WARM_UP_STEPS):
+            training.step()
+        with recording.step():
+            training.step()
+    return recording
+
+
+def _timed(training: _Training) -> float:
+    """Seconds of one step."""
+    if training.device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    training.step()
+    if training.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+@contextmanager
+def _group(rehearsal: Rehearsal, *, device: torch.device) -> Iterator[None]:
+    """A job whose other ranks are absent, or a real one of one rank, whatever the environment says of others."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if rehearsal.num_ranks > 1:
+        with absent_group(rehearsal.num_ranks):
+            yield
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _write_history(live: Recording, path: str) -> None:
+    """All that the GPU's allocator did, with the lines of code that asked for it, as torch's viewer reads it."""
+    assert isinstance(live, AllocatorHistory)
+    with atomic_write(path) as file:
+        pickle.dump(live.snapshot, file)
+
+
+def _optimizer(name: str, model: nn.Module, *, device: torch.device) -> Optimizer:
+    """With the kernels that the planner has a rule for; torch's own choice on a CPU changes from version to version."""
+    on_gpu = device.type == "cuda"
+    fused, foreach = (True if on_gpu else None), (None if on_gpu else False)
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, foreach=foreach)
+    kind = torch.optim.Adam if name == "adam" else torch.optim.AdamW
+    return kind(model.parameters(), lr=1e-4, fused=fused, foreach=foreach)
+
+
+class _InsteadOfMeta(TorchFunctionMode):
+    """Tensors that are asked for on the meta device are made on another, with values."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if str(options.get("device")) == "meta":
+            options["device"] = self.device
+        return function(*args, **options)
+
+
+def _batch(task: Task, size: int, *, device: torch.device) -> Any:
+    with _InsteadOfMeta(device):
+        return tree_map_only(Tensor, lambda tensor: tensor.to(device), task.make_batch(size))
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def main(asked: str, found: str) -> None:
+    """Read a rehearsal, run it, and write what was measured."""
+    try:
+        measured = rehearse(Rehearsal.from_data(json.loads(Path(asked).read_text())))
+    except ShardwiseError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+    Path(found).write_text(json.dumps(measured.to_data()))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

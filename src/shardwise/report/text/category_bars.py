@@ -1,0 +1,54 @@
+"""How the categories of memory are drawn: a letter and a colour each, and a bar of them."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from shardwise.planner.memory.replay import CATEGORIES
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+STYLES: Mapping[str, str] = MappingProxyType(
+    {
+        "params": "blue",
+        "gathered": "cyan",
+        "grads": "magenta",
+        "reduce": "bright_magenta",
+        "optim": "green",
+        "activations": "yellow",
+        "other": "bright_black",
+    }
+)
+LETTERS: Mapping[str, str] = MappingProxyType(
+    {"params": "P", "gathered": "W", "grads": "G", "reduce": "R", "optim": "O", "activations": "A", "other": "x"}
+)
+
+
+def bar(parts: Mapping[str, int], *, capacity: int, width: int) -> "Text":
+    """A letter a category, and dots up to the capacity; what goes beyond it is cut off with a sign."""
+    from rich.text import Text
+
+    text = Text()
+    end = 0
+    for name in CATEGORIES:
+        start, end = end, end + parts[name]
+        length = round(end * width / capacity) - round(start * width / capacity)
+        text.append(LETTERS[name] * length, style=STYLES[name])
+    if len(text) > width:
+        text.truncate(width)
+        text.append("»", style="red")
+        return text
+    text.append("·" * (width - len(text)), style="bright_black")
+    return text
+
+
+def legend() -> "Text":
+    """The letters of the bars."""
+    from rich.text import Text
+
+    text = Text()
+    for name in CATEGORIES:
+        text.append(f"{LETTERS[name]} ", style=STYLES[name])
+        text.append(f"{name}  ")
+    return text

@@ -1,0 +1,169 @@
+"""A bench as a table for the terminal, with its verdicts in words, and as Markdown."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from shardwise.bench.results import Bench, CaseResult
+from shardwise.byte_unit import byte_unit
+from shardwise.planner.memory.replay import CATEGORIES
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_MIB = 2**20
+# How many differences of one bench are told; the rest is in its JSON.
+_MOST_TOLD = 8
+
+
+def heading(bench: Bench) -> str:
+    """What was run where."""
+    told = [bench.settings.get(key) for key in ("task.model", "plan.precision")]
+    what = ", ".join(str(value) for value in told if value is not None)
+    rounds = bench.settings.get("bench.rounds", 1)
+    return (
+        f"{bench.name}: {what}, {bench.step_samples} samples a step, on {bench.num_ranks} × "
+        f"{bench.machine.get('device', '?')}, {rounds} round{'s' if rounds != 1 else ''} of "
+        f"{bench.settings.get('bench.steps', '?')} steps"
+    )
+
+
+def as_table(bench: Bench) -> "Table":
+    """A row a case that ran; ranked only if all of them did the same training."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for number, column in enumerate(columns(bench)):
+        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number > 0, vertical="bottom")
+    for index, case in enumerate(bench.cases):
+        if case.ran:
+            table.add_row(*row(bench, case), style="bold" if index == bench.recommended else "")
+    return table
+
+
+def holdings_table(bench: Bench) -> "Table | None":
+    """The most that a rank held of each kind in a step: what is sharded falls as 1/N. None where nobody looked."""
+    from rich.table import Table
+
+    looked = [case for case in bench.cases if case.ledgers and case.allocated_bytes]
+    if not looked:
+        return None
+    unit_bytes, unit = _unit(bench)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column(f"a rank, {unit}")
+    for name in CATEGORIES:
+        table.add_column(name, justify="right", no_wrap=True)
+    for case in looked:
+        entries = case.ledgers[case.peak_rank].entries
+        most = (max(entry.num_bytes[name] for entry in entries) for name in CATEGORIES)
+        table.add_row(case.name, *(f"{num_bytes / unit_bytes:.2f}" for num_bytes in most))
+    return table
+
+
+def as_markdown(bench: Bench) -> str:
+    """The same table, and the same words below it."""
+    heads = [column.replace("\n", " ") for column in columns(bench)]
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
+    lines += [[cell.replace("|", "\\|") for cell in row(bench, case)] for case in bench.cases if case.ran]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n\n".join([table, *(_escaped(remark) for remark in remarks(bench))]) + "\n"
+
+
+def columns(bench: Bench) -> list[str]:
+    """Heads in two lines, so that the table has room in 80 columns."""
+    unit = _unit(bench)[1]
+    return [
+        "",
+        ("samples" if bench.step_tokens is None else "tokens") + "\na second",
+        "±",
+        *(["×"] if bench.equivalence.agrees else []),
+        "step\nms",
+        "comm\nexp.",
+        f"peak\n{unit}",
+        "pred.\nerror",
+        "sent\nMiB",
+        "first\nstep s",
+    ]
+
+
+def row(bench: Bench, case: CaseResult) -> list[str]:
+    """A case that ran; ? is what is not known."""
+    seconds, first = case.step_seconds, case.first_step_seconds
+    assert seconds is not None
+    rate = bench.samples_per_s(case) if bench.step_tokens is None else bench.tokens_per_s(case)
+    assert rate is not None
+    off = max(seconds.middle[1] - seconds.median, seconds.median - seconds.middle[0])
+    base = baseline(bench).step_seconds
+    assert base is not None
+    exposed = case.exposed_seconds
+    return [
+        case.name,
+        _rate(rate),
+        f"{off / seconds.median:.0%}",
+        *([f"{base.median / seconds.median:.2f}"] if bench.equivalence.agrees else []),
+        _number(1000 * seconds.median),
+        "?" if exposed is None else f"{exposed / seconds.median:.0%}",
+        _number(case.peak_bytes / _unit(bench)[0]) if case.allocated_bytes else "?",
+        "?" if case.memory_error is None else f"{case.memory_error:+.1%}".replace("-0.0%", "+0.0%"),
+        "?" if case.sent_bytes is None else _number(case.sent_bytes / _MIB),
+        "?" if first is None else f"{first.median:.1f}",
+    ]
+
+
+def baseline(bench: Bench) -> CaseResult:
+    """What × is of: our ddp, or what ran first."""
+    ran = [case for case in bench.cases if case.ran]
+    return next((case for case in ran if case.name == "ddp"), ran[0])
+
+
+def remarks(bench: Bench) -> Iterator[str]:
+    """What the columns mean, what did not run, whether all did the same training, and which one to use."""
+    ran = [case for case in bench.cases if case.ran]
+    if ran:
+        times = f" × is the speed beside {baseline(bench).name};" if bench.equivalence.agrees else ""
+        yield (
+            f"±: half of the times lie within;{times} comm exp.: what of a step is waiting for others; "
+            "peak: live bytes of the fullest rank; sent: by a rank in a step."
+        )
+    for case in bench.cases:
+        if case.why_not:
+            yield f"{case.name}: did not run: {case.why_not}"
+        elif case.why_not_silent:
+            yield f"{case.name}: did not run with the wire cut, so what is exposed is not known: {case.why_not_silent}"
+    yield from _verdict(bench, num_ran=len(ran))
+    if bench.why and bench.equivalence.agrees:
+        yield bench.why
+
+
+def _verdict(bench: Bench, *, num_ran: int) -> Iterator[str]:
+    equivalence = bench.equivalence
+    if equivalence.agrees:
+        if num_ran > 1:
+            how = "both" if num_ran == 2 else f"all {num_ran}"
+            share = f"{equivalence.largest:.2g} of what rounding explains" if equivalence.largest else "0"
+            yield f"Same training: {how} agree; the largest difference is {share}."
+        return
+    yield "NOT the same training, so nothing is ranked:"
+    for difference in equivalence.differences[:_MOST_TOLD]:
+        yield f"  {difference.text}"
+    if len(equivalence.differences) > _MOST_TOLD:
+        yield f"  and {len(equivalence.differences) - _MOST_TOLD} more"
+
+
+def _escaped(text: str) -> str:
+    """Names of modules and messages of errors hold signs that Markdown and HTML read."""
+    return "".join(f"\\{sign}" if sign in "\\`*_<>[]|" else sign for sign in text)
+
+
+def _unit(bench: Bench) -> tuple[int, str]:
+    return byte_unit(case.peak_bytes for case in bench.cases if case.allocated_bytes)
+
+
+def _rate(value: float) -> str:
+    if value >= 1e6:
+        return f"{value / 1e6:.2f}M"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _number(value: float) -> str:
+    """Three or four digits that mean something."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"

@@ -1,0 +1,154 @@
+"""Candidates of the planner as JSON, and as a table with bars."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardwise.planner.memory.replay import CATEGORIES
+from shardwise.planner.search.candidates import Candidate
+from shardwise.planner.search.scale import Scaled
+from shardwise.report.text import category_bars
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+_MIB, _GIB = 2**20, 2**30
+_BAR_WIDTH = 16
+_VERDICTS = {"yes": "green", "tight": "yellow", "no": "red", "unknown": "bright_black"}
+
+
+def as_data(candidate: Candidate) -> dict[str, Any]:
+    """One candidate in JSON's own types; what cannot be predicted is null."""
+    plan, memory, time = candidate.plan, candidate.memory, candidate.time
+    assert plan.mesh is not None
+    return {
+        "strategy": plan.strategy,
+        "mesh": {"replicate": plan.mesh.replicate, "shard": plan.mesh.shard},
+        "engine": plan.engine,
+        "micro_batch": candidate.batch,
+        "seq": candidate.seq,
+        "precision": plan.precision,
+        "recompute": plan.recompute,
+        "fits": candidate.fits,
+        "capacity_bytes": candidate.capacity_bytes,
+        "peak_bytes": {
+            "allocated": memory.allocated_bytes,
+            "reserved": memory.reserved_bytes,
+            "device": memory.device_bytes,
+        },
+        "peak_at": memory.peak_at,
+        "breakdown_bytes": {
+            name: None if name == "activations" and not memory.activations_known else memory.breakdown_bytes[name]
+            for name in CATEGORIES
+        },
+        "step_seconds": time.step_seconds if time else None,
+        "samples_per_s": time.samples_per_s if time else None,
+        "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu if time else None,
+        "mfu": time.mfu if time else None,
+        "comm_bytes_per_step": candidate.sent_bytes,
+        "exposed_comm_seconds": time.exposed_comm_seconds if time else None,
+        "error_band": {"memory": candidate.memory_band, "time": candidate.time_band if time else None},
+        "measured": None,
+    }
+
+
+def as_table(candidates: Sequence[Candidate], *, recommended: int | None) -> "Table":
+    """A row a candidate: its peak against the capacity, by category, and its time."""
+    from rich.table import Table
+
+    has_tokens = any(one.time is not None and one.time.tokens_per_s_per_gpu is not None for one in candidates)
+    is_small = all(one.memory.device_bytes < _GIB for one in candidates)
+    unit_bytes, unit = (_MIB, "MiB") if is_small else (_GIB, "GiB")
+    columns: dict[str, Literal["left", "right"]] = {
+        "": "left",
+        "strategy": "left",
+        "batch": "right",
+        "peak of capacity": "left",
+        unit: "right",
+        "step s": "right",
+        "tok/s/GPU" if has_tokens else "samples/s": "right",
+        "comm": "right",
+        "fits": "left",
+    }
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for column, justify in columns.items():
+        table.add_column(column, justify=justify, no_wrap=True)
+    for index, candidate in enumerate(candidates):
+        table.add_row(
+            "▶" if index == recommended else "",
+            _name(candidate),
+            str(candidate.batch),
+            _bar(candidate),
+            f"{candidate.memory.device_bytes / unit_bytes:.1f}",
+            *_times(candidate),
+            _verdict(candidate),
+        )
+    return table
+
+
+def _name(candidate: Candidate) -> str:
+    mesh = candidate.plan.mesh
+    assert mesh is not None
+    return candidate.plan.strategy + (f" {mesh}" if mesh.replicate > 1 else "")
+
+
+def _times(candidate: Candidate) -> tuple[str, str, str]:
+    """Step, throughput, exposed communication."""
+    time = candidate.time
+    if time is None:
+        return "?", "?", "?"
+    rate = time.samples_per_s if time.tokens_per_s_per_gpu is None else time.tokens_per_s_per_gpu
+    return _short(time.step_seconds), f"{rate:,.0f}", f"{time.exposed_comm_seconds / time.step_seconds:.0%}"
+
+
+def _short(seconds: float) -> str:
+    """Three digits that mean something."""
+    return f"{seconds:.3f}" if seconds < 10 else f"{seconds:.1f}"
+
+
+def scaling_table(rows: Sequence[Scaled]) -> "Table":
+    """A row a number of devices."""
+    from rich.table import Table
+
+    has_tokens = any(row.candidate.seq is not None for row in rows)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    rate = "tokens/s" if has_tokens else "samples/s"
+    for column in ("devices", "best plan", "batch", "GiB", "step s", rate, "efficiency", "comm"):
+        table.add_column(column, justify="left" if column == "best plan" else "right", no_wrap=True)
+    for row in rows:
+        candidate, time = row.candidate, row.candidate.time
+        assert time is not None
+        table.add_row(
+            f"{row.num_ranks:,}",
+            _name(candidate),
+            str(candidate.batch),
+            f"{candidate.memory.device_bytes / _GIB:.1f}",
+            _short(time.step_seconds),
+            f"{time.samples_per_s * (candidate.seq or 1):,.0f}",
+            f"{row.efficiency:.0%}",
+            f"{time.exposed_comm_seconds / time.step_seconds:.0%}",
+        )
+    return table
+
+
+def scaling_data(rows: Sequence[Scaled]) -> list[dict[str, Any]]:
+    return [{"num_ranks": row.num_ranks, "efficiency": row.efficiency, **as_data(row.candidate)} for row in rows]
+
+
+def _verdict(candidate: Candidate) -> "Text":
+    from rich.text import Text
+
+    return Text(candidate.fits, style=_VERDICTS[candidate.fits])
+
+
+def _bar(candidate: Candidate) -> "Text":
+    """All that the device holds, by category, of its capacity."""
+    memory = candidate.memory
+    outside = memory.device_bytes - memory.allocated_bytes
+    parts = {**memory.breakdown_bytes, "other": memory.breakdown_bytes["other"] + outside}
+    return category_bars.bar(parts, capacity=candidate.capacity_bytes or memory.device_bytes, width=_BAR_WIDTH)
+
+
+def legend() -> "Text":
+    """The letters of the bars."""
+    return category_bars.legend()

@@ -1,0 +1,149 @@
+"""Profiles as JSON, as a table, and a step's memory as a timeline of bars: predicted beside measured."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardwise.byte_unit import byte_unit
+from shardwise.planner.memory.replay import CATEGORIES
+from shardwise.profile.compare import Profile
+from shardwise.report.text.category_bars import bar
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_BAR_WIDTH = 26
+# So that a line has room in 80 columns.
+_SHORT = {"gathered": "gather", "activations": "activ."}
+
+
+def as_data(profiles: Sequence[Profile]) -> dict[str, Any]:
+    """All that was found, in JSON's own types; what was not measured is null."""
+    rehearsal = profiles[0].rehearsal
+    names = [found.measured.device_name for found in profiles if found.measured is not None]
+    return {
+        "model": rehearsal.model,
+        "device": rehearsal.device,
+        "device_name": names[0] if names else None,
+        "ranks": rehearsal.num_ranks,
+        "engine": rehearsal.plan.engine,
+        "micro_batch": rehearsal.batch,
+        "seq": rehearsal.seq,
+        "image": rehearsal.image,
+        "precision": rehearsal.plan.precision,
+        "recompute": rehearsal.plan.recompute,
+        "optimizer": rehearsal.optimizer,
+        "rows": [_row(found) for found in profiles],
+    }
+
+
+def _row(found: Profile) -> dict[str, Any]:
+    memory, measured = found.predicted.memory, found.measured
+    has_cache = found.rehearsal.device != "cpu"
+    return {
+        "strategy": found.rehearsal.plan.strategy,
+        "predicted_bytes": {
+            "allocated": memory.allocated_bytes,
+            "reserved": memory.reserved_bytes if has_cache else None,
+            "at_rest": memory.at_rest_bytes,
+            "at": memory.peak_at,
+            "breakdown": dict(memory.breakdown_bytes),
+        },
+        "measured_bytes": None
+        if measured is None
+        else {
+            "allocated": measured.allocated_bytes,
+            "reserved": measured.reserved_bytes,
+            "at_rest": measured.ledger.at_rest.total_bytes,
+            "at": measured.ledger.peak.at,
+            "breakdown": _told(found, measured.ledger.peak.num_bytes),
+        },
+        "error": found.error,
+        "not_measured": found.why_not or None,
+        "timeline": [
+            {
+                "at": entry.at,
+                "bytes": _told(found, entry.num_bytes),
+                "reserved_bytes": entry.reserved_bytes,
+                "predicted_bytes": None if beside is None else dict(beside.num_bytes),
+            }
+            for entry, beside in found.rows()
+        ],
+        "step_seconds": found.step_seconds,
+        "steps_seconds": None if measured is None else list(measured.step_seconds),
+    }
+
+
+def _told(found: Profile, parts: Mapping[str, int]) -> dict[str, int | None]:
+    """Without the categories that the engine does not tell of."""
+    return {name: None if name in found.unknown else num_bytes for name, num_bytes in parts.items()}
+
+
+def as_table(profiles: Sequence[Profile]) -> "Table":
+    """Two lines a strategy: its peak as it was measured, by category, and as it was predicted."""
+    from rich.table import Table
+
+    unit_bytes, unit = byte_unit([found.predicted.memory.allocated_bytes for found in profiles])
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column(unit, no_wrap=True)
+    for name in ("peak", *(_SHORT.get(name, name) for name in CATEGORIES), "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+
+    def line(peak: int, parts: Mapping[str, int | None]) -> list[str]:
+        numbers = (peak, *(parts[name] for name in CATEGORIES))
+        return ["?" if number is None else _number(number / unit_bytes) for number in numbers]
+
+    for found in profiles:
+        memory, measured = found.predicted.memory, found.measured
+        numbers = ["not measured"]
+        if measured is not None:
+            peak = measured.ledger.peak
+            numbers = [*line(peak.total_bytes, _told(found, peak.num_bytes)), f"{found.error:+.1%}"]
+        table.add_row(found.rehearsal.plan.strategy, *numbers)
+        table.add_row("  predicted", *line(memory.allocated_bytes, dict(memory.breakdown_bytes)), style="bright_black")
+    return table
+
+
+def remark(found: Profile) -> str:
+    """What is not in the table: the time, what the allocator holds, or why there is nothing."""
+    strategy, measured = found.rehearsal.plan.strategy, found.measured
+    if measured is None:
+        return f"{strategy}: not measured, since it {found.why_not}"
+    parts = [] if found.step_seconds is None else [f"a step computes {found.step_seconds:.3f} s"]
+    if measured.reserved_bytes is not None:
+        unit_bytes, unit = byte_unit([measured.reserved_bytes])
+        predicted = found.predicted.memory.reserved_bytes
+        parts.append(
+            f"reserved {_number(measured.reserved_bytes / unit_bytes)} {unit}, "
+            f"predicted {_number(predicted / unit_bytes)} {unit}"
+        )
+    if found.unknown:
+        parts.append("buffers of torch's own engine count as activations")
+    return f"{strategy}: {'; '.join(parts)}"
+
+
+def as_timeline(found: Profile) -> "Table":
+    """A step row by row: a bar of what was live at the highest moment, how much that was, and what was predicted."""
+    from rich.table import Table
+
+    assert found.measured is not None
+    highest = found.measured.allocated_bytes
+    unit_bytes, unit = byte_unit([highest])
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column(f"{found.rehearsal.plan.strategy}, row by row", no_wrap=True)
+    table.add_column(unit, no_wrap=True, min_width=_BAR_WIDTH)
+    for name in ("measured", "predicted"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+    table.add_column("", no_wrap=True)
+    for entry, beside in found.rows():
+        table.add_row(
+            entry.at,
+            bar(entry.num_bytes, capacity=highest, width=_BAR_WIDTH),
+            _number(entry.total_bytes / unit_bytes),
+            "?" if beside is None else _number(beside.total_bytes / unit_bytes),
+            "◀ peak" if entry is found.measured.ledger.peak else "",
+        )
+    return table
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.1f}"

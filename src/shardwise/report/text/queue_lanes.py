@@ -1,0 +1,43 @@
+"""The queues of a step as text lanes: what each does at what time."""
+
+from collections.abc import Sequence
+
+from shardwise.planner.time.queues import Span
+
+QUEUES = ("compute", "gather", "reduce")
+_WIDTH = 72
+_LETTERS = {"forward": "F", "backward": "B", "update": "U", "gather": "g", "reduce": "r"}
+_OTHER = "c"
+
+
+def as_lanes(spans: Sequence[Span], *, width: int = _WIDTH) -> str:
+    """A line a queue; a column shows what most of its time went to, a dot that the queue stood still."""
+    end = max((span.end for span in spans), default=0.0)
+    if not end:
+        return ""
+    lines = [f"{queue:8}{_lane([s for s in spans if s.queue == queue], end=end, width=width)}" for queue in QUEUES]
+    scale = f"{'':8}0{f'{end * 1e3:.4g} ms':>{width - 1}}"
+    return "\n".join([*lines, scale, "F forward  B backward  U update  c copy  g gather  r reduce  · idle"])
+
+
+def _lane(spans: Sequence[Span], *, end: float, width: int) -> str:
+    busy: list[dict[str, float]] = [{} for _ in range(width)]
+    for span in spans:
+        letter = _LETTERS.get(span.name.partition(" ")[0], _OTHER)
+        first, last = span.start / end * width, span.end / end * width
+        for column in range(int(first), min(width, int(last) + 1)):
+            part = min(last, column + 1) - max(first, column)
+            busy[column][letter] = busy[column].get(letter, 0.0) + part
+    return "".join(_sign(column) for column in busy)
+
+
+def _sign(column: dict[str, float]) -> str:
+    """What took most of a column, if anything took half of it."""
+    if sum(column.values()) < 0.5:
+        return "·"
+    return max(column, key=lambda letter: column[letter])
+
+
+def as_data(spans: Sequence[Span]) -> list[dict[str, object]]:
+    """The same in JSON's own types."""
+    return [{"queue": s.queue, "name": s.name, "start_seconds": s.start, "end_seconds": s.end} for s in spans]

@@ -1,0 +1,275 @@
+"""`explain`: one step in text pictures. Every line comes from the step program and the placement.
+
+All ranks do the same at the same time, each with its own slice; so rank 0 is drawn, and once who owns what.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardwise.mesh import Mesh
+from shardwise.placement import SHARDED, STRATEGIES, Placement, placement_of
+from shardwise.plan import Plan
+from shardwise.program import Kind, Trigger
+from shardwise.program.operations import ON_BUCKETS, WAITS
+from shardwise.report.snapshots import STATES, Frame, Holding, Holdings, bucket_label, hold
+from shardwise.spec import ROOT, ModelSpec
+
+WIDTH = 80
+GLYPHS: Mapping[Holding, str] = {
+    Holding.WHOLE: "█",
+    Holding.SLICE: "▂",
+    Holding.ON_ITS_WAY: "░",
+    Holding.DIFFERS: "▒",
+    Holding.NOTHING: "·",
+}
+OTHER_NAMES: Mapping[Placement, str] = {
+    STRATEGIES["ddp"]: "DistributedDataParallel, NO_SHARD",
+    STRATEGIES["zero1"]: "ZeRO-1, optimizer-state sharding",
+    STRATEGIES["zero2"]: "ZeRO-2",
+    STRATEGIES["shard_grad_op"]: "SHARD_GRAD_OP, fully_shard without resharding",
+    STRATEGIES["fsdp"]: "FULL_SHARD, ZeRO-3, fully_shard",
+}
+_PHASES = {Trigger.BEFORE_FORWARD: "forward", Trigger.BEFORE_BACKWARD: "backward", Trigger.AFTER_STEP: "update"}
+_MIB = 2**20
+# Of more units than this only the first and last are drawn, so that a line stays a line.
+_MAX_UNITS = 5
+_MAX_RANKS = 8
+_MAX_SLICES = 16
+_OPERATION_WIDTH = 31
+_NUMBER_WIDTH = 7
+
+
+def explain(spec: ModelSpec, *, strategy: str, num_ranks: int, replicate: int = 1, prefetch: int = 1) -> list[str]:
+    """The picture of one step, 80 columns wide; `replicate`: groups of ranks, each of which has all slices."""
+    placement = placement_of(strategy)
+    mesh = Mesh(replicate=replicate, shard=num_ranks // replicate)
+    plan = Plan(strategy=strategy, mesh=mesh, prefetch=prefetch)
+    holdings = hold(spec, plan=plan, num_ranks=num_ranks)
+    return [
+        f"{strategy}, also known as {OTHER_NAMES[placement]}",
+        *in_words(placement, num_groups=replicate),
+        "",
+        *_owners(placement, mesh=mesh),
+        "",
+        *_step(holdings, spec=spec),
+        "",
+        *_sums(holdings),
+    ]
+
+
+def explain_as_data(
+    spec: ModelSpec, *, strategy: str, num_ranks: int, replicate: int = 1, prefetch: int = 1
+) -> dict[str, Any]:
+    """The same as plain values for JSON: the program's rows, and after each operation what a rank holds."""
+    mesh = Mesh(replicate=replicate, shard=num_ranks // replicate)
+    plan = Plan(strategy=strategy, mesh=mesh, prefetch=prefetch)
+    holdings = hold(spec, plan=plan, num_ranks=num_ranks)
+    frames = iter(holdings.frames[1:])
+    return {
+        "model": spec.name,
+        "strategy": strategy,
+        "ranks": num_ranks,
+        "replicate": replicate,
+        "prefetch": prefetch,
+        "units": [{"name": unit.name, "num_params": unit.num_params} for unit in spec.units],
+        "buckets": [list(bucket.units) for bucket in holdings.program.buckets],
+        "start": _frame_data(holdings.frames[0]),
+        "rows": [
+            {
+                "trigger": row.trigger.value,
+                "unit": row.unit,
+                "call": row.call,
+                "operations": [
+                    {
+                        "kind": operation.kind.value,
+                        "subject": operation.subject,
+                        "num_bytes": operation.num_bytes,
+                        "stream": operation.kind.stream,
+                        **_frame_data(next(frames)),
+                    }
+                    for operation in row.operations
+                ],
+            }
+            for row in holdings.program.rows
+        ],
+        "peak_bytes": holdings.peak.held_bytes,
+        "sent_bytes": {kind.value: holdings.sent_bytes(kind) for kind in WAITS.values()},
+    }
+
+
+def _frame_data(frame: Frame) -> dict[str, Any]:
+    holds = {state: {name: held.value for name, held in frame.holds[state].items()} for state in STATES}
+    return {"held_bytes": frame.held_bytes, **holds}
+
+
+def in_words(placement: Placement, *, num_groups: int = 1) -> Iterator[str]:
+    """What is sharded; then what happens to params, and to grads."""
+    sharded = [state for state in STATES if getattr(placement, state) is SHARDED]
+    replicated = [state for state in STATES if state not in sharded]
+    yield f"sharded: {', '.join(sharded) or 'nothing'}; replicated: {', '.join(replicated) or 'nothing'}"
+    if placement.params is not SHARDED:
+        if placement.optim is SHARDED:
+            yield "params: each rank updates its slice, then the slices are gathered"
+        else:
+            yield "params: every rank makes the same update, so nothing is ever gathered"
+    elif placement.reshard_after_forward:
+        yield "params: gathered before use and freed after it, in forward and again in backward"
+    else:
+        yield "params: gathered before forward, kept until backward is done with them"
+    if placement.grads is SHARDED and num_groups > 1:
+        yield f"grads:  reduce-scatter; then the {num_groups} groups add up their sums of each slice"
+    elif placement.grads is SHARDED:
+        yield "grads:  reduce-scatter; each rank keeps the sum of its own slice"
+    else:
+        yield "grads:  all-reduce; every rank keeps the whole sum"
+
+
+def _owners(placement: Placement, *, mesh: Mesh) -> Iterator[str]:
+    """Which rank has which slice of every unit when the optimizer runs."""
+    num_ranks = mesh.num_ranks
+    if num_ranks == 1:
+        yield "1 rank: its slice of a unit is all of it; gathers and reduces go on all the same"
+    elif mesh.replicate > 1:
+        groups = f"{num_ranks} ranks in {mesh.replicate} groups"
+        yield f"{groups}; what each has of every unit, in {mesh.shard} slices, at the update:"
+    else:
+        yield f"{num_ranks} ranks; what each has of every unit, in {num_ranks} slices, at the update:"
+    cells = _shortened(range(mesh.shard), most=_MAX_SLICES)
+    width = max(len(cells), len("params")) + 2
+    label_width = len(f"  rank {num_ranks - 1}") + 2
+    yield " " * label_width + "".join(f"{state:{width}}" for state in STATES).rstrip()
+    for rank in _shortened(range(num_ranks), most=_MAX_RANKS):
+        if rank is None:
+            yield "  ⋮"
+            continue
+        line = f"  rank {rank}".ljust(label_width)
+        for state in STATES:
+            whole = getattr(placement, state) is not SHARDED
+            line += "".join(_slice(cell, owned=whole or cell == rank % mesh.shard) for cell in cells).ljust(width)
+        yield line.rstrip()
+
+
+def _slice(cell: int | None, *, owned: bool) -> str:
+    if cell is None:
+        return "…"
+    return GLYPHS[Holding.WHOLE if owned else Holding.NOTHING]
+
+
+def _shortened(numbers: range, *, most: int) -> list[int | None]:
+    """All of them, or the first ones, a gap, and the last."""
+    if len(numbers) <= most:
+        return list(numbers)
+    return [*numbers[: most // 2], None, numbers[-1]]
+
+
+def _step(holdings: Holdings, *, spec: ModelSpec) -> Iterator[str]:
+    """One line an operation: what it is, what the rank holds after it, and how many bytes that is."""
+    columns = _columns([unit.name for unit in spec.units])
+    cell_width = 2 * len(columns) - 1 + max(2, len(columns[-1][1]))
+    bar_width = WIDTH - _OPERATION_WIDTH - len(STATES) * cell_width - _NUMBER_WIDTH - len(" ") - len(" ◀")
+    labels = {bucket.name: bucket_label(bucket.units) for bucket in holdings.program.buckets}
+    peak = holdings.peak
+    divisor, byte_unit = _scale(peak.held_bytes)
+    yield f"rank 0 in one step of {spec.name} ({len(spec.units)} units, {spec.num_params:,} parameters)"
+    yield "  ".join(f"{glyph} {held.value}" for held, glyph in GLYPHS.items())
+    yield from _heads([label for _, label in columns], cell_width=cell_width, byte_unit=byte_unit)
+    phase = ""
+    for frame in _with_gaps(holdings, shown={name for name, _ in columns}):
+        if isinstance(frame, int):
+            yield f"   ⋮ {frame} more operations, alike"
+            continue
+        if frame.row is not None and _PHASES.get(frame.row.trigger, phase) != phase:
+            phase = _PHASES[frame.row.trigger]
+            yield f"── {phase} ".ljust(WIDTH, "─")
+        cells = "".join(_cells(frame.holds[state], columns=columns).ljust(cell_width) for state in STATES)
+        number = f"{frame.held_bytes / divisor:{_NUMBER_WIDTH}.1f}"
+        bar = _bar(frame.held_bytes / peak.held_bytes, width=bar_width)
+        mark = " ◀" if frame is peak else ""
+        yield f"{_text(frame, labels=labels):{_OPERATION_WIDTH}}{cells}{number} {bar}{mark}".rstrip()
+
+
+def _heads(labels: list[str], *, cell_width: int, byte_unit: str) -> Iterator[str]:
+    states = "".join(f"{state:{cell_width}}" for state in STATES)
+    yield f"{'after this operation':{_OPERATION_WIDTH}}{states}{byte_unit:>{_NUMBER_WIDTH}}"
+    units = f"{' '.join(labels):{cell_width}}" * len(STATES)
+    yield f"{'it holds, of root and blocks':{_OPERATION_WIDTH}}{units}".rstrip()
+
+
+def _with_gaps(holdings: Holdings, *, shown: set[str | None]) -> Iterator[Frame | int]:
+    """The frames to draw, and the numbers of those left out between them."""
+    members = {bucket.name: bucket.units for bucket in holdings.program.buckets}
+    peak = holdings.peak
+    num_hidden = 0
+    for frame in holdings.frames:
+        if frame is peak or _is_shown(frame, shown=shown, members=members):
+            if num_hidden:
+                yield num_hidden
+            num_hidden = 0
+            yield frame
+        else:
+            num_hidden += 1
+    if num_hidden:
+        yield num_hidden
+
+
+def _is_shown(frame: Frame, *, shown: set[str | None], members: Mapping[str, tuple[str, ...]]) -> bool:
+    """What happens at units that are drawn; of a long row only what is done to units that are drawn."""
+    if frame.row is None or frame.operation is None:
+        return True
+    if frame.row.unit not in shown:
+        return False
+    subject = frame.operation.subject
+    return len(frame.row.operations) <= _MAX_UNITS + 1 or not shown.isdisjoint(members.get(subject, (subject,)))
+
+
+def _columns(names: list[str]) -> list[tuple[str | None, str]]:
+    """(unit, its short label) of the units that are drawn; (None, …) stands for those that are not."""
+    endings = [name.rpartition(".")[2] for name in names]
+    labels = endings if len(set(endings)) == len(endings) else [str(number - 1) for number in range(len(names))]
+    pairs = [(name, "r" if name == ROOT else label) for name, label in zip(names, labels, strict=True)]
+    if len(pairs) <= _MAX_UNITS:
+        return list(pairs)
+    return [*pairs[: _MAX_UNITS - 2], (None, "…"), pairs[-1]]
+
+
+def _text(frame: Frame, *, labels: Mapping[str, str]) -> str:
+    """Computation stands out to the left; what moves or frees memory is indented."""
+    if frame.operation is None:
+        return "(the step begins)"
+    kind, subject = frame.operation.kind, frame.operation.subject
+    if kind in ON_BUCKETS:
+        subject = labels[subject]
+    indent = " " if kind in (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE) else "   "
+    return _cut(f"{indent}{kind.value} {subject}", width=_OPERATION_WIDTH - 1)
+
+
+def _cut(text: str, *, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _cells(held: Mapping[str, Holding], *, columns: list[tuple[str | None, str]]) -> str:
+    return " ".join("…" if name is None else GLYPHS[held[name]] for name, _ in columns)
+
+
+def _bar(fraction: float, *, width: int) -> str:
+    """In eighths of a column, so that small changes show."""
+    eighths = round(fraction * width * 8)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def _scale(num_bytes: float) -> tuple[int, str]:
+    scales = ((2**40, "TiB"), (2**30, "GiB"), (_MIB, "MiB"))
+    return next(((divisor, unit) for divisor, unit in scales if num_bytes >= 10 * divisor), (2**10, "KiB"))
+
+
+def _sums(holdings: Holdings) -> Iterator[str]:
+    peak = holdings.peak.held_bytes
+    divisor, unit = _scale(peak)
+    start = f"{holdings.frames[0].held_bytes / divisor:.1f} {unit}"
+    yield f"held: {start} between steps, when grads are dropped; {peak / divisor:.1f} at the peak (◀)"
+    gathers, *parts = (holdings.sent_bytes(kind) for kind in (Kind.GATHER, Kind.REDUCE, Kind.REDUCE_SLICE))
+    reduces = sum(parts)
+    divisor, unit = _scale(gathers + reduces)
+    sent, gathers, reduces = (number / divisor for number in (gathers + reduces, gathers, reduces))
+    yield f"sent: {sent:.1f} {unit} a step: gathers {gathers:.1f}, reduces {reduces:.1f} (see explain ring)"
+    yield "fp32 params, grads and AdamW's two moments are counted; activations are not."

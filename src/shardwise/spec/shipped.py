@@ -1,0 +1,21 @@
+"""Specs that come with the package: one for each model of the catalogue, so that planning it imports no torch.
+
+python -m shardwise.trace.ship     traces them again
+"""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.store import load_spec
+
+FOLDER = Path(__file__).parent / "ready"
+
+
+def ready_spec(name: str, *, ways: Collection[tuple[str, str]] | None = None) -> ModelSpec | None:
+    """The shipped spec of a model; None where there is none.
+
+    `ways`: (computes in, recompute) of the traces that are wanted; all of them, if not said.
+    """
+    path = FOLDER / f"{name}.json"
+    return load_spec(path, ways=ways) if path.is_file() else None

@@ -1,0 +1,73 @@
+"""The gradients' norm and full state dicts of a model on torch's own engine, in the form that our engine gives."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from shardwise.engine.optimizer.full_state import received_state
+from shardwise.errors import InvalidData
+from shardwise.torch_engine.prepare import check_native
+
+
+@torch.no_grad()
+def clip_grad_norm_native(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """torch's own `clip_grad_norm_`, with a plain tensor for the norm that the gradients had. Collective."""
+    check_native(model)
+    parameters = list(model.parameters())
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    total = nn.utils.get_total_norm(grads, norm_type)
+    whole: Tensor = total.full_tensor() if isinstance(total, DTensor) else total
+    if error_if_nonfinite and not whole.isfinite():
+        raise InvalidData(f"the norm of the gradients is {whole.item()}: they cannot be clipped")
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return whole
+
+
+def full_state_dict_native(
+    model: nn.Module, optimizer: Optimizer | None = None, *, rank0_only: bool = False
+) -> dict[str, Any]:
+    """{"model": names → full tensors, "optimizer": names → full states, and groups}. Collective.
+
+    With `rank0_only`, the other ranks take part and get an empty dict.
+    """
+    check_native(model)
+    options = StateDictOptions(full_state_dict=True)
+    state: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
+    return {} if rank0_only and dist.get_rank() != 0 else _copy(state)
+
+
+def load_full_state_dict_native(
+    model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None = None, *, from_rank0: bool = False
+) -> None:
+    """Load what `full_state_dict` gave, under any plan, engine and number of ranks. Collective.
+
+    With `from_rank0`, only rank 0's `state` is read.
+    """
+    check_native(model)
+    state = received_state(state, with_optimizer=optimizer is not None, from_rank0=from_rank0)
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, dict(state["model"]), options=options)
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, _copy(state["optimizer"]), options=options)
+
+
+def _copy(state: Any) -> Any:
+    """Tensors of its own: torch gives out, and takes in, those that training goes on to change."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)

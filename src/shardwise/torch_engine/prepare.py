@@ -1,0 +1,173 @@
+"""`prepare_native`: a plan on torch's own DistributedDataParallel or `fully_shard`.
+
+prefetch and reduces_in_flight are not read: both of torch's engines have a schedule of their own.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shardwise.comm.start import agree, start_process_group
+from shardwise.engine.agreement import choose_device, describe
+from shardwise.engine.engine import is_prepared
+from shardwise.engine.optimizer.owned import StaleOptimizer
+from shardwise.engine.params.precision import DTYPES
+from shardwise.errors import InvalidModel, InvalidPlan
+from shardwise.materialize import materialize
+from shardwise.mesh import Mesh
+from shardwise.placement import SHARDED, Placement
+from shardwise.plan import Plan
+from shardwise.spec import ROOT
+from shardwise.torch_engine.refuse import check_plan, check_replicated, check_sharded
+from shardwise.units import model_spec, unit_modules
+
+AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None)
+
+
+def prepare_native(
+    model: nn.Module, optimizer: AnyOptimizer, plan: Plan, *, device: torch.device | str | None = None
+) -> tuple[nn.Module, AnyOptimizer]:
+    """Make `model` and `optimizer` run `plan` on torch's own engine; train what is returned with an ordinary loop.
+
+    Collective, and it starts the process group, as `prepare` of our engine does; values come from rank 0.
+
+    ddp                   the model inside a DistributedDataParallel, which is returned
+    fsdp, shard_grad_op   the same model, with `fully_shard` on each unit; its parameters are new (DTensors)
+
+    A model on the meta device is filled whole on every rank before it is sharded. The optimizer keeps its options,
+    and gets the new parameters by name.
+    """
+    if is_prepared(model) or is_native(model):
+        raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
+    chosen = choose_device(model, device=device)
+    start_process_group(chosen)
+    mesh = plan.mesh or Mesh(shard=dist.get_world_size())
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    agree(lambda: _description(model, optimizer, plan=plan, mesh=mesh, names=names), what="plans or models")
+    placements = plan.placements(unit_modules(model, policy=plan.units))
+    materialize(model, device=chosen)
+    model.to(chosen)
+    to_master_dtype(model, plan=plan)
+    prepared = model
+    if placements[ROOT].params is SHARDED:
+        shard_units(model, plan=plan, placements=placements, mesh=_device_mesh(mesh, device=chosen))
+    else:
+        prepared = _replicate(model, plan=plan, device=chosen)
+    if optimizer is not None:
+        rename_parameters(optimizer, names=names, parameters=dict(model.named_parameters()))
+    return prepared, optimizer
+
+
+def is_native(model: nn.Module) -> bool:
+    """Whether `model` is what `prepare_native` returned, or might have."""
+    return isinstance(model, DistributedDataParallel | FSDPModule)
+
+
+def check_native(model: nn.Module) -> None:
+    """Refuse what no engine has prepared."""
+    if not is_native(model):
+        raise InvalidModel(f"this {type(model).__name__} has not been through shardwise.prepare")
+
+
+class AutocastDataParallel(DistributedDataParallel):
+    """DistributedDataParallel whose forward runs under autocast.
+
+    Parameters stay float32. Autocast chooses the dtype operation by operation (norms and losses stay in float32),
+    and casts a weight in every forward that uses it; the copy lives until backward has read it.
+    """
+
+    def __init__(self, model: nn.Module, *, dtype: torch.dtype, device: torch.device, options: Mapping[str, Any]):
+        super().__init__(model, **options)
+        self._autocast = torch.autocast(device.type, dtype=dtype)
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        with self._autocast:
+            return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]
+
+
+def _replicate(model: nn.Module, *, plan: Plan, device: torch.device) -> DistributedDataParallel:
+    """DDP's own constructor broadcasts rank 0's values.
+
+    Not `static_graph`: it forbids that a parameter is frozen or thawed, and measures no faster.
+    """
+    options = {"gradient_as_bucket_view": True, "bucket_cap_mb": plan.bucket_bytes / 2**20}
+    if plan.precision in ("bf16", "fp16"):
+        return AutocastDataParallel(model, dtype=DTYPES[plan.precision], device=device, options=options)
+    return DistributedDataParallel(model, **options)  # type: ignore[arg-type]
+
+
+def shard_units(model: nn.Module, *, plan: Plan, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
+    """`fully_shard` on every unit, inner ones first: an outer call takes what is left.
+
+    The root is kept through forward, as our engine keeps it: it is needed first in backward.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.detach(), src=0)
+    policy = MixedPrecisionPolicy()
+    if plan.precision != "native":
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[plan.precision], reduce_dtype=DTYPES[plan.reduce_dtype])
+    modules = unit_modules(model, policy=plan.units)
+    for name, module in reversed(modules.items()):
+        reshard = name != ROOT and placements[name].reshard_after_forward
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+
+
+def _device_mesh(mesh: Mesh, *, device: torch.device) -> DeviceMesh:
+    if mesh.replicate == 1:
+        return init_device_mesh(device.type, (mesh.shard,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (mesh.replicate, mesh.shard), mesh_dim_names=("replicate", "shard"))
+
+
+def _description(
+    model: nn.Module, optimizer: Optimizer | None, *, plan: Plan, mesh: Mesh, names: Mapping[int, str]
+) -> str:
+    """What ranks must agree on, a line each; raises for what no rank could run."""
+    mesh.check_ranks(dist.get_world_size())
+    spec = model_spec(model, policy=plan.units)
+    placements = plan.placements(unit.name for unit in spec.units)
+    check_plan(plan, placements=placements)
+    if placements[ROOT].params is SHARDED:
+        check_sharded(spec, plan=plan)
+    else:
+        check_replicated(spec)
+    if optimizer is not None:
+        _check_optimizer(optimizer, names=names)
+    return describe(spec, plan=plan)
+
+
+def to_master_dtype(model: nn.Module, *, plan: Plan) -> None:
+    """What the optimizer steps is float32, whatever computes, unless the plan leaves dtypes alone."""
+    if plan.precision == "native":
+        return
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+
+
+def _check_optimizer(optimizer: Optimizer, *, names: Mapping[int, str]) -> None:
+    if optimizer.state:
+        raise StaleOptimizer(
+            "the optimizer has stepped before: hand a fresh one to shardwise.prepare, then load the old state "
+            "with shardwise.load_full_state_dict"
+        )
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(parameter) not in names:
+            raise InvalidPlan(
+                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: "
+                "give it an optimizer of its own"
+            )
+
+
+def rename_parameters(
+    optimizer: Optimizer, *, names: Mapping[int, str], parameters: Mapping[str, nn.Parameter]
+) -> None:
+    """The parameters that bear the names now take the place of those that bore them; the groups stay."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [parameters[names[id(parameter)]] for parameter in group["params"]]

@@ -1,0 +1,163 @@
+"""Attention, norms and dropout as the fused kernels that a GPU runs, whatever the device of the trace.
+
+On fake `cpu` tensors torch would choose a CPU's kernels, which save other things for backward. What an operation
+allocates for itself while it runs, and frees, stands in SCRATCH.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardwise.trace.recorder import OpRecorder, Scratch
+
+# Above this, flash attention has no kernel, and the memory-efficient one takes over.
+_FLASH_MAX_HEAD_WIDTH = 256
+
+
+class GpuKernels(TorchFunctionMode):
+    """Calls of these functions go to the kernels of a GPU."""
+
+    def __init__(self, recorder: OpRecorder) -> None:
+        super().__init__()
+        self._kernels = {
+            F.scaled_dot_product_attention: _attention,
+            F.dropout: _dropout,
+            F.rms_norm: lambda *args, **options: _rms_norm(recorder, *args, **options),
+            torch.rms_norm: lambda *args, **options: _rms_norm(recorder, *args, **options),
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return self._kernels.get(func, func)(*args, **(kwargs or {}))
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Flash attention where it can be; else the memory-efficient kernel; else plain matrix products.
+
+    Flash wants 16-bit floats and no mask; the memory-efficient one as many heads of keys as of queries
+    (sdp_utils.cpp of ATen's CUDA part).
+    """
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if half and attn_mask is None and query.dim() == 4 and query.shape[-1] <= _FLASH_MAX_HEAD_WIDTH:
+        padded = [_pad(tensor, multiple=8) for tensor in (query, key, value)]
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        out: Tensor = flash(*padded, dropout_p, is_causal, False, scale=scale)[0]
+        return out[..., : query.shape[-1]]
+    if query.dim() == 4 and query.shape[1] == key.shape[1]:
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        if attn_mask is not None:
+            attn_mask = _bias(attn_mask, query=query, key=key)
+        out = efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+        return out
+    plain = torch.ops.aten._scaled_dot_product_attention_math
+    out = plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    return out
+
+
+def _pad(tensor: Tensor, *, multiple: int) -> Tensor:
+    missing = -tensor.shape[-1] % multiple
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _bias(mask: Tensor, *, query: Tensor, key: Tensor) -> Tensor:
+    """The mask as something to add, for every head, without a copy for each."""
+    if mask.dtype == torch.bool:
+        mask = torch.empty_like(mask, dtype=query.dtype).masked_fill_(mask, 0.0)
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
+    """Keeps one byte an element for backward."""
+    if p == 0.0 or not training:
+        return input
+    out: Tensor = torch.ops.aten.native_dropout(input, p, training)[0]
+    return input.copy_(out) if inplace else out
+
+
+def _rms_norm(
+    recorder: OpRecorder,
+    input: Tensor,  # noqa: A002
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    out: Tensor = _RmsNorm.apply(input, weight, len(tuple(normalized_shape)), recorder)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RmsNorm(torch.autograd.Function):
+    """One kernel; for backward it keeps its input, its weight, and one float a row."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, num_dims: int, recorder: OpRecorder) -> Tensor:  # noqa: A002
+        with recorder.fused("_fused_rms_norm"):
+            out = torch.empty_like(input)
+            rstd = input.new_empty(input.shape[:-num_dims], dtype=torch.float32)
+        ctx.save_for_backward(input, weight, rstd)
+        ctx.recorder = recorder
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        input, weight, _ = ctx.saved_tensors  # noqa: A001
+        with ctx.recorder.fused("_fused_rms_norm_backward"):
+            grad_input = torch.empty_like(input)
+            grad_weight = torch.empty_like(weight) if weight is not None else None
+        return grad_input, grad_weight, None, None
+
+
+def _flash_backward(func: Any, args: tuple[Any, ...], out: Any) -> int:
+    """Gradients of queries are summed in float32; of shared keys and values, head by head first."""
+    query, key = args[1], args[2]
+    batch, heads, seq, width = query.shape
+    scratch = batch * heads * seq * (width + 1) * 4
+    if key.shape[1] != heads:
+        scratch += 2 * batch * heads * key.shape[2] * width * query.element_size()
+    return int(scratch)
+
+
+def _efficient_backward(func: Any, args: tuple[Any, ...], out: Any) -> int:
+    """One float a row; in float32 the product that it is the sum of; 16-bit gradients are summed in float32."""
+    query = args[1]
+    sums = (3 if query.element_size() == 2 else 1) * query.numel() * 4
+    return int(prod(query.shape[:-1]) * 4 + sums)
+
+
+def _softmax_backward(func: Any, args: tuple[Any, ...], out: Any) -> int:
+    """The product of gradient and output, before it is summed (SoftMax.cu)."""
+    return int(out.numel() * out.element_size())
+
+
+def _convolution_backward_on_cpu(func: Any, args: tuple[Any, ...], out: Any) -> int:
+    """oneDNN makes the weight's gradient in a layout of its own, and it is copied out of that."""
+    return int(out[1].numel() * out[1].element_size()) if out[1] is not None else 0
+
+
+SCRATCH: Mapping[str, Mapping[str, Scratch]] = {
+    "cuda": {
+        "_scaled_dot_product_flash_attention_backward": _flash_backward,
+        "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+        "_softmax_backward_data": _softmax_backward,
+    },
+    "cpu": {"convolution_backward": _convolution_backward_on_cpu},
+}
+"""Device → operation → the bytes that it allocates beside its results."""
+
+IN_FP32: Mapping[str, Mapping[str, tuple[int, ...]]] = {"cuda": {"native_layer_norm": (1, 2)}, "cpu": {}}
+"""Device → operation → its outputs that are in fp32 there, whatever the input's dtype: a norm's mean and deviation."""

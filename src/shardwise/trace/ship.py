@@ -1,0 +1,47 @@
+"""Traces the models of the catalogue into the specs that come with the package.
+
+python -m shardwise.trace.ship [NAME …]     without names, all of them
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from shardwise.models.catalogue import CATALOGUE, shape_of
+from shardwise.models.shapes import GPTShape, LlamaShape
+from shardwise.spec import ModelSpec
+from shardwise.spec.shipped import FOLDER
+from shardwise.spec.store import save_spec
+from shardwise.tasks import load_task
+from shardwise.trace.observe import Way
+from shardwise.trace.trace import trace_model
+
+WAYS = (
+    *(Way(computes_in=dtype, recompute=how) for dtype in ("fp32", "bf16") for how in ("none", "full", "selective")),
+    # torch's own DDP; it does not recompute.
+    Way(computes_in="autocast"),
+)
+
+
+def make_ready_spec(name: str, *, ways: tuple[Way, ...] = WAYS) -> ModelSpec:
+    """The spec of a catalogue model; for models that read tokens, with laws for every length."""
+    shape = shape_of(name)
+    task = load_task(name, device="meta")
+    if not isinstance(shape, GPTShape | LlamaShape):
+        return trace_model(task.model, loss=task.loss, make_batch=task.make_batch, name=name, ways=ways)
+    lengths = (shape.max_seq, shape.max_seq // 2, shape.max_seq // 4)
+    makers = {length: load_task(name, seq=length, device="meta").make_batch for length in lengths}
+    spec = trace_model(task.model, loss=task.loss, make_batch=makers, name=name, ways=ways)
+    return replace(spec, seq=shape.max_seq)
+
+
+def main(names: list[str]) -> None:
+    for name in names or list(CATALOGUE):
+        path = Path(FOLDER, f"{name}.json")
+        path.parent.mkdir(exist_ok=True)
+        save_spec(make_ready_spec(name), path)
+        print(f"{path.name}: {path.stat().st_size:,} bytes", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

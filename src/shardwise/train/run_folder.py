@@ -1,0 +1,124 @@
+"""The run folder: what a run was asked for and where, beside what it gives.
+
+config.toml        the resolved config, every key written out; itself a CONFIG.toml
+plan.toml          its plan, for `--plan` and `shardwise doctor`
+environment.json   versions, devices, number of ranks, command line
+metrics.jsonl      a line a step
+checkpoints/       step-00001000/ …
+tensorboard/       if it is installed
+logs/              what each rank wrote, where our launcher started them
+"""
+
+import json
+import platform
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise import __version__
+from shardwise.atomic import atomic_write
+from shardwise.errors import InvalidPlan
+from shardwise.train.config import TrainConfig
+from shardwise.train.config_section import InvalidConfig
+
+CHECKPOINTS, METRICS, TENSORBOARD = "checkpoints", "metrics.jsonl", "tensorboard"
+_CONFIG, _PLAN, _ENVIRONMENT = "config.toml", "plan.toml", "environment.json"
+# What a checkpoint is of: with another, its weights, its optimizer state or its place in the data mean nothing.
+_IDENTITY = (
+    "task.model",
+    "task.dataset",
+    "task.seq",
+    "task.image",
+    "data.shuffle",
+    "optimizer.name",
+    "optimizer.decay_vectors",
+    "train.seed",
+)
+
+
+def claim(config: TrainConfig, *, fresh: bool, environment: dict[str, Any]) -> list[str]:
+    """Make the folder this config's; the notes to show: what goes on with another value than before.
+
+    A folder whose checkpoints are of another model, optimizer or order of data is refused, and nothing is written;
+    `fresh` removes them, and whatever else an earlier run left.
+    """
+    folder = config.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if fresh:
+            _clear(folder)
+        changes = _changes(config)
+        config.save(folder / _CONFIG)
+        config.plan.save(folder / _PLAN)
+        with atomic_write(folder / _ENVIRONMENT) as file:
+            file.write(json.dumps(environment, indent=2).encode() + b"\n")
+    except OSError as error:
+        raise InvalidConfig(f"run.folder = {str(folder)!r}: cannot be written ({error.strerror})") from error
+    return [f"{name}: {then} → {now}" for name, (then, now) in changes.items()]
+
+
+def _clear(folder: Path) -> None:
+    for name in (CHECKPOINTS, TENSORBOARD):
+        if (folder / name).exists():
+            shutil.rmtree(folder / name)
+    for name in (METRICS, _CONFIG, _PLAN, _ENVIRONMENT):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _changes(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """Key → (value of the run that is there, value now), if there is anything to go on with."""
+    folder = config.folder
+    if not (folder / _CONFIG).exists() or not any((folder / CHECKPOINTS).glob("step-*")):
+        return {}
+    then, now = _flat(read_config(folder)), _flat(config)
+    changes = {name: (then.get(name), now.get(name)) for name in {**then, **now} if then.get(name) != now.get(name)}
+    for name in _IDENTITY:
+        if name in changes:
+            before, after = changes[name]
+            raise InvalidConfig(
+                f"{folder} holds a run with {name} = {before!r}, this one has {after!r}: give it another folder "
+                "(--run DIR), or --fresh to start this one anew"
+            )
+    return changes
+
+
+def read_config(folder: Path) -> TrainConfig:
+    """The resolved config of the run in a folder."""
+    import tomllib
+
+    try:
+        return TrainConfig.from_dict(tomllib.loads((folder / _CONFIG).read_text(encoding="utf-8")))
+    except (OSError, ValueError, InvalidConfig, InvalidPlan) as error:
+        raise InvalidConfig(
+            f"{folder / _CONFIG}: cannot be read ({' '.join(str(error).split())}): --fresh starts the run anew"
+        ) from error
+
+
+def _flat(config: TrainConfig) -> dict[str, Any]:
+    """section.key → value; where the folder lies is not part of a run."""
+    return {
+        f"{section}.{name}": value
+        for section, table in config.to_dict().items()
+        for name, value in table.items()
+        if (section, name) != ("run", "folder")
+    }
+
+
+def environment(*, device: torch.device, num_ranks: int, command: Sequence[str]) -> dict[str, Any]:
+    """What a run depends on besides its config; nothing of it names this machine."""
+    is_cuda = device.type == "cuda"
+    return {
+        "shardwise": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if is_cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if is_cuda else None,  # type: ignore[no-untyped-call]
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": torch.cuda.get_device_name(device) if is_cuda else "cpu",
+        "threads": torch.get_num_threads(),
+        "num_ranks": num_ranks,
+        "command": list(command),
+    }

@@ -1,0 +1,141 @@
+"""Predictions hang together: categories add up, states scale, a shortened model is the whole one."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from planned_specs import spec_for
+
+from shardwise.errors import InvalidPlan
+from shardwise.mesh import Mesh
+from shardwise.placement import SHARDED, STRATEGIES
+from shardwise.plan import Plan
+from shardwise.planner import CATEGORIES, estimate
+from shardwise.planner.fold import Short, shorten
+from shardwise.planner.job import Job
+from shardwise.planner.memory.constants import RULES
+from shardwise.planner.memory.peak import _traces
+from shardwise.planner.memory.states import optimizer_of
+from shardwise.sources import states_only
+
+PLANS = [
+    *(Plan(strategy=strategy, precision="bf16") for strategy in STRATEGIES),
+    Plan(precision="bf16", recompute="full", prefetch=3),
+    Plan(precision="bf16", recompute="selective", reduces_in_flight=2),
+    Plan(precision="fp32", overrides={"blocks.1?": "ddp", "blocks.2*": "shard_grad_op"}),
+    Plan(precision="bf16", recompute="full", recompute_overrides={"blocks.1?": "none"}),
+    Plan(precision="bf16", mesh=Mesh(replicate=2, shard=4)),
+    Plan(precision="bf16", mesh=Mesh(replicate=8), reduce_dtype="bf16", accumulate=2, recompute="full"),
+    Plan(precision="bf16", strategy="ddp", engine="torch"),
+    Plan(precision="bf16", strategy="fsdp", engine="torch"),
+    Plan(precision="bf16", strategy="shard_grad_op", engine="torch"),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.engine}-{plan.strategy}-{plan.recompute}")
+def test_a_shortened_model_has_the_peak_of_the_whole_one(plan: Plan) -> None:
+    spec = spec_for("gpt2-1.5b", plan)
+    plan = replace(plan, mesh=plan.mesh or Mesh(shard=8))
+    traces = _traces(spec, plan=plan)
+    peaks = []
+    for short in (
+        shorten(spec, plan=plan, runs=traces["none"].runs),
+        Short(spec=spec, weights={}, chosen={}),
+    ):
+        job = Job(
+            spec=spec, plan=plan, short=short, traces=traces, optimizer=optimizer_of("adamw"), rules=RULES["cuda"]
+        )
+        peaks.append([job.replay().peak(batch).total(batch) for batch in (1, 4, 32)])
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.002)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_categories_add_up_to_what_is_allocated(strategy: str) -> None:
+    plan = Plan(strategy=strategy, precision="bf16")
+    found = estimate(spec_for("gpt2-124m"), plan=plan, num_ranks=8, batch=4)
+    assert tuple(found.breakdown_bytes) == CATEGORIES
+    assert sum(found.breakdown_bytes.values()) == found.allocated_bytes <= found.reserved_bytes < found.device_bytes
+    assert all(num_bytes >= 0 for num_bytes in found.breakdown_bytes.values())
+    assert max(num_bytes for _, num_bytes in found.timeline) >= found.allocated_bytes * 0.99
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_sharded_falls_with_the_number_of_ranks(strategy: str) -> None:
+    placement = STRATEGIES[strategy]
+    spec = spec_for("gpt2-124m", Plan(precision="fp32"))
+    few, many = (
+        estimate(spec, plan=Plan(strategy=strategy), num_ranks=n, batch=1, quick=True).breakdown_bytes for n in (2, 64)
+    )
+    assert few["optim"] == pytest.approx(many["optim"] * (32 if placement.optim is SHARDED else 1), rel=0.02)
+    assert few["params"] == pytest.approx(many["params"] * (32 if placement.params is SHARDED else 1), rel=0.02)
+
+
+def test_more_sharding_never_takes_more() -> None:
+    spec = spec_for("llama-3.1-8b")
+    peaks = [
+        estimate(spec, plan=Plan(strategy=strategy, precision="bf16"), num_ranks=8, batch=1, quick=True).allocated_bytes
+        for strategy in STRATEGIES
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_recomputation_takes_less() -> None:
+    plans = [Plan(precision="bf16", recompute=how) for how in ("none", "selective", "full")]
+    spec = spec_for("llama-3.1-8b", *plans)
+    peaks = [estimate(spec, plan=plan, num_ranks=8, batch=4, quick=True).allocated_bytes for plan in plans]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_offloaded_activations_take_less() -> None:
+    spec = spec_for("llama-3.1-8b")
+    here, away = (
+        estimate(spec, plan=Plan(precision="bf16", offload_activations=away), num_ranks=8, batch=2, quick=True)
+        for away in (False, True)
+    )
+    assert away.breakdown_bytes["activations"] < here.breakdown_bytes["activations"] / 4
+
+
+def test_accumulation_holds_gradients_from_pass_to_pass() -> None:
+    spec = spec_for("gpt2-124m")
+    plain = Plan(precision="bf16", mesh=Mesh(shard=8))
+    kept = replace(plain, accumulate=4)
+    reduced = replace(plain, accumulate=4, accumulate_reduced=True)
+    rest = [
+        estimate(spec, plan=plan, num_ranks=8, batch=4, quick=True).at_rest_bytes for plan in (plain, reduced, kept)
+    ]
+    grads = 4 * spec.num_params
+    assert rest[1] - rest[0] == pytest.approx(grads / 8, rel=0.01)
+    assert rest[2] - rest[0] == pytest.approx(grads, rel=0.01)
+
+
+def test_a_longer_sample_takes_more() -> None:
+    short, long = (
+        estimate(spec_for("llama-3.1-8b", seq=seq), plan=Plan(precision="bf16"), num_ranks=8, batch=1, quick=True)
+        for seq in (2048, 8192)
+    )
+    assert long.breakdown_bytes["activations"] == pytest.approx(4 * short.breakdown_bytes["activations"], rel=0.02)
+
+
+def test_without_a_trace_there_are_states_and_nothing_else() -> None:
+    found = estimate(states_only("params:60b"), plan=Plan(precision="bf16"), num_ranks=64, batch=1)
+    assert not found.activations_known
+    assert found.breakdown_bytes["activations"] == 0
+    assert found.breakdown_bytes["optim"] == pytest.approx(60e9 * 12 / 64, rel=0.01)
+
+
+def test_a_mesh_of_other_ranks_and_an_empty_batch_are_refused() -> None:
+    spec = spec_for("gpt-tiny")
+    with pytest.raises(InvalidPlan, match="mesh 1×4 is 4 ranks"):
+        estimate(spec, plan=Plan(mesh=Mesh(shard=4), precision="bf16"), num_ranks=8, batch=1)
+    with pytest.raises(InvalidPlan, match="micro_batch = 0"):
+        estimate(spec, plan=Plan(precision="bf16"), num_ranks=8, batch=0)
+
+
+def test_the_peak_grows_with_the_batch_and_never_faster_than_in_proportion() -> None:
+    spec = spec_for("vit-base")
+    peaks = [
+        estimate(spec, plan=Plan(precision="bf16"), num_ranks=8, batch=batch, quick=True).allocated_bytes
+        for batch in (1, 2, 4, 8, 16)
+    ]
+    assert peaks == sorted(peaks)
+    assert all(twice <= 2 * once for once, twice in itertools.pairwise(peaks))

@@ -1,0 +1,80 @@
+"""What a rank holds of a unit is what the engine's own layout says."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import UnknownName
+from shardwise.layout import ALIGNMENT, lay_out
+from shardwise.placement import SHARDED, STRATEGIES
+from shardwise.plan import Plan
+from shardwise.planner.memory import states
+from shardwise.planner.memory.constants import RULES
+from shardwise.planner.memory.states import OPTIMIZERS, optimizer_of, padded_elements, unit_states
+from shardwise.spec import TensorSpec, UnitSpec
+
+UNIT = UnitSpec(
+    name="block",
+    class_name="Block",
+    params=(TensorSpec(name="block.a", shape=(1000, 64)), TensorSpec(name="block.b", shape=(7,))),
+)
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=8), st.integers(1, 64))
+def test_buffers_are_padded_as_the_engine_pads_them(sizes: list[int], num_slices: int) -> None:
+    layout = lay_out([(size,) for size in sizes], num_slices=num_slices)
+    assert padded_elements(sizes, num_slices=num_slices) == layout.num_elements
+    assert states.ALIGNMENT == ALIGNMENT
+
+
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=8), st.integers(1, 64))
+def test_rank_0_owns_what_the_engine_gives_it(sizes: list[int], num_slices: int) -> None:
+    layout = lay_out([(size,) for size in sizes], num_slices=num_slices)
+    params = [TensorSpec(name=str(i), shape=(size,)) for i, size in enumerate(sizes)]
+    owned = states._owned(params, num_elements=layout.slice_elements)
+    assert [count for count in owned if count] == [stop - start for _, start, stop in layout.owned(0)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_state_is_whole_or_a_slice(strategy: str, precision: str) -> None:
+    placement = STRATEGIES[strategy]
+    held = unit_states(
+        UNIT,
+        placement=placement,
+        plan=Plan(strategy=strategy, precision=precision),
+        num_slices=4,
+        optimizer=OPTIMIZERS["adamw-foreach"],
+        rules=RULES["cpu"],
+    )
+    whole = 4 * padded_elements([64_000, 7], num_slices=4)
+    computes = whole if precision == "fp32" else whole // 2
+    assert held.full == computes
+    assert held.reduce == whole
+    assert held.grads == (whole // 4 if placement.grads is SHARDED else whole)
+    # A slice that computes as it is stepped is the parameter; any other master is the optimizer's.
+    master = whole // 4 if placement.optim is SHARDED else whole
+    is_the_parameter = placement.params is SHARDED and precision == "fp32"
+    separate = placement.params is SHARDED or precision == "bf16"
+    assert held.params == (0 if placement.params is SHARDED else computes) + (master if is_the_parameter else 0)
+    moments = held.optim - (master if separate and not is_the_parameter else 0)
+    assert moments == pytest.approx(2 * master, rel=0.01)
+
+
+def test_states_in_host_memory_take_nothing() -> None:
+    plan = Plan(strategy="fsdp", precision="bf16", offload_states=True)
+    held = unit_states(
+        UNIT,
+        placement=STRATEGIES["fsdp"],
+        plan=plan,
+        num_slices=4,
+        optimizer=OPTIMIZERS["adamw-fused"],
+        rules=RULES["cuda"],
+    )
+    assert held.params == held.optim == 0
+    assert held.full > 0
+
+
+def test_an_unknown_optimizer_is_one_line() -> None:
+    with pytest.raises(UnknownName, match="did you mean adam or adamw"):
+        optimizer_of("adamv")

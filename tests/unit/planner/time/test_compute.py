@@ -1,0 +1,146 @@
+"""The time of operations: what a kernel is, and how a CPU and a device share a stream of them."""
+
+import pytest
+
+from shardwise.hardware import device_of, devices
+from shardwise.planner.time.compute import (
+    StreamSeconds,
+    can_time,
+    copy_seconds,
+    kernel_of,
+    launch_seconds,
+    num_recomputed,
+    op_seconds,
+    stream_seconds,
+    update_seconds,
+)
+from shardwise.spec.law import Law
+from shardwise.spec.shipped import ready_spec
+from shardwise.spec.step import Op, StepTrace, Stream
+
+H200 = device_of("h200")
+BLOCK = "blocks.1"
+
+
+def trace_of(name: str, *, recompute: str = "none") -> StepTrace:
+    spec = ready_spec(name, ways={("bf16", recompute)})
+    assert spec is not None
+    (trace,) = spec.traces
+    return trace
+
+
+def ops_of(name: str, *, trigger: str, recompute: str = "none") -> Stream:
+    rows = trace_of(name, recompute=recompute).rows
+    return next(row.stream for row in rows if row.unit == BLOCK and row.trigger == trigger)
+
+
+def kernels(stream: Stream, *, seq: int | None, backward: bool = False) -> list[str]:
+    return [kernel_of(op, batch=2, seq=seq, precision="bf16", backward=backward).key for op in stream.ops]
+
+
+def test_the_products_of_a_linear_layer_have_their_roles() -> None:
+    assert kernels(ops_of("gpt2-124m", trigger="before forward"), seq=1024) == [
+        "layer_norm",
+        "matmul forward bf16",
+        "attention causal bf16",
+        "matmul forward bf16",
+        "add",
+        "layer_norm",
+        "matmul forward bf16",
+        "gelu",
+        "matmul forward bf16",
+        "add",
+    ]
+    backward = kernels(ops_of("gpt2-124m", trigger="before backward"), seq=1024, backward=True)
+    assert backward.count("matmul input bf16") == backward.count("matmul weight bf16") == 4
+    assert backward.count("attention_backward causal bf16") == 1
+
+
+def test_a_vocabulary_that_is_no_multiple_of_8_gets_another_kernel() -> None:
+    """50,257 columns of 16 bits: rows begin at odd addresses. Llama's 128,256 are a multiple."""
+    for name, unaligned in (("gpt2-124m", True), ("llama-3.2-1b", False)):
+        (head,) = [row for row in trace_of(name).rows if row.trigger == "before backward" and row.unit == "(root)"]
+        found = kernels(head.stream, seq=1024, backward=True)
+        assert ("matmul weight unaligned bf16" in found) is unaligned
+        assert ("matmul weight bf16" in found) is not unaligned
+
+
+def test_attention_of_images_is_not_causal() -> None:
+    assert "attention full bf16" in kernels(ops_of("vit-large", trigger="before forward"), seq=None)
+
+
+def test_a_table_that_is_looked_up_is_not_read_whole() -> None:
+    """50,257 rows of 768 count, of which 2 × 1024 are read and written."""
+    (row,) = [row for row in trace_of("gpt2-124m").rows if row.trigger == "before forward" and row.unit == "(root)"]
+    kernel = kernel_of(row.stream.ops[0], batch=2, seq=1024, precision="bf16")
+    assert kernel.name == "embedding"
+    assert kernel.num_bytes == pytest.approx(2 * (2 * 1024 * 768 * 2), rel=0.02)
+
+
+def test_a_convolutions_sizes_come_from_its_laws() -> None:
+    """64 channels to 64, 3 × 3, on images of 56 × 56."""
+    for row in trace_of("resnet50").rows:
+        for op in row.stream.ops:
+            kernel = kernel_of(op, batch=4, seq=None, precision="bf16")
+            if kernel.name == "convolution" and kernel.sizes[1] == 64 * 64 * 9:
+                assert kernel.sizes[0] == 4 * 56 * 56
+                return
+    pytest.fail("resnet50 has no such convolution")
+
+
+def test_recomputed_operations_are_those_of_the_forward() -> None:
+    forward = ops_of("gpt2-124m", trigger="before forward")
+    assert num_recomputed(forward, ops_of("gpt2-124m", trigger="before backward")) == 0
+    again = num_recomputed(forward, ops_of("gpt2-124m", trigger="before backward", recompute="full"))
+    # It stops early: nobody needs what comes after the last thing that is saved.
+    assert 7 <= again <= len(forward.ops)
+
+
+@pytest.mark.parametrize("name", sorted(device.name for device in devices().values() if can_time(device)))
+def test_every_device_with_peaks_has_times(name: str) -> None:
+    device = device_of(name)
+    stream = ops_of("gpt2-124m", trigger="before forward")
+    small, large = (
+        stream_seconds(stream, batch=batch, seq=1024, precision="bf16", device=device, backward=False)
+        for batch in (1, 16)
+    )
+    assert 0 < small.kernel < large.kernel
+    assert small.launch == large.launch > 0
+    assert copy_seconds(2**30, device=device) > copy_seconds(2**20, device=device) > 0
+    assert min(update_seconds(num_elements=10**9, num_tensors=9, optimizer="sgd", device=device)) > 0
+
+
+def test_a_cpu_without_a_calibration_has_no_times() -> None:
+    assert not can_time(device_of("cpu"))
+
+
+def test_a_stream_is_its_operations_one_after_the_other() -> None:
+    """The device waits for the CPU, or the CPU is ahead: end = max over k of (issued up to k + done from k on)."""
+    stream = ops_of("gpt2-124m", trigger="before backward")
+    total = stream_seconds(stream, batch=4, seq=1024, precision="bf16", device=H200, backward=True)
+    issued = [launch_seconds(op, backward=True, device=H200) for op in stream.ops]
+    done = [op_seconds(op, batch=4, seq=1024, precision="bf16", device=H200, backward=True) for op in stream.ops]
+    assert total.launch == pytest.approx(sum(issued))
+    assert total.kernel == pytest.approx(sum(done))
+    ends = [sum(issued[: k + 1]) + sum(done[k:]) for k in range(len(done))]
+    assert total.span == pytest.approx(max(ends))
+
+
+def test_streams_add_up_to_one_stream() -> None:
+    ops = ops_of("gpt2-124m", trigger="before backward").ops
+
+    def seconds(part: tuple[Op, ...]) -> StreamSeconds:
+        return stream_seconds(Stream(ops=part), batch=4, seq=1024, precision="bf16", device=H200, backward=True)
+
+    both, whole = seconds(ops[:7]).then(seconds(ops[7:])), seconds(ops)
+    assert (both.launch, both.kernel, both.span) == pytest.approx((whole.launch, whole.kernel, whole.span))
+
+
+def test_an_operation_that_nobody_measured_takes_the_time_of_its_bytes() -> None:
+    def op(name: str) -> Op:
+        return Op(name=name, num_flops=Law((0,) * 6), num_bytes=Law((0, 0, 0, 2**30, 0, 0)))
+
+    added, other = (
+        op_seconds(op(name), batch=1, seq=None, precision="bf16", device=H200) for name in ("add", "erfinv")
+    )
+    assert other == pytest.approx(added, rel=0.2)

@@ -1,0 +1,199 @@
+"""A step's time: what must hold whatever the constants are."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from planned_specs import spec_for
+
+from shardwise.hardware import cluster_of
+from shardwise.mesh import Mesh
+from shardwise.placement import STRATEGIES
+from shardwise.plan import Plan
+from shardwise.planner.memory.peak import job_of
+from shardwise.planner.time.step_time import (
+    TimeEstimate,
+    _lengthened,
+    _prepare,
+    _steady,
+    block_seconds,
+    estimate_time,
+    timeline,
+    why_not_timed,
+)
+from shardwise.planner.traffic import sent_bytes
+
+FULL = Plan(precision="bf16", recompute="full")
+SPEC = spec_for("gpt2-1.5b", FULL, Plan(precision="bf16", strategy="ddp", engine="torch"))
+
+
+def plan_of(strategy: str, **options: object) -> Plan:
+    return replace(Plan(strategy=strategy, precision="bf16", micro_batch=4), **options)  # type: ignore[arg-type]
+
+
+def timed(plan: Plan, *, cluster: str = "8xh100-80gb") -> TimeEstimate:
+    found = estimate_time(SPEC, plan=plan, cluster=cluster_of(cluster))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("engine", ["shardwise", "torch"])
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("cluster", ["8xh100-80gb", "64x8xh100-80gb@ib-100"])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_few_units_take_as_long_as_all_that_they_stand_for(
+    engine: str, strategy: str, cluster: str, batch: int
+) -> None:
+    if engine == "torch" and strategy.startswith("zero"):
+        pytest.skip("torch has no such engine")
+    mesh = Mesh(replicate=cluster_of(cluster).num_ranks // 8, shard=8)
+    for options in (
+        {"prefetch": 2, "mesh": mesh},
+        {"recompute": "full"} if engine == "shardwise" else {"accumulate": 5},
+    ):
+        plan = plan_of(strategy, engine=engine, **options)
+        short = _prepare(SPEC, plan=plan, cluster=cluster_of(cluster), optimizer="adamw")
+        assert short.job.short.weights
+        queues, seconds, cpu_seconds = _steady(short, batch=batch)
+        whole, whole_seconds, whole_cpu_seconds = _steady(_lengthened(short), batch=batch)
+        assert seconds == pytest.approx(whole_seconds, rel=0.002)
+        assert cpu_seconds == pytest.approx(whole_cpu_seconds, rel=1e-6)
+        assert queues.sent == pytest.approx(whole.sent, rel=1e-6)
+        assert queues.exposed == pytest.approx(whole.exposed, rel=0.02, abs=0.002 * seconds)
+
+
+def test_the_first_step_after_a_pause_is_the_longest() -> None:
+    for strategy in STRATEGIES:
+        plan, cluster = plan_of(strategy, micro_batch=1), cluster_of("8xh100-80gb")
+        first, few, many = (block_seconds(SPEC, plan=plan, cluster=cluster, num_steps=n) for n in (1, 4, 10**6))
+        assert first > few > many
+        assert many == pytest.approx(timed(plan).step_seconds, rel=1e-5)
+
+
+def test_a_step_is_never_shorter_than_its_parts() -> None:
+    for strategy in STRATEGIES:
+        for cluster in ("8xh100-80gb", "4x8xh100-80gb@eth-25"):
+            found = timed(plan_of(strategy), cluster=cluster)
+            assert found.step_seconds >= found.cpu_seconds
+            assert found.step_seconds >= found.exposed_comm_seconds
+            assert found.exposed_comm_seconds <= found.comm_seconds
+
+
+def test_a_larger_batch_takes_longer_and_trains_more() -> None:
+    small, large = timed(plan_of("fsdp", micro_batch=2)), timed(plan_of("fsdp", micro_batch=16))
+    assert small.step_seconds < large.step_seconds
+    assert small.samples_per_s < large.samples_per_s
+
+
+def test_rates_are_those_of_the_step() -> None:
+    found = timed(plan_of("fsdp", accumulate=3))
+    assert found.samples_per_s == pytest.approx(3 * 4 * 8 / found.step_seconds)
+    assert found.tokens_per_s_per_gpu == pytest.approx(3 * 4 * 1024 / found.step_seconds)
+
+
+def test_mfu_counts_six_operations_a_parameter_and_token() -> None:
+    found = timed(plan_of("fsdp"))
+    assert found.tokens_per_s_per_gpu is not None
+    assert found.mfu is not None
+    dense = 6 * SPEC.num_params * found.tokens_per_s_per_gpu / 989.4e12
+    assert dense < found.mfu < 1.2 * dense
+
+
+def test_slow_links_show_where_bytes_are_sent() -> None:
+    fast, slow = (timed(plan_of("fsdp"), cluster=f"2x8xh100-80gb@{fabric}") for fabric in ("ib-8x400", "eth-10"))
+    assert slow.step_seconds > 5 * fast.step_seconds
+    assert slow.exposed_comm_seconds > 0.8 * slow.step_seconds
+
+
+def test_over_slow_fabric_sharding_within_a_node_is_faster() -> None:
+    cluster = "4x8xh100-80gb@ib-100"
+    flat, hybrid = (timed(plan_of("fsdp", mesh=mesh), cluster=cluster) for mesh in (None, Mesh(replicate=4, shard=8)))
+    assert hybrid.step_seconds < flat.step_seconds
+
+
+def test_slices_are_summed_over_the_nodes_behind_backward() -> None:
+    plan = plan_of("fsdp", micro_batch=8, mesh=Mesh(replicate=2, shard=8))
+    spans = timeline(SPEC, plan=plan, cluster=cluster_of("2x8xh100-80gb@ib-8x400"))
+    slices = [span for span in spans if span.name.startswith("reduce slice")]
+    backward_ends = max(span.end for span in spans if span.name.startswith("backward"))
+    # All but those of the first block, which backward comes to last, and of the root around it.
+    assert len(slices) == 49
+    assert sum(span.end > backward_ends for span in slices) == 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_clipping_reads_the_gradients_twice_and_writes_them_once(strategy: str) -> None:
+    cluster = cluster_of("8xh100-80gb")
+    plan = plan_of(strategy, micro_batch=16, capture=True)
+    plain, clipped = (estimate_time(SPEC, plan=plan, cluster=cluster, clips=clips) for clips in (False, True))
+    assert plain is not None
+    assert clipped is not None
+    num_bytes = 3 * 4 * sum(unit.num_params for unit in SPEC.units) / (8 if strategy == "fsdp" else 1)
+    seconds = clipped.step_seconds - plain.step_seconds
+    assert seconds > num_bytes / 3.35e12
+    assert seconds < num_bytes / 2e12 + 100e-6
+    names = [span.name for span in timeline(SPEC, plan=plan, cluster=cluster, clips=True)]
+    assert ("reduce norm" in names) == (strategy == "fsdp")
+    assert names.index("norm") < names.index("clip") < names.index("update")
+
+
+def test_zero1_gathers_behind_the_next_forward() -> None:
+    plan = plan_of("zero1", micro_batch=16)
+    found = timed(plan)
+    assert found.exposed_comm_seconds < 0.3 * found.comm_seconds
+
+
+def test_recomputation_costs_a_forward() -> None:
+    plain, again = timed(plan_of("fsdp", micro_batch=16)), timed(plan_of("fsdp", micro_batch=16, recompute="full"))
+    assert 1.1 < again.step_seconds / plain.step_seconds < 1.4
+    assert again.mfu is not None
+    assert plain.mfu is not None
+    assert again.mfu < plain.mfu
+
+
+def test_a_captured_step_costs_the_cpu_next_to_nothing() -> None:
+    small = plan_of("ddp", micro_batch=1)
+    plain, captured = timed(small), timed(replace(small, capture=True))
+    assert captured.cpu_seconds < 0.01 * plain.cpu_seconds
+    assert captured.step_seconds <= plain.step_seconds
+
+
+def test_accumulated_passes_reduce_once() -> None:
+    """Each pass gathers, and one of four reduces; with accumulate_reduced all do."""
+    jobs = [
+        job_of(SPEC, plan=plan_of("fsdp", **options), num_ranks=8, optimizer="adamw", device="cuda")
+        for options in ({}, {"accumulate": 4}, {"accumulate": 4, "accumulate_reduced": True})
+    ]
+    once, late, always = map(sent_bytes, jobs)
+    assert once < late < 4 * once
+    assert always == pytest.approx(4 * once)
+
+
+def test_many_passes_take_as_long_as_their_number_says() -> None:
+    five, nine = (timed(plan_of("fsdp", accumulate=passes)).step_seconds for passes in (5, 9))
+    one = timed(plan_of("fsdp")).step_seconds
+    assert (nine - five) / 4 < one
+    assert 8 * (nine - five) / 4 < nine < 9 * one
+
+
+def test_the_timeline_is_the_step() -> None:
+    plan = plan_of("fsdp", micro_batch=8)
+    spans = timeline(SPEC, plan=plan, cluster=cluster_of("8xh100-80gb"))
+    found = timed(plan)
+    assert max(span.end for span in spans) == pytest.approx(found.step_seconds, rel=0.01)
+    gathers = [span for span in spans if span.queue == "gather"]
+    # Every block in forward and backward, the last but once; and the root.
+    assert len(gathers) == 2 * 48
+    for queue in ("compute", "gather", "reduce"):
+        ends = [(span.start, span.end) for span in spans if span.queue == queue]
+        assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(ends)), queue
+
+
+def test_what_cannot_be_timed_says_why() -> None:
+    plan, node = plan_of("fsdp"), cluster_of("8xh100-80gb")
+    assert why_not_timed(SPEC, plan=plan, cluster=node) is None
+    assert "calibrate" in str(why_not_timed(SPEC, plan=plan, cluster=cluster_of("4xcpu")))
+    assert "parameters" in str(why_not_timed(replace(SPEC, traces=()), plan=plan, cluster=node))
+    offloaded = replace(plan, offload_activations=True)
+    assert "offloading" in str(why_not_timed(SPEC, plan=offloaded, cluster=node))
+    assert estimate_time(SPEC, plan=offloaded, cluster=node) is None

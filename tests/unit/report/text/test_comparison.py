@@ -1,0 +1,141 @@
+"""A bench on the terminal and as Markdown."""
+
+from dataclasses import replace
+
+import pytest
+from report.sample_bench import sample_bench
+from rich.console import Console
+
+from shardwise.bench.recommendation import recommended
+from shardwise.bench.results import Bench, Difference, Equivalence
+from shardwise.report.text.comparison import as_markdown, as_table, baseline, columns, heading, holdings_table, remarks
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return recommended(sample_bench())
+
+
+def refused(bench: Bench, *, count: int = 1) -> Bench:
+    differences = tuple(Difference(case="zero2", text=f"zero2: wrong {number}", excess=9.0) for number in range(count))
+    return recommended(replace(bench, equivalence=Equivalence(differences=differences, largest=9.0)))
+
+
+def lines_of(bench: Bench, *, width: int = 80) -> list[str]:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(as_table(bench))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+class TestHoldings:
+    def test_what_is_sharded_is_a_quarter_on_four_ranks(self, bench: Bench) -> None:
+        console = Console(width=80)
+        with console.capture() as capture:
+            console.print(holdings_table(bench))
+        lines = [line.split() for line in capture.get().splitlines()]
+        assert lines[0] == [
+            "a",
+            "rank,",
+            "MiB",
+            "params",
+            "gathered",
+            "grads",
+            "reduce",
+            "optim",
+            "activations",
+            "other",
+        ]
+        held = {words[0]: dict(zip(lines[0][3:], map(float, words[1:]), strict=True)) for words in lines[1:6]}
+        for strategy, names in {"zero1": ["optim"], "fsdp": ["params", "optim"]}.items():
+            for name in names:
+                assert held[strategy][name] == pytest.approx(held["ddp"][name] / 4, abs=0.01)
+
+    def test_where_nobody_looked_there_is_none(self, bench: Bench) -> None:
+        cases = tuple(replace(case, ledgers=()) for case in bench.cases)
+        assert holdings_table(replace(bench, cases=cases)) is None
+
+
+class TestTable:
+    def test_a_row_a_case_that_ran_in_80_columns(self, bench: Bench) -> None:
+        lines = lines_of(bench)
+        rows = [line.split() for line in lines[2:]]
+        assert [case.name for case in bench.cases if case.ran] == [" ".join(words[: len(words) - 9]) for words in rows]
+        assert max(map(len, lines)) <= 80
+        assert not any("…" in line for line in lines)
+
+    def test_the_numbers_are_those_of_the_bench(self, bench: Bench) -> None:
+        first = bench.cases[0]
+        assert first.step_seconds is not None
+        words = lines_of(bench)[2].split()
+        tokens = bench.tokens_per_s(first)
+        assert tokens is not None
+        assert words[:5] == ["ddp", f"{tokens:,.0f}", "5%", "1.00", f"{first.step_seconds.median * 1000:.2f}"]
+        assert words[5] == "30%"
+        assert words[6] == f"{first.peak_bytes / 2**20:.2f}"
+        assert words[7] == "+0.0%"
+
+    def test_long_names_of_engines_still_fit(self, bench: Bench) -> None:
+        cases = [replace(case, engine="accelerate") for case in bench.cases if case.engine == "shardwise"]
+        lines = lines_of(replace(bench, cases=(*bench.cases, *cases), recommended=None))
+        assert max(map(len, lines)) <= 80
+        assert not any("…" in line for line in lines)
+        assert any("accelerate" in line for line in lines)
+
+    def test_what_is_not_known_is_a_question_mark(self, bench: Bench) -> None:
+        bare = replace(
+            bench.cases[0], predicted=None, silent_seconds=None, allocated_bytes=(), sent_bytes=None, ledgers=()
+        )
+        assert lines_of(replace(bench, cases=(bare,), step_tokens=None))[2].split().count("?") == 4
+
+    def test_samples_where_there_are_no_tokens_and_gib_where_there_is_much(self, bench: Bench) -> None:
+        large = replace(bench.cases[0], allocated_bytes=(90 * 2**30,))
+        heads = columns(replace(bench, cases=(large,), step_tokens=None))
+        assert "samples\na second" in heads
+        assert "peak\nGiB" in heads
+
+    def test_a_bench_that_is_refused_shows_no_ratio(self, bench: Bench) -> None:
+        assert "×" in columns(bench)
+        assert "×" not in columns(refused(bench))
+        assert len(lines_of(refused(bench))[2].split()) == len(lines_of(bench)[2].split()) - 1
+
+    def test_speed_is_beside_our_ddp_or_what_ran_first(self, bench: Bench) -> None:
+        assert baseline(bench).name == "ddp"
+        assert baseline(replace(bench, cases=bench.cases[2:])).name == "zero2"
+
+
+class TestRemarks:
+    def test_why_a_case_did_not_run_the_verdict_and_the_recommendation(self, bench: Bench) -> None:
+        _, missing, verdict, why = remarks(bench)
+        assert missing == "lightning zero1: did not run: lightning has no zero1"
+        assert verdict == "Same training: all 7 agree; the largest difference is 0.12 of what rounding explains."
+        assert why == bench.why
+        assert why.startswith("Use ddp: ")
+
+    def test_a_refusal_names_the_differences_and_recommends_nothing(self, bench: Bench) -> None:
+        told = list(remarks(refused(bench, count=12)))
+        assert "NOT the same training, so nothing is ranked:" in told
+        assert "  zero2: wrong 0" in told
+        assert told[-1] == "  and 4 more"
+        assert not any("Use " in line for line in told)
+
+    def test_two_cases_are_both(self, bench: Bench) -> None:
+        two = replace(bench, cases=bench.cases[:2], equivalence=Equivalence(differences=(), largest=0.0))
+        assert "Same training: both agree; the largest difference is 0." in list(remarks(two))
+
+    def test_a_bench_in_which_nothing_ran_has_no_table(self, bench: Bench) -> None:
+        nothing = recommended(replace(bench, cases=bench.cases[-1:]))
+        assert list(remarks(nothing)) == ["lightning zero1: did not run: lightning has no zero1", "Nothing ran."]
+
+
+def test_the_heading_says_what_was_run_where(bench: Bench) -> None:
+    assert heading(replace(bench, name="<b>")).startswith("<b>: gpt-tiny, fp32, 8 samples a step, on 4 × cpu")
+
+
+def test_markdown_has_the_same_rows_and_reads_no_sign_as_markup(bench: Bench) -> None:
+    spoilt = replace(bench.cases[-1], why_not="<script>| `x`")
+    text = as_markdown(replace(bench, cases=(*bench.cases[:-1], spoilt)))
+    table = text.split("\n\n")[0].splitlines()
+    assert {line.count("|") for line in table} == {11}
+    assert [line.split("|")[1].strip() for line in table[2:]] == [case.name for case in bench.cases if case.ran]
+    assert "\\<script\\>\\| \\`x\\`" in text
