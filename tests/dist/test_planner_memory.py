@@ -47,7 +47,7 @@ SHAPES: dict[str, tuple[Shape, int]] = {
         64,
     ),
 }
-NUM_STEPS = 3
+NUM_STEPS = 5
 
 
 def task_of(name: str, *, device: str) -> Task:

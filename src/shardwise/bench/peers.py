@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.bench.gradients import plain_name
 from shardwise.comm.dtensor import dtensor_types
-from shardwise.engine.params.precision import DTYPES
+from shardwise.engine.params.precision import planned_dtype
 from shardwise.materialize import materialize
 from shardwise.placement import SHARDED, placement_of
 from shardwise.plan import Plan
@@ -252,10 +252,12 @@ def _policy(plan: Plan) -> Any:
     """As our engine: computes in the plan's precision, reduces in its own."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    return MixedPrecisionPolicy(param_dtype=DTYPES[plan.precision], reduce_dtype=DTYPES[plan.reduce_dtype])
+    return MixedPrecisionPolicy(
+        param_dtype=planned_dtype(plan.precision), reduce_dtype=planned_dtype(plan.reduce_dtype)
+    )
 
 
 def _flat_policy(plan: Plan) -> Any:
     from torch.distributed.fsdp import MixedPrecision
 
-    return MixedPrecision(param_dtype=DTYPES[plan.precision], reduce_dtype=DTYPES[plan.reduce_dtype])
+    return MixedPrecision(param_dtype=planned_dtype(plan.precision), reduce_dtype=planned_dtype(plan.reduce_dtype))

@@ -100,13 +100,13 @@ def export(
         raise InvalidData(f"{there}: is there already; --force replaces it")
 
     from shardwise.checkpoint.export import export_weights
-    from shardwise.engine.params.precision import DTYPES
+    from shardwise.engine.params.precision import planned_dtype
 
     written = export_weights(
         _chosen(path),
         out,
         hugging_face=to is Names.hf,
-        dtype=DTYPES[precision] if precision else None,
+        dtype=planned_dtype(precision) if precision else None,
         most_file_bytes=most_bytes,
     )
     for file in written:

@@ -71,7 +71,7 @@ def _of_flat(flat: FlatParams, optimizer: Optimizer | None) -> Iterator[tuple[st
 
 
 def _of_buckets(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    for bucket in engine.runner.queue.buckets:
+    for bucket in engine.runner.executor.buckets.values():
         for segment in bucket.segments:
             if segment.kept is not None:
                 yield "grads", segment.kept

@@ -16,23 +16,14 @@ from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.agreement import choose_device, describe
 from shardwise.engine.engine import Engine, is_prepared, register
 from shardwise.engine.grads.bucket import ReduceBucket
-from shardwise.engine.grads.queue import ReduceQueue
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.optimizer.owned import OwnedParameters, check_optimizer
 from shardwise.engine.params.broadcast import broadcast_buffers, fill
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.host import HostCopies
-from shardwise.engine.params.precision import (
-    check_kept,
-    compute_dtype,
-    input_dtype,
-    keep_in_fp32,
-    master_dtype,
-    reduce_dtype,
-)
+from shardwise.engine.params.precision import attach_casts, check_kept
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.prepared_module import become_prepared
-from shardwise.engine.step.hooks import attach_hooks
 from shardwise.engine.step.learn import FirstForward
 from shardwise.engine.step.pass_state import PassState
 from shardwise.engine.step.runner import Runner
@@ -42,6 +33,7 @@ from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED
 from shardwise.plan import Plan
 from shardwise.program import Bucket
+from shardwise.program.buffers import flat_specs
 from shardwise.spec import ModelSpec
 from shardwise.units import model_spec, unit_modules
 
@@ -116,8 +108,8 @@ def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting,
     owned = _owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
     if optimizer is not None:
         owned.adopt(optimizer)
-    handles = attach_hooks(runner, input_dtype=input_dtype(plan))
-    handles += keep_in_fp32(model, plan=plan)
+    handles = attach_casts(model, plan=plan)
+    runner.hooks.attach()
     return Engine(
         plan=plan,
         groups=setting.groups,
@@ -140,7 +132,6 @@ def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> R
         return ReduceBucket(
             bucket,
             units=[units[name] for name in bucket.units],
-            reduce_dtype=reduce_dtype(plan),
             groups=groups,
             collectives=collectives,
             tape=tape,
@@ -154,7 +145,7 @@ def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> R
         setting.spec,
         plan=plan,
         units=units,
-        make_queue=partial(ReduceQueue, make=make_bucket, in_flight=plan.reduces_in_flight),
+        make_bucket=make_bucket,
         make_first_forward=lambda: FirstForward(units, exchange=partial(exchange, group=groups.gather)),
         gather_seen=exchange,
         broadcast_buffers=broadcast,
@@ -216,26 +207,18 @@ def _units(model: nn.Module, *, setting: _Setting) -> dict[str, Unit]:
     parameters = dict(model.named_parameters())
     units: dict[str, Unit] = {}
     for unit in setting.spec.units:
-        # Parameters that compute and are stepped in the same dtypes share a buffer.
-        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
-        for param in unit.params:
-            own = parameters[param.name].dtype
-            dtypes = (compute_dtype(plan, own, param=param), master_dtype(plan, own))
-            by_dtype.setdefault(dtypes, []).append(param.name)
         placement = placements[unit.name]
         flats = [
             FlatParams(
-                [parameters[name] for name in names],
-                names=names,
+                [parameters[param.name] for param in flat.params],
+                spec=flat,
                 placement=placement,
-                compute_dtype=computes_in,
-                master_dtype=stepped_in,
                 device=setting.device,
                 groups=setting.groups,
                 collectives=setting.collectives,
                 host=setting.host if placement.grads is SHARDED else None,
             )
-            for (computes_in, stepped_in), names in by_dtype.items()
+            for flat in flat_specs(unit, plan=plan)
         ]
         units[unit.name] = Unit(
             unit.name, module=modules[unit.name], placement=placement, flats=flats, tape=setting.tape

@@ -10,8 +10,7 @@ from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.engine import engine_of, register, unregister
 from shardwise.engine.optimizer.full_state import full_tensors, load_tensors
 from shardwise.engine.params.guard import unguarded
-from shardwise.engine.params.precision import input_dtype, keep_in_fp32
-from shardwise.engine.step.hooks import attach_hooks
+from shardwise.engine.params.precision import attach_casts
 from shardwise.errors import InvalidModel
 
 
@@ -47,6 +46,7 @@ class PreparedModule(nn.Module):
         """An ordinary, whole model of the original class, with nothing of the plan in it. Collective."""
         values = self.state_dict()
         engine = unregister(self)
+        engine.runner.hooks.detach()
         for handle in engine.handles:
             handle.remove()
         for undo in reversed(engine.undo):
@@ -61,8 +61,8 @@ class PreparedModule(nn.Module):
         finally:
             self.__class__ = prepared
             register(self, engine)
-            engine.handles = attach_hooks(engine.runner, input_dtype=input_dtype(engine.plan))
-            engine.handles += keep_in_fp32(self, plan=engine.plan)
+            engine.handles = attach_casts(self, plan=engine.plan)
+            engine.runner.hooks.attach()
             engine.undo = wrap_units(self, units=engine.runner.units, plan=engine.plan, device=engine.device)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shardwise.dtypes import BYTES_PER_ELEMENT
 from shardwise.plan import Plan
-from shardwise.planner.memory.states import REDUCE_BYTES
-from shardwise.program.build import compute_bytes
+from shardwise.program.buffers import param_dtypes, reduce_bytes
 from shardwise.spec import ModelSpec, UnitSpec
 
 MASTER_BYTES = 4
@@ -48,7 +48,10 @@ def _sizes(spec: ModelSpec, precision: str, keep_fp32: tuple[str, ...], reduce_d
 
 
 def _unit_sizes(unit: UnitSpec, *, plan: Plan) -> UnitSizes:
-    sizes = [(param.num_elements, compute_bytes(param, plan=plan), param.trainable) for param in unit.params]
+    sizes = [
+        (param.num_elements, BYTES_PER_ELEMENT[param_dtypes(param, plan=plan)[0]], param.trainable)
+        for param in unit.params
+    ]
     trainable = sum(count for count, _, is_trainable in sizes if is_trainable)
     return UnitSizes(
         elements=sum(count for count, _, _ in sizes),
@@ -56,5 +59,5 @@ def _unit_sizes(unit: UnitSpec, *, plan: Plan) -> UnitSizes:
         tensors=sum(is_trainable for _, _, is_trainable in sizes),
         compute_bytes=sum(count * size for count, size, _ in sizes),
         grad_bytes=sum(count * size for count, size, is_trainable in sizes if is_trainable),
-        reduce_bytes=trainable * REDUCE_BYTES[plan.reduce_dtype],
+        reduce_bytes=reduce_bytes(unit, plan=plan),
     )

@@ -101,7 +101,7 @@ def _flatten(events: Iterable[Any]) -> Iterator[Any]:
 
 def _allocations(events: Sequence[Any]) -> Iterator[Allocation]:
     """What was allocated, in the order in which it was freed; what never was comes last."""
-    live: dict[int, tuple[int, int]] = {}
+    live: dict[int, tuple[int, int, int]] = {}
     # Where each operation begins. What is born and freed with none between was the kernel's own.
     last_operation = 0
     for moment, event in enumerate(events):
@@ -111,10 +111,20 @@ def _allocations(events: Sequence[Any]) -> Iterator[Allocation]:
             address, num_bytes = event.extra_fields.ptr, event.extra_fields.alloc_size
             # An address that is given out again was freed before, on a thread that is not followed.
             if address in live:
-                born, size = live.pop(address)
-                is_scratch = born > last_operation and num_bytes <= 0
+                born, size, kernel_end_ns = live.pop(address)
+                in_kernel = born > last_operation or event.start_time_ns < kernel_end_ns
+                is_scratch = in_kernel and num_bytes <= 0
                 yield Allocation(address=address, num_bytes=size, born=born, freed=moment, is_scratch=is_scratch)
             if num_bytes > 0:
-                live[address] = (moment, num_bytes)
-    for address, (born, size) in live.items():
+                live[address] = (moment, num_bytes, _kernel_end_ns(event))
+    for address, (born, size, _) in live.items():
         yield Allocation(address=address, num_bytes=size, born=born)
+
+
+def _kernel_end_ns(allocation: Any) -> int:
+    """The end of the kernel that allocates by itself: what it frees before then was its own.
+
+    oneDNN copies tensors into layouts of its own there, which depend on the processor.
+    """
+    parent = allocation.parent
+    return int(parent.end_time_ns) if parent is not None and parent.name.startswith("aten::") else 0

@@ -5,14 +5,13 @@ they are the same for our engine and for torch's. Under `fully_shard` a gradient
 reduced, and not when it is there, so `grads ready` rows are missing: what happens then is in the row before.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -20,6 +19,7 @@ from shardwise.comm.dtensor import dtensor_types, local_part
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.inventory import held_tensors
 from shardwise.program import Trigger
+from shardwise.program.hooks import StepHooks
 from shardwise.spec import ROOT, ModelSpec
 
 OnRow = Callable[[Trigger, str], None]
@@ -35,84 +35,53 @@ def step_rows(
     `prepare`. To be entered after it and before the first forward: hooks of gradients run in the order in which they
     came.
     """
-    rows = _Rows(on_row)
-    handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: on_row(Trigger.AFTER_STEP, ROOT))]
+    hooks = StepHooks({unit.name: modules[unit.name] for unit in spec.units}, listener=_Rows(on_row))
+    hooks.attach(first=True)
     # An engine that puts a module of its own around each unit changes the names, and has parameters of its own as well.
     parameters = dict(modules[ROOT].named_parameters())
     for unit in spec.units:
-        module = modules[unit.name]
-        handles.append(module.register_forward_pre_hook(partial(rows.before_forward, unit.name), prepend=True))
-        handles.append(module.register_forward_hook(partial(rows.after_forward, unit.name), prepend=True))
         names = [param.name for param in unit.params if param.trainable]
         trained = [parameters[name] for name in names if name in parameters]
-        if len(trained) < len(names) or any(isinstance(parameter, dtensor_types()) for parameter in trained):
-            continue
-        rows.num_grads[unit.name] = len(trained)
-        for parameter in trained:
-            hook = partial(rows.grad_arrived, unit.name)
-            handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        if len(trained) == len(names) and not any(isinstance(parameter, dtensor_types()) for parameter in trained):
+            hooks.grads[unit.name].expect(trained)
+    update = optimizer.register_step_pre_hook(lambda *_: on_row(Trigger.AFTER_STEP, ROOT))
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        update.remove()
+        hooks.detach()
 
 
 class _Rows:
-    """Where a step stands."""
+    """Where a step stands. The engine's own end of backward is queued after this one."""
 
     def __init__(self, on_row: OnRow) -> None:
         self.on_row = on_row
-        self.num_grads: dict[str, int] = {}
-        self._arrived: dict[str, int] = {}
-        self._begun: set[tuple[str, int]] = set()
-        self._calls: dict[str, int] = {}
-        self._in_backward = False
+        self._calls: Counter[str] = Counter()
 
-    def before_forward(self, name: str, module: nn.Module, inputs: Any) -> None:
-        if _recomputing():
-            return
-        self._calls[name] = self._calls.get(name, -1) + 1
-        self.on_row(Trigger.BEFORE_FORWARD, name)
+    def before_forward(self, unit: str) -> int:
+        self.on_row(Trigger.BEFORE_FORWARD, unit)
+        self._calls[unit] += 1
+        return self._calls[unit] - 1
 
-    def after_forward(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if _recomputing():
-            return
-        self.on_row(Trigger.AFTER_FORWARD, name)
-        hook = partial(self.before_backward, name, self._calls[name])
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    def after_forward(self, unit: str, *, backward: str) -> None:
+        self.on_row(Trigger.AFTER_FORWARD, unit)
 
-    def before_backward(self, name: str, call: int, grad: Tensor) -> None:
-        self._begin_backward()
-        if (name, call) not in self._begun:
-            self._begun.add((name, call))
-            self.on_row(Trigger.BEFORE_BACKWARD, name)
+    def begin_backward(self) -> None: ...
 
-    def grad_arrived(self, name: str, parameter: Tensor) -> None:
-        self._begin_backward()
-        self._arrived[name] = self._arrived.get(name, 0) + 1
-        if self._arrived[name] == self.num_grads[name]:
-            self.on_row(Trigger.GRADS_READY, name)
+    def before_backward(self, unit: str, call: int) -> None:
+        self.on_row(Trigger.BEFORE_BACKWARD, unit)
 
-    def _begin_backward(self) -> None:
-        """The engine's own callback is queued after this one."""
-        if not self._in_backward:
-            self._in_backward = True
-            Variable._execution_engine.queue_callback(self._end_backward)
+    def grads_ready(self, unit: str) -> None:
+        self.on_row(Trigger.GRADS_READY, unit)
 
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
         self.on_row(Trigger.BACKWARD_DONE, ROOT)
-        self._in_backward = False
         self._calls.clear()
-        self._begun.clear()
-        self._arrived.clear()
 
+    def recompute(self, unit: str) -> None: ...
 
-def _recomputing() -> bool:
-    """A forward in the middle of backward."""
-    return torch._C._current_graph_task_id() != -1
+    def without_gradients(self, unit: str, *, begins: bool) -> None: ...
 
 
 @torch.no_grad()

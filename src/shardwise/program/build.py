@@ -4,12 +4,11 @@ from collections.abc import Iterator, Mapping
 
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
+from shardwise.program.buffers import gather_bytes, reduce_bytes
 from shardwise.program.operations import Bucket, Kind, Operation, Row, StepProgram, Trigger
-from shardwise.program.rules.ours import RULES, StepContext, StepEvent, first_state
-from shardwise.spec import ANNOUNCED, NONE, ROOT, ModelSpec, TensorSpec, UnitSpec
-from shardwise.spec.tensor import BYTES_PER_ELEMENT
-
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+from shardwise.program.rules.context import StepContext, StepEvent
+from shardwise.program.rules.ours import OURS
+from shardwise.spec import ANNOUNCED, NONE, ROOT, ModelSpec
 
 
 def build(spec: ModelSpec, *, plan: Plan, reduces: bool = True) -> StepProgram:
@@ -17,24 +16,24 @@ def build(spec: ModelSpec, *, plan: Plan, reduces: bool = True) -> StepProgram:
 
     With `reduces=False`, that of a pass whose gradients are kept for a later one to reduce.
     """
-    events, setting = _setting(spec, plan=plan, reduces=reduces)
-    state = first_state(setting)
+    events, context = _context(spec, plan=plan, reduces=reduces)
+    rules = OURS
+    state = rules.first_state(context)
     rows = []
     for event in events:
-        state, operations = RULES[event.trigger](state, event, setting)
+        state, operations = rules.by_trigger[event.trigger](state, event, context)
         rows.append(Row(trigger=event.trigger, unit=event.unit, call=event.call, operations=operations))
-    return StepProgram(rows=tuple(rows), buckets=setting.buckets)
+    return StepProgram(rows=tuple(rows), buckets=context.buckets)
 
 
-def _setting(spec: ModelSpec, *, plan: Plan, reduces: bool) -> tuple[tuple[StepEvent, ...], StepContext]:
+def _context(spec: ModelSpec, *, plan: Plan, reduces: bool) -> tuple[tuple[StepEvent, ...], StepContext]:
     """The events of a step, and what the rules have to know."""
     placements = plan.placements(unit.name for unit in spec.units)
     trainable = frozenset(unit.name for unit in spec.units if any(param.trainable for param in unit.params))
     backward = {unit.name: unit.backward for unit in spec.units}
     events = tuple(_events(spec.call_order, with_params={u.name for u in spec.units if u.params}, backward=backward))
-    buckets = _buckets(spec, events=events, placements=placements, plan=plan) if reduces else ()
+    buckets = _buckets(spec, events=events, placements=placements, plan=plan)
     num_flags = sum(len(unit.params) for unit in spec.units)
-    flags = Operation(kind=Kind.REDUCE_FLAGS, subject=ROOT, num_bytes=4 * num_flags)
     return events, StepContext(
         placements=placements,
         trainable=trainable,
@@ -47,10 +46,11 @@ def _setting(spec: ModelSpec, *, plan: Plan, reduces: bool) -> tuple[tuple[StepE
         calls=spec.call_order,
         backward_calls=tuple(event.unit for event in events if event.trigger is Trigger.BEFORE_BACKWARD),
         buckets=buckets,
-        gather_bytes={unit.name: _gather_bytes(unit, plan=plan) for unit in spec.units},
+        gather_bytes={unit.name: gather_bytes(unit, plan=plan) for unit in spec.units},
         slice_bytes=_slice_bytes(buckets, placements=placements, plan=plan),
         broadcasts=_broadcasts(spec),
-        flags=(flags,) if reduces else (),
+        flags=Operation(kind=Kind.REDUCE_FLAGS, subject=ROOT, num_bytes=4 * num_flags),
+        reduces=reduces,
         prefetch=plan.prefetch,
         reduces_in_flight=plan.reduces_in_flight,
     )
@@ -109,7 +109,7 @@ def _buckets(
     groups: list[list[str]] = []
     sizes: list[int] = []
     for name in (*ready, *uncalled):
-        num_bytes = _reduce_bytes(spec.unit(name), plan=plan)
+        num_bytes = reduce_bytes(spec.unit(name), plan=plan)
         if not num_bytes:
             continue
         joins = (
@@ -127,29 +127,6 @@ def _buckets(
     return tuple(
         Bucket(name="+".join(group), units=tuple(group), num_bytes=size)
         for group, size in zip(groups, sizes, strict=True)
-    )
-
-
-def _gather_bytes(unit: UnitSpec, *, plan: Plan) -> int:
-    return sum(param.num_elements * compute_bytes(param, plan=plan) for param in unit.params)
-
-
-def compute_bytes(param: TensorSpec, *, plan: Plan) -> int:
-    """The size of an element of a parameter in the dtype that it computes in."""
-    if plan.precision == "native":
-        return BYTES_PER_ELEMENT[param.dtype]
-    kept = param.keep_fp32 or any(plan.keeps_fp32(name) for name in (param.name, *param.aliases))
-    return 4 if kept else _BYTES[plan.precision]
-
-
-def _reduce_bytes(unit: UnitSpec, *, plan: Plan) -> int:
-    """Trainable parameters in the plan's reduce dtype; float64 ones, left as they are, are reduced as such."""
-    return sum(
-        param.num_bytes
-        if plan.precision == "native" and param.dtype == "float64"
-        else param.num_elements * _BYTES[plan.reduce_dtype]
-        for param in unit.params
-        if param.trainable
     )
 
 

@@ -8,6 +8,8 @@ from enum import Enum
 class Kind(Enum):
     """What an operation does; the value is the verb that pictures and tapes show.
 
+    `take grads` moves a unit's gradients into the buffer that its bucket is reduced in.
+
     On a mesh with a second axis, a reduce of sharded gradients sums them over the shard axis: this rank's slice is then
     reduced once more, over `replicate`, and is a gradient when that has been waited for.
     """
@@ -17,6 +19,7 @@ class Kind(Enum):
     FORWARD = "forward"
     FREE = "free"
     BACKWARD = "backward"
+    TAKE_GRADS = "take grads"
     REDUCE = "reduce"
     WAIT_REDUCE = "wait reduce"
     REDUCE_SLICE = "reduce slice"
@@ -107,6 +110,23 @@ class StepProgram:
         """All operations of a step, in order."""
         return (operation for row in self.rows for operation in row.operations)
 
-    def table(self) -> dict[tuple[Trigger, str, int], int]:
-        """(trigger, unit, call) → the index of its row."""
-        return {(row.trigger, row.unit, row.call): index for index, row in enumerate(self.rows)}
+    def index(self, trigger: Trigger) -> int:
+        """The index of the first row of this trigger."""
+        return next(index for index, row in enumerate(self.rows) if row.trigger is trigger)
+
+    @property
+    def first_of_backward(self) -> int:
+        """The index of the row with which backward begins."""
+        forward = (Trigger.BEFORE_FORWARD, Trigger.AFTER_FORWARD)
+        return next(index for index, row in enumerate(self.rows) if row.trigger not in forward)
+
+    def whole_after_forward(self) -> set[str]:
+        """The sharded units that forward leaves gathered for backward."""
+        whole: set[str] = set()
+        for row in self.rows[: self.first_of_backward]:
+            for operation in row.operations:
+                if operation.kind is Kind.GATHER:
+                    whole.add(operation.subject)
+                elif operation.kind is Kind.FREE:
+                    whole.discard(operation.subject)
+        return whole

@@ -7,6 +7,7 @@ are activations, padding, and copies that live only inside an operation.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import assert_never
 
 from shardwise.bench.results import UnitOutline
 from shardwise.mesh import Mesh
@@ -170,8 +171,11 @@ class Replay:
                 self.grads.update({member: self._home(member, "grads") for member in self.buckets[name]})
             case Kind.UPDATE:
                 self._update()
-            case _:
+            case Kind.FORWARD | Kind.BACKWARD | Kind.TAKE_GRADS | Kind.REDUCE_FLAGS | Kind.BROADCAST:
+                # Nothing that is counted here comes or goes.
                 pass
+            case _:
+                assert_never(operation.kind)
 
     def _update(self) -> None:
         """Whole parameters of which each rank updates its slice are, until they are gathered, nobody's."""

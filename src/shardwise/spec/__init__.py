@@ -3,7 +3,7 @@
 `units.py` makes a spec from any `nn.Module`; the step program, the planner and the reports read it.
 """
 
-from shardwise.spec.model import ANNOUNCED, NONE, ROOT, UNANNOUNCED, ModelSpec, UnitSpec
+from shardwise.spec.model import ANNOUNCED, NONE, ROOT, UNANNOUNCED, ModelSpec, UnitSpec, most_demanding
 from shardwise.spec.tensor import TensorSpec
 
-__all__ = ["ANNOUNCED", "NONE", "ROOT", "UNANNOUNCED", "ModelSpec", "TensorSpec", "UnitSpec"]
+__all__ = ["ANNOUNCED", "NONE", "ROOT", "UNANNOUNCED", "ModelSpec", "TensorSpec", "UnitSpec", "most_demanding"]

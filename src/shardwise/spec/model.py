@@ -14,6 +14,11 @@ ROOT = "(root)"
 ANNOUNCED, UNANNOUNCED, NONE = "announced", "unannounced", "none"
 
 
+def most_demanding(*answers: str) -> str:
+    """Of several calls of a unit, or of several ranks: how backward comes to it, so that all are served."""
+    return max(answers, key=(NONE, ANNOUNCED, UNANNOUNCED).index)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSpec:
     """Modules that are communicated together. The name is the module's own path, or `(root)`.

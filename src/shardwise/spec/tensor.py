@@ -1,31 +1,10 @@
 """A parameter or buffer: its name, shape and dtype."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from types import MappingProxyType
 
+from shardwise.dtypes import BYTES_PER_ELEMENT
 from shardwise.errors import InvalidModel
-
-BYTES_PER_ELEMENT: Mapping[str, int] = MappingProxyType(
-    {
-        "float64": 8,
-        "float32": 4,
-        "bfloat16": 2,
-        "float16": 2,
-        "float8_e4m3fn": 1,
-        "float8_e5m2": 1,
-        "complex64": 8,
-        "complex128": 16,
-        "int64": 8,
-        "int32": 4,
-        "int16": 2,
-        "int8": 1,
-        "uint8": 1,
-        "bool": 1,
-    }
-)
-"""Dtypes by torch's own names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from shardwise.comm.start import agree, start_process_group
 from shardwise.engine.agreement import choose_device, describe
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.optimizer.owned import StaleOptimizer
-from shardwise.engine.params.precision import DTYPES
+from shardwise.engine.params.precision import planned_dtype
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.materialize import materialize
 from shardwise.mesh import Mesh
@@ -99,7 +99,7 @@ def _replicate(model: nn.Module, *, plan: Plan, device: torch.device) -> Distrib
     """
     options = {"gradient_as_bucket_view": True, "bucket_cap_mb": plan.bucket_bytes / 2**20}
     if plan.precision in ("bf16", "fp16"):
-        return AutocastDataParallel(model, dtype=DTYPES[plan.precision], device=device, options=options)
+        return AutocastDataParallel(model, dtype=planned_dtype(plan.precision), device=device, options=options)
     return DistributedDataParallel(model, **options)  # type: ignore[arg-type]
 
 
@@ -112,7 +112,9 @@ def shard_units(model: nn.Module, *, plan: Plan, placements: Mapping[str, Placem
         dist.broadcast(tensor.detach(), src=0)
     policy = MixedPrecisionPolicy()
     if plan.precision != "native":
-        policy = MixedPrecisionPolicy(param_dtype=DTYPES[plan.precision], reduce_dtype=DTYPES[plan.reduce_dtype])
+        policy = MixedPrecisionPolicy(
+            param_dtype=planned_dtype(plan.precision), reduce_dtype=planned_dtype(plan.reduce_dtype)
+        )
     modules = unit_modules(model, policy=plan.units)
     for name, module in reversed(modules.items()):
         reshard = name != ROOT and placements[name].reshard_after_forward

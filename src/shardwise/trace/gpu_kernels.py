@@ -144,20 +144,16 @@ def _softmax_backward(func: Any, args: tuple[Any, ...], out: Any) -> int:
     return int(out.numel() * out.element_size())
 
 
-def _convolution_backward_on_cpu(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """oneDNN makes the weight's gradient in a layout of its own, and it is copied out of that."""
-    return int(out[1].numel() * out[1].element_size()) if out[1] is not None else 0
-
-
 SCRATCH: Mapping[str, Mapping[str, Scratch]] = {
     "cuda": {
         "_scaled_dot_product_flash_attention_backward": _flash_backward,
         "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
         "_softmax_backward_data": _softmax_backward,
     },
-    "cpu": {"convolution_backward": _convolution_backward_on_cpu},
+    # oneDNN copies tensors into layouts of its own, which depend on the processor.
+    "cpu": {},
 }
-"""Device → operation → the bytes that it allocates beside its results."""
+"""Device → operation → the bytes that it allocates in addition to its results."""
 
 IN_FP32: Mapping[str, Mapping[str, tuple[int, ...]]] = {"cuda": {"native_layer_norm": (1, 2)}, "cpu": {}}
 """Device → operation → its outputs that are in fp32 there, whatever the input's dtype: a norm's mean and deviation."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import InvalidModel
 from shardwise.policy import UnitPolicy
-from shardwise.spec import ModelSpec
+from shardwise.spec import ANNOUNCED, ModelSpec
 from shardwise.spec.law import Law, fit
 from shardwise.spec.step import Run, StepRow, StepTrace
 from shardwise.trace.cut import CannotCutError, find_runs
@@ -39,17 +39,17 @@ def trace_model(
     The model may be on the meta device; nothing is computed, and it is left as it was. `make_batch` may be given for
     three lengths of sample; the laws then hold for other lengths too.
     """
-    subject = _subject(model, loss=loss, name=name, policy=policy)
-    spec = model_spec(model, policy=policy, name=subject.name)
+    task = _task(model, loss=loss, name=name, policy=policy)
+    spec = model_spec(model, policy=policy, name=task.name)
     for way in ways:
-        spec = trace_step(spec, subject=subject, make_batch=make_batch, way=way, batches=batches)
+        spec = trace_step(spec, task=task, make_batch=make_batch, way=way, batches=batches)
     return spec
 
 
 def trace_step(
     spec: ModelSpec,
     *,
-    subject: TracedTask,
+    task: TracedTask,
     make_batch: MakeBatch | dict[int, MakeBatch],
     way: Way,
     batches: Sequence[int] = BATCHES,
@@ -58,24 +58,31 @@ def trace_step(
     makers = make_batch if isinstance(make_batch, dict) else {0: make_batch}
     sizes = [(batch, length) for length in makers for batch in batches[:2]]
     sizes += [(batch, next(iter(makers))) for batch in batches[2:]]
-    runs = find_runs(subject.units)
+    runs = find_runs(task.units)
 
     def observe_at(size: Size, runs: tuple[Run, ...]) -> ObservedStep:
         batch, length = size
-        sized = replace(subject, make_batch=makers[length])
+        sized = replace(task, make_batch=makers[length])
         return observe(sized, way=way, batch_size=batch, runs=runs)
 
-    first, runs = _first_step(partial(observe_at, sizes[0]), runs=runs, name=subject.name)
+    first, runs = _first_step(partial(observe_at, sizes[0]), runs=runs, name=task.name)
     seen = {sizes[0]: first, **{size: observe_at(size, runs) for size in sizes[1:]}}
-    rows = to_rows({size: observed.entries for size, observed in seen.items()}, name=subject.name, runs=runs)
+    rows = to_rows({size: observed.entries for size, observed in seen.items()}, name=task.name, runs=runs)
     batch_bytes = fit({size: observed.batch_bytes for size, observed in seen.items()})
     trace = StepTrace(computes_in=way.computes_in, recompute=way.recompute, rows=rows, runs=runs)
     return replace(
         spec,
+        units=tuple(replace(unit, backward=_backward(unit.name, first, runs=runs)) for unit in spec.units),
         call_order=first.calls,
         batch_bytes=batch_bytes or Law((0, 0, 0, 0, 0, 0)),
         traces=(*spec.traces, trace),
     )
+
+
+def _backward(unit: str, observed: ObservedStep, *, runs: Sequence[Run]) -> str:
+    """How backward comes to a unit; to one that was not traced, as to those of its run that were."""
+    like = next((run.traced[1] for run in runs if unit in run.units and unit not in run.traced), unit)
+    return observed.backward.get(like, ANNOUNCED)
 
 
 def _first_step(
@@ -102,7 +109,7 @@ def _is_periodic(rows: Sequence[StepRow], *, run: Run) -> bool:
     ]
 
 
-def _subject(model: nn.Module, *, loss: Loss, name: str | None, policy: UnitPolicy | str) -> TracedTask:
+def _task(model: nn.Module, *, loss: Loss, name: str | None, policy: UnitPolicy | str) -> TracedTask:
     spec = model_spec(model, policy=policy, name=name)
     if not any(param.trainable for unit in spec.units for param in unit.params):
         raise InvalidModel(f"{spec.name} has no trainable parameter: there is nothing to train")

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan
-from shardwise.program import Kind, Operation, build
+from shardwise.program import Kind, Operation, Trigger, build
 from shardwise.program.operations import ON_BUCKETS
 from shardwise.spec import NONE, ROOT, UNANNOUNCED, ModelSpec, TensorSpec, UnitSpec
 
@@ -23,9 +23,10 @@ def model(*calls: str, never_called: tuple[str, ...] = ()) -> ModelSpec:
 
 
 def lines(spec: ModelSpec, **settings: object) -> list[str]:
-    """One line per row that has operations."""
+    """One line per row that has operations; where gradients are taken is said once, below."""
     program = build(spec, plan=Plan.from_dict(settings))
-    return ["; ".join(map(str, row.operations)) for row in program.rows if row.operations]
+    shown = [[one for one in row.operations if one.kind is not Kind.TAKE_GRADS] for row in program.rows]
+    return ["; ".join(map(str, operations)) for operations in shown if operations]
 
 
 # Written out: what each strategy does with a model of two blocks.
@@ -103,6 +104,23 @@ def test_fsdp_frees_after_forward_and_gathers_again_for_backward() -> None:
         "free (root); wait reduce blocks.0; reduce (root)",
         "reduce flags (root); wait reduce (root)",
         "update (root)",
+    ]
+
+
+def test_gradients_are_taken_after_the_parameters_are_freed_and_before_they_are_reduced() -> None:
+    program = build(TWO_BLOCKS, plan=Plan(strategy="fsdp", reduces_in_flight=2))
+    rows = ["; ".join(map(str, row.operations)) for row in program.rows if row.trigger is Trigger.GRADS_READY]
+    assert rows[0] == "free blocks.1; take grads blocks.1; reduce blocks.1"
+
+
+def test_a_pass_that_keeps_its_gradients_takes_them_and_reduces_nothing() -> None:
+    spec = model("blocks.0", never_called=("head",))
+    kept, reduced = (build(spec, plan=Plan(strategy="zero2"), reduces=reduces) for reduces in (False, True))
+    kinds = [operation.kind for operation in kept.operations()]
+    assert kinds.count(Kind.TAKE_GRADS) == 3
+    assert not {Kind.REDUCE, Kind.WAIT_REDUCE, Kind.REDUCE_FLAGS} & set(kinds)
+    assert [(row.trigger, row.unit, row.call) for row in kept.rows] == [
+        (row.trigger, row.unit, row.call) for row in reduced.rows
     ]
 
 
@@ -318,7 +336,7 @@ def test_a_pass_that_leaves_its_gradients_to_a_later_one_reduces_nothing(strateg
     kept = build(TWO_BLOCKS, plan=plan, reduces=False)
     reduces = (*ON_BUCKETS, Kind.REDUCE_FLAGS)
     assert list(kept.operations()) == [op for op in whole.operations() if op.kind not in reduces]
-    assert kept.buckets == ()
+    assert kept.buckets == whole.buckets
 
 
 def test_backward_prefetches_an_outer_unit_before_the_units_inside_it() -> None:

@@ -10,8 +10,8 @@ from shardwise.mesh import Mesh
 from shardwise.placement import REPLICATED, SHARDED, STRATEGIES
 from shardwise.plan import Plan
 from shardwise.program import Kind, Operation, StepProgram, Trigger, build
-from shardwise.program.build import _setting
-from shardwise.program.rules.ours import RULES, first_state
+from shardwise.program.build import _context
+from shardwise.program.rules.ours import OURS
 from shardwise.spec import ANNOUNCED, NONE, ROOT, UNANNOUNCED, ModelSpec, TensorSpec, UnitSpec
 
 NAMES = ("a", "b", "c", "a.x", "a.y", "b.x", "a.x.deep", "d", "e")
@@ -110,6 +110,7 @@ class Replay:
         self.going_back: set[str] = set()  # backward has begun, gradients are not complete
         self.num_backwards: Counter[str] = Counter()
         self.num_broadcasts = 0
+        self.taken: set[str] = set()
         self.reducing: list[str] = []
         self.reduced: list[str] = []
         self.summed: list[str] = []  # waited for, and not sent over a second axis yet
@@ -169,6 +170,7 @@ class Replay:
             Kind.FORWARD: self.forward,
             Kind.FREE: self.free,
             Kind.BACKWARD: self.backward,
+            Kind.TAKE_GRADS: self.take_grads,
             Kind.REDUCE: self.reduce,
             Kind.WAIT_REDUCE: self.wait_reduce,
             Kind.REDUCE_SLICE: self.reduce_slice,
@@ -202,9 +204,16 @@ class Replay:
         assert self.params[name] == "here", "it was not gathered, or nobody waited for it"
         self.params[name] = "absent"
 
+    def take_grads(self, name: str) -> None:
+        assert name not in self.taken
+        assert self.trainable(name)
+        assert self.num_backwards[name] == self.num_calls_back(name)
+        self.taken.add(name)
+
     def reduce(self, name: str) -> None:
         bucket = self.buckets[name]
         assert name not in self.reduced
+        assert self.taken.issuperset(bucket.units)
         assert all(self.num_backwards[member] == self.num_calls_back(member) for member in bucket.units)
         self.reduced.append(name)
         self.reducing.append(name)
@@ -281,11 +290,11 @@ def test_every_program_can_be_carried_out_step_after_step(case: tuple[ModelSpec,
 def test_the_rules_leave_their_state_as_they_found_it(case: tuple[ModelSpec, Plan]) -> None:
     """So the program of one step is that of every step."""
     spec, plan = case
-    events, setting = _setting(spec, plan=plan, reduces=True)
-    state = first_state(setting)
+    events, context = _context(spec, plan=plan, reduces=True)
+    state = OURS.first_state(context)
     for event in events:
-        state, _ = RULES[event.trigger](state, event, setting)
-    assert state == first_state(setting)
+        state, _ = OURS.by_trigger[event.trigger](state, event, context)
+    assert state == OURS.first_state(context)
 
 
 @given(cases(specs()))
@@ -322,14 +331,10 @@ def test_where_all_is_replicated_nothing_is_gathered_or_freed(spec: ModelSpec, s
 
 
 @given(cases(specs()))
-def test_each_row_is_found_by_its_trigger_unit_and_call(case: tuple[ModelSpec, Plan]) -> None:
+def test_no_two_rows_have_the_same_trigger_unit_and_call(case: tuple[ModelSpec, Plan]) -> None:
     spec, plan = case
     program = build(spec, plan=plan)
-    table = program.table()
-    assert len(table) == len(program.rows)
-    for (trigger, name, call), index in table.items():
-        row = program.rows[index]
-        assert (row.trigger, row.unit, row.call) == (trigger, name, call)
+    assert len({(row.trigger, row.unit, row.call) for row in program.rows}) == len(program.rows)
 
 
 def most_gathered_ahead(spec: ModelSpec, *, plan: Plan, kind: Kind) -> int:

@@ -28,13 +28,12 @@ class ReduceBucket:
         bucket: Bucket,
         *,
         units: list[Unit],
-        reduce_dtype: torch.dtype,
         groups: MeshGroups,
         collectives: Collectives,
         tape: Tape,
         passes: PassState,
     ) -> None:
-        self.bucket = bucket
+        self.name = bucket.name
         self.units = units
         self.groups = groups
         self.collectives = collectives
@@ -44,14 +43,11 @@ class ReduceBucket:
         # Whether slices are summed over a second axis of the mesh too.
         self.crosses = self.sharded and groups.replicate.size > 1
         self.scale = 1 / groups.mesh.num_ranks
-        self.ready: set[str] = set()
         self.segments: list[Segment] = []
         # Where the gradients of each unit go.
         self._places: dict[str, list[tuple[FlatParams, Segment]]] = {
             unit.name: [
-                (flat, self._segment_for(flat, dtype=_reduce_dtype(flat, reduce_dtype)))
-                for flat in unit.flats
-                if flat.full.is_floating_point() or flat.full.is_complex()
+                (flat, self._segment_for(flat, dtype=flat.reduce_dtype)) for flat in unit.flats if flat.has_gradients
             ]
             for unit in units
         }
@@ -66,34 +62,22 @@ class ReduceBucket:
         self.segments.append(Segment(flat, dtype=dtype))
         return self.segments[-1]
 
-    @property
-    def complete(self) -> bool:
-        """Whether the gradients of all its units are in the buffer."""
-        return len(self.ready) == len(self.units)
-
     @torch.no_grad()
     def take_grads(self, unit: Unit) -> None:
         """Move a unit's gradients into the buffer; a parameter without one counts as zero."""
-        self.ready.add(unit.name)
-        unit.closed = True
+        unit.grads.closed = True
         weight = self.passes.weight(num_ranks=self.groups.mesh.num_ranks)
         if weight:
-            unit.used |= unit.with_grads
+            unit.used |= unit.grads.arrived
         for flat, segment in self._places[unit.name]:
             segment.take(flat, weight=weight)
+        self.tape.record(Kind.TAKE_GRADS, unit.name)
 
     @torch.no_grad()
     def keep(self) -> None:
         """Leave the gradients in the buffer for a later pass."""
-        self._take_missing()
         for segment in self.segments:
             segment.holds = True
-        self.ready.clear()
-
-    def _take_missing(self) -> None:
-        for unit in self.units:
-            if unit.name not in self.ready:
-                self.take_grads(unit)
 
     @property
     def holds(self) -> bool:
@@ -116,7 +100,6 @@ class ReduceBucket:
     @torch.no_grad()
     def start(self) -> None:
         """Sum over the ranks."""
-        self._take_missing()
         for segment in self.segments:
             buffer = segment.buffer
             assert buffer is not None
@@ -124,7 +107,7 @@ class ReduceBucket:
                 segment.work = self.collectives.reduce_scatter(buffer, group=self.groups.reduce)
             else:
                 segment.work = self.collectives.all_reduce(buffer, group=self.groups.reduce_world)
-        self.tape.record(Kind.REDUCE, self.bucket.name, self._num_bytes)
+        self.tape.record(Kind.REDUCE, self.name, self._num_bytes)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -136,8 +119,7 @@ class ReduceBucket:
                 self._deliver_whole(segment)
             elif not self.crosses:
                 self._deliver_slice(segment)
-        self.ready.clear()
-        self.tape.record(Kind.WAIT_REDUCE, self.bucket.name, self._num_bytes)
+        self.tape.record(Kind.WAIT_REDUCE, self.name, self._num_bytes)
 
     @torch.no_grad()
     def start_slice(self) -> None:
@@ -148,7 +130,7 @@ class ReduceBucket:
             segment.release()
             segment.buffer = mine
             segment.work = self.collectives.all_reduce(mine, group=self.groups.replicate)
-        self.tape.record(Kind.REDUCE_SLICE, self.bucket.name, self._slice_bytes)
+        self.tape.record(Kind.REDUCE_SLICE, self.name, self._slice_bytes)
 
     @torch.no_grad()
     def finish_slice(self) -> None:
@@ -159,7 +141,7 @@ class ReduceBucket:
             assert segment.buffer is not None
             flat.add_grads(segment.buffer.to(flat.master_dtype).mul_(self.scale))
             segment.release()
-        self.tape.record(Kind.WAIT_SLICE, self.bucket.name, self._slice_bytes)
+        self.tape.record(Kind.WAIT_SLICE, self.name, self._slice_bytes)
 
     def _num_bytes(self) -> int:
         return sum(segment.num_elements * segment.dtype.itemsize for segment in self.segments)
@@ -174,7 +156,6 @@ class ReduceBucket:
                 segment.wait()
             if not segment.holds:
                 segment.release()
-        self.ready.clear()
 
     def _deliver_slice(self, segment: Segment) -> None:
         (flat,) = segment.flats
@@ -195,8 +176,3 @@ class ReduceBucket:
             else:
                 flat.add_grads(part.to(flat.master_dtype))
         segment.release()
-
-
-def _reduce_dtype(flat: FlatParams, planned: torch.dtype) -> torch.dtype:
-    """The plan's, but never narrower than parameters that are float64."""
-    return torch.promote_types(planned, flat.master_dtype) if flat.master_dtype.itemsize > 4 else planned

@@ -18,8 +18,9 @@ from shardwise.comm.collectives import Collectives, Work, own_slice
 from shardwise.comm.groups import MeshGroups
 from shardwise.engine.params.guard import unguarded
 from shardwise.engine.params.host import HostCopies
-from shardwise.layout import lay_out
+from shardwise.engine.params.precision import torch_dtype
 from shardwise.placement import SHARDED, Placement
+from shardwise.program.buffers import FlatSpec
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,24 +40,24 @@ class FlatParams:
         self,
         params: list[nn.Parameter],
         *,
-        names: list[str],
+        spec: FlatSpec,
         placement: Placement,
-        compute_dtype: torch.dtype,
-        master_dtype: torch.dtype,
         device: torch.device,
         groups: MeshGroups,
         collectives: Collectives,
         host: HostCopies | None = None,
     ) -> None:
         self.params = params
-        self.names = names
+        self.names = [param.name for param in spec.params]
         self.placement = placement
         self.device = device
         self.groups = groups
         self.collectives = collectives
         self.host = host
-        self.master_dtype = master_dtype
-        self.layout = lay_out([tuple(p.shape) for p in params], num_slices=groups.gather.size)
+        compute_dtype, self.master_dtype = torch_dtype(spec.compute_dtype), torch_dtype(spec.master_dtype)
+        self.reduce_dtype = torch_dtype(spec.reduce_dtype)
+        self.has_gradients = spec.has_gradients
+        self.layout = spec.layout(num_slices=groups.gather.size)
         self.pieces = self.layout.pieces()
         size = self.layout.num_elements
         # Zeros, because the padding is communicated too and should not be what happened to lie there.
@@ -65,7 +66,7 @@ class FlatParams:
         self.master = self._make_master()
         # What is copied into the full buffer; the master itself, where it need not be staged.
         self.staged = self.master
-        if host is not None and compute_dtype != master_dtype:
+        if host is not None and compute_dtype != self.master_dtype:
             self.staged = host.zeros(self.master.numel(), dtype=compute_dtype)
         self.owned = self._own()
         # Gap, part, gap, part … of the owned slice, as the layout's pieces are of everything.

@@ -1,4 +1,4 @@
-"""Which dtype computes, which one is stepped, and which one sums."""
+"""Casts of inputs and outputs as the plan's precision asks for; which dtype is which says dtypes.py."""
 
 from functools import partial
 from typing import Any
@@ -7,35 +7,39 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwise.dtypes import PRECISIONS
 from shardwise.errors import InvalidPlan
 from shardwise.patterns import unmatched
 from shardwise.plan import Plan
-from shardwise.spec import ModelSpec, TensorSpec
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from shardwise.spec import ModelSpec
 
 
-def compute_dtype(plan: Plan, own: torch.dtype, *, param: TensorSpec) -> torch.dtype:
-    """What a parameter of dtype `own` computes in; what is not floating point stays as it is."""
-    if plan.precision == "native" or not own.is_floating_point:
-        return own
-    return torch.float32 if param.keep_fp32 or plan.keeps_fp32(param.name) else DTYPES[plan.precision]
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of that name."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
-def master_dtype(plan: Plan, own: torch.dtype) -> torch.dtype:
-    """What the optimizer steps."""
-    if plan.precision == "native" or not own.is_floating_point:
-        return own
-    return torch.float32
+def planned_dtype(precision: str) -> torch.dtype:
+    """The dtype that a plan calls fp32, bf16 or fp16."""
+    return torch_dtype(PRECISIONS[precision])
 
 
-def input_dtype(plan: Plan) -> torch.dtype | None:
-    """What the model's inputs are cast to; None leaves them alone."""
-    return None if plan.precision == "native" else DTYPES[plan.precision]
-
-
-def reduce_dtype(plan: Plan) -> torch.dtype:
-    return DTYPES[plan.reduce_dtype]
+def attach_casts(model: nn.Module, *, plan: Plan) -> list[Any]:
+    """Cast the model's floating-point inputs to what it computes in, and around modules that are kept in fp32."""
+    if plan.precision == "native":
+        return []
+    dtype = planned_dtype(plan.precision)
+    inputs = partial(cast_inputs, dtype)
+    handles: list[Any] = [model.register_forward_pre_hook(inputs, with_kwargs=True)]
+    if dtype is torch.float32:
+        return handles
+    for path, module in model.named_modules():
+        if plan.keeps_fp32(path) and not plan.keeps_fp32(path.rpartition(".")[0]):
+            handles.append(module.register_forward_pre_hook(partial(cast_inputs, torch.float32), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(_cast_back, dtype)))
+    return handles
 
 
 def check_kept(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> None:
@@ -50,25 +54,14 @@ def check_kept(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> None:
             )
 
 
-def keep_in_fp32(model: nn.Module, *, plan: Plan) -> list[Any]:
-    """Modules that the plan keeps in fp32 get their inputs cast up, and give their outputs back in the plan's dtype."""
-    if plan.precision in ("native", "fp32"):
-        return []
-    handles: list[Any] = []
-    for path, module in model.named_modules():
-        if plan.keeps_fp32(path) and not plan.keeps_fp32(path.rpartition(".")[0]):
-            handles.append(module.register_forward_pre_hook(_cast_up, with_kwargs=True))
-            handles.append(module.register_forward_hook(partial(_cast_back, DTYPES[plan.precision])))
-    return handles
-
-
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """Every floating-point tensor in a structure of them."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
-def _cast_up(module: nn.Module, inputs: Any, options: Any) -> Any:
-    return cast((inputs, options), torch.float32)
+def cast_inputs(dtype: torch.dtype, module: nn.Module, inputs: Any, options: Any) -> Any:
+    """A forward pre-hook (with_kwargs) that casts what the module is given."""
+    return cast((inputs, options), dtype)
 
 
 def _cast_back(dtype: torch.dtype, module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -1,7 +1,6 @@
 """A unit at work: its module, its flat buffers, and where it stands in the step."""
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 from torch import nn
@@ -11,6 +10,7 @@ from shardwise.engine.params.guard import refuse, rest, unguarded, wake
 from shardwise.engine.step.tape import Tape
 from shardwise.placement import SHARDED, Placement
 from shardwise.program import Kind
+from shardwise.program.hooks import UnitGrads
 
 
 class Unit:
@@ -29,22 +29,16 @@ class Unit:
         self.whole = True
         self.arrived = True
         self.at_rest = False
-        # How often forward has called it in this step, the number of the last call in the program, and the numbers of
-        # the calls that backward has come to.
+        # How often forward has called it in this step, and the number of the last call in the program.
         self.calls = 0
         self.call = -1
-        self.begun: set[int] = set()
-        # The parameters that can have gradients, those whose are there in this backward, and those that any backward
-        # since the last reduction has used; by id. Once closed, no more gradients are taken in this backward.
-        self.trainable: frozenset[int] = frozenset()
-        self.learned_trainable: frozenset[int] = frozenset()
-        self.with_grads: set[int] = set()
+        # This backward's gradients; and the parameters, by id, that any backward since the last reduction has used.
+        self.grads: UnitGrads[Unit]
         self.used: set[int] = set()
-        self.in_backward = False
-        self.closed = False
-        self._hooked: set[int] = set()
-        # Told of a gradient, by its parameter's id, that is the unit's last, or comes in an unusual way.
-        self.on_grad: Callable[[Unit, int], None] | None = None
+        self.learned_trainable: frozenset[int] = frozenset()
+
+    def __str__(self) -> str:
+        return self.name
 
     def params(self) -> Iterator[nn.Parameter]:
         return (parameter for flat in self.flats for parameter in flat.params)
@@ -93,18 +87,25 @@ class Unit:
         self._rest()
         self.tape.record(Kind.FREE, self.name, self._gathered_bytes)
 
+    def free_unused(self) -> None:
+        """Free it if this step has not called it."""
+        if not self.calls:
+            self.free()
+
     def updated(self) -> None:
-        """After the optimizer's step: what is whole is old."""
+        """After the optimizer's step: what is whole is old. Slices of what is replicated are gathered next."""
         for flat in self.flats:
             flat.stage()
         if self.sharded:
             self.free()
-        elif self.placement.optim is SHARDED and self.trainable:
-            self.gather()
-            self._rest()
-        else:
+        elif self.placement.optim is not SHARDED:
             for flat in self.flats:
                 flat.refresh()
+
+    def gather_updated(self) -> None:
+        """Each rank has updated its slice: until all are here, nobody may read."""
+        self.gather()
+        self._rest()
 
     def settle(self) -> None:
         """Once the buffers are filled: as a step finds it. What is sharded is freed, and noticed when it is read."""
@@ -141,76 +142,41 @@ class Unit:
 
     # The step
 
-    def begin(self, on_grad: Callable[["Unit", int], None]) -> None:
+    def begin(self) -> None:
         """A new forward: what has been thawed gets its hook, what has been cleared is forgotten."""
-        self.on_grad = on_grad
-        self.in_backward = False
         self.calls = 0
         self.call = -1
-        before = self.trainable
-        trainable = []
+        before = self.grads.expected
         with unguarded():
-            for parameter in self.params():
-                if parameter.requires_grad:
-                    trainable.append(id(parameter))
-                    if id(parameter) not in self._hooked:
-                        self._hooked.add(id(parameter))
-                        hook = partial(_grad_arrived, weakref.ref(self), id(parameter))
-                        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self.grads.expect(self.params())
             for flat in self.flats:
                 flat.drop_stale_grads()
-        self.trainable = frozenset(trainable)
-        if self.trainable != before:
+        if self.grads.expected != before:
             for flat in self.flats:
                 for part in flat.owned:
                     part.parameter.requires_grad_(self.is_trainable(flat, part.index))
 
     @property
-    def complete(self) -> bool:
-        """Whether all gradients that can come in this backward have come."""
-        return len(self.with_grads) == len(self.trainable)
-
-    @property
     def used_all(self) -> bool:
-        return len(self.used) == len(self.trainable)
+        return len(self.used) == len(self.grads.expected)
 
     @property
     def partly_frozen(self) -> bool:
         """Then its last gradient does not tell that backward is done with its parameters."""
-        return len(self.trainable) < sum(len(flat.params) for flat in self.flats)
+        return len(self.grads.expected) < sum(len(flat.params) for flat in self.flats)
 
     def is_trainable(self, flat: FlatParams, index: int) -> bool:
-        return id(flat.params[index]) in self.trainable
+        return id(flat.params[index]) in self.grads.expected
 
     def trainable_names(self) -> set[str]:
         return {name for flat in self.flats for i, name in enumerate(flat.names) if self.is_trainable(flat, i)}
 
     def begin_backward(self) -> None:
-        self.in_backward = True
-        self.with_grads.clear()
-        self.begun.clear()
-        self.closed = False
         for flat in self.flats:
             flat.hide_grads()
 
     def end_backward(self) -> None:
         """Where gradients are sharded, `p.grad` has nothing to show, and says so."""
-        self.in_backward = False
         self.free()
         if self.placement.grads is SHARDED and not self.at_rest:
             self._rest()
-
-
-def _grad_arrived(held: "weakref.ref[Unit]", key: int, parameter: nn.Parameter) -> None:
-    """Autograd holds this hook where the garbage collector cannot look, so it must not hold the unit.
-
-    It is called for every parameter in every backward, so what is usual is told here, and the rest by `on_grad`.
-    """
-    unit = held()
-    if unit is None or unit.on_grad is None:
-        return
-    arrived = unit.with_grads
-    if unit.in_backward and not unit.closed and key not in arrived and len(arrived) + 1 < len(unit.trainable):
-        arrived.add(key)
-    else:
-        unit.on_grad(unit, key)

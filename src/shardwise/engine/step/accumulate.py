@@ -27,7 +27,7 @@ def accumulate(model: nn.Module, *, enabled: bool = True) -> Iterator[None]:
 
 def refuse_in_the_middle(engine: Engine, *, what: str) -> None:
     """Gradients that are summed on each rank alone are part of no state."""
-    if engine.runner.passes.accumulating or engine.runner.queue.holds_grads:
+    if engine.runner.passes.accumulating or engine.runner.executor.holds_grads:
         raise InvalidModel(
             f"{what} in the middle of an accumulation: do it after the step, or clear the gradients first "
             "(optimizer.zero_grad())"

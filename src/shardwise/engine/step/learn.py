@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from shardwise.engine.params.unit import Unit
-from shardwise.program import Kind, StepProgram, Trigger
-from shardwise.spec import ANNOUNCED, NONE, UNANNOUNCED, ModelSpec
+from shardwise.spec import ANNOUNCED, NONE, ModelSpec, most_demanding
 
 _END = ""
 
@@ -61,9 +60,7 @@ class FirstForward:
             self._round(unit.name)
 
     def note_backward(self, unit: Unit, how: str) -> None:
-        """Of several calls the most demanding counts."""
-        ranks = (NONE, ANNOUNCED, UNANNOUNCED)
-        self.backward[unit.name] = max(how, self.backward.get(unit.name, NONE), key=ranks.index)
+        self.backward[unit.name] = most_demanding(how, self.backward.get(unit.name, NONE))
 
     def end(self) -> Observation:
         """This rank's forward is over; returns when everyone's is."""
@@ -100,21 +97,12 @@ def learned(spec: ModelSpec, *, seen: Sequence[Observation], sharded: Iterable[s
         before = [other for other in names[: names.index(name)] if other in order]
         place = max(index for index, other in enumerate(order) if other == before[-1]) if before else -1
         order.insert(place + 1, name)
-    backward = {
-        name: _how(observation.backward[name] for observation in seen if name in observation.backward)
-        for name in names
-        if name in order and name not in uncalled
-    }
-    units = tuple(replace(unit, backward=backward.get(unit.name, ANNOUNCED)) for unit in spec.units)
+    answers = {name: [other.backward[name] for other in seen if name in other.backward] for name in names}
+    units = tuple(
+        replace(unit, backward=most_demanding(*answers[unit.name]) if answers[unit.name] else ANNOUNCED)
+        for unit in spec.units
+    )
     return replace(spec, call_order=tuple(order), units=units)
-
-
-def _how(answers: Iterable[str]) -> str:
-    """Unannounced on one rank is unannounced on all; no backward is none only if there is none on any."""
-    found = set(answers)
-    if UNANNOUNCED in found:
-        return UNANNOUNCED
-    return NONE if found == {NONE} else ANNOUNCED
 
 
 def _merge(one: Sequence[str], other: Sequence[str]) -> list[str]:
@@ -125,20 +113,3 @@ def _merge(one: Sequence[str], other: Sequence[str]) -> list[str]:
         if tag != "equal":
             merged += other[other_start:other_stop]
     return merged
-
-
-def first_row_of_backward(program: StepProgram) -> int:
-    forward = (Trigger.BEFORE_FORWARD, Trigger.AFTER_FORWARD)
-    return next(index for index, row in enumerate(program.rows) if row.trigger not in forward)
-
-
-def whole_after_forward(program: StepProgram) -> set[str]:
-    """The sharded units that the program leaves whole for backward."""
-    whole: set[str] = set()
-    for row in program.rows[: first_row_of_backward(program)]:
-        for operation in row.operations:
-            if operation.kind is Kind.GATHER:
-                whole.add(operation.subject)
-            elif operation.kind is Kind.FREE:
-                whole.discard(operation.subject)
-    return whole

@@ -226,7 +226,8 @@ class _Turns:
     """
 
     def __init__(self, program: StepProgram, *, setting: EngineSetting) -> None:
-        self._rows, self._places = program.rows, program.table()
+        self._rows = program.rows
+        self._places = {(row.trigger, row.unit, row.call): index for index, row in enumerate(program.rows)}
         self._in_order = any(placement.params is SHARDED for placement in setting.placements.values())
         self._early: set[str] = set()
         self._next = 0

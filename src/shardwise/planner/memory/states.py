@@ -1,7 +1,6 @@
 """What a rank holds of a unit's parameters, gradients and optimizer state, by its placement.
 
-The layout is the engine's (layout.py): parameters of equal dtypes lie end to end, each start aligned, and the
-end is padded so that the ranks of the shard axis own equal slices.
+The flat buffers are those that the engine allocates (program/buffers.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,17 +9,12 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwise.errors import UnknownName
+from shardwise.layout import Layout
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
 from shardwise.planner.memory.constants import MemoryRules
-from shardwise.program.build import compute_bytes
+from shardwise.program.buffers import FlatSpec, flat_specs
 from shardwise.spec import TensorSpec, UnitSpec
-from shardwise.spec.tensor import BYTES_PER_ELEMENT
-
-ALIGNMENT = 32
-"""In elements; that of layout.py."""
-
-REDUCE_BYTES: Mapping[str, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +97,8 @@ def unit_states(
 ) -> UnitStates:
     """The bytes of rank 0, whose slices have the least padding."""
     flats = [
-        _flat_states(params, placement=placement, plan=plan, num_slices=num_slices, optimizer=optimizer, rules=rules)
-        for params in _flats(unit, plan=plan)
+        _flat_states(flat, placement=placement, plan=plan, num_slices=num_slices, optimizer=optimizer, rules=rules)
+        for flat in flat_specs(unit, plan=plan)
     ]
     sums = ("full", "params", "optim", "reduce", "reduce_slice", "grads", "owned")
     return UnitStates(
@@ -120,24 +114,8 @@ def rounded(num_bytes: int, *, rules: MemoryRules) -> int:
     return -(-num_bytes // rules.block_bytes) * rules.block_bytes
 
 
-def master_bytes(param: TensorSpec, *, plan: Plan) -> int:
-    """The size of an element of what the optimizer steps."""
-    own = BYTES_PER_ELEMENT[param.dtype]
-    is_float = param.dtype.startswith(("float", "bfloat"))
-    return own if plan.precision == "native" or not is_float else 4
-
-
-def _flats(unit: UnitSpec, *, plan: Plan) -> list[list[TensorSpec]]:
-    """Parameters that compute and are stepped in the same dtypes share a buffer."""
-    flats: dict[tuple[int, int], list[TensorSpec]] = {}
-    for param in unit.params:
-        key = (compute_bytes(param, plan=plan), master_bytes(param, plan=plan))
-        flats.setdefault(key, []).append(param)
-    return list(flats.values())
-
-
 def _flat_states(
-    params: Sequence[TensorSpec],
+    flat: FlatSpec,
     *,
     placement: Placement,
     plan: Plan,
@@ -145,24 +123,23 @@ def _flat_states(
     optimizer: OptimizerRule,
     rules: MemoryRules,
 ) -> dict[str, Any]:
-    computes, stepped = compute_bytes(params[0], plan=plan), master_bytes(params[0], plan=plan)
-    num_elements = padded_elements([param.num_elements for param in params], num_slices=num_slices)
-    optim_slice = num_elements // num_slices if placement.optim is SHARDED else num_elements
+    computes, stepped, reduces = flat.compute_bytes, flat.master_bytes, flat.reduce_bytes
+    layout = flat.layout(num_slices=num_slices)
+    num_elements = layout.num_elements
+    optim_slice = layout.slice_elements if placement.optim is SHARDED else num_elements
     full = rounded(num_elements * computes, rules=rules)
     master = rounded(optim_slice * stepped, rules=rules)
     params_sharded = placement.params is SHARDED
-    separate = params_sharded or computes != stepped
+    separate = params_sharded or flat.compute_dtype != flat.master_dtype
     # A slice that computes as it is stepped is the parameter itself; an fp32 master beside it is the optimizer's.
-    is_the_parameter = params_sharded and computes == stepped
-    owned = _owned(params, num_elements=optim_slice)
-    trainable = [count for param, count in zip(params, owned, strict=True) if count and param.trainable]
+    is_the_parameter = params_sharded and flat.compute_dtype == flat.master_dtype
+    trainable = [count for param, count in _owned(flat, layout, sharded=placement.optim is SHARDED) if param.trainable]
     moments = moment_bytes([count * stepped for count in trainable], optimizer=optimizer, rules=rules)
-    reduces = max(REDUCE_BYTES[plan.reduce_dtype], stepped if stepped > 4 else 0)
-    any_trainable = any(param.trainable for param in params)
+    any_trainable = any(param.trainable for param in flat.params)
     reduce = rounded(num_elements * reduces, rules=rules) if any_trainable else 0
     reduce_slice = rounded(num_elements // num_slices * reduces, rules=rules) if any_trainable else 0
     grads = rounded(num_elements // num_slices * stepped, rules=rules) if placement.grads is SHARDED else reduce
-    if placement.grads is not SHARDED and reduces != stepped:
+    if placement.grads is not SHARDED and flat.reduce_dtype != flat.master_dtype:
         grads = rounded(num_elements * stepped, rules=rules)
     on_host = plan.offload_states and placement.grads is SHARDED
     moments = () if on_host else moments
@@ -189,18 +166,8 @@ def moment_bytes(sizes: Sequence[int], *, optimizer: OptimizerRule, rules: Memor
     )
 
 
-def padded_elements(sizes: Sequence[int], *, num_slices: int) -> int:
-    """The length of a buffer of parameters of these sizes."""
-    end = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
-    multiple = num_slices * ALIGNMENT
-    return -(-end // multiple) * multiple
-
-
-def _owned(params: Sequence[TensorSpec], *, num_elements: int) -> list[int]:
-    """How much of each parameter lies in the first `num_elements` of the buffer."""
-    counts = []
-    start = 0
-    for param in params:
-        counts.append(max(0, min(param.num_elements, num_elements - start)))
-        start += -(-param.num_elements // ALIGNMENT) * ALIGNMENT
-    return counts
+def _owned(flat: FlatSpec, layout: Layout, *, sharded: bool) -> list[tuple[TensorSpec, int]]:
+    """(parameter, how many of its elements) rank 0 steps."""
+    if not sharded:
+        return [(param, param.num_elements) for param in flat.params if param.num_elements]
+    return [(flat.params[index], stop - start) for index, start, stop in layout.owned(0)]

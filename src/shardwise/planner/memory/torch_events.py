@@ -15,13 +15,14 @@ fully_shard   Every parameter is cut along its first dimension, padded to a mult
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwise.dtypes import BYTES_PER_ELEMENT, PRECISIONS
 from shardwise.placement import Placement
 from shardwise.plan import Plan
 from shardwise.planner.memory.constants import MemoryRules
 from shardwise.planner.memory.replay import Change, MemoryRow, Recategorize, TakeGrads
-from shardwise.planner.memory.states import REDUCE_BYTES, OptimizerRule, UnitStates, master_bytes, moment_bytes, rounded
+from shardwise.planner.memory.states import OptimizerRule, UnitStates, moment_bytes, rounded
 from shardwise.planner.memory.stream_peak import StreamPeak
-from shardwise.program.build import compute_bytes
+from shardwise.program.buffers import param_dtypes
 from shardwise.spec import ROOT, TensorSpec, UnitSpec
 from shardwise.spec.step import AFTER_FORWARD, BACKWARD_DONE, BEFORE_BACKWARD, BEFORE_FORWARD, GRADS_READY
 
@@ -45,7 +46,7 @@ class ShardedUnit:
 
 def replicated_states(unit: UnitSpec, *, plan: Plan, optimizer: OptimizerRule, rules: MemoryRules) -> UnitStates:
     """DDP: parameters as the optimizer steps them, and a bucket's place for each gradient."""
-    params = [(param, param.num_elements * master_bytes(param, plan=plan)) for param in unit.params]
+    params = [(param, param.num_elements * _master_bytes(param, plan=plan)) for param in unit.params]
     trainable = [size for param, size in params if param.trainable]
     held = tuple(rounded(size, rules=rules) for _, size in params)
     moments = moment_bytes(trainable, optimizer=optimizer, rules=rules)
@@ -68,11 +69,13 @@ def sharded_states(
 ) -> tuple[UnitStates, ShardedUnit]:
     """fully_shard: what rank 0 has of each parameter."""
     shards = [(param, _shard_elements(param, num_slices=num_slices)) for param in unit.params]
-    stepped = [(param, count * master_bytes(param, plan=plan)) for param, count in shards]
+    stepped = [(param, count * _master_bytes(param, plan=plan)) for param, count in shards]
     trainable = [size for param, size in stepped if param.trainable]
-    computes = [(count, compute_bytes(param, plan=plan)) for param, count in shards]
-    casts = any(size != master_bytes(param, plan=plan) for (_, size), param in zip(computes, unit.params, strict=True))
-    reduced = sum(count for param, count in shards if param.trainable) * REDUCE_BYTES[plan.reduce_dtype]
+    computes = [(count, _compute_bytes(param, plan=plan)) for param, count in shards]
+    casts = any(size != _master_bytes(param, plan=plan) for (_, size), param in zip(computes, unit.params, strict=True))
+    reduced = (
+        sum(count for param, count in shards if param.trainable) * BYTES_PER_ELEMENT[PRECISIONS[plan.reduce_dtype]]
+    )
     held = tuple(rounded(size, rules=rules) for _, size in stepped)
     moments = moment_bytes(trainable, optimizer=optimizer, rules=rules)
     outputs = tuple(rounded(num_slices * count * size, rules=rules) for count, size in computes)
@@ -98,6 +101,14 @@ def sharded_states(
         copy_in=rounded(in_shard, rules=rules) if casts else 0,
         outputs=outputs,
     )
+
+
+def _compute_bytes(param: TensorSpec, *, plan: Plan) -> int:
+    return BYTES_PER_ELEMENT[param_dtypes(param, plan=plan)[0]]
+
+
+def _master_bytes(param: TensorSpec, *, plan: Plan) -> int:
+    return BYTES_PER_ELEMENT[param_dtypes(param, plan=plan)[1]]
 
 
 def _shard_elements(param: TensorSpec, *, num_slices: int) -> int:

@@ -29,6 +29,8 @@ def caption(kind: Kind, *, placement: Placement, trained: bool, mesh: Mesh) -> s
             return "Every rank finds gradients from its own samples: they differ from rank to rank."
         case Kind.BACKWARD:
             return "Every rank hands the gradient of its own samples on; nothing is trained here."
+        case Kind.TAKE_GRADS:
+            return "Its gradients are copied into the buffer in which they will be added up."
         case Kind.REDUCE:
             return _reduce(placement, mesh=mesh, share=share)
         case Kind.WAIT_REDUCE if placement.grads is SHARDED and mesh.replicate > 1:

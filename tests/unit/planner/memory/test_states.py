@@ -1,16 +1,13 @@
-"""What a rank holds of a unit is what the engine's own layout says."""
+"""What a rank holds of a unit, by its placement."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardwise.errors import UnknownName
-from shardwise.layout import ALIGNMENT, lay_out
+from shardwise.layout import lay_out
 from shardwise.placement import SHARDED, STRATEGIES
 from shardwise.plan import Plan
-from shardwise.planner.memory import states
 from shardwise.planner.memory.constants import RULES
-from shardwise.planner.memory.states import OPTIMIZERS, optimizer_of, padded_elements, unit_states
+from shardwise.planner.memory.states import OPTIMIZERS, optimizer_of, unit_states
 from shardwise.spec import TensorSpec, UnitSpec
 
 UNIT = UnitSpec(
@@ -18,21 +15,6 @@ UNIT = UnitSpec(
     class_name="Block",
     params=(TensorSpec(name="block.a", shape=(1000, 64)), TensorSpec(name="block.b", shape=(7,))),
 )
-
-
-@given(st.lists(st.integers(0, 10_000), max_size=8), st.integers(1, 64))
-def test_buffers_are_padded_as_the_engine_pads_them(sizes: list[int], num_slices: int) -> None:
-    layout = lay_out([(size,) for size in sizes], num_slices=num_slices)
-    assert padded_elements(sizes, num_slices=num_slices) == layout.num_elements
-    assert states.ALIGNMENT == ALIGNMENT
-
-
-@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=8), st.integers(1, 64))
-def test_rank_0_owns_what_the_engine_gives_it(sizes: list[int], num_slices: int) -> None:
-    layout = lay_out([(size,) for size in sizes], num_slices=num_slices)
-    params = [TensorSpec(name=str(i), shape=(size,)) for i, size in enumerate(sizes)]
-    owned = states._owned(params, num_elements=layout.slice_elements)
-    assert [count for count in owned if count] == [stop - start for _, start, stop in layout.owned(0)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -47,7 +29,7 @@ def test_each_state_is_whole_or_a_slice(strategy: str, precision: str) -> None:
         optimizer=OPTIMIZERS["adamw-foreach"],
         rules=RULES["cpu"],
     )
-    whole = 4 * padded_elements([64_000, 7], num_slices=4)
+    whole = 4 * lay_out([(1000, 64), (7,)], num_slices=4).num_elements
     computes = whole if precision == "fp32" else whole // 2
     assert held.full == computes
     assert held.reduce == whole

@@ -1,0 +1,86 @@
+"""A unit's parameters → its flat buffers: which share one, in which dtypes, and where each lies. No torch here.
+
+The engine allocates by this, the planner counts by it, and the program takes its bytes from it.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.dtypes import BYTES_PER_ELEMENT, compute_dtype, has_gradients, master_dtype, reduce_dtype
+from shardwise.layout import Layout, lay_out
+from shardwise.plan import Plan
+from shardwise.spec import TensorSpec, UnitSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatSpec:
+    """Parameters of one unit that compute and are stepped in the same dtypes: they share one buffer."""
+
+    params: tuple[TensorSpec, ...]
+    compute_dtype: str
+    master_dtype: str
+    reduce_dtype: str
+
+    def layout(self, *, num_slices: int) -> Layout:
+        return _layout(tuple(param.shape for param in self.params), num_slices)
+
+    @property
+    def has_gradients(self) -> bool:
+        return has_gradients(self.master_dtype)
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of one element."""
+        return BYTES_PER_ELEMENT[self.compute_dtype]
+
+    @property
+    def master_bytes(self) -> int:
+        return BYTES_PER_ELEMENT[self.master_dtype]
+
+    @property
+    def reduce_bytes(self) -> int:
+        return BYTES_PER_ELEMENT[self.reduce_dtype]
+
+
+def flat_specs(unit: UnitSpec, *, plan: Plan) -> tuple[FlatSpec, ...]:
+    """The flat buffers of a unit, in the order of their first parameters."""
+    by_dtypes: dict[tuple[str, str], list[TensorSpec]] = {}
+    for param in unit.params:
+        by_dtypes.setdefault(param_dtypes(param, plan=plan), []).append(param)
+    return tuple(
+        FlatSpec(
+            params=tuple(params),
+            compute_dtype=computes,
+            master_dtype=stepped,
+            reduce_dtype=reduce_dtype(stepped, planned=plan.reduce_dtype),
+        )
+        for (computes, stepped), params in by_dtypes.items()
+    )
+
+
+def param_dtypes(param: TensorSpec, *, plan: Plan) -> tuple[str, str]:
+    """(What a parameter computes in, what the optimizer steps)."""
+    kept = param.keep_fp32 or any(plan.keeps_fp32(name) for name in (param.name, *param.aliases))
+    computes = compute_dtype(param.dtype, precision=plan.precision, keep_fp32=kept)
+    return computes, master_dtype(param.dtype, precision=plan.precision)
+
+
+def gather_bytes(unit: UnitSpec, *, plan: Plan) -> int:
+    """All parameters in the dtypes that they compute in, without padding."""
+    return sum(
+        flat.compute_bytes * sum(param.num_elements for param in flat.params) for flat in flat_specs(unit, plan=plan)
+    )
+
+
+def reduce_bytes(unit: UnitSpec, *, plan: Plan) -> int:
+    """The gradients of the trainable parameters in the dtypes that they are summed in, without padding."""
+    return sum(
+        flat.reduce_bytes * sum(param.num_elements for param in flat.params if param.trainable)
+        for flat in flat_specs(unit, plan=plan)
+        if flat.has_gradients
+    )
+
+
+@lru_cache(maxsize=4096)
+def _layout(shapes: tuple[tuple[int, ...], ...], num_slices: int) -> Layout:
+    return lay_out(shapes, num_slices=num_slices)

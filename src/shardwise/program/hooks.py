@@ -1,0 +1,284 @@
+"""A model's forward and backward → triggers at its units, for whoever listens.
+
+The engine runs rows at them, the trace and the profile mark where rows begin. Two hooks per unit, one per parameter;
+one set of hooks for all, so that all see the same rows.
+"""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+from shardwise.errors import InvalidModel
+from shardwise.spec import ANNOUNCED, NONE, UNANNOUNCED
+
+_PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+# Nearly all that a module keeps on itself is of these types, and a look at the type is faster than isinstance.
+_NO_TENSORS = frozenset({*_PLAIN, dict, OrderedDict, list, tuple, set})
+
+UnitT = TypeVar("UnitT", bound=Hashable)
+_Heard = TypeVar("_Heard", bound=Hashable, contravariant=True)
+
+
+class StepListener(Protocol[_Heard]):
+    """What happens in a step. A forward without gradients, and one that backward runs again, are no part of it."""
+
+    def before_forward(self, unit: _Heard) -> int:
+        """A call of the unit begins; its number among the unit's calls in this step."""
+        ...
+
+    def after_forward(self, unit: _Heard, *, backward: str) -> None:
+        """It ends; `backward` says how backward will come to it (spec.UnitSpec)."""
+        ...
+
+    def begin_backward(self) -> None: ...
+
+    def before_backward(self, unit: _Heard, call: int) -> None:
+        """Backward comes to a call of the unit."""
+        ...
+
+    def grads_ready(self, unit: _Heard) -> None:
+        """The last of the unit's gradients is there."""
+        ...
+
+    def end_backward(self) -> None: ...
+
+    def recompute(self, unit: _Heard) -> None:
+        """Backward needs the unit once more: it runs its forward again, or comes to another output of a call."""
+        ...
+
+    def without_gradients(self, unit: _Heard, *, begins: bool) -> None:
+        """A forward of the unit under no_grad begins, or ends."""
+        ...
+
+
+class UnitGrads(Generic[UnitT]):
+    """A unit's gradients in one backward: which parameters can get one, and which have; by id.
+
+    Once `closed`, no more are taken in this backward.
+    """
+
+    __slots__ = ("__weakref__", "_hooked", "arrived", "closed", "expected", "hooks", "unit")
+
+    def __init__(self, unit: UnitT, *, hooks: "StepHooks[UnitT]") -> None:
+        self.unit = unit
+        self.hooks = hooks
+        self.expected: frozenset[int] = frozenset()
+        self.arrived: set[int] = set()
+        # Until backward begins.
+        self.closed = True
+        self._hooked: set[int] = set()
+
+    def expect(self, parameters: Iterable[nn.Parameter]) -> None:
+        """From now on these can get gradients. A parameter gets its hook when it is trained for the first time."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        for parameter in trained:
+            if id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))
+                hook = partial(_grad_arrived, weakref.ref(self), id(parameter))
+                self.hooks.handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self.expected = frozenset(map(id, trained))
+
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients that can come in this backward have come."""
+        return len(self.arrived) == len(self.expected)
+
+
+class StepHooks(Generic[UnitT]):
+    """The hooks of one model. `on_grad` is told of every single gradient."""
+
+    def __init__(
+        self,
+        modules: Mapping[UnitT, nn.Module],
+        *,
+        listener: StepListener[UnitT],
+        on_grad: Callable[[UnitT, Tensor], None] | None = None,
+    ) -> None:
+        self.modules = modules
+        self.listener = listener
+        self.on_grad = on_grad
+        self.grads = {unit: UnitGrads(unit, hooks=self) for unit in modules}
+        self.in_backward = False
+        self.handles: list[Any] = []
+        self._calls: dict[UnitT, int] = {}
+        self._begun: set[tuple[UnitT, int]] = set()
+
+    def attach(self, *, first: bool = False) -> None:
+        """Hook every unit's module, before any hook of the user's; `first`: and before those that are there after
+        its forward, too.
+        """
+        modules = {id(module) for module in self.modules.values()}
+        for unit, module in self.modules.items():
+            before = partial(_before_forward, self, unit)
+            after = partial(_after_forward, self, unit, [own.__dict__ for own in _own_modules(module, modules)])
+            self.handles.append(module.register_forward_pre_hook(before, prepend=True))
+            self.handles.append(module.register_forward_hook(after, prepend=first))
+
+    def detach(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        for grads in self.grads.values():
+            grads._hooked.clear()
+
+    def announce(self, tensor: Tensor, unit: UnitT) -> None:
+        """When the gradient of `tensor` is there, backward comes to the unit's last call.
+
+        Units that hand the same tensor on share one hook, which comes to the outermost first.
+        """
+        calls: list[tuple[UnitT, int]] = []
+        announced = tensor.__dict__.setdefault("_shardwise_announces", {})
+        node, known = announced.get(id(self), (None, calls))
+        if node is tensor.grad_fn and known:
+            calls = known
+        else:
+            # A tensor that was written into since has another gradient, and needs another hook.
+            announced[id(self)] = (tensor.grad_fn, calls)
+            tensor.register_hook(partial(_before_backward, self, calls))  # type: ignore[no-untyped-call]
+        call = (unit, self._calls[unit])
+        if call not in calls:
+            calls.insert(0, call)
+
+    def begin_backward(self) -> None:
+        self.listener.begin_backward()
+        self.in_backward = True
+        self._begun.clear()
+        for grads in self.grads.values():
+            grads.arrived.clear()
+            grads.closed = False
+        Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self.listener.end_backward()
+        self.in_backward = False
+
+    def arrived(self, grads: UnitGrads[UnitT], key: int, parameter: Tensor) -> None:
+        """A gradient that is the unit's last, or comes in an unusual way."""
+        if not self.in_backward:
+            self.begin_backward()
+        if key in grads.arrived:
+            raise InvalidModel(
+                f"a parameter of {grads.unit} got two gradients in one backward, as a reentrant checkpoint gives them: "
+                "say use_reentrant=False in torch.utils.checkpoint"
+            )
+        if grads.closed:
+            raise InvalidModel(
+                f"a parameter of {grads.unit} got a gradient after the unit's backward was over: it is used outside of "
+                "the unit; make the module that uses it the unit (units = 'auto + MODULE')"
+            )
+        grads.arrived.add(key)
+        if self.on_grad is not None:
+            self.on_grad(grads.unit, parameter)
+        if grads.complete:
+            self.listener.grads_ready(grads.unit)
+
+
+def recomputing() -> bool:
+    """Whether this thread runs a backward: then a forward is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _own_modules(module: nn.Module, unit_modules: set[int]) -> Iterator[nn.Module]:
+    """A unit's modules of the user's own making, which may keep a tensor on themselves (an auxiliary loss)."""
+    waiting = [module]
+    while waiting:
+        module = waiting.pop()
+        if not type(module).__module__.startswith("torch.nn."):
+            yield module
+        waiting += [child for child in module.children() if id(child) not in unit_modules]
+
+
+# torch.compile of a unit compiles its hooks along with its forward; what happens around a forward is not for it.
+@_disable_dynamo
+def _before_forward(hooks: StepHooks[UnitT], unit: UnitT, module: nn.Module, inputs: Any) -> None:
+    if recomputing():
+        hooks.listener.recompute(unit)
+    elif not torch.is_grad_enabled():
+        hooks.listener.without_gradients(unit, begins=True)
+    else:
+        hooks._calls[unit] = hooks.listener.before_forward(unit)
+
+
+@_disable_dynamo
+def _after_forward(
+    hooks: StepHooks[UnitT],
+    unit: UnitT,
+    attributes: list[dict[str, Any]],
+    module: nn.Module,
+    inputs: Any,
+    output: Any,
+) -> None:
+    if recomputing():
+        return
+    if not torch.is_grad_enabled():
+        hooks.listener.without_gradients(unit, begins=False)
+        return
+    backward = NONE
+    for leaf in _leaves(output):
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad:
+                hooks.announce(leaf, unit)
+                backward = ANNOUNCED if backward is NONE else backward
+        elif not isinstance(leaf, _PLAIN) and hooks.grads[unit].expected:
+            backward = UNANNOUNCED
+    for values in attributes:
+        if _NO_TENSORS.issuperset(map(type, values.values())):
+            continue
+        for value in values.values():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                # A loss that is fetched from the module comes back by this way, and perhaps before the outputs.
+                hooks.announce(value, unit)
+                backward = ANNOUNCED if backward is NONE else backward
+    hooks.listener.after_forward(unit, backward=backward)
+
+
+def _leaves(output: Any) -> list[Any]:
+    """What an output holds; also dataclasses, which torch's own trees do not look into."""
+    if isinstance(output, Tensor):
+        return [output]
+    return [
+        inner
+        for leaf in tree_leaves(output)
+        for inner in (
+            (part for field in fields(leaf) for part in _leaves(getattr(leaf, field.name)))
+            if is_dataclass(leaf) and not isinstance(leaf, type)
+            else (leaf,)
+        )
+    ]
+
+
+def _before_backward(hooks: StepHooks[UnitT], calls: list[tuple[UnitT, int]], grad: Tensor) -> None:
+    if not hooks.in_backward:
+        hooks.begin_backward()
+    for call in calls:
+        if call in hooks._begun:
+            # Another output of the same call, or the same call of another forward.
+            hooks.listener.recompute(call[0])
+        else:
+            hooks._begun.add(call)
+            hooks.listener.before_backward(*call)
+
+
+def _grad_arrived(held: "weakref.ref[UnitGrads[Any]]", key: int, parameter: Tensor) -> None:
+    """Autograd holds this hook where the garbage collector cannot look, so it must not hold the unit.
+
+    It is called for every parameter in every backward, so what is usual is done here.
+    """
+    grads = held()
+    if grads is None:
+        return
+    arrived = grads.arrived
+    is_last = len(arrived) + 1 == len(grads.expected)
+    if is_last or grads.closed or key in arrived or not grads.hooks.in_backward or grads.hooks.on_grad is not None:
+        grads.hooks.arrived(grads, key, parameter)
+    else:
+        arrived.add(key)

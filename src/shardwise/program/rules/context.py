@@ -1,0 +1,67 @@
+"""What all rules are given, and what a set of rules is: `rule(state, event, context) -> (state, operations)`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.placement import SHARDED, Placement
+from shardwise.program.operations import Bucket, Operation, Trigger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepContext:
+    """What stays the same through a step.
+
+    inside        recomputed unit → the units that its recomputation calls
+    calls         the order of forward; `backward_calls` that of backward
+    slice_bytes   of the buckets whose slices are reduced over a second axis of the mesh, and of no others
+    reduces       whether this pass reduces its gradients, or keeps them for a later pass
+    """
+
+    placements: Mapping[str, Placement]
+    trainable: frozenset[str]
+    backward: Mapping[str, str]
+    inside: Mapping[str, tuple[str, ...]]
+    calls: tuple[str, ...]
+    backward_calls: tuple[str, ...]
+    buckets: tuple[Bucket, ...]
+    gather_bytes: Mapping[str, int]
+    slice_bytes: Mapping[str, int]
+    broadcasts: tuple[Operation, ...]
+    flags: Operation
+    reduces: bool
+    prefetch: int
+    reduces_in_flight: int
+
+    def sharded(self, unit: str) -> bool:
+        """Whether there is anything to gather and free."""
+        return self.placements[unit].params is SHARDED and self.gather_bytes[unit] > 0
+
+    def grads_sharded(self, bucket: Bucket) -> bool:
+        return self.placements[bucket.units[0]].grads is SHARDED
+
+    def bucket_of(self, unit: str) -> Bucket | None:
+        return next((bucket for bucket in self.buckets if unit in bucket.units), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvent:
+    """A trigger at a unit. `position` is that of the call that began last, in forward or in backward."""
+
+    trigger: Trigger
+    unit: str
+    call: int = 0
+    position: int = 0
+
+
+Rule = Callable[[Any, StepEvent, StepContext], tuple[Any, tuple[Operation, ...]]]
+"""(state, event, context) → (the state after it, what is to be done)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How one engine turns triggers into operations. The state is the rules' own; a step begins with `first_state`."""
+
+    name: str
+    by_trigger: Mapping[Trigger, Rule]
+    first_state: Callable[[StepContext], Any]

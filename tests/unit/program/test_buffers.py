@@ -1,0 +1,60 @@
+"""Which parameters share a flat buffer, and in which dtypes: one answer for engine, program and planner."""
+
+import pytest
+
+from shardwise.plan import Plan
+from shardwise.program import Kind, build
+from shardwise.program.buffers import flat_specs, gather_bytes, reduce_bytes
+from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+
+
+def unit(*params: TensorSpec) -> UnitSpec:
+    return UnitSpec(name=ROOT, class_name="Net", params=params)
+
+
+MIXED = unit(
+    TensorSpec(name="weight", shape=(10,)),
+    TensorSpec(name="table", shape=(6,), dtype="int64", trainable=False),
+    TensorSpec(name="norm", shape=(4,), keep_fp32=True),
+    TensorSpec(name="waves", shape=(3,), dtype="complex64"),
+)
+
+
+def dtypes(precision: str) -> dict[str, tuple[str, str, str]]:
+    flats = flat_specs(MIXED, plan=Plan(precision=precision))
+    return {p.name: (f.compute_dtype, f.master_dtype, f.reduce_dtype) for f in flats for p in f.params}
+
+
+def test_only_floating_point_parameters_change_their_dtype() -> None:
+    assert dtypes("bf16") == {
+        "weight": ("bfloat16", "float32", "float32"),
+        "table": ("int64", "int64", "int64"),
+        "norm": ("float32", "float32", "float32"),
+        "waves": ("complex64", "complex64", "complex64"),
+    }
+
+
+def test_integers_are_gathered_in_their_own_size_and_never_reduced() -> None:
+    plan = Plan(strategy="fsdp", precision="bf16")
+    assert gather_bytes(MIXED, plan=plan) == 2 * 10 + 8 * 6 + 4 * 4 + 8 * 3
+    assert reduce_bytes(MIXED, plan=plan) == 4 * 10 + 4 * 4 + 8 * 3
+
+
+def test_the_program_counts_the_bytes_of_the_buffers() -> None:
+    plan = Plan(strategy="fsdp", precision="bf16")
+    program = build(ModelSpec(name="net", units=(MIXED,), call_order=(ROOT,)), plan=plan)
+    sizes = {operation.kind: operation.num_bytes for operation in program.operations()}
+    assert sizes[Kind.GATHER] == gather_bytes(MIXED, plan=plan)
+    assert sizes[Kind.REDUCE] == reduce_bytes(MIXED, plan=plan)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "native"])
+def test_parameters_of_equal_dtypes_share_a_buffer_and_others_do_not(precision: str) -> None:
+    flats = flat_specs(MIXED, plan=Plan(precision=precision))
+    assert [[param.name for param in flat.params] for flat in flats] == [["weight", "norm"], ["table"], ["waves"]]
+
+
+def test_narrow_reduction_does_not_narrow_wide_parameters() -> None:
+    wide = unit(TensorSpec(name="weight", shape=(10,), dtype="float64"))
+    (flat,) = flat_specs(wide, plan=Plan(precision="native", reduce_dtype="bf16"))
+    assert flat.reduce_dtype == "float64"
