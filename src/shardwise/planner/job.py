@@ -1,4 +1,4 @@
-"""One plan of one model, ready for the replay: bytes of states, tides of streams, and the moments of its engine."""
+"""One plan of one model, ready for the replay: bytes of states, peaks of streams, and the memory of its engine."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,15 +9,15 @@ from shardwise.plan import Plan
 from shardwise.planner.fold import Short, cut
 from shardwise.planner.memory.allocations import Ledger
 from shardwise.planner.memory.constants import MemoryRules
-from shardwise.planner.memory.engine_events import EngineSetting, Key, engine_moments
+from shardwise.planner.memory.engine_events import EngineSetting, Key, engine_rows
 from shardwise.planner.memory.replay import CATEGORIES, MemoryRow, Replayed, replay
 from shardwise.planner.memory.states import OptimizerRule, UnitStates, unit_states
 from shardwise.planner.memory.stream_peak import StreamPeak, stream_peak
 from shardwise.planner.memory.torch_events import (
     ShardedUnit,
-    replicated_moments,
+    replicated_rows,
     replicated_states,
-    sharded_moments,
+    sharded_rows,
     sharded_states,
 )
 from shardwise.program import StepProgram, build
@@ -37,11 +37,11 @@ class Job:
     optimizer: OptimizerRule
     rules: MemoryRules
     # By the id of its stream; shared by jobs of one model.
-    tides_seen: dict[int, StreamPeak] = field(default_factory=dict)
+    known_peaks: dict[int, StreamPeak] = field(default_factory=dict)
     _cuts: "dict[int, Job]" = field(default_factory=dict)
 
     def replay(self) -> Replayed:
-        return replay(self.moments, at_rest=self.at_rest)
+        return replay(self.memory_rows, at_rest=self.at_rest)
 
     def cut(self, length: int) -> "Job":
         """The same plan on a model whose runs of equal units are no longer than `length`."""
@@ -54,7 +54,7 @@ class Job:
     @cached_property
     def ledger(self) -> Ledger:
         ledger = Ledger(seq=self.spec.seq, grads_leave_at_once=self.is_native_ddp)
-        ledger.write(self.moments)
+        ledger.write(self.memory_rows)
         return ledger
 
     @property
@@ -115,17 +115,17 @@ class Job:
         return build(self.short.spec, plan=self.plan)
 
     @cached_property
-    def moments(self) -> Sequence[MemoryRow]:
+    def memory_rows(self) -> Sequence[MemoryRow]:
         """The step, as the plan's engine runs it."""
-        return tuple(self._moments())
+        return tuple(self._memory_rows())
 
-    def _moments(self) -> Iterable[MemoryRow]:
+    def _memory_rows(self) -> Iterable[MemoryRow]:
         weights = self.short.weights
         if self.is_native_ddp:
-            return replicated_moments(self.tides(), weights=weights, update_bytes=self.update_bytes)
+            return replicated_rows(self.stream_peaks(), weights=weights, update_bytes=self.update_bytes)
         if self.is_native:
-            return sharded_moments(
-                self.tides(),
+            return sharded_rows(
+                self.stream_peaks(),
                 placements=self.placements,
                 states=self.states,
                 units={name: unit for name, (_, unit) in self._sharded.items()},
@@ -140,7 +140,7 @@ class Job:
             rules=self.rules,
             update_bytes=self.update_bytes,
         )
-        return engine_moments(self.program, setting=setting, tides=self.tides())
+        return engine_rows(self.program, setting=setting, peaks=self.stream_peaks())
 
     @cached_property
     def streams(self) -> list[tuple[Key, Stream]]:
@@ -163,14 +163,14 @@ class Job:
         num_units = {run: sum(weights.get(name, 1) for name in names.get(run, run.units)) for run in trace.runs}
         return trace.expand(names, num_units=num_units)
 
-    def tides(self) -> list[tuple[Key, StreamPeak]]:
-        return [(key, self._tide(stream)) for key, stream in self.streams]
+    def stream_peaks(self) -> list[tuple[Key, StreamPeak]]:
+        return [(key, self._stream_peak(stream)) for key, stream in self.streams]
 
-    def _tide(self, stream: Stream) -> StreamPeak:
-        found = self.tides_seen.get(id(stream))
+    def _stream_peak(self, stream: Stream) -> StreamPeak:
+        found = self.known_peaks.get(id(stream))
         if found is None:
-            # A tide holds on to its stream, so that no other can get its id.
-            found = self.tides_seen[id(stream)] = stream_peak(
+            # A peak holds on to its stream, so that no other can get its id.
+            found = self.known_peaks[id(stream)] = stream_peak(
                 stream, seq=self.spec.seq, rules=self.rules, grads_leave_at_once=self.is_native_ddp
             )
         return found

@@ -9,7 +9,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import MemoryEstimate, estimate, job_of
-from shardwise.planner.memory.replay import crests
+from shardwise.planner.memory.replay import row_peaks
 from shardwise.profile.memory_ledger import LedgerEntry, beside
 from shardwise.profile.rehearsal import Measured, Rehearsal, rehearse_apart
 from shardwise.spec import ModelSpec
@@ -88,7 +88,7 @@ def predict_memory(
     """The peak, and every row's highest point; `optimizer` is one of planner/memory/states.py."""
     memory = estimate(spec, plan=plan, num_ranks=num_ranks, batch=batch, optimizer=optimizer, device=device)
     job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device).cut(_UNCUT)
-    found = crests(job.moments, at_rest=job.at_rest, batch=batch)
+    found = row_peaks(job.memory_rows, at_rest=job.at_rest, batch=batch)
     return PredictedMemory(
         memory=memory, entries=tuple(LedgerEntry(at=label, num_bytes=parts) for label, parts in found)
     )

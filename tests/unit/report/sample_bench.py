@@ -5,7 +5,7 @@ from shardwise.hardware import cluster_of
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import estimate, job_of
-from shardwise.planner.memory.replay import CATEGORIES, crests
+from shardwise.planner.memory.replay import CATEGORIES, row_peaks
 from shardwise.planner.search.candidates import cost
 from shardwise.planner.time.step_time import timeline
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
@@ -44,7 +44,7 @@ def sample_case(engine: str, strategy: str, *, num_ranks: int = NUM_RANKS) -> Ca
     spec = Source("gpt-tiny", seq=64).spec_for(plan)
     memory = estimate(spec, plan=plan, num_ranks=num_ranks, batch=MICRO_BATCH, optimizer="adamw-loop", device="cpu")
     job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer="adamw-loop", device="cpu").cut(2**62)
-    found = crests(job.moments, at_rest=job.at_rest, batch=MICRO_BATCH)
+    found = row_peaks(job.memory_rows, at_rest=job.at_rest, batch=MICRO_BATCH)
     entries = tuple(LedgerEntry(at=label, num_bytes=parts) for label, parts in found)
     resting = {name: line.at(MICRO_BATCH) for name, line in zip(CATEGORIES, job.at_rest, strict=True)}
     ledger = MemoryLedger(entries=entries, at_rest=LedgerEntry(at="at rest", num_bytes=resting))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.planner.memory.column_sum import ColumnSum
-from shardwise.planner.memory.replay import Change, MemoryRow, Recategorize, TakeGrads
+from shardwise.planner.memory.replay import MemoryChange, MemoryRow, Recategorize, TakeGrads
 from shardwise.spec.law import Law, Line
 from shardwise.spec.step import Act, StorageEvent, What
 
@@ -32,15 +32,15 @@ class Ledger:
     _by_law: dict[Law, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
     _grads: dict[str, dict[tuple[str, int], int]] = field(default_factory=lambda: defaultdict(dict))
 
-    def write(self, moments: Iterable[MemoryRow]) -> None:
-        for moment in moments:
-            if moment.label.startswith("after step"):
+    def write(self, rows: Iterable[MemoryRow]) -> None:
+        for row in rows:
+            if row.label.startswith("after step"):
                 self.update_at = len(self.entries)
-            for change in moment.changes:
+            for change in row.changes:
                 self._change(change)
-            if moment.tide is not None:
-                for event in moment.tide.stream.events:
-                    self._event(moment.unit, event)
+            if row.peak is not None:
+                for event in row.peak.stream.events:
+                    self._event(row.unit, event)
         self._zero_grad()
 
     def _allocate(self, size: Line | ColumnSum, *, stream: str = "") -> int:
@@ -51,7 +51,7 @@ class Ledger:
     def _release(self, slots: Iterable[int]) -> None:
         self.entries.extend((slot, None, "") for slot in slots)
 
-    def _change(self, change: Change | TakeGrads | Recategorize) -> None:
+    def _change(self, change: MemoryChange) -> None:
         if isinstance(change, TakeGrads):
             self._release(self._grads.pop(change.unit, {}).values())
         elif isinstance(change, Recategorize):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
 from shardwise.planner.memory.constants import MemoryRules
-from shardwise.planner.memory.replay import Change, MemoryRow, Recategorize, TakeGrads
+from shardwise.planner.memory.replay import Change, MemoryChange, MemoryRow, Recategorize, TakeGrads
 from shardwise.planner.memory.states import UnitStates
 from shardwise.planner.memory.stream_peak import StreamPeak
 from shardwise.program import Kind, Operation, Row, StepProgram, Trigger, crossing_buckets
@@ -16,7 +16,7 @@ from shardwise.spec import ROOT
 Key = tuple[str, str, int]
 """(trigger, unit, call)."""
 
-Changes = Iterator[Change | TakeGrads | Recategorize]
+Changes = Iterator[MemoryChange]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,16 +165,16 @@ class _Engine:
                 pass
 
 
-def engine_moments(
-    program: StepProgram, *, setting: EngineSetting, tides: Sequence[tuple[Key, StreamPeak]]
+def engine_rows(
+    program: StepProgram, *, setting: EngineSetting, peaks: Sequence[tuple[Key, StreamPeak]]
 ) -> Iterator[MemoryRow]:
-    """The moments of a step, in the order of the trace; without one, in that of the program."""
+    """The rows of a step, in the order of the trace; without one, in that of the program."""
     crossing = crossing_buckets(program.operations())
     engine = _Engine(setting, {bucket.name: bucket.units for bucket in program.buckets}, crossing)
     rows = {(row.trigger.value, row.unit, row.call): row for row in program.rows}
-    order = [key for key, _ in tides] or list(rows)
-    flows = dict(tides)
-    offload = _Offload(tides) if setting.plan.offload_activations else None
+    order = [key for key, _ in peaks] or list(rows)
+    flows = dict(peaks)
+    offload = _Offload(peaks) if setting.plan.offload_activations else None
     turns = _Turns(program, setting=setting)
     for key in order:
         row = rows.pop(key, None)
@@ -188,7 +188,7 @@ def engine_moments(
             label=f"{trigger} {unit}",
             unit=unit,
             changes=changes,
-            tide=flows.get(key),
+            peak=flows.get(key),
             repeats=setting.weights.get(unit, 1),
         )
     # What the trace did not come by: the update, and units that it never called.
@@ -255,9 +255,9 @@ class _Offload:
     The unit that backward comes to first keeps its own (engine/activations/offload.py).
     """
 
-    def __init__(self, tides: Sequence[tuple[Key, StreamPeak]]) -> None:
-        saved = [(key[1], tide) for key, tide in tides if key[0] == Trigger.BEFORE_FORWARD.value and key[1] != ROOT]
-        self._saved = {unit: (tide.end[0], tide.end[1]) for unit, tide in saved}
+    def __init__(self, peaks: Sequence[tuple[Key, StreamPeak]]) -> None:
+        saved = [(key[1], peak) for key, peak in peaks if key[0] == Trigger.BEFORE_FORWARD.value and key[1] != ROOT]
+        self._saved = {unit: (peak.end[0], peak.end[1]) for unit, peak in saved}
         self._order = list(dict.fromkeys(unit for unit, _ in saved))
 
     def at(self, key: Key) -> Iterator[Change]:

@@ -31,7 +31,7 @@ __all__ = ["CATEGORIES", "MemoryEstimate", "estimate"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on one rank at the highest moment of a step.
+    """Bytes on one rank at the highest point of a step.
 
     allocated  live tensors; `breakdown_bytes` adds up to it
     reserved   what the caching allocator holds for them
@@ -157,13 +157,13 @@ def _replay(spec: ModelSpec, *, plan: Plan, optimizer: str, device: str) -> Prep
         traces=traces,
         optimizer=optimizer_of(optimizer),
         rules=RULES[device],
-        tides_seen=_tides_seen(spec, device, plan.engine, _replicates(spec, plan)),
+        known_peaks=_known_peaks(spec, device, plan.engine, _replicates(spec, plan)),
     )
     return job, job.replay()
 
 
 @lru_cache(maxsize=64)
-def _tides_seen(spec: ModelSpec, device: str, engine: str, replicates: bool) -> dict[int, StreamPeak]:
+def _known_peaks(spec: ModelSpec, device: str, engine: str, replicates: bool) -> dict[int, StreamPeak]:
     """What jobs whose streams run alike have found out of them."""
     return {}
 

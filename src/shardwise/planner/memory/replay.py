@@ -1,4 +1,4 @@
-"""What a rank holds, moment by moment, and the highest that it comes to: for every batch at once."""
+"""What a rank holds, row by row of a step, and the highest that it comes to: for every batch at once."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -47,17 +47,20 @@ class TakeGrads:
     unit: str
 
 
+MemoryChange = Change | TakeGrads | Recategorize
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRow:
-    """A row of the step: what the engine does then, and what the model does after it.
+    """A row of the step: what the engine does then, and what the model does after it, up to which `peak`.
 
-    `repeats`: what is left behind counts as often; the moments of one unit in one phase repeat together.
+    `repeats`: what is left behind counts as often; the rows of one unit in one phase repeat together.
     """
 
     label: str
     unit: str
-    changes: Sequence[Change | TakeGrads | Recategorize] = ()
-    tide: StreamPeak | None = None
+    changes: Sequence[MemoryChange] = ()
+    peak: StreamPeak | None = None
     repeats: int = 1
 
 
@@ -87,7 +90,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """The peaks of which one is the highest at any batch; the highest of each moment; what is held at rest."""
+    """The peaks of which one is the highest at any batch; the highest of each row; what is held at rest."""
 
     peaks: tuple[Peak, ...]
     timeline: tuple[tuple[str, Line], ...]
@@ -104,14 +107,14 @@ class _Replay:
     pending: dict[str, int] = field(default_factory=dict)
     # (const, per sample, peak) with the same sum on top, or none, of which none is below another for every batch.
     peaks: dict[ColumnSum | None, list[tuple[int, int, Peak]]] = field(default_factory=dict)
-    crest: tuple[int, int] = (0, 0)
+    row_peak: tuple[int, int] = (0, 0)
 
     def see(
         self, label: str, const: Sequence[int], per_sample: Sequence[int], column_sum: ColumnSum | None = None
     ) -> None:
         total, slope = sum(const), sum(per_sample)
-        if total > self.crest[0] or slope > self.crest[1]:
-            self.crest = (max(total, self.crest[0]), max(slope, self.crest[1]))
+        if total > self.row_peak[0] or slope > self.row_peak[1]:
+            self.row_peak = (max(total, self.row_peak[0]), max(slope, self.row_peak[1]))
         peaks = self.peaks.setdefault(column_sum, [])
         if any(c >= total and p >= slope for c, p, _ in peaks):
             return
@@ -120,7 +123,7 @@ class _Replay:
         peak = Peak(const=tuple(const), per_sample=tuple(per_sample), label=label, line=line, column_sum=column_sum)
         peaks.append((total, slope, peak))
 
-    def change(self, moment: MemoryRow, change: Change | TakeGrads | Recategorize) -> None:
+    def change(self, row: MemoryRow, change: MemoryChange) -> None:
         if isinstance(change, TakeGrads):
             self.const[_REDUCE] -= self.pending.pop(change.unit, 0)
             return
@@ -132,28 +135,28 @@ class _Replay:
         self.const[index] += change.const
         self.per_sample[index] += change.per_sample
         if change.const > 0 or change.per_sample > 0:
-            self.see(moment.label, self.const, self.per_sample)
+            self.see(row.label, self.const, self.per_sample)
 
-    def flow(self, moment: MemoryRow, tide: StreamPeak) -> None:
-        for crest in tide.crests:
-            const, per_sample = list(self.const), list(self.per_sample)
-            _add(const, per_sample, crest)
-            self.see(moment.label, const, per_sample)
-        for column_sum, point in tide.sums:
+    def flow(self, row: MemoryRow, peak: StreamPeak) -> None:
+        for point in peak.points:
             const, per_sample = list(self.const), list(self.per_sample)
             _add(const, per_sample, point)
-            self.see(moment.label, const, per_sample, column_sum)
-        _add(self.const, self.per_sample, tide.end)
-        for owner, num_bytes in tide.grads:
-            unit = owner or moment.unit
+            self.see(row.label, const, per_sample)
+        for column_sum, point in peak.sums:
+            const, per_sample = list(self.const), list(self.per_sample)
+            _add(const, per_sample, point)
+            self.see(row.label, const, per_sample, column_sum)
+        _add(self.const, self.per_sample, peak.end)
+        for owner, num_bytes in peak.grads:
+            unit = owner or row.unit
             self.pending[unit] = self.pending.get(unit, 0) + num_bytes
 
-    def repeat(self, tide: StreamPeak, times: int) -> None:
+    def repeat(self, peak: StreamPeak, times: int) -> None:
         """What one more unit like this leaves of activations; gradients are the engine's business."""
-        self.const[_ACTIVATIONS] += times * tide.end[0]
-        self.per_sample[_ACTIVATIONS] += times * tide.end[1]
-        self.const[_GATHERED] += times * tide.end[2]
-        self.per_sample[_GATHERED] += times * tide.end[3]
+        self.const[_ACTIVATIONS] += times * peak.end[0]
+        self.per_sample[_ACTIVATIONS] += times * peak.end[1]
+        self.const[_GATHERED] += times * peak.end[2]
+        self.per_sample[_GATHERED] += times * peak.end[3]
 
 
 def _add(const: list[int], per_sample: list[int], point: tuple[int, int, int, int, int]) -> None:
@@ -164,26 +167,26 @@ def _add(const: list[int], per_sample: list[int], point: tuple[int, int, int, in
     const[_REDUCE] += point[4]
 
 
-def replay(moments: Iterable[MemoryRow], *, at_rest: Sequence[Line]) -> Replayed:
+def replay(rows: Iterable[MemoryRow], *, at_rest: Sequence[Line]) -> Replayed:
     """Go through a step that follows on a step, from what is held between steps."""
     state = _Replay(const=[line.const for line in at_rest], per_sample=[line.per_sample for line in at_rest])
     timeline = []
-    for moment in moments:
-        state.crest = (sum(state.const), sum(state.per_sample))
-        for change in moment.changes:
-            state.change(moment, change)
-        if moment.tide is not None:
-            state.flow(moment, moment.tide)
-            if moment.repeats > 1:
-                state.repeat(moment.tide, moment.repeats - 1)
-        timeline.append((moment.label, Line(*state.crest)))
+    for row in rows:
+        state.row_peak = (sum(state.const), sum(state.per_sample))
+        for change in row.changes:
+            state.change(row, change)
+        if row.peak is not None:
+            state.flow(row, row.peak)
+            if row.repeats > 1:
+                state.repeat(row.peak, row.repeats - 1)
+        timeline.append((row.label, Line(*state.row_peak)))
     peaks = tuple(peak for found in state.peaks.values() for _, _, peak in found)
     return Replayed(peaks=peaks, timeline=tuple(timeline), at_rest=tuple(at_rest))
 
 
 @dataclass(slots=True)
-class _Crests(_Replay):
-    """A replay at one batch, which remembers the highest point of the moment that it is in."""
+class _RowPeaks(_Replay):
+    """A replay at one batch, which remembers the highest point of the row that it is in."""
 
     batch: int = 1
     highest: dict[str, int] = field(default_factory=dict)
@@ -199,18 +202,18 @@ class _Crests(_Replay):
             self.highest = found
 
 
-def crests(moments: Iterable[MemoryRow], *, at_rest: Sequence[Line], batch: int) -> list[tuple[str, dict[str, int]]]:
-    """The highest point of each moment of a step at one batch, by category."""
-    state = _Crests(
+def row_peaks(rows: Iterable[MemoryRow], *, at_rest: Sequence[Line], batch: int) -> list[tuple[str, dict[str, int]]]:
+    """The highest point of each row of a step at one batch, by category."""
+    state = _RowPeaks(
         const=[line.const for line in at_rest], per_sample=[line.per_sample for line in at_rest], batch=batch
     )
     found = []
-    for moment in moments:
+    for row in rows:
         state.highest = {}
-        state.see(moment.label, state.const, state.per_sample)
-        for change in moment.changes:
-            state.change(moment, change)
-        if moment.tide is not None:
-            state.flow(moment, moment.tide)
-        found.append((moment.label, state.highest))
+        state.see(row.label, state.const, state.per_sample)
+        for change in row.changes:
+            state.change(row, change)
+        if row.peak is not None:
+            state.flow(row, row.peak)
+        found.append((row.label, state.highest))
     return found

@@ -16,14 +16,14 @@ Point = tuple[int, int, int, int, int]
 class StreamPeak:
     """A stream in brief.
 
-    crests   the points that are the highest for some batch
+    points   the points that are the highest for some batch
     sums     the same, where a sum over rows takes memory of its own on top
     end      where it leaves things
     grads    gradients that were born, by the unit whose parameters they are of; "": the row's own
     """
 
     stream: Stream
-    crests: tuple[Point, ...]
+    points: tuple[Point, ...]
     end: Point
     grads: tuple[tuple[str, int], ...] = ()
     sums: tuple[tuple[ColumnSum, Point], ...] = ()
@@ -51,7 +51,7 @@ def stream_peak(stream: Stream, *, seq: int | None, rules: MemoryRules, grads_le
     end: Point = tuple(height)  # type: ignore[assignment]
     left = tuple((owner, size) for owner, size in grads.items() if size)
     on_top = tuple((column_sum, point) for column_sum, below in sums.items() for point in highest(below))
-    return StreamPeak(stream=stream, crests=highest(points), end=end, grads=left, sums=on_top)
+    return StreamPeak(stream=stream, points=highest(points), end=end, grads=left, sums=on_top)
 
 
 def _line(event: StorageEvent, *, seq: int | None, rules: MemoryRules) -> Line:

@@ -19,7 +19,7 @@ from shardwise.dtypes import BYTES_PER_ELEMENT, PRECISIONS
 from shardwise.placement import Placement
 from shardwise.plan import Plan
 from shardwise.planner.memory.constants import MemoryRules
-from shardwise.planner.memory.replay import Change, MemoryRow, Recategorize, TakeGrads
+from shardwise.planner.memory.replay import Change, MemoryChange, MemoryRow, TakeGrads
 from shardwise.planner.memory.states import OptimizerRule, UnitStates, moment_bytes, rounded
 from shardwise.planner.memory.stream_peak import StreamPeak
 from shardwise.program.buffers import param_dtypes
@@ -30,7 +30,7 @@ from shardwise.spec.step import AFTER_FORWARD, BACKWARD_DONE, BEFORE_BACKWARD, B
 _GATHER, _REDUCE = "gather", "reduce"
 
 Key = tuple[str, str, int]
-Changes = Iterator[Change | TakeGrads | Recategorize]
+Changes = Iterator[MemoryChange]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +119,12 @@ def _shard_elements(param: TensorSpec, *, num_slices: int) -> int:
     return rows * (param.num_elements // param.shape[0]) if param.shape[0] else 0
 
 
-def replicated_moments(
-    tides: Sequence[tuple[Key, StreamPeak]], *, weights: Mapping[str, int], update_bytes: int
+def replicated_rows(
+    peaks: Sequence[tuple[Key, StreamPeak]], *, weights: Mapping[str, int], update_bytes: int
 ) -> Iterator[MemoryRow]:
     """DDP: the model alone, whose gradients leave as soon as they are there."""
-    for (trigger, unit, _), tide in tides:
-        yield MemoryRow(label=f"{trigger} {unit}", unit=unit, tide=tide, repeats=weights.get(unit, 1))
+    for (trigger, unit, _), peak in peaks:
+        yield MemoryRow(label=f"{trigger} {unit}", unit=unit, peak=peak, repeats=weights.get(unit, 1))
     yield _update(update_bytes)
 
 
@@ -133,8 +133,8 @@ def _update(update_bytes: int) -> MemoryRow:
     return MemoryRow(label=f"after step {ROOT}", unit=ROOT, changes=changes)
 
 
-def sharded_moments(
-    tides: Sequence[tuple[Key, StreamPeak]],
+def sharded_rows(
+    peaks: Sequence[tuple[Key, StreamPeak]],
     *,
     placements: Mapping[str, Placement],
     states: Mapping[str, UnitStates],
@@ -144,10 +144,10 @@ def sharded_moments(
 ) -> Iterator[MemoryRow]:
     """fully_shard, on each unit and on the root, which is not freed after forward."""
     engine = _FullyShard(placements=placements, states=states, units=units, weights=weights)
-    for key, tide in tides:
+    for key, peak in peaks:
         trigger, unit, _ = key
         changes = tuple(engine.at(trigger, unit))
-        yield MemoryRow(label=f"{trigger} {unit}", unit=unit, changes=changes, tide=tide, repeats=weights.get(unit, 1))
+        yield MemoryRow(label=f"{trigger} {unit}", unit=unit, changes=changes, peak=peak, repeats=weights.get(unit, 1))
     yield _update(update_bytes)
 
 
