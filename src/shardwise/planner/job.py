@@ -9,7 +9,8 @@ from shardwise.plan import Plan
 from shardwise.planner.fold import Short, cut
 from shardwise.planner.memory.allocations import Ledger
 from shardwise.planner.memory.constants import MemoryRules
-from shardwise.planner.memory.engine_events import EngineSetting, Key, engine_rows
+from shardwise.planner.memory.events import memory_rows
+from shardwise.planner.memory.executors.ours import MemorySetting, OurMemory
 from shardwise.planner.memory.replay import CATEGORIES, MemoryRow, Replayed, replay
 from shardwise.planner.memory.states import OptimizerRule, UnitStates, unit_states
 from shardwise.planner.memory.stream_peak import StreamPeak, stream_peak
@@ -20,6 +21,7 @@ from shardwise.planner.memory.torch_events import (
     sharded_rows,
     sharded_states,
 )
+from shardwise.planner.trace_order import Key
 from shardwise.program import StepProgram, build
 from shardwise.spec import ROOT, ModelSpec, UnitSpec
 from shardwise.spec.law import Line
@@ -132,7 +134,7 @@ class Job:
                 weights=weights,
                 update_bytes=self.update_bytes,
             )
-        setting = EngineSetting(
+        setting = MemorySetting(
             plan=self.plan,
             placements=self.placements,
             states=self.states,
@@ -140,7 +142,20 @@ class Job:
             rules=self.rules,
             update_bytes=self.update_bytes,
         )
-        return engine_rows(self.program, setting=setting, peaks=self.stream_peaks())
+        return memory_rows(
+            self.program,
+            OurMemory(self.program, setting),
+            peaks=self.stream_peaks(),
+            in_order=self.in_order,
+            plan=self.plan,
+            weights=weights,
+            rules=self.rules,
+        )
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a unit whose gradients are ready early waits for its turn (Cursor.begin_backward)."""
+        return any(placement.params is SHARDED for placement in self.placements.values())
 
     @cached_property
     def streams(self) -> list[tuple[Key, Stream]]:

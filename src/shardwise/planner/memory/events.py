@@ -1,0 +1,79 @@
+"""The rows of a step → what each allocates and frees: the engine's changes, by its executor, and the model's own."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from shardwise.plan import Plan
+from shardwise.planner.memory.constants import MemoryRules
+from shardwise.planner.memory.replay import Change, MemoryChange, MemoryRow
+from shardwise.planner.memory.stream_peak import StreamPeak
+from shardwise.planner.trace_order import Key, PlannedExecutor, TracedStep, keys_in_order
+from shardwise.program import StepProgram, Trigger
+from shardwise.spec import ROOT
+
+
+class MemoryExecutor(PlannedExecutor, Protocol):
+    """An executor on bytes: what it does is appended to `changes`."""
+
+    changes: list[MemoryChange]
+
+
+def memory_rows(
+    program: StepProgram,
+    executor: MemoryExecutor,
+    *,
+    peaks: Sequence[tuple[Key, StreamPeak]],
+    in_order: bool,
+    plan: Plan,
+    weights: Mapping[str, int],
+    rules: MemoryRules,
+) -> Iterator[MemoryRow]:
+    """In the order of the trace, whose streams have these peaks; without a trace, in that of the program."""
+    by_key = dict(peaks)
+    offload = _Offload(peaks) if plan.offload_activations else None
+    step = TracedStep(program, executor, in_order=in_order)
+    for key in keys_in_order(by_key, program=program):
+        trigger, unit, _ = key
+        weight = weights.get(unit, 1)
+        executor.changes = []
+        if offload is not None:
+            executor.changes += offload.at(key)
+        if plan.recompute_of(unit) != "none":
+            executor.changes += _random_state(trigger, weight * rules.random_state_bytes)
+        step.reach(key)
+        yield MemoryRow(
+            label=f"{trigger} {unit}", unit=unit, changes=executor.changes, peak=by_key.get(key), repeats=weight
+        )
+
+
+def _random_state(trigger: str, num_bytes: int) -> Iterator[Change]:
+    """A recomputation brings back the random numbers of the forward."""
+    if num_bytes and trigger == Trigger.BEFORE_FORWARD.value:
+        yield Change("other", num_bytes)
+    elif num_bytes and trigger == Trigger.GRADS_READY.value:
+        yield Change("other", -num_bytes)
+
+
+class _Offload:
+    """What a unit saves leaves when the next one's forward ends, and is back when backward comes to the next one.
+
+    The unit that backward comes to first keeps its own (engine/activations/offload.py).
+    """
+
+    def __init__(self, peaks: Sequence[tuple[Key, StreamPeak]]) -> None:
+        saved = [(key[1], peak) for key, peak in peaks if key[0] == Trigger.BEFORE_FORWARD.value and key[1] != ROOT]
+        self._saved = {unit: (peak.end[0], peak.end[1]) for unit, peak in saved}
+        self._order = list(dict.fromkeys(unit for unit, _ in saved))
+
+    def at(self, key: Key) -> Iterator[Change]:
+        trigger, unit, _ = key
+        if unit not in self._saved:
+            return
+        place = self._order.index(unit)
+        if place == 0:
+            return
+        const, per_sample = self._saved[self._order[place - 1]]
+        if trigger == Trigger.AFTER_FORWARD.value:
+            yield Change("activations", -const, -per_sample)
+        elif trigger == Trigger.BEFORE_BACKWARD.value:
+            yield Change("activations", const, per_sample)

@@ -1,0 +1,1 @@
+"""The operations of a step program on bytes: one executor per engine."""

@@ -1,0 +1,214 @@
+"""What our engine allocates and frees for each operation of a step."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import assert_never
+
+from shardwise.placement import SHARDED, Placement
+from shardwise.plan import Plan
+from shardwise.planner.memory.constants import MemoryRules
+from shardwise.planner.memory.replay import Change, MemoryChange, Recategorize, TakeGrads
+from shardwise.planner.memory.states import UnitStates
+from shardwise.planner.trace_order import do_nothing
+from shardwise.program import Kind, Operation, Row, StepProgram, crossing_buckets
+from shardwise.program.run import Action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySetting:
+    """What an executor has to know: where everything lives, in bytes, and how often each unit counts.
+
+    `update_bytes`: what the optimizer makes for a while, for all units, also those that are left out.
+    """
+
+    plan: Plan
+    placements: Mapping[str, Placement]
+    states: Mapping[str, UnitStates]
+    weights: Mapping[str, int]
+    rules: MemoryRules
+    update_bytes: int
+
+    def left_out(self, unit: str) -> int:
+        """How many units this one stands for beside itself."""
+        return self.weights.get(unit, 1) - 1
+
+
+class OurMemory:
+    """The buffers that are there."""
+
+    def __init__(self, program: StepProgram, setting: MemorySetting) -> None:
+        self.setting = setting
+        self.changes: list[MemoryChange] = []
+        self.ready: set[str] = set()
+        self._members = {bucket.name: bucket.units for bucket in program.buckets}
+        self._bucket_of = {unit: bucket.name for bucket in program.buckets for unit in bucket.units}
+        # The buckets whose slices are summed over a second axis of the mesh too.
+        self._crossing = crossing_buckets(program.operations())
+        self._whole: set[str] = set()
+        self._called: set[str] = set()
+        self._with_buffer: set[str] = set()
+        # Whether buffers are there from an earlier pass of this step.
+        self._waits_for_grads = setting.plan.accumulate > 1 and not setting.plan.accumulate_reduced
+
+    def action(self, operation: Operation, row: Row) -> Action:
+        name, kind = operation.subject, operation.kind
+        match kind:
+            case Kind.GATHER:
+                return partial(self._gather, name)
+            case Kind.FREE:
+                return partial(self._free, name)
+            case Kind.FORWARD:
+                return partial(self._called.add, name)
+            case Kind.TAKE_GRADS:
+                return partial(self._take_grads, name)
+            case Kind.WAIT_REDUCE:
+                return partial(self._wait_reduce, name)
+            case Kind.REDUCE_SLICE:
+                return partial(self._reduce_slice, name)
+            case Kind.WAIT_SLICE:
+                return partial(self._deliver, name)
+            case Kind.UPDATE:
+                return self._update
+            case Kind.WAIT_GATHER | Kind.BACKWARD | Kind.REDUCE | Kind.REDUCE_FLAGS | Kind.BROADCAST:
+                # In place, in buffers that are there.
+                return do_nothing
+            case _:
+                assert_never(kind)
+
+    def skipped(self, operation: Operation, row: Row) -> Action | None:
+        """A rank takes part in the gathers of what it does not call, and frees what it does not need."""
+        if operation.kind is Kind.GATHER:
+            return partial(self._gather, operation.subject)
+        if operation.kind is Kind.FREE:
+            return partial(self._free_unused, operation.subject)
+        return None
+
+    def is_ready(self, unit: str) -> bool:
+        return unit in self.ready
+
+    # Parameters
+
+    def _gather(self, unit: str) -> None:
+        if self.setting.placements[unit].params is SHARDED and unit not in self._whole:
+            self._whole.add(unit)
+            self._change("gathered", self.setting.states[unit].full)
+            self._change("gathered", self._kept_of_others(unit), is_beside=True)
+
+    def _free(self, unit: str) -> None:
+        if unit in self._whole:
+            self._whole.remove(unit)
+            self._change("gathered", -self.setting.states[unit].full)
+            self._change("gathered", -self._kept_of_others(unit), is_beside=True)
+
+    def _free_unused(self, unit: str) -> None:
+        if unit not in self._called:
+            self._free(unit)
+
+    def _kept_of_others(self, unit: str) -> int:
+        """What units that are left out keep gathered between forward and backward."""
+        kept = not self.setting.placements[unit].reshard_after_forward
+        return self.setting.left_out(unit) * self.setting.states[unit].full if kept else 0
+
+    # Gradients
+
+    def _take_grads(self, unit: str) -> None:
+        """The bucket's buffer comes with the first unit that has gradients for it."""
+        bucket = self._bucket_of[unit]
+        if not self._is_kept(bucket) and not self._waits_for_grads:
+            if bucket not in self._with_buffer:
+                self._with_buffer.add(bucket)
+                self._change("reduce", self._reduce_bytes(bucket))
+            if not self._is_sharded(bucket):
+                more = self.setting.left_out(unit) * self.setting.states[unit].reduce
+                self._change("reduce", more, is_beside=True)
+        self.changes.append(TakeGrads(unit=unit))
+
+    def _wait_reduce(self, bucket: str) -> None:
+        self._with_buffer.discard(bucket)
+        if bucket not in self._crossing:
+            self._deliver(bucket)
+
+    def _reduce_slice(self, bucket: str) -> None:
+        self._change("reduce", self._slice_bytes(bucket))
+        self._let_buffer_go(bucket)
+
+    def _deliver(self, bucket: str) -> None:
+        """Give each owner its gradients."""
+        states, plan = self.setting.states, self.setting.plan
+        units = self._members[bucket]
+        new = sum(states[unit].grads for unit in units)
+        more = sum(self.setting.left_out(unit) * states[unit].grads for unit in units)
+        if self._is_sharded(bucket):
+            self._deliver_slices(bucket, new=new)
+            self._change("grads", more, is_beside=True)
+        else:
+            self._deliver_whole(bucket, new=new, more=more)
+        if plan.accumulate > 1 and plan.accumulate_reduced:
+            # Added to what is there, and let go.
+            self._change("grads", -new)
+            self._change("grads", -more, is_beside=True)
+
+    def _deliver_slices(self, bucket: str, *, new: int) -> None:
+        crossed = self._slice_bytes(bucket)
+        if bucket not in self._crossing:
+            self._change("grads", new)
+            self._let_buffer_go(bucket)
+        elif crossed == new:
+            # In the dtype of the gradients, which it becomes.
+            self.changes.append(Recategorize(before="reduce", after="grads", num_bytes=crossed))
+        else:
+            self._change("grads", new)
+            self._change("reduce", -crossed)
+
+    def _deliver_whole(self, bucket: str, *, new: int, more: int) -> None:
+        buffer, more_reduce = self._reduce_bytes(bucket), self._more_reduce(bucket)
+        if self.setting.plan.reduce_dtype != "fp32":
+            self._change("grads", new)
+            self._change("grads", more, is_beside=True)
+            if not self._is_kept(bucket):
+                self._change("reduce", -buffer)
+                self._change("reduce", -more_reduce, is_beside=True)
+        elif not self._is_kept(bucket):
+            # The buffer itself becomes the gradients.
+            self.changes.append(Recategorize(before="reduce", after="grads", num_bytes=buffer))
+            self._change("reduce", -more_reduce, is_beside=True)
+            self._change("grads", more_reduce, is_beside=True)
+
+    def _let_buffer_go(self, bucket: str) -> None:
+        """Of sharded gradients, of which the slice has been copied."""
+        self._change("reduce", -self._reduce_bytes(bucket))
+        if self._waits_for_grads:
+            self._change("reduce", -self._more_reduce(bucket), is_beside=True)
+
+    def _is_sharded(self, bucket: str) -> bool:
+        return self.setting.placements[self._members[bucket][0]].grads is SHARDED
+
+    def _is_kept(self, bucket: str) -> bool:
+        """Whether the buffer stays from step to step."""
+        return self.setting.rules.keeps_reduce_buffers and not self._is_sharded(bucket)
+
+    def _reduce_bytes(self, bucket: str) -> int:
+        return sum(self.setting.states[unit].reduce for unit in self._members[bucket])
+
+    def _slice_bytes(self, bucket: str) -> int:
+        return sum(self.setting.states[unit].reduce_slice for unit in self._members[bucket])
+
+    def _more_reduce(self, bucket: str) -> int:
+        """Of the units that are left out."""
+        states = self.setting.states
+        return sum(self.setting.left_out(unit) * states[unit].reduce for unit in self._members[bucket])
+
+    # The update, and what all do
+
+    def _update(self) -> None:
+        self.changes += update_changes(self.setting.update_bytes)
+
+    def _change(self, category: str, num_bytes: int, *, is_beside: bool = False) -> None:
+        if num_bytes:
+            self.changes.append(Change(category, num_bytes, is_beside=is_beside))
+
+
+def update_changes(num_bytes: int) -> Iterable[Change]:
+    """What the optimizer makes for a while comes and goes."""
+    return Change("other", num_bytes), Change("other", -num_bytes)

@@ -1,0 +1,241 @@
+"""The operations of a step program on seconds: what each tells the queues to do."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import assert_never
+
+from shardwise.hardware import Cluster, Device
+from shardwise.placement import SHARDED
+from shardwise.planner.job import Job
+from shardwise.planner.sizes import MASTER_BYTES, UnitSizes
+from shardwise.planner.time.collective import Ring, Rings
+from shardwise.planner.time.compute import copy_seconds, update_seconds
+from shardwise.planner.time.overhead import Overhead
+from shardwise.planner.time.queues import CALL, COMPUTE, SEND, WAIT, Instruction, Work
+from shardwise.program import Kind, Operation, Row, Trigger
+from shardwise.program.run import Action
+
+# A float64.
+_NORM_BYTES = 8
+
+
+@dataclass(slots=True, kw_only=True)
+class TimeExecutor:
+    """Writes the instructions of one job.
+
+    `works` is what they compute beside the model's own pieces, which are `num_pieces` and come before them. `members`:
+    the units of each bucket.
+    """
+
+    job: Job
+    cluster: Cluster
+    rings: Rings
+    optimizer: str
+    clips: bool
+    sizes: Mapping[str, UnitSizes]
+    overhead: Overhead
+    num_pieces: int
+    members: Mapping[str, tuple[str, ...]]
+    works: list[Work] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
+    ready: set[str] = field(default_factory=set)
+
+    def action(self, operation: Operation, row: Row) -> Action:
+        is_last = row.trigger in (Trigger.BACKWARD_DONE, Trigger.AFTER_STEP)
+        return partial(self._issue, operation, is_last=is_last)
+
+    def skipped(self, operation: Operation, row: Row) -> Action | None:
+        """A rank takes part in the gathers of what it does not call, and frees what it does not need."""
+        if operation.kind in (Kind.GATHER, Kind.FREE):
+            return self.action(operation, row)
+        return None
+
+    def is_ready(self, unit: str) -> bool:
+        return unit in self.ready
+
+    def _issue(self, operation: Operation, *, is_last: bool) -> None:
+        self.instructions += self._operation(operation, is_last=is_last)
+        if is_last:
+            self.instructions += self._of_others(operation)
+
+    def _operation(self, operation: Operation, *, is_last: bool) -> Iterator[Instruction]:
+        name, num_bytes, overhead, rings = operation.subject, operation.num_bytes, self.overhead, self.rings
+        kind = operation.kind
+        match kind:
+            case Kind.GATHER:
+                copied = self._slice_copied(name, num_bytes) + self._copied_alone(num_bytes)
+                yield self._copy(f"copy {name}", copied, launch=overhead.gather / 2)
+                yield self._send(f"gather {name}", rings.shard, rings.shard.gather_seconds(num_bytes))
+            case Kind.WAIT_GATHER:
+                yield Instruction(WAIT, f"gather {name}", 0, overhead.wait)
+                if overhead.copies_out:
+                    yield self._copy(f"copy {name}", 2 * self.sizes[name].compute_bytes)
+            case Kind.FREE:
+                yield Instruction(CALL, "free", 0, overhead.free)
+            case Kind.TAKE_GRADS:
+                yield self._take(name)
+            case Kind.REDUCE:
+                yield from self._reduce(name, num_bytes, units=self.members[name])
+            case Kind.WAIT_REDUCE:
+                yield from self._wait_reduce(name, units=self.members[name], is_last=is_last)
+            case Kind.REDUCE_SLICE:
+                num_bytes = self._reduced_bytes(self.members[name])
+                yield self._copy(f"copy slice {name}", 2 * num_bytes // self.job.num_slices)
+                yield from self._reduce_slice(name, num_bytes)
+            case Kind.WAIT_SLICE:
+                yield Instruction(WAIT, f"reduce slice {name}", 0, overhead.wait)
+                yield from self._deliver(name, units=self.members[name])
+            case Kind.REDUCE_FLAGS:
+                if not self.job.is_native:
+                    yield self._send("reduce flags", rings.world, rings.world.all_reduce_seconds(num_bytes))
+            case Kind.BROADCAST:
+                yield from self._broadcast(num_bytes)
+            case Kind.UPDATE:
+                yield from self._update()
+            case Kind.FORWARD | Kind.BACKWARD:
+                # What the model computes is in its trace (pieces.py).
+                pass
+            case _:
+                assert_never(kind)
+
+    def _of_others(self, operation: Operation) -> Iterator[Instruction]:
+        """Where operations of all units follow on each other, what a unit stands for follows on its own."""
+        unit = self.members.get(operation.subject, (operation.subject,))[0]
+        others = self.job.short.weights.get(unit, 1) - 1
+        for one in self._operation(operation, is_last=True) if others else ():
+            if one.what == COMPUTE:
+                launch, kernel, _ = self.works[one.number - self.num_pieces]
+                yield self._work(one.name, others * launch, others * kernel)
+            elif one.what == SEND:
+                yield one._replace(
+                    name=f"{one.name} and others", launch=others * one.launch, seconds=others * one.seconds
+                )
+            else:
+                yield Instruction(CALL, one.name, 0, others * one.launch)
+
+    def _broadcast(self, num_bytes: int) -> Iterator[Instruction]:
+        num_buffers = sum(len(unit.buffers) for unit in self.job.spec.units)
+        yield Instruction(CALL, "buffers", 0, num_buffers * self.overhead.buffer)
+        world = self.rings.world
+        yield self._send("reduce buffers", world, world.broadcast_seconds(num_bytes))
+        yield Instruction(WAIT, "reduce buffers", 0, self.overhead.wait)
+
+    def _send(self, name: str, ring: Ring, seconds: float) -> Instruction:
+        kind = self.overhead.gather / 2 if name.startswith("gather") else self.overhead.reduce
+        return Instruction(SEND, name, int(ring.num_nodes > 1), kind, seconds)
+
+    def _copy(self, name: str, num_bytes: float, *, launch: float = 0.0) -> Instruction:
+        """A copy, in bytes read and written."""
+        kernel = _copy_seconds(num_bytes, self.cluster.device) if num_bytes else 0.0
+        return self._work(name, launch, kernel)
+
+    def _work(self, name: str, launch: float, kernel: float) -> Instruction:
+        if self.job.plan.capture:
+            launch = 0.0
+        if self.cluster.device.name == "cpu":
+            # What issues is what computes.
+            launch, kernel = launch + kernel, 0.0
+        self.works.append((launch, kernel, launch + kernel))
+        return Instruction(COMPUTE, name, self.num_pieces + len(self.works) - 1)
+
+    def _slice_copied(self, name: str, num_bytes: int) -> float:
+        """A rank's slice goes from the master into its place, unless the one is the other."""
+        sizes = self.sizes[name]
+        if self.job.placements[name].params is not SHARDED and not sizes.is_cast:
+            return 0.0
+        return (num_bytes + MASTER_BYTES * sizes.elements) / self.job.num_slices
+
+    def _copied_alone(self, num_bytes: int) -> int:
+        """Read and written by NCCL where a rank shares its slices with nobody: it copies what it would send."""
+        alone = self.rings.shard.num_ranks == 1 and self.cluster.device.name != "cpu"
+        return 2 * num_bytes if alone else 0
+
+    def _take(self, name: str) -> Instruction:
+        """Gradients as autograd made them go into the buffer that is reduced."""
+        sizes = self.sizes[name]
+        # DDP's parameters, and so their gradients, are fp32: autocast's copies are the model's own business.
+        made = MASTER_BYTES * sizes.trainable if self.job.is_native_ddp else sizes.grad_bytes
+        divided = 2 * sizes.reduce_bytes if self.overhead.divides else 0
+        return self._copy(f"take {name}", made + sizes.reduce_bytes + divided, launch=self.overhead.take)
+
+    def _reduce(self, name: str, num_bytes: int, *, units: Sequence[str]) -> Iterator[Instruction]:
+        rings = self.rings
+        if self.job.placements[units[0]].grads is not SHARDED:
+            yield self._send(f"reduce {name}", rings.world, rings.world.all_reduce_seconds(num_bytes))
+            return
+        seconds = rings.shard.gather_seconds(num_bytes)
+        if self.cluster.device.name == "cpu":
+            # Gloo's reduce-scatter is slower than its all-reduce, which takes its place (comm/collectives.py).
+            seconds = rings.shard.all_reduce_seconds(num_bytes)
+        yield self._send(f"reduce {name}", rings.shard, seconds)
+        if self._copied_alone(num_bytes):
+            yield self._copy(f"copy {name}", self._copied_alone(num_bytes))
+        if self.job.is_native:
+            # fully_shard sums over the second axis at once, in a stream of its own.
+            yield from self._reduce_slice(name, num_bytes)
+
+    def _reduce_slice(self, name: str, num_bytes: int) -> Iterator[Instruction]:
+        """Over a second axis of the mesh the slices are summed too."""
+        ring = self.rings.replicate
+        if ring.num_ranks > 1:
+            seconds = ring.all_reduce_seconds(num_bytes / self.job.num_slices)
+            yield self._send(f"reduce slice {name}", ring, seconds)
+
+    def _wait_reduce(self, name: str, *, units: Sequence[str], is_last: bool) -> Iterator[Instruction]:
+        """Wait, and take the average; `is_last`: before the update, which needs all of it.
+
+        Of slices that cross a second axis our engine takes it when they have (WAIT_SLICE); fully_shard waits for them
+        last.
+        """
+        yield Instruction(WAIT, f"reduce {name}", 0, self.overhead.wait)
+        crosses = self.job.placements[units[0]].grads is SHARDED and self.rings.replicate.num_ranks > 1
+        if crosses and not self.job.is_native:
+            return
+        if crosses and is_last:
+            yield Instruction(WAIT, f"reduce slice {name}", 0, self.overhead.wait)
+        yield from self._deliver(name, units=units)
+
+    def _deliver(self, name: str, *, units: Sequence[str]) -> Iterator[Instruction]:
+        """Take the average of what this rank gets."""
+        num_bytes = self._reduced_bytes(units)
+        if self.job.placements[units[0]].grads is SHARDED:
+            num_bytes //= self.job.num_slices
+        if not self.overhead.divides:
+            yield self._copy(f"average {name}", 2 * num_bytes, launch=self.overhead.deliver)
+
+    def _reduced_bytes(self, units: Sequence[str]) -> int:
+        return sum(self.sizes[unit].reduce_bytes for unit in units)
+
+    def _update(self) -> Iterator[Instruction]:
+        job, num_elements, num_tensors, refreshed = self.job, 0, 0, 0
+        for unit in job.short.spec.units:
+            sizes, weight = self.sizes[unit.name], job.short.weights.get(unit.name, 1)
+            elements, tensors = sizes.trainable, sizes.tensors
+            if job.placements[unit.name].optim is SHARDED:
+                elements, tensors = elements // job.num_slices, min(tensors, tensors // job.num_slices + 1)
+            elif not job.is_native and sizes.is_cast:
+                # The parameters in the dtype that computes are made anew.
+                refreshed += weight * (sizes.compute_bytes + MASTER_BYTES * sizes.elements)
+            num_elements, num_tensors = num_elements + weight * elements, num_tensors + weight * tensors
+        if self.clips:
+            yield from self._clip(MASTER_BYTES * num_elements)
+        launch, kernel = update_seconds(
+            num_elements=num_elements, num_tensors=num_tensors, optimizer=self.optimizer, device=self.cluster.device
+        )
+        yield self._work("update", launch + self.overhead.step, kernel)
+        if refreshed:
+            yield self._copy("refresh", refreshed)
+
+    def _clip(self, num_bytes: int) -> Iterator[Instruction]:
+        """The norm reads the rank's gradients, is summed over what is sharded, and scales them."""
+        yield self._copy("norm", num_bytes)
+        if any(placement.optim is SHARDED for placement in self.job.placements.values()):
+            yield self._send("reduce norm", self.rings.shard, self.rings.shard.all_reduce_seconds(_NORM_BYTES))
+            yield Instruction(WAIT, "reduce norm", 0, self.overhead.wait)
+        yield self._copy("clip", 2 * num_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _copy_seconds(num_bytes: float, device: Device) -> float:
+    return copy_seconds(num_bytes, device=device)
