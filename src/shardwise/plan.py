@@ -173,8 +173,12 @@ class Plan:
                     f"{key}.{pattern} matches no unit; the units are {_some(names)} "
                     f"(units = {self.units!r}; 'auto + MODULE' makes a module a unit)"
                 )
+        return {name: self.placement(name) for name in names}
+
+    def placement(self, unit_name: str) -> Placement:
+        """The placement of one unit."""
         assert isinstance(self.overrides, Patterns)
-        return {name: placement_of(self.overrides.find(name, default=self.strategy)) for name in names}
+        return placement_of(self.overrides.find(unit_name, default=self.strategy))
 
     def recompute_of(self, unit_name: str) -> str:
         """What backward computes again of a unit; nothing of the root, which would be the whole model."""

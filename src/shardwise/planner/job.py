@@ -1,4 +1,4 @@
-"""One plan of one model, ready for the replay: bytes of states, peaks of streams, and the memory of its engine."""
+"""One plan of one model, ready for the replay: bytes of states, peaks of streams, and what its engine allocates."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,24 +6,18 @@ from functools import cached_property
 
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
+from shardwise.planner.engine_model import EngineModel, engine_model_of
 from shardwise.planner.fold import Short, cut
 from shardwise.planner.memory.allocations import Ledger
 from shardwise.planner.memory.constants import MemoryRules
 from shardwise.planner.memory.events import memory_rows
-from shardwise.planner.memory.executors.ours import MemorySetting, OurMemory
+from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
 from shardwise.planner.memory.replay import CATEGORIES, MemoryRow, Replayed, replay
-from shardwise.planner.memory.states import OptimizerRule, UnitStates, unit_states
+from shardwise.planner.memory.states import OptimizerRule, UnitStates
 from shardwise.planner.memory.stream_peak import StreamPeak, stream_peak
-from shardwise.planner.memory.torch_events import (
-    ShardedUnit,
-    replicated_rows,
-    replicated_states,
-    sharded_rows,
-    sharded_states,
-)
 from shardwise.planner.trace_order import Key
 from shardwise.program import StepProgram, build
-from shardwise.spec import ROOT, ModelSpec, UnitSpec
+from shardwise.spec import ModelSpec
 from shardwise.spec.law import Line
 from shardwise.spec.step import StepRow, StepTrace, Stream
 
@@ -55,21 +49,17 @@ class Job:
 
     @cached_property
     def ledger(self) -> Ledger:
-        ledger = Ledger(seq=self.spec.seq, grads_leave_at_once=self.is_native_ddp)
+        ledger = Ledger(seq=self.spec.seq, grads_leave_at_once=self.engine.grads_leave_at_once)
         ledger.write(self.memory_rows)
         return ledger
 
-    @property
-    def is_native(self) -> bool:
-        return self.plan.engine == "torch"
+    @cached_property
+    def engine(self) -> EngineModel:
+        return engine_model_of(self.plan)
 
     @cached_property
     def placements(self) -> Mapping[str, Placement]:
         return self.plan.placements(unit.name for unit in self.spec.units)
-
-    @cached_property
-    def is_native_ddp(self) -> bool:
-        return self.is_native and self.placements[ROOT].params is not SHARDED
 
     @property
     def num_slices(self) -> int:
@@ -78,27 +68,14 @@ class Job:
 
     @cached_property
     def states(self) -> Mapping[str, UnitStates]:
-        if self.is_native and not self.is_native_ddp:
-            return {name: states for name, (states, _) in self._sharded.items()}
-        return {unit.name: self._states_of(unit) for unit in self.short.spec.units}
-
-    def _states_of(self, unit: UnitSpec) -> UnitStates:
-        if self.is_native_ddp:
-            return replicated_states(unit, plan=self.plan, optimizer=self.optimizer, rules=self.rules)
-        return unit_states(
-            unit,
-            placement=self.placements[unit.name],
-            plan=self.plan,
-            num_slices=self.num_slices,
-            optimizer=self.optimizer,
-            rules=self.rules,
-        )
-
-    @cached_property
-    def _sharded(self) -> Mapping[str, tuple[UnitStates, ShardedUnit]]:
         return {
-            unit.name: sharded_states(
-                unit, plan=self.plan, num_slices=self.num_slices, optimizer=self.optimizer, rules=self.rules
+            unit.name: self.engine.states(
+                unit,
+                placement=self.placements[unit.name],
+                plan=self.plan,
+                num_slices=self.num_slices,
+                optimizer=self.optimizer,
+                rules=self.rules,
             )
             for unit in self.short.spec.units
         }
@@ -119,43 +96,34 @@ class Job:
     @cached_property
     def memory_rows(self) -> Sequence[MemoryRow]:
         """The step, as the plan's engine runs it."""
-        return tuple(self._memory_rows())
+        found = memory_rows(
+            self.program,
+            self._memory(),
+            peaks=self.stream_peaks(),
+            in_order=self.in_order,
+            plan=self.plan,
+            weights=self.short.weights,
+            rules=self.rules,
+        )
+        return tuple(found)
 
-    def _memory_rows(self) -> Iterable[MemoryRow]:
-        weights = self.short.weights
-        if self.is_native_ddp:
-            return replicated_rows(self.stream_peaks(), weights=weights, update_bytes=self.update_bytes)
-        if self.is_native:
-            return sharded_rows(
-                self.stream_peaks(),
-                placements=self.placements,
-                states=self.states,
-                units={name: unit for name, (_, unit) in self._sharded.items()},
-                weights=weights,
-                update_bytes=self.update_bytes,
-            )
+    def _memory(self) -> MemoryExecutor:
         setting = MemorySetting(
             plan=self.plan,
             placements=self.placements,
             states=self.states,
-            weights=weights,
+            weights=self.short.weights,
             rules=self.rules,
             update_bytes=self.update_bytes,
+            num_params=sum(len(unit.params) for unit in self.spec.units),
         )
-        return memory_rows(
-            self.program,
-            OurMemory(self.program, setting),
-            peaks=self.stream_peaks(),
-            in_order=self.in_order,
-            plan=self.plan,
-            weights=weights,
-            rules=self.rules,
-        )
+        return self.engine.memory(self.program, setting)
 
     @property
     def in_order(self) -> bool:
         """Whether a unit whose gradients are ready early waits for its turn (Cursor.begin_backward)."""
-        return any(placement.params is SHARDED for placement in self.placements.values())
+        any_sharded = any(placement.params is SHARDED for placement in self.placements.values())
+        return self.engine.keeps_program_order and any_sharded
 
     @cached_property
     def streams(self) -> list[tuple[Key, Stream]]:
@@ -186,7 +154,7 @@ class Job:
         if found is None:
             # A peak holds on to its stream, so that no other can get its id.
             found = self.known_peaks[id(stream)] = stream_peak(
-                stream, seq=self.spec.seq, rules=self.rules, grads_leave_at_once=self.is_native_ddp
+                stream, seq=self.spec.seq, rules=self.rules, grads_leave_at_once=self.engine.grads_leave_at_once
             )
         return found
 
@@ -194,25 +162,19 @@ class Job:
     def at_rest(self) -> tuple[Line, ...]:
         """What a rank holds when a step begins, by category."""
         totals = dict.fromkeys(CATEGORIES, 0)
-        plan = self.plan
         for name, states in self.states.items():
             weight = self.short.weights.get(name, 1)
             totals["params"] += weight * states.params
             totals["optim"] += weight * states.optim
             totals["other"] += weight * states.buffers
-            if self.is_native_ddp:
-                totals["grads"] += weight * states.grads
-            elif not self.is_native:
-                kept = self.rules.keeps_reduce_buffers and self.placements[name].grads is not SHARDED
-                if plan.accumulate > 1 and not plan.accumulate_reduced:
-                    totals["reduce"] += weight * states.reduce
-                elif plan.accumulate > 1 or kept:
-                    totals["grads"] += weight * (states.reduce if kept else states.grads)
         totals["other"] += self.rules.workspace_bytes
-        if not self.is_native:
-            # A flag for each parameter: was it used? (engine/grads/used.py)
-            totals["other"] += 4 * sum(len(unit.params) for unit in self.spec.units)
+        for name, num_bytes in self._memory().at_rest().items():
+            totals[name] += num_bytes
         batch = self.spec.batch_bytes.line(self.spec.seq) if self.spec.batch_bytes is not None else Line(0, 0)
         lines = {name: Line(total, 0) for name, total in totals.items()}
         lines["activations"] = batch
         return tuple(lines[name] for name in CATEGORIES)
+
+    def buffers_at_rest(self) -> list[int]:
+        """Of that, the single allocations for gradients."""
+        return self._memory().buffers_at_rest()

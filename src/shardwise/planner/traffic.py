@@ -10,7 +10,7 @@ def sent_bytes(job: Job) -> int:
     """What one rank sends, with collectives that send no byte twice.
 
     n ranks gather or reduce-scatter B bytes by sending B·(n−1)/n each, and all-reduce them by sending twice that. What
-    a slice sends over a second axis is counted with its bucket: torch's engine has no operation of its own for it.
+    a slice sends over a second axis is counted with its bucket.
     """
     assert job.plan.mesh is not None
     mesh, weights = job.plan.mesh, job.short.weights

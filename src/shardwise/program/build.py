@@ -6,8 +6,8 @@ from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
 from shardwise.program.buffers import gather_bytes, reduce_bytes
 from shardwise.program.operations import Bucket, Kind, Operation, Row, StepProgram, Trigger
+from shardwise.program.rules import rules_of
 from shardwise.program.rules.context import StepContext, StepEvent
-from shardwise.program.rules.ours import OURS
 from shardwise.spec import ANNOUNCED, NONE, ROOT, ModelSpec
 
 
@@ -17,7 +17,7 @@ def build(spec: ModelSpec, *, plan: Plan, reduces: bool = True) -> StepProgram:
     With `reduces=False`, that of a pass whose gradients are kept for a later one to reduce.
     """
     events, context = _context(spec, plan=plan, reduces=reduces)
-    rules = OURS
+    rules = rules_of(plan)
     state = rules.first_state(context)
     rows = []
     for event in events:
@@ -131,12 +131,9 @@ def _buckets(
 
 
 def _slice_bytes(buckets: tuple[Bucket, ...], *, placements: Mapping[str, Placement], plan: Plan) -> dict[str, int]:
-    """A rank's share of each bucket that a second axis of the mesh sums too.
-
-    Of our engine alone: torch's has its own order for that, which the planner knows (planner/time/instructions.py).
-    """
+    """A rank's share of each bucket that a second axis of the mesh sums too."""
     mesh = plan.mesh
-    if mesh is None or mesh.replicate == 1 or plan.engine == "torch":
+    if mesh is None or mesh.replicate == 1:
         return {}
     return {
         bucket.name: -(-bucket.num_bytes // mesh.shard)

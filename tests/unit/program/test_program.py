@@ -276,8 +276,7 @@ def test_a_replicated_bucket_has_no_slice_but_waits_for_the_one_before_it() -> N
         {"strategy": "zero1", "mesh": HYBRID},
         {"strategy": "fsdp", "mesh": {"shard": 8}},
         {"strategy": "fsdp"},
-        # It sums over the second axis in an order of its own (planner/time/instructions.py).
-        {"strategy": "fsdp", "mesh": HYBRID, "engine": "torch"},
+        {"strategy": "ddp", "mesh": HYBRID, "engine": "torch"},
     ],
 )
 def test_no_slice_crosses_where_nothing_is_sharded_or_there_is_no_second_axis(settings: dict[str, object]) -> None:

@@ -69,7 +69,7 @@ def specs(
 
 @st.composite
 def plans(draw: st.DrawFn, *, spec: ModelSpec) -> Plan:
-    """Plans of every strategy; most often of one that shards everything, where most can go wrong."""
+    """Plans of every strategy for our engine; most often of one that shards everything, where most can go wrong."""
     sharded = [name for name, placement in STRATEGIES.items() if placement.params is SHARDED]
     strategies = st.sampled_from([*STRATEGIES, *sharded])
     names = st.sampled_from([unit.name for unit in spec.units])
@@ -82,7 +82,6 @@ def plans(draw: st.DrawFn, *, spec: ModelSpec) -> Plan:
         precision=draw(st.sampled_from(["fp32", "bf16", "native"])),
         recompute_overrides=draw(st.dictionaries(names, st.just("full"), max_size=2)),
         mesh=draw(st.sampled_from([None, Mesh(shard=2), Mesh(replicate=2, shard=2), Mesh(replicate=3)])),
-        engine=draw(st.sampled_from(["shardwise", "shardwise", "torch"])),
     )
 
 
@@ -132,7 +131,7 @@ class Replay:
     def crosses(self, bucket: str) -> bool:
         """Whether the sum over the shard axis is not yet the gradient."""
         has_second_axis = self.plan.mesh is not None and self.plan.mesh.replicate > 1
-        return has_second_axis and self.plan.engine == "shardwise" and self.grads_sharded(bucket)
+        return has_second_axis and self.grads_sharded(bucket)
 
     def grads_sharded(self, bucket: str) -> bool:
         return self.placements[self.buckets[bucket].units[0]].grads is SHARDED

@@ -52,12 +52,3 @@ FIRST_COMMUNICATOR_BYTES = 585_105_408
 
 DEFAULT_COMMUNICATOR_BYTES = 406_847_488
 """What each further one holds, where the device table does not say; measured as above."""
-
-NUM_COMMUNICATORS: Mapping[tuple[str, bool], int] = MappingProxyType(
-    {("shardwise", False): 3, ("shardwise", True): 4, ("torch", False): 1, ("torch", True): 1}
-)
-"""(engine, whether parameters are sharded) → communicators: the default group's; ours has the world's, gathers' and
-reduces' apart, so that none waits behind another."""
-
-ERROR_BANDS: Mapping[str, float] = MappingProxyType({"shardwise": 0.03, "torch": 0.05})
-"""How far a prediction of memory may be off, by engine: the goal, until validation gives its own."""

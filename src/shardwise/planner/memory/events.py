@@ -1,21 +1,15 @@
 """The rows of a step → what each allocates and frees: the engine's changes, by its executor, and the model's own."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 from shardwise.plan import Plan
 from shardwise.planner.memory.constants import MemoryRules
-from shardwise.planner.memory.replay import Change, MemoryChange, MemoryRow
+from shardwise.planner.memory.executors.setting import MemoryExecutor
+from shardwise.planner.memory.replay import Change, MemoryRow
 from shardwise.planner.memory.stream_peak import StreamPeak
-from shardwise.planner.trace_order import Key, PlannedExecutor, TracedStep, keys_in_order
+from shardwise.planner.trace_order import Key, TracedStep, keys_in_order
 from shardwise.program import StepProgram, Trigger
 from shardwise.spec import ROOT
-
-
-class MemoryExecutor(PlannedExecutor, Protocol):
-    """An executor on bytes: what it does is appended to `changes`."""
-
-    changes: list[MemoryChange]
 
 
 def memory_rows(

@@ -9,6 +9,7 @@ from shardwise.errors import InvalidPlan
 from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED
 from shardwise.plan import Plan
+from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.fold import shorten
 from shardwise.planner.job import Job
 from shardwise.planner.memory.constants import (
@@ -16,7 +17,6 @@ from shardwise.planner.memory.constants import (
     DEFAULT_CONTEXT_BYTES,
     FIRST_COMMUNICATOR_BYTES,
     KERNEL_BYTES,
-    NUM_COMMUNICATORS,
     RULES,
 )
 from shardwise.planner.memory.replay import CATEGORIES, Replayed
@@ -101,10 +101,10 @@ def _outside(job: Job, *, device: str, context: int | None, communicator: int | 
     """What a process holds beside the allocator. A second axis of the mesh has communicators of its own."""
     if device == "cpu":
         return 0
-    plan = job.plan
-    assert plan.mesh is not None
+    assert job.plan.mesh is not None
     sharded = job.placements[ROOT].params is SHARDED
-    more = NUM_COMMUNICATORS[plan.engine, sharded] - 1 + (plan.mesh.replicate > 1)
+    count = job.engine.num_communicators + (job.engine.gather_communicators if sharded else 0)
+    more = count - 1 + (job.plan.mesh.replicate > 1)
     each = DEFAULT_COMMUNICATOR_BYTES if communicator is None else communicator
     first = FIRST_COMMUNICATOR_BYTES if communicator != 0 else 0
     return (DEFAULT_CONTEXT_BYTES if context is None else context) + KERNEL_BYTES + first + more * each
@@ -117,11 +117,7 @@ def computes_in(spec: ModelSpec, *, plan: Plan) -> str:
         return {frozenset({"float32"}): "fp32", frozenset({"bfloat16"}): "bf16"}.get(frozenset(dtypes), "native")
     if plan.precision == "fp32":
         return "fp32"
-    return "autocast" if plan.engine == "torch" and _replicates(spec, plan) else "bf16"
-
-
-def _replicates(spec: ModelSpec, plan: Plan) -> bool:
-    return plan.placements(unit.name for unit in spec.units)[ROOT].params is not SHARDED
+    return "autocast" if engine_model_of(plan).autocasts else "bf16"
 
 
 Prepared = tuple[Job, Replayed]
@@ -157,13 +153,13 @@ def _replay(spec: ModelSpec, *, plan: Plan, optimizer: str, device: str) -> Prep
         traces=traces,
         optimizer=optimizer_of(optimizer),
         rules=RULES[device],
-        known_peaks=_known_peaks(spec, device, plan.engine, _replicates(spec, plan)),
+        known_peaks=_known_peaks(spec, device, engine_model_of(plan).grads_leave_at_once),
     )
     return job, job.replay()
 
 
 @lru_cache(maxsize=64)
-def _known_peaks(spec: ModelSpec, device: str, engine: str, replicates: bool) -> dict[int, StreamPeak]:
+def _known_peaks(spec: ModelSpec, device: str, grads_leave_at_once: bool) -> dict[int, StreamPeak]:
     """What jobs whose streams run alike have found out of them."""
     return {}
 

@@ -67,22 +67,9 @@ def _first(job: Job, *, batch: int) -> list[int]:
     sizes = [job.rules.workspace_bytes // 2] * 2
     for states in job.states.values():
         sizes += [*states.held, states.buffers]
-    for name, line in zip(CATEGORIES, job.at_rest, strict=True):
-        if name == "grads" and job.is_native_ddp:
-            sizes += _buckets([size for states in job.states.values() for size in states.held], job=job)
-        elif name in ("grads", "reduce", "activations"):
-            sizes.append(line.at(batch))
+    sizes += job.buffers_at_rest()
+    sizes.append(job.at_rest[CATEGORIES.index("activations")].at(batch))
     return [size for size in sizes if size]
-
-
-def _buckets(sizes: Sequence[int], *, job: Job) -> list[int]:
-    """DDP's: parameters, last first, until a bucket is full."""
-    buckets = [0]
-    for size in reversed(sizes):
-        if buckets[-1] >= job.plan.bucket_bytes:
-            buckets.append(0)
-        buckets[-1] += size
-    return buckets
 
 
 class _Run:

@@ -71,6 +71,9 @@ class UnitStates:
     buffers   the module's
     moments   of `optim`, the single allocations of the optimizer's own state
     held      the single allocations of the rest of `params` and `optim`
+
+    Where a gather is copied out of a buffer (fully_shard): `flat`, that buffer; `copy_in`, what it is filled from; and
+    `outputs`, the single allocations of `full`.
     """
 
     full: int
@@ -84,6 +87,9 @@ class UnitStates:
     buffers: int
     moments: tuple[int, ...]
     held: tuple[int, ...]
+    flat: int = 0
+    copy_in: int = 0
+    outputs: tuple[int, ...] = ()
 
 
 def unit_states(

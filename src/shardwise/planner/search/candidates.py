@@ -8,7 +8,7 @@ from shardwise.hardware import Cluster
 from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED, STRATEGIES
 from shardwise.plan import Plan
-from shardwise.planner.memory.constants import ERROR_BANDS
+from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.memory.peak import MemoryEstimate, estimate, job_of
 from shardwise.planner.time.step_time import TimeEstimate, estimate_time, time_band
 from shardwise.planner.traffic import sent_bytes
@@ -47,7 +47,7 @@ class Candidate:
 
     @property
     def memory_band(self) -> float:
-        return ERROR_BANDS[self.plan.engine]
+        return engine_model_of(self.plan).error_band
 
     @property
     def time_band(self) -> float:
@@ -89,7 +89,7 @@ def _memory(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, qu
         device=_kind(cluster),
         context_bytes=device.context_bytes.value if device.context_bytes else None,
         communicator_bytes=device.communicator_bytes.value if device.communicator_bytes else None,
-        limit_bytes=round(capacity / (1 + ERROR_BANDS[plan.engine])) if capacity is not None else None,
+        limit_bytes=round(capacity / (1 + engine_model_of(plan).error_band)) if capacity is not None else None,
         quick=quick,
     )
 
@@ -102,7 +102,7 @@ def _fits(device_bytes: int, *, plan: Plan, cluster: Cluster) -> str:
     capacity = capacity_bytes(cluster)
     if capacity is None:
         return "unknown"
-    if device_bytes * (1 + ERROR_BANDS[plan.engine]) <= capacity:
+    if device_bytes * (1 + engine_model_of(plan).error_band) <= capacity:
         return "yes"
     return "tight" if device_bytes <= capacity else "no"
 
@@ -206,7 +206,7 @@ def way_out(
         for strategy in changed_strategies:
             mesh = Mesh(shard=changed_cluster.num_ranks)
             chosen = replace(changed, strategy=strategy, mesh=mesh)
-            if plan.engine == "torch" and (strategy in ("zero1", "zero2") or chosen.recompute != "none"):
+            if not engine_model_of(chosen).can_run(chosen):
                 continue
             if cost(spec_for(chosen), plan=chosen, cluster=changed_cluster, optimizer=optimizer).fits == "yes":
                 also = f" --strategy {strategy}" if strategy not in strategies else ""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.placement import STRATEGIES
+from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost, largest_batch
 
 PAIR_BAND = 0.05
@@ -136,9 +137,9 @@ def _other_way(best: Candidate, found: Sequence[Candidate], *, spec_for: SpecFor
 def _to_fit(one: Candidate, *, spec_for: SpecFor, optimizer: str) -> str:
     name = name_of(one)
     for recompute in (one.plan.recompute, "full"):
-        if one.plan.engine == "torch" and recompute != one.plan.recompute:
-            continue
         plan = replace(one.plan, recompute=recompute)
+        if not engine_model_of(plan).recomputes and recompute != one.plan.recompute:
+            continue
         spec = spec_for(plan)
         most = largest_batch(spec, plan=plan, cluster=one.cluster, optimizer=optimizer)
         plan = replace(plan, micro_batch=min(most, one.batch))

@@ -8,10 +8,10 @@ from shardwise.planner.job import Job
 from shardwise.planner.sizes import sizes_of
 from shardwise.planner.time.collective import rings_of
 from shardwise.planner.time.compute import host_factor
-from shardwise.planner.time.executor import TimeExecutor
-from shardwise.planner.time.overhead import CAPTURED, OVERHEADS, Overhead
+from shardwise.planner.time.overhead import CAPTURED, Overhead
 from shardwise.planner.time.pieces import FORWARD
 from shardwise.planner.time.queues import COMPUTE, MARK, SEND, Instruction, Work
+from shardwise.planner.time.time_executor import TimeExecutor
 from shardwise.planner.trace_order import Key, TracedStep, keys_in_order
 from shardwise.program import StepProgram, Trigger, build
 from shardwise.spec.step import Stream
@@ -61,15 +61,13 @@ def overhead_of(job: Job, *, cluster: Cluster) -> Overhead:
     """What the job's engine costs on the cluster's CPUs; a captured step is issued all at once."""
     if job.plan.capture:
         return CAPTURED
-    usual = OVERHEADS["shardwise" if not job.is_native else "ddp" if job.is_native_ddp else "fully_shard"]
-    return usual.on(host_factor(cluster.device))
+    return job.engine.overhead.on(host_factor(cluster.device))
 
 
 def _pass(program: StepProgram, executor: TimeExecutor) -> tuple[list[Instruction], list[Instruction]]:
     """(A pass, the update)."""
     job = executor.job
-    executor.ready.clear()
-    executor.instructions = found = []
+    found = executor.begin()
     step = TracedStep(program, executor, in_order=job.in_order)
     marks = {is_forward: _marks(job, is_forward=is_forward) for is_forward in (True, False)}
     piece = 0

@@ -14,6 +14,9 @@ class Overhead:
     buffer              for each buffer that is broadcast
     copies_out          gathered parameters are copied out of the buffer that was gathered into
     divides             gradients are divided in a pass of their own
+    copies_slices       what is summed over a second axis of the mesh is copied out first
+    refreshes           whole parameters that compute in another dtype are cast after the update
+    gathers_alone       gathers run in a stream that waits for nothing that computes
     """
 
     gather: float
@@ -26,6 +29,9 @@ class Overhead:
     buffer: float = 0.0
     copies_out: bool = False
     divides: bool = False
+    copies_slices: bool = True
+    refreshes: bool = True
+    gathers_alone: bool = False
 
     def on(self, factor: float) -> "Overhead":
         """On a CPU that needs `factor` times as long."""
@@ -39,11 +45,12 @@ OVERHEADS: Mapping[str, Overhead] = MappingProxyType(
             gather=190e-6, wait=55e-6, free=55e-6, take=420e-6, reduce=320e-6, deliver=250e-6, step=1.5e-3, buffer=16e-6
         ),
         "ddp": Overhead(
-            gather=0.0, wait=10e-6, free=0.0, take=20e-6, reduce=20e-6, deliver=10e-6, step=0.5e-3, divides=True
+            gather=0.0, wait=10e-6, free=0.0, take=20e-6, reduce=20e-6, deliver=10e-6, step=0.5e-3, divides=True,
+            refreshes=False,
         ),
         "fully_shard": Overhead(
-            gather=880e-6, wait=350e-6, free=210e-6, take=170e-6, reduce=620e-6, deliver=10e-6, step=3.5e-3,
-            copies_out=True, divides=True,
+            gather=880e-6, wait=350e-6, free=210e-6, take=170e-6, reduce=620e-6, deliver=10e-6, step=2.06e-3,
+            copies_out=True, divides=True, copies_slices=False, refreshes=False, gathers_alone=True,
         ),
     }
 )  # fmt: skip

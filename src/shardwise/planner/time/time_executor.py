@@ -19,6 +19,9 @@ from shardwise.program.run import Action
 # A float64.
 _NORM_BYTES = 8
 
+# Rows in which operations of all units follow on each other.
+_ALL_UNITS = (Trigger.BACKWARD_DONE, Trigger.AFTER_STEP)
+
 
 @dataclass(slots=True, kw_only=True)
 class TimeExecutor:
@@ -40,26 +43,55 @@ class TimeExecutor:
     works: list[Work] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     ready: set[str] = field(default_factory=set)
+    _called: set[str] = field(default_factory=set)
+    # Where the last wait for a gather stands, by its row's trigger.
+    _last_wait: dict[Trigger, int] = field(default_factory=dict)
+
+    def begin(self) -> list[Instruction]:
+        """The instructions of a new pass."""
+        self.instructions, self._last_wait = [], {}
+        self.ready.clear()
+        self._called.clear()
+        return self.instructions
 
     def action(self, operation: Operation, row: Row) -> Action:
-        is_last = row.trigger in (Trigger.BACKWARD_DONE, Trigger.AFTER_STEP)
-        return partial(self._issue, operation, is_last=is_last)
+        return partial(self._issue, operation, row)
 
     def skipped(self, operation: Operation, row: Row) -> Action | None:
-        """A rank takes part in the gathers of what it does not call, and frees what it does not need."""
-        if operation.kind in (Kind.GATHER, Kind.FREE):
-            return self.action(operation, row)
+        """Where all ranks keep the program's order, one takes part in the gathers of what it does not call, and frees
+        what it does not need.
+        """
+        if not self.job.engine.keeps_program_order:
+            return None
+        if operation.kind is Kind.GATHER:
+            return partial(self._issue, operation, row)
+        if operation.kind is Kind.FREE:
+            return partial(self._free_unused, operation, row)
         return None
 
     def is_ready(self, unit: str) -> bool:
         return unit in self.ready
 
-    def _issue(self, operation: Operation, *, is_last: bool) -> None:
-        self.instructions += self._operation(operation, is_last=is_last)
-        if is_last:
-            self.instructions += self._of_others(operation)
+    def _issue(self, operation: Operation, row: Row) -> None:
+        """Where gathers wait for nothing that computes, one begins on the device while the unit before computes: its
+        instructions stand before the last wait for another.
+        """
+        found = self.instructions
+        if operation.kind is Kind.WAIT_GATHER:
+            self._last_wait[row.trigger] = len(found)
+        if operation.kind is Kind.GATHER and self.overhead.gathers_alone and row.trigger in self._last_wait:
+            place = self._last_wait[row.trigger]
+            found[place:place] = self._operation(operation, row)
+            return
+        found += self._operation(operation, row)
+        if row.trigger in _ALL_UNITS:
+            found += self._of_others(operation, row)
 
-    def _operation(self, operation: Operation, *, is_last: bool) -> Iterator[Instruction]:
+    def _free_unused(self, operation: Operation, row: Row) -> None:
+        if operation.subject not in self._called:
+            self._issue(operation, row)
+
+    def _operation(self, operation: Operation, row: Row) -> Iterator[Instruction]:
         name, num_bytes, overhead, rings = operation.subject, operation.num_bytes, self.overhead, self.rings
         kind = operation.kind
         match kind:
@@ -67,6 +99,9 @@ class TimeExecutor:
                 copied = self._slice_copied(name, num_bytes) + self._copied_alone(num_bytes)
                 yield self._copy(f"copy {name}", copied, launch=overhead.gather / 2)
                 yield self._send(f"gather {name}", rings.shard, rings.shard.gather_seconds(num_bytes))
+            case Kind.WAIT_GATHER if row.trigger is Trigger.AFTER_FORWARD:
+                # fully_shard lets the buffer go that it has copied out.
+                pass
             case Kind.WAIT_GATHER:
                 yield Instruction(WAIT, f"gather {name}", 0, overhead.wait)
                 if overhead.copies_out:
@@ -78,32 +113,31 @@ class TimeExecutor:
             case Kind.REDUCE:
                 yield from self._reduce(name, num_bytes, units=self.members[name])
             case Kind.WAIT_REDUCE:
-                yield from self._wait_reduce(name, units=self.members[name], is_last=is_last)
+                yield from self._wait_reduce(name, units=self.members[name])
             case Kind.REDUCE_SLICE:
-                num_bytes = self._reduced_bytes(self.members[name])
-                yield self._copy(f"copy slice {name}", 2 * num_bytes // self.job.num_slices)
-                yield from self._reduce_slice(name, num_bytes)
+                yield from self._reduce_slice(name, self._reduced_bytes(self.members[name]))
             case Kind.WAIT_SLICE:
                 yield Instruction(WAIT, f"reduce slice {name}", 0, overhead.wait)
                 yield from self._deliver(name, units=self.members[name])
             case Kind.REDUCE_FLAGS:
-                if not self.job.is_native:
-                    yield self._send("reduce flags", rings.world, rings.world.all_reduce_seconds(num_bytes))
+                yield self._send("reduce flags", rings.world, rings.world.all_reduce_seconds(num_bytes))
             case Kind.BROADCAST:
                 yield from self._broadcast(num_bytes)
             case Kind.UPDATE:
                 yield from self._update()
-            case Kind.FORWARD | Kind.BACKWARD:
+            case Kind.FORWARD:
                 # What the model computes is in its trace (pieces.py).
+                self._called.add(name)
+            case Kind.BACKWARD:
                 pass
             case _:
                 assert_never(kind)
 
-    def _of_others(self, operation: Operation) -> Iterator[Instruction]:
+    def _of_others(self, operation: Operation, row: Row) -> Iterator[Instruction]:
         """Where operations of all units follow on each other, what a unit stands for follows on its own."""
         unit = self.members.get(operation.subject, (operation.subject,))[0]
         others = self.job.short.weights.get(unit, 1) - 1
-        for one in self._operation(operation, is_last=True) if others else ():
+        for one in self._operation(operation, row) if others else ():
             if one.what == COMPUTE:
                 launch, kernel, _ = self.works[one.number - self.num_pieces]
                 yield self._work(one.name, others * launch, others * kernel)
@@ -154,8 +188,8 @@ class TimeExecutor:
     def _take(self, name: str) -> Instruction:
         """Gradients as autograd made them go into the buffer that is reduced."""
         sizes = self.sizes[name]
-        # DDP's parameters, and so their gradients, are fp32: autocast's copies are the model's own business.
-        made = MASTER_BYTES * sizes.trainable if self.job.is_native_ddp else sizes.grad_bytes
+        # Under autocast parameters, and so their gradients, are fp32: its copies are the model's own business.
+        made = MASTER_BYTES * sizes.trainable if self.job.engine.autocasts else sizes.grad_bytes
         divided = 2 * sizes.reduce_bytes if self.overhead.divides else 0
         return self._copy(f"take {name}", made + sizes.reduce_bytes + divided, launch=self.overhead.take)
 
@@ -171,30 +205,19 @@ class TimeExecutor:
         yield self._send(f"reduce {name}", rings.shard, seconds)
         if self._copied_alone(num_bytes):
             yield self._copy(f"copy {name}", self._copied_alone(num_bytes))
-        if self.job.is_native:
-            # fully_shard sums over the second axis at once, in a stream of its own.
-            yield from self._reduce_slice(name, num_bytes)
 
     def _reduce_slice(self, name: str, num_bytes: int) -> Iterator[Instruction]:
         """Over a second axis of the mesh the slices are summed too."""
+        if self.overhead.copies_slices:
+            yield self._copy(f"copy slice {name}", 2 * num_bytes // self.job.num_slices)
         ring = self.rings.replicate
-        if ring.num_ranks > 1:
-            seconds = ring.all_reduce_seconds(num_bytes / self.job.num_slices)
-            yield self._send(f"reduce slice {name}", ring, seconds)
+        yield self._send(f"reduce slice {name}", ring, ring.all_reduce_seconds(num_bytes / self.job.num_slices))
 
-    def _wait_reduce(self, name: str, *, units: Sequence[str], is_last: bool) -> Iterator[Instruction]:
-        """Wait, and take the average; `is_last`: before the update, which needs all of it.
-
-        Of slices that cross a second axis our engine takes it when they have (WAIT_SLICE); fully_shard waits for them
-        last.
-        """
+    def _wait_reduce(self, name: str, *, units: Sequence[str]) -> Iterator[Instruction]:
+        """Wait, and take the average; of slices that cross a second axis, when they have (WAIT_SLICE)."""
         yield Instruction(WAIT, f"reduce {name}", 0, self.overhead.wait)
-        crosses = self.job.placements[units[0]].grads is SHARDED and self.rings.replicate.num_ranks > 1
-        if crosses and not self.job.is_native:
-            return
-        if crosses and is_last:
-            yield Instruction(WAIT, f"reduce slice {name}", 0, self.overhead.wait)
-        yield from self._deliver(name, units=units)
+        if self.job.placements[units[0]].grads is not SHARDED or self.rings.replicate.num_ranks == 1:
+            yield from self._deliver(name, units=units)
 
     def _deliver(self, name: str, *, units: Sequence[str]) -> Iterator[Instruction]:
         """Take the average of what this rank gets."""
@@ -214,7 +237,7 @@ class TimeExecutor:
             elements, tensors = sizes.trainable, sizes.tensors
             if job.placements[unit.name].optim is SHARDED:
                 elements, tensors = elements // job.num_slices, min(tensors, tensors // job.num_slices + 1)
-            elif not job.is_native and sizes.is_cast:
+            elif self.overhead.refreshes and sizes.is_cast:
                 # The parameters in the dtype that computes are made anew.
                 refreshed += weight * (sizes.compute_bytes + MASTER_BYTES * sizes.elements)
             num_elements, num_tensors = num_elements + weight * elements, num_tensors + weight * tensors

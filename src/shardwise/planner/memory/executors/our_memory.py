@@ -1,37 +1,15 @@
 """What our engine allocates and frees for each operation of a step."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import assert_never
 
-from shardwise.placement import SHARDED, Placement
-from shardwise.plan import Plan
-from shardwise.planner.memory.constants import MemoryRules
+from shardwise.placement import SHARDED
+from shardwise.planner.memory.executors.setting import MemorySetting, update_changes
 from shardwise.planner.memory.replay import Change, MemoryChange, Recategorize, TakeGrads
-from shardwise.planner.memory.states import UnitStates
 from shardwise.planner.trace_order import do_nothing
 from shardwise.program import Kind, Operation, Row, StepProgram, crossing_buckets
 from shardwise.program.run import Action
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySetting:
-    """What an executor has to know: where everything lives, in bytes, and how often each unit counts.
-
-    `update_bytes`: what the optimizer makes for a while, for all units, also those that are left out.
-    """
-
-    plan: Plan
-    placements: Mapping[str, Placement]
-    states: Mapping[str, UnitStates]
-    weights: Mapping[str, int]
-    rules: MemoryRules
-    update_bytes: int
-
-    def left_out(self, unit: str) -> int:
-        """How many units this one stands for beside itself."""
-        return self.weights.get(unit, 1) - 1
 
 
 class OurMemory:
@@ -86,6 +64,24 @@ class OurMemory:
 
     def is_ready(self, unit: str) -> bool:
         return unit in self.ready
+
+    def at_rest(self) -> Mapping[str, int]:
+        """Buffers that stay from step to step, gradients of earlier passes, and a flag for each parameter: was it used?
+        (engine/grads/used.py)
+        """
+        setting, plan = self.setting, self.setting.plan
+        found = {"grads": 0, "reduce": 0, "other": 4 * setting.num_params}
+        for unit, states in setting.states.items():
+            kept = setting.rules.keeps_reduce_buffers and setting.placements[unit].grads is not SHARDED
+            if self._waits_for_grads:
+                found["reduce"] += setting.weight(unit) * states.reduce
+            elif plan.accumulate > 1 or kept:
+                found["grads"] += setting.weight(unit) * (states.reduce if kept else states.grads)
+        return found
+
+    def buffers_at_rest(self) -> list[int]:
+        found = self.at_rest()
+        return [found["grads"], found["reduce"]]
 
     # Parameters
 
@@ -207,8 +203,3 @@ class OurMemory:
     def _change(self, category: str, num_bytes: int, *, is_beside: bool = False) -> None:
         if num_bytes:
             self.changes.append(Change(category, num_bytes, is_beside=is_beside))
-
-
-def update_changes(num_bytes: int) -> Iterable[Change]:
-    """What the optimizer makes for a while comes and goes."""
-    return Change("other", num_bytes), Change("other", -num_bytes)

@@ -1,0 +1,98 @@
+"""What the planner knows of an engine: one value each for ours, torch's DDP and torch's `fully_shard`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from shardwise.placement import SHARDED, STRATEGIES
+from shardwise.plan import Plan
+from shardwise.planner.memory.executors.ddp_memory import DdpMemory
+from shardwise.planner.memory.executors.fully_shard_memory import FullyShardMemory
+from shardwise.planner.memory.executors.our_memory import OurMemory
+from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
+from shardwise.planner.memory.states import UnitStates, unit_states
+from shardwise.planner.memory.torch_states import ddp_states, fully_shard_states
+from shardwise.planner.time.overhead import OVERHEADS, Overhead
+from shardwise.program import StepProgram
+from shardwise.program.rules import rules_of
+from shardwise.program.rules.context import Rules
+from shardwise.program.rules.ddp import DDP
+from shardwise.program.rules.fully_shard import FULLY_SHARD
+from shardwise.program.rules.ours import OURS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineModel:
+    """An engine.
+
+    rules                  which operations a step has, and when
+    states                 what a rank holds of a unit
+    memory                 what its operations allocate and free
+    overhead               what they cost the CPU, and which copies go with them
+    keeps_program_order    all ranks issue the program's collectives in its order: one gathers what it does not call,
+                           and, where parameters are sharded, a unit that is ready early waits for its turn
+    grads_leave_at_once    each gradient is taken as soon as autograd has made it
+    autocasts              parameters stay in the optimizer's dtype, and autocast makes copies of them
+    num_communicators      of a process; `gather_communicators` more where parameters are sharded
+    error_band             how far a prediction of memory may be off: the goal, until validation gives its own
+    recomputes             it knows `recompute`; `shards_optim_alone`: and sharded state of replicated parameters
+    """
+
+    rules: Rules
+    states: Callable[..., UnitStates]
+    memory: Callable[[StepProgram, MemorySetting], MemoryExecutor]
+    overhead: Overhead
+    keeps_program_order: bool = False
+    grads_leave_at_once: bool = False
+    autocasts: bool = False
+    num_communicators: int = 1
+    gather_communicators: int = 0
+    error_band: float
+    recomputes: bool = False
+    shards_optim_alone: bool = False
+
+    def can_run(self, plan: Plan) -> bool:
+        """Whether it has what the plan's strategy, and its recomputation, ask for."""
+        placement = STRATEGIES[plan.strategy]
+        optim_alone = placement.optim is SHARDED and placement.params is not SHARDED
+        return (self.recomputes or plan.recompute == "none") and (self.shards_optim_alone or not optim_alone)
+
+
+_MODELS = (
+    EngineModel(
+        rules=OURS,
+        states=unit_states,
+        memory=OurMemory,
+        overhead=OVERHEADS["shardwise"],
+        keeps_program_order=True,
+        # The default group's, and the world's, gathers' and reduces' apart, so that none waits behind another.
+        num_communicators=3,
+        gather_communicators=1,
+        error_band=0.03,
+        recomputes=True,
+        shards_optim_alone=True,
+    ),
+    EngineModel(
+        rules=DDP,
+        states=ddp_states,
+        memory=DdpMemory,
+        overhead=OVERHEADS["ddp"],
+        grads_leave_at_once=True,
+        autocasts=True,
+        error_band=0.05,
+    ),
+    EngineModel(
+        rules=FULLY_SHARD,
+        states=fully_shard_states,
+        memory=FullyShardMemory,
+        overhead=OVERHEADS["fully_shard"],
+        error_band=0.05,
+    ),
+)
+ENGINE_MODELS: Mapping[str, EngineModel] = MappingProxyType({model.rules.name: model for model in _MODELS})
+"""By the name of their rules."""
+
+
+def engine_model_of(plan: Plan) -> EngineModel:
+    """The engine that runs a plan."""
+    return ENGINE_MODELS[rules_of(plan).name]

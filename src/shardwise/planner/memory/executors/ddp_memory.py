@@ -1,0 +1,56 @@
+"""What torch's DistributedDataParallel allocates and frees for each operation of a step: nothing.
+
+Parameters and their gradients' buckets are there all the time. A gradient is copied into its bucket as soon as autograd
+has made it, and freed (gradient_as_bucket_view).
+"""
+
+from collections.abc import Mapping
+from typing import assert_never
+
+from shardwise.planner.memory.executors.setting import MemorySetting, update_changes
+from shardwise.planner.memory.replay import MemoryChange
+from shardwise.planner.trace_order import do_nothing
+from shardwise.program import Kind, Operation, Row, StepProgram
+from shardwise.program.run import Action
+
+
+class DdpMemory:
+    def __init__(self, program: StepProgram, setting: MemorySetting) -> None:
+        self.setting = setting
+        self.changes: list[MemoryChange] = []
+        self.ready: set[str] = set()
+
+    def action(self, operation: Operation, row: Row) -> Action:
+        kind = operation.kind
+        match kind:
+            case Kind.UPDATE:
+                return self._update
+            case Kind.FORWARD | Kind.BACKWARD | Kind.BROADCAST | Kind.TAKE_GRADS | Kind.REDUCE | Kind.WAIT_REDUCE:
+                return do_nothing
+            case Kind.GATHER | Kind.WAIT_GATHER | Kind.FREE | Kind.REDUCE_SLICE | Kind.WAIT_SLICE | Kind.REDUCE_FLAGS:
+                raise ValueError(f"DistributedDataParallel does not {operation}")
+            case _:
+                assert_never(kind)
+
+    def skipped(self, operation: Operation, row: Row) -> Action | None:
+        return None
+
+    def is_ready(self, unit: str) -> bool:
+        return unit in self.ready
+
+    def at_rest(self) -> Mapping[str, int]:
+        setting = self.setting
+        return {"grads": sum(setting.weight(unit) * states.grads for unit, states in setting.states.items())}
+
+    def buffers_at_rest(self) -> list[int]:
+        """Buckets: parameters, last first, until one is full."""
+        sizes = [size for states in self.setting.states.values() for size in states.held]
+        buckets = [0]
+        for size in reversed(sizes):
+            if buckets[-1] >= self.setting.plan.bucket_bytes:
+                buckets.append(0)
+            buckets[-1] += size
+        return buckets
+
+    def _update(self) -> None:
+        self.changes += update_changes(self.setting.update_bytes)

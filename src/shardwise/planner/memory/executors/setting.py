@@ -1,0 +1,54 @@
+"""What the executors on bytes have in common."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from shardwise.placement import Placement
+from shardwise.plan import Plan
+from shardwise.planner.memory.constants import MemoryRules
+from shardwise.planner.memory.replay import Change, MemoryChange
+from shardwise.planner.memory.states import UnitStates
+from shardwise.planner.trace_order import PlannedExecutor
+
+
+class MemoryExecutor(PlannedExecutor, Protocol):
+    """An executor on bytes: what it does is appended to `changes`."""
+
+    changes: list[MemoryChange]
+
+    def at_rest(self) -> Mapping[str, int]:
+        """What the engine holds between steps beside parameters and the optimizer's state: bytes by category."""
+        ...
+
+    def buffers_at_rest(self) -> list[int]:
+        """Of that, the single allocations for gradients."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySetting:
+    """What an executor has to know: where everything lives, in bytes, and how often each unit counts.
+
+    Of all units, also those that are left out: `update_bytes`, what the optimizer makes for a while, and `num_params`.
+    """
+
+    plan: Plan
+    placements: Mapping[str, Placement]
+    states: Mapping[str, UnitStates]
+    weights: Mapping[str, int]
+    rules: MemoryRules
+    update_bytes: int
+    num_params: int
+
+    def weight(self, unit: str) -> int:
+        return self.weights.get(unit, 1)
+
+    def left_out(self, unit: str) -> int:
+        """How many units this one stands for beside itself."""
+        return self.weights.get(unit, 1) - 1
+
+
+def update_changes(num_bytes: int) -> Iterable[Change]:
+    """What the optimizer makes for a while comes and goes."""
+    return Change("other", num_bytes), Change("other", -num_bytes)
