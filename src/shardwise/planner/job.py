@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
+from shardwise.patterns import unmatched
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
 from shardwise.planner.engine_model import EngineModel, engine_model_of
@@ -20,6 +22,8 @@ from shardwise.program import StepProgram, build
 from shardwise.spec import ModelSpec
 from shardwise.spec.law import Line
 from shardwise.spec.step import StepRow, StepTrace, Stream
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,7 +95,20 @@ class Job:
     @cached_property
     def program(self) -> StepProgram:
         """The step of the shortened model."""
-        return build(self.short.spec, plan=self.plan)
+        return self.build_program()
+
+    def build_program(self, *, reduces: bool = True) -> StepProgram:
+        """With `reduces=False`, of a pass that keeps its gradients."""
+        plan = self.plan
+        if plan.overrides or plan.recompute_overrides:
+            # Patterns for units that are left out say nothing here.
+            names = [unit.name for unit in self.short.spec.units]
+            plan = replace(
+                plan,
+                overrides=_matching(plan.overrides, names),
+                recompute_overrides=_matching(plan.recompute_overrides, names),
+            )
+        return build(self.short.spec, plan=plan, reduces=reduces)
 
     @cached_property
     def memory_rows(self) -> Sequence[MemoryRow]:
@@ -178,3 +195,9 @@ class Job:
     def buffers_at_rest(self) -> list[int]:
         """Of that, the single allocations for gradients."""
         return self._memory().buffers_at_rest()
+
+
+def _matching(patterns: Mapping[str, _Value], names: Sequence[str]) -> dict[str, _Value]:
+    """Without the patterns that match none of the names."""
+    left_out = unmatched(patterns, names)
+    return {pattern: value for pattern, value in patterns.items() if pattern not in left_out}

@@ -180,6 +180,9 @@ def replay(rows: Iterable[MemoryRow], *, at_rest: Sequence[Line]) -> Replayed:
             if row.repeats > 1:
                 state.repeat(row.peak, row.repeats - 1)
         timeline.append((row.label, Line(*state.row_peak)))
+    if not state.peaks:
+        # Nothing is known to come on top.
+        state.see("at rest", state.const, state.per_sample)
     peaks = tuple(peak for found in state.peaks.values() for _, _, peak in found)
     return Replayed(peaks=peaks, timeline=tuple(timeline), at_rest=tuple(at_rest))
 

@@ -13,7 +13,7 @@ from shardwise.planner.time.pieces import FORWARD
 from shardwise.planner.time.queues import COMPUTE, MARK, SEND, Instruction, Work
 from shardwise.planner.time.time_executor import TimeExecutor
 from shardwise.planner.trace_order import Key, TracedStep, keys_in_order
-from shardwise.program import StepProgram, Trigger, build
+from shardwise.program import StepProgram, Trigger
 from shardwise.spec.step import Stream
 
 
@@ -48,7 +48,7 @@ def schedule_of(job: Job, *, cluster: Cluster, optimizer: str, clips: bool = Fal
     last, update = _pass(job.program, executor)
     first = last
     if job.plan.accumulate > 1 and not job.plan.accumulate_reduced:
-        first, _ = _pass(build(job.short.spec, plan=job.plan, reduces=False), executor)
+        first, _ = _pass(job.build_program(reduces=False), executor)
     return Schedule(
         first=tuple(first),
         last=(*last, *update),
