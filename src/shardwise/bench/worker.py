@@ -27,7 +27,7 @@ from shardwise.bench.first_steps import NUM_STEPS, take_first_steps
 from shardwise.bench.results import Happening, UnitOutline
 from shardwise.bench.run_files import ASKED, BenchRun, Found
 from shardwise.bench.subject import BenchTraining, start
-from shardwise.comm.start import meet
+from shardwise.comm.agreement import meet
 from shardwise.engine.engine import engine_of, is_prepared, tape
 from shardwise.engine.step.tape import TapeEntry
 from shardwise.launch.failure import LOG, write_to_log

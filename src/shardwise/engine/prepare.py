@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.comm.agreement import agree, exchange
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups import MeshGroups, mesh_groups
-from shardwise.comm.start import agree, exchange, start_process_group
+from shardwise.comm.start import start_process_group
 from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.agreement import choose_device, describe
 from shardwise.engine.engine import Engine, is_prepared, register

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from shardwise.comm.absent import absent_group
-from shardwise.comm.start import RanksMissing
+from shardwise.comm.agreement import RanksMissing
 from shardwise.errors import ShardwiseError
 from shardwise.launch.failure import report
 

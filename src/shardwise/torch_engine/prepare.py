@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardwise.comm.start import agree, start_process_group
+from shardwise.comm.agreement import agree
+from shardwise.comm.start import start_process_group
 from shardwise.engine.agreement import choose_device, describe
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.optimizer.owned import StaleOptimizer

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from shardwise.checkpoint import Checkpoints, Loaded
-from shardwise.comm.start import agree
+from shardwise.comm.agreement import agree
 from shardwise.launch.join import Place, joined
 from shardwise.train import run_folder
 from shardwise.train.config import TrainConfig

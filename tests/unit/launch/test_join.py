@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from shardwise.comm.start import RanksMissing
+from shardwise.comm.agreement import RanksMissing
 from shardwise.launch.join import STORE, InvalidJob, Start, is_rank, joined, meet, start_of
 
 TORCHRUN = {

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch.autograd import Variable
 
-from shardwise.comm.start import meet
+from shardwise.comm.agreement import meet
 from shardwise.engine.grads.queue import ReduceQueue
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.params.unit import Unit

@@ -6,7 +6,7 @@ gathers and reduces in the program's order.
 
 from collections.abc import Callable, Mapping
 
-from shardwise.comm.start import meet
+from shardwise.comm.agreement import meet
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.step.learn import Observation, first_row_of_backward, whole_after_forward
 from shardwise.program import Kind, Operation, Row, StepProgram, Trigger
