@@ -1,5 +1,6 @@
 """The store over which a job's process group is made, once every rank is there."""
 
+import errno
 import json
 import socket
 import time
@@ -58,11 +59,8 @@ def _store(rendezvous: Rendezvous, *, num_ranks: int, limit_seconds: float) -> S
     if not rendezvous.address:
         return HashStore()
     where = f"{rendezvous.address}:{rendezvous.port}"
-    listening = None
     try:
-        if rendezvous.serves and rendezvous.local:
-            # A store binds to every interface, unless it is given a socket that listens already.
-            listening = socket.create_server((rendezvous.address, rendezvous.port)).detach()
+        listening = _listen(rendezvous) if rendezvous.serves and rendezvous.local else None
         return TCPStore(
             rendezvous.address,
             rendezvous.port,
@@ -70,9 +68,24 @@ def _store(rendezvous: Rendezvous, *, num_ranks: int, limit_seconds: float) -> S
             is_master=rendezvous.serves,
             timeout=timedelta(seconds=limit_seconds),
             wait_for_workers=False,
+            # A process that joins again still serves its first store, as long as anything holds on to it.
+            multi_tenant=True,
             master_listen_fd=listening,
         )
     except (OSError, dist.DistNetworkError) as error:
         if rendezvous.serves:
             raise InvalidJob(f"rank 0 cannot listen on {where}: set MASTER_PORT to a port that is free") from error
         raise RanksMissing(f"rank 0 of {num_ranks} was not at {where} within {limit_seconds:g} s: {_HINT}") from error
+
+
+def _listen(rendezvous: Rendezvous) -> int | None:
+    """A socket for a store on one machine: left to itself, a store listens on every interface.
+
+    None where the port is taken: if by an earlier store of this process, that one is shared.
+    """
+    try:
+        return socket.create_server((rendezvous.address, rendezvous.port)).detach()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise

@@ -35,13 +35,24 @@ def test_says_where_rank_0_was_not(capfd: pytest.CaptureFixture[str]) -> None:
         wait_for_ranks(Rendezvous(address="127.0.0.1", port=free), rank=1, num_ranks=2, limit_seconds=0.2)
 
 
+@pytest.mark.parametrize("interface", ["", "127.0.0.1"])
 @pytest.mark.parametrize("local", [True, False])
-def test_says_that_the_port_is_taken(local: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("", 0)) as taken:
+def test_says_that_the_port_is_taken(interface: str, local: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server((interface, 0)) as taken:
         port = taken.getsockname()[1]
         there = Rendezvous(address="127.0.0.1", port=port, serves=True, local=local)
         with pytest.raises(InvalidJob, match=f"rank 0 cannot listen on 127.0.0.1:{port}: set MASTER_PORT"):
             wait_for_ranks(there, rank=0, num_ranks=2, limit_seconds=0.2)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_process_can_join_again_while_its_first_store_is_held(local: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    there = Rendezvous(address="127.0.0.1", port=port, serves=True, local=local)
+    stores = [wait_for_ranks(there, rank=0, num_ranks=1, limit_seconds=5) for _ in range(2)]
+    stores[0].set("value", "of the first")
+    assert not stores[1].check(["value"])
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
