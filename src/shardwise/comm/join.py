@@ -2,8 +2,12 @@
 
 How it was started is told by the environment (job_environment.py); the ranks then wait for each other
 (rendezvous.py). A process group that is there already is used and left alone.
+
+    join_job   until the process ends: what `prepare` calls
+    joined     for a block: what our own commands use
 """
 
+import atexit
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +21,9 @@ from shardwise.comm.absent import absent_group
 from shardwise.comm.job_environment import Start, rendezvous_of, start_of
 from shardwise.comm.rendezvous import wait_for_ranks
 from shardwise.errors import ShardwiseError
+
+# How long a rank waits for the others to join, unless it is told otherwise.
+LIMIT_SECONDS = 600.0
 
 
 class NoDevice(ShardwiseError):  # noqa: N818
@@ -38,6 +45,22 @@ class OnError(Protocol):
     """Called with what was raised, while this rank still holds its connections."""
 
     def __call__(self, error: BaseException, *, rank: int) -> None: ...
+
+
+def join_job(device: torch.device | None = None, *, limit_seconds: float = LIMIT_SECONDS) -> torch.device:
+    """Be a rank of the job until this process ends; the device of this rank.
+
+    With a process group that is there already, a device that is asked for is taken as it is.
+    """
+    if dist.is_initialized():
+        if device is not None and (device.type != "cuda" or device.index is not None):
+            return device
+        return _device(device, start=start_of(os.environ))
+    with ExitStack() as leaving:
+        place = _enter(start_of(os.environ), device=device, leaving=leaving, limit_seconds=limit_seconds)
+        # Only now: where any of it fails, the stack undoes the rest at once.
+        atexit.register(leaving.pop_all().close)
+    return place.device
 
 
 @contextmanager
@@ -121,19 +144,24 @@ def _loopback(start: Start) -> Iterator[None]:
 
 def _device(asked: torch.device | None, *, start: Start) -> torch.device:
     """The device asked for, else this rank's GPU among those of its machine, else the CPU."""
-    kind = asked.type if asked is not None else ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind != "cuda":
-        return torch.device(kind)
+    asked = asked or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if asked.type != "cuda":
+        return asked
     num_devices = torch.cuda.device_count()
-    index = asked.index if asked is not None and asked.index is not None else start.local_rank
-    if start.launcher == "slurm" and num_devices == 1:
-        # SLURM may show each task only the GPU that it gave to it.
-        index = 0
+    index = asked.index if asked.index is not None else _own_gpu(start, num_devices=num_devices)
     if index >= num_devices:
         raise NoDevice(
-            f"rank {start.rank} is number {start.local_rank} on its machine, which has {num_devices} GPUs: "
-            f"start at most {num_devices} ranks on it"
+            f"rank {start.rank} would use cuda:{index}, but torch finds {num_devices} GPUs on its machine: "
+            f"start at most {num_devices} ranks there, or ask for cpu"
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+def _own_gpu(start: Start, *, num_devices: int) -> int:
+    if not start.launcher:
+        # The first one, unless the program has chosen another.
+        return torch.cuda.current_device() if num_devices else 0
+    # SLURM may show each task only the GPU that it gave to it.
+    return 0 if start.launcher == "slurm" and num_devices == 1 else start.local_rank
