@@ -55,11 +55,15 @@ def is_rank() -> bool:
 
 def start_of(variables: Mapping[str, str]) -> Start:
     """How this process was started."""
+    start = Start()
     if _by_torchrun(variables):
-        return _torchrun_start(variables)
-    if _by_slurm(variables):
-        return _slurm_start(variables)
-    return Start()
+        start = _torchrun_start(variables)
+    elif _by_slurm(variables):
+        start = _slurm_start(variables)
+    if not 0 <= start.rank < start.num_ranks:
+        names = "RANK and WORLD_SIZE" if start.launcher == "torchrun" else "SLURM_PROCID and SLURM_NTASKS"
+        raise InvalidJob(f"{names} make this process rank {start.rank} of {start.num_ranks}: ranks count from 0")
+    return start
 
 
 def rendezvous_of(start: Start, *, variables: Mapping[str, str]) -> Rendezvous:
@@ -72,7 +76,9 @@ def rendezvous_of(start: Start, *, variables: Mapping[str, str]) -> Rendezvous:
 
 
 def _by_torchrun(variables: Mapping[str, str]) -> bool:
-    return "RANK" in variables and "WORLD_SIZE" in variables
+    # A batch script may set WORLD_SIZE for tasks that take their rank from SLURM. RANK without WORLD_SIZE and without
+    # SLURM is a mistake, which is reported where the rest is read.
+    return "RANK" in variables and ("WORLD_SIZE" in variables or not _by_slurm(variables))
 
 
 def _by_slurm(variables: Mapping[str, str]) -> bool:
@@ -116,8 +122,13 @@ def _slurm_start(variables: Mapping[str, str]) -> Start:
 
 
 def _slurm_rendezvous(start: Start, *, variables: Mapping[str, str]) -> Rendezvous:
+    if "SLURM_STEP_ID" not in variables:
+        raise InvalidJob(
+            f"this SLURM job has {start.num_ranks} tasks, but srun did not start this process: start it with srun, "
+            "or unset SLURM_PROCID to run without SLURM"
+        )
     # Jobs that share a node must not share a port; below 32768 the kernel hands out none by itself.
-    job, step = (_number(name, variables, default=0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    job, step = _number("SLURM_JOB_ID", variables, default=0), _number("SLURM_STEP_ID", variables)
     port = 15000 + (job + 131 * step) % 16000
     local = start.num_nodes == 1
     return Rendezvous(

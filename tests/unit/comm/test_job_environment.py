@@ -93,5 +93,25 @@ def test_a_variable_that_is_missing_or_no_number_is_named() -> None:
         meets(without)
     with pytest.raises(InvalidJob, match="RANK is 'x', not a whole number"):
         start_of(COMMAND | {"RANK": "x"})
+    with pytest.raises(InvalidJob, match="WORLD_SIZE is not set"):
+        start_of({"RANK": "0"})
     with pytest.raises(InvalidJob, match="SLURM_LAUNCH_NODE_IPADDR is not set"):
         meets({key: value for key, value in SLURM.items() if key != "SLURM_JOB_NODELIST"})
+
+
+def test_a_rank_that_its_job_does_not_have_is_refused() -> None:
+    with pytest.raises(InvalidJob, match="RANK and WORLD_SIZE make this process rank 2 of 2"):
+        start_of(COMMAND | {"RANK": "2"})
+    with pytest.raises(InvalidJob, match="SLURM_PROCID and SLURM_NTASKS make this process rank 4 of 4"):
+        start_of(SLURM | {"SLURM_PROCID": "4"})
+
+
+def test_a_batch_script_that_runs_ranks_without_srun_is_told_at_once() -> None:
+    batch = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
+    with pytest.raises(InvalidJob, match="has 4 tasks, but srun did not start this process: start it with srun"):
+        meets(batch)
+
+
+def test_a_world_size_or_rank_of_the_batch_script_does_not_hide_slurms() -> None:
+    for name in ("WORLD_SIZE", "RANK"):
+        assert start_of(SLURM | {name: "1"}) == start_of(SLURM)
