@@ -67,17 +67,19 @@ def join_job(device: torch.device | None = None, *, limit_seconds: float = LIMIT
 def joined(
     device: torch.device | None = None,
     *,
-    limit_seconds: float,
+    start: Start | None = None,
+    limit_seconds: float = LIMIT_SECONDS,
     silent: bool = False,
     on_error: OnError | None = None,
 ) -> Iterator[Place]:
     """Be a rank of the job in the block: the default process group is there, NCCL on cuda and Gloo on the CPU.
 
-    `silent`: all ranks come, but the collectives of their group return at once (comm/absent.py). `on_error` is called
-    with an error in the block before the group is left, so that it is reported before any peer can complain of it; not
-    where no launcher started this process.
+    start      replaces what the environment says
+    silent     all ranks come, but the collectives of their group return at once (comm/absent.py)
+    on_error   is called with an error in the block before the group is left, so that it is reported before any peer
+               can complain of it; not where no launcher started this process
     """
-    start = start_of(os.environ)
+    start = start or start_of(os.environ)
     if dist.is_initialized():
         start = replace(start, rank=dist.get_rank(), num_ranks=dist.get_world_size())
         yield _place(start, device=_device(device, start=start))
