@@ -38,9 +38,10 @@ def prepare(
 ) -> tuple[nn.Module, AnyOptimizer]:
     """Make `model` and `optimizer` run `plan`; then train what is returned with an ordinary loop.
 
-    Collective: every rank of the job calls it. Starts the process group from the environment if there is none, or a
-    job of one rank. Values come from rank 0. `device` moves the model; without it the model stays where it is (from
-    meta: the GPU of LOCAL_RANK, or the CPU). `optimizer` may be None, and be made later.
+    Collective: every rank of the job calls it. Where there is no process group it joins the job that torchrun, SLURM or
+    our launcher started; without a launcher, a job of one rank. Values come from rank 0. `device` moves the model;
+    without it the model stays where it is (from meta: this rank's GPU, or the CPU). `optimizer` may be None, and be
+    made later.
 
     engine = 'shardwise'   the same two objects come back. `any_optimizer` admits an optimizer that is not known to
                            be elementwise; `collectives` replaces the plan's, for tests.

@@ -5,6 +5,7 @@
     ├── InvalidCluster    a cluster, device or link that cannot be, or cannot be read
     ├── UnknownName       a model, dataset, strategy … that is not in its table
     ├── InvalidModel      a module that cannot be cut into units, a Task that is not one
+    ├── InvalidJob        environment variables that cannot say how this process belongs to a job
     ├── InvalidData       a file or dataset that is missing, empty, truncated or malformed
     └── MissingExtra      an optional package that is not installed
 
@@ -48,6 +49,10 @@ class UnknownName(ShardwiseError):  # noqa: N818
 
 class InvalidModel(ShardwiseError):  # noqa: N818
     """A module that cannot be cut into units, or a Task that is not one."""
+
+
+class InvalidJob(ShardwiseError):  # noqa: N818
+    """Environment variables that cannot say how this process belongs to a job."""
 
 
 class InvalidData(ShardwiseError):  # noqa: N818

@@ -38,6 +38,7 @@ ROWS: list[set[str]] = [
 WITHOUT_TORCH = [
     "shardwise",
     "shardwise.cli.app",
+    "shardwise.comm.job_environment",
     "shardwise.data.sampler",
     "shardwise.hardware",
     "shardwise.hardware.device_file",

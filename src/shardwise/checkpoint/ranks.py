@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardwise.checkpoint.errors import CheckpointError
+from shardwise.comm.agreement import exchange
 from shardwise.comm.groups import Group
-from shardwise.comm.start import exchange
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
+from shardwise.comm.agreement import meet
 from shardwise.comm.collectives import own_slice
-from shardwise.comm.start import meet
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.step.accumulate import refuse_in_the_middle

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from shardwise.comm.start import meet
+from shardwise.comm.agreement import meet
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.params.unit import Unit
