@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from shardwise.comm.collectives import Collectives
 from shardwise.engine import prepare as engine_prepare
 from shardwise.engine.engine import is_prepared
-from shardwise.engine.grads import clip as engine_clip
-from shardwise.engine.optimizer import full_state as engine_state
-from shardwise.engine.step import accumulate as engine_accumulate
-from shardwise.engine.step import capture as engine_capture
-from shardwise.engine.step import uneven as engine_uneven
+from shardwise.engine.prepared import accumulate as engine_accumulate
+from shardwise.engine.prepared import capture as engine_capture
+from shardwise.engine.prepared import clip as engine_clip
+from shardwise.engine.prepared import full_state as engine_state
+from shardwise.engine.prepared import uneven as engine_uneven
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 

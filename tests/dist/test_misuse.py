@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch import nn
 from training import line
 
-from shardwise.engine.grads.clip import clip_grad_norm_
+from shardwise.engine.prepared.clip import clip_grad_norm_
 from shardwise.engine.engine import engine_of
 from shardwise.engine.prepare import prepare
 from shardwise.errors import ShardwiseError

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from late import LateCollectives
-from shardwise.engine.grads.clip import clip_grad_norm_
+from shardwise.engine.prepared.clip import clip_grad_norm_
 from shardwise.engine.prepare import prepare
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan

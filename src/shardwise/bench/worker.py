@@ -30,7 +30,7 @@ from shardwise.bench.subject import BenchTraining, start
 from shardwise.comm.agreement import meet
 from shardwise.comm.join import Place, joined
 from shardwise.engine.engine import engine_of, is_prepared, tape
-from shardwise.engine.step.tape import TapeEntry
+from shardwise.engine.tape import TapeEntry
 from shardwise.launch.failure import LOG, report, write_to_log
 from shardwise.profile.recording import WARM_UP_STEPS, StepRecording, allocations_on
 from shardwise.program import build

@@ -18,7 +18,7 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.typed import dtype_name, from_json, to_json
 from shardwise.engine.engine import engine_of, is_prepared
-from shardwise.engine.optimizer.slices import OwnedModel, OwnedSlice
+from shardwise.engine.prepared.slices import OwnedModel, OwnedSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.holding import local
 from shardwise.checkpoint.manifest import OPTIMIZER
 from shardwise.checkpoint.typed import dtype_name, dtype_of, from_json, to_json
-from shardwise.engine.optimizer.slices import OwnedSlice
+from shardwise.engine.prepared.slices import OwnedSlice
 
 # In place of the value of a state that is as large as its parameter: its dtype.
 _LIKE_PARAMETER = "__like_parameter__"

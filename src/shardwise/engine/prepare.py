@@ -24,11 +24,11 @@ from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.host import HostCopies
 from shardwise.engine.params.precision import attach_casts, check_kept
 from shardwise.engine.params.unit import Unit
-from shardwise.engine.prepared_module import become_prepared
+from shardwise.engine.pass_state import PassState
+from shardwise.engine.prepared.prepared_module import become_prepared
 from shardwise.engine.step.learn import FirstForward
-from shardwise.engine.step.pass_state import PassState
 from shardwise.engine.step.runner import Runner
-from shardwise.engine.step.tape import Tape
+from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.dtensor import dtensor_types, local_part
 from shardwise.engine.engine import is_prepared
-from shardwise.engine.inventory import held_tensors
+from shardwise.engine.prepared.inventory import held_tensors
 from shardwise.program import Trigger
 from shardwise.program.hooks import StepHooks
 from shardwise.spec import ROOT, ModelSpec

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.join import Place
 from shardwise.data.sampler import DistributedSampler
-from shardwise.engine.grads.scaler import GradScaler
+from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engines import capture, prepare
 from shardwise.errors import InvalidData, InvalidModel
 from shardwise.spec import ROOT

@@ -7,7 +7,7 @@ from torch import nn
 
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.guard import refuse, rest, unguarded, wake
-from shardwise.engine.step.tape import Tape
+from shardwise.engine.tape import Tape
 from shardwise.placement import SHARDED, Placement
 from shardwise.program import Kind
 from shardwise.program.hooks import UnitGrads

@@ -8,7 +8,7 @@ from typing import assert_never
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.params.unit import Unit
-from shardwise.engine.step.tape import Tape
+from shardwise.engine.tape import Tape
 from shardwise.program import Kind, Operation, Row, Trigger
 from shardwise.program.run import Action
 from shardwise.spec import ROOT

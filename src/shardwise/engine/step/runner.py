@@ -15,10 +15,10 @@ from shardwise.comm.agreement import meet
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.params.unit import Unit
+from shardwise.engine.pass_state import PassState
 from shardwise.engine.step.executor import EngineExecutor
 from shardwise.engine.step.learn import FirstForward, Observation, learned
-from shardwise.engine.step.pass_state import PassState
-from shardwise.engine.step.tape import Tape
+from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidData, InvalidModel
 from shardwise.plan import Plan
 from shardwise.program import Bucket, Kind, StepProgram, Trigger, build
