@@ -24,8 +24,8 @@ from shardwise.errors import InvalidModel, InvalidPlan, ShardwiseError
 from shardwise.mesh import Mesh
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
-from shardwise.torch_engine.prepare import AutocastDataParallel
 from shardwise.plan import Plan
+from shardwise.torch_engine.prepare import AutocastDataParallel
 
 GPT = Case(make=MODELS["gpt"], optimizer=sgd, num_steps=5)
 RESNET = Case(make=MODELS["resnet"], optimizer=sgd, num_steps=5)

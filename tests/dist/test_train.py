@@ -15,7 +15,6 @@ from train_tasks import Ended, config, curve, gpt, lines, reference, table, trai
 from whole import whole
 
 from shardwise.errors import ShardwiseError
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.tasks import Task
 from shardwise.train.batches import Sharing
