@@ -201,6 +201,9 @@ def _with_gaps(holdings: Holdings, *, shown: set[str | None]) -> Iterator[Frame 
     peak = holdings.peak
     num_hidden = 0
     for frame in holdings.frames:
+        if frame.operation is not None and frame.operation.kind is Kind.TAKE_GRADS:
+            # A copy into the buffer that is reduced next: what a rank holds of a unit stays the same.
+            continue
         if frame is peak or _is_shown(frame, shown=shown, members=members):
             if num_hidden:
                 yield num_hidden
