@@ -7,6 +7,7 @@
     ├── InvalidModel      a module that cannot be cut into units, a Task that is not one
     ├── InvalidJob        environment variables that cannot say how this process belongs to a job
     ├── InvalidData       a file or dataset that is missing, empty, truncated or malformed
+    ├── CheckpointError   a checkpoint that cannot be written or read, is damaged, or does not fit the model
     └── MissingExtra      an optional package that is not installed
 
 The message is one line: what, the numbers, and the way out. The command line prints
@@ -57,6 +58,10 @@ class InvalidJob(ShardwiseError):  # noqa: N818
 
 class InvalidData(ShardwiseError):  # noqa: N818
     """A file or dataset that is missing, empty, truncated or malformed."""
+
+
+class CheckpointError(ShardwiseError):
+    """A checkpoint that cannot be written or read, is damaged, or does not fit the model."""
 
 
 class MissingExtra(ShardwiseError):  # noqa: N818

@@ -20,7 +20,7 @@ from shardwise.tasks import Task
 from shardwise.train.batches import Sharing
 from shardwise.train.config import TrainConfig
 from shardwise.train.evaluation import evaluate
-from shardwise.train.run import train
+from shardwise.train.rank_run import train
 
 
 def run(asked: TrainConfig, *, num_ranks: int = 2) -> list[Ended]:

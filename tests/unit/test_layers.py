@@ -58,7 +58,7 @@ WITHOUT_TORCH = [
     "shardwise.report.page.anatomy",
     "shardwise.report.text.comparison",
     "shardwise.report.text.costs",
-    "shardwise.report.text.step",
+    "shardwise.report.text.step_picture",
     "shardwise.report.text.queue_lanes",
     "shardwise.report.text.profile_table",
     "shardwise.report.outline",

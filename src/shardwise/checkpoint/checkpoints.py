@@ -23,13 +23,13 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.contents import Snapshot, loading, snapshot
 from shardwise.checkpoint.disk import Disk
-from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.folder import checkpoints_in
 from shardwise.checkpoint.manifest import Manifest, read_manifest, verify_files
 from shardwise.checkpoint.ranks import Ranks, one_line
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.storage import CheckpointReader, CheckpointWriter
 from shardwise.checkpoint.typed import from_json
+from shardwise.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.boxes import Boxes, share
-from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.holding import filled, holding, local, names_of_groups
 from shardwise.checkpoint.manifest import MODEL, OWN, Contents, Manifest
 from shardwise.checkpoint.optimizer_state import OptimizerLoad, describe_optimizer
@@ -19,6 +18,7 @@ from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.typed import dtype_name, from_json, to_json
 from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.engine.prepared.slices import OwnedModel, OwnedSlice
+from shardwise.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

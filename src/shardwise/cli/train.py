@@ -43,7 +43,7 @@ def train(
     from shardwise.comm.job_environment import is_rank
 
     if is_rank():
-        from shardwise.train.run import train as train_as_rank
+        from shardwise.train.rank_run import train as train_as_rank
 
         train_as_rank(chosen, fresh=fresh, command=("shardwise", *arguments))
         return

@@ -14,7 +14,7 @@ from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups import MeshGroups, mesh_groups
 from shardwise.comm.join import join_job
 from shardwise.engine.activations.wrap import wrap_units
-from shardwise.engine.agreement import asked_device, describe
+from shardwise.engine.description import asked_device, describe
 from shardwise.engine.engine import Engine, is_prepared, register
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags

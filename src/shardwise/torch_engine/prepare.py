@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.agreement import agree
 from shardwise.comm.join import join_job
-from shardwise.engine.agreement import asked_device, describe
+from shardwise.engine.description import asked_device, describe
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.optimizer.owned import StaleOptimizer
 from shardwise.engine.params.precision import planned_dtype

@@ -22,7 +22,7 @@ from shardwise.report.page.captions import BEGINNING, caption
 from shardwise.report.page.frames import flights_of, operations_of, places_of, states_of
 from shardwise.report.snapshots import STATES, Holding, bucket_label
 from shardwise.report.text.ring_rounds import Round, first_cells, rounds
-from shardwise.report.text.step import OTHER_NAMES, in_words
+from shardwise.report.text.step_picture import OTHER_NAMES, in_words
 
 MAX_RANKS = 8
 """Of more ranks the first 7 and the last are drawn, and a ring of 8 in the place of theirs."""

@@ -9,7 +9,7 @@ from shardwise.plan import Plan
 from shardwise.program import Kind, build
 from shardwise.report.outline import outline, picture_model
 from shardwise.report.snapshots import STATES, Holding, Holdings, hold
-from shardwise.report.text.step import GLYPHS, OTHER_NAMES, explain, explain_as_data
+from shardwise.report.text.step_picture import GLYPHS, OTHER_NAMES, explain, explain_as_data
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 
 PICTURE = picture_model()
