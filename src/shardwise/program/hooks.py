@@ -63,7 +63,7 @@ class StepListener(Protocol[_Heard]):
 class UnitGrads(Generic[UnitT]):
     """A unit's gradients in one backward: which parameters can get one, and which have; by id.
 
-    Once `closed`, no more are taken in this backward.
+    They are `closed` outside of a backward, and as soon as no more are taken in it.
     """
 
     __slots__ = ("__weakref__", "_hooked", "arrived", "closed", "expected", "hooks", "unit")
@@ -73,7 +73,6 @@ class UnitGrads(Generic[UnitT]):
         self.hooks = hooks
         self.expected: frozenset[int] = frozenset()
         self.arrived: set[int] = set()
-        # Until backward begins.
         self.closed = True
         self._hooked: set[int] = set()
 
@@ -159,7 +158,13 @@ class StepHooks(Generic[UnitT]):
 
     def _end_backward(self) -> None:
         self.listener.end_backward()
+        self.abandon_backward()
+
+    def abandon_backward(self) -> None:
+        """No backward is under way: it is over, or it raised and nobody goes on with it."""
         self.in_backward = False
+        for grads in self.grads.values():
+            grads.closed = True
 
     def arrived(self, grads: UnitGrads[UnitT], key: int, parameter: Tensor) -> None:
         """A gradient that is the unit's last, or comes in an unusual way."""
@@ -277,8 +282,7 @@ def _grad_arrived(held: "weakref.ref[UnitGrads[Any]]", key: int, parameter: Tens
     if grads is None:
         return
     arrived = grads.arrived
-    is_last = len(arrived) + 1 == len(grads.expected)
-    if is_last or grads.closed or key in arrived or not grads.hooks.in_backward or grads.hooks.on_grad is not None:
+    if grads.closed or key in arrived or len(arrived) + 1 >= len(grads.expected) or grads.hooks.on_grad is not None:
         grads.hooks.arrived(grads, key, parameter)
     else:
         arrived.add(key)

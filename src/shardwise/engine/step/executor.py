@@ -82,7 +82,8 @@ class EngineExecutor:
 
     def compute(self, unit: Unit, kind: Kind) -> None:
         """The model computes with a unit from here on."""
-        self.serve(unit)
+        if unit.at_rest or not unit.arrived or not unit.whole:
+            self.serve(unit)
         self.tape.record(kind, unit.name)
 
     def _updated(self) -> None:

@@ -163,7 +163,7 @@ class Runner:
             unit.used.clear()
             for flat in unit.flats:
                 flat.restore_grads()
-        self.hooks.in_backward = False
+        self.hooks.abandon_backward()
 
     def _forget_program(self, *, changed: bool) -> None:
         """A first step, or parameters were frozen or thawed: the order, and what is reduced, is to be learned."""
