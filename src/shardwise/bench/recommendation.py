@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.bench.results import Bench, CaseResult, Spread
-from shardwise.byte_unit import byte_unit
 from shardwise.placement import STRATEGIES
+from shardwise.quantities import fixed_text, significant, table_unit
 
 # What saves less memory than this is not worth a word.
 _WORTHWHILE = 1.05
@@ -89,9 +89,8 @@ def _rate(bench: Bench, case: CaseResult) -> str:
     tokens, samples = bench.tokens_per_s(case), bench.samples_per_s(case)
     value, unit = (tokens, "tokens/s") if tokens is not None else (samples, "samples/s")
     assert value is not None
-    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+    return f"{significant(value)} {unit}"
 
 
 def _size(num_bytes: int) -> str:
-    unit_bytes, unit = byte_unit([num_bytes])
-    return f"{num_bytes / unit_bytes:.1f} {unit}"
+    return fixed_text(num_bytes, unit=table_unit([num_bytes]))

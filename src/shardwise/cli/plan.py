@@ -11,6 +11,7 @@ import typer
 
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.placement import STRATEGIES
+from shardwise.quantities import GIB, fixed_text
 
 if TYPE_CHECKING:
     from shardwise.hardware import Cluster
@@ -195,7 +196,7 @@ def _heading(shown: Shown) -> str:
     first = shown.found[0]
     capacity, plan = first.capacity_bytes, first.plan
     seq = f", {first.seq} tokens a sample" if first.seq else ""
-    room = f"{capacity / 2**30:.1f} GiB each" if capacity else "capacity unknown"
+    room = f"{fixed_text(capacity, unit=GIB)} each" if capacity else "capacity unknown"
     return (
         f"{shown.source.reference} on {first.cluster} ({room}): {plan.precision}, recompute {plan.recompute}{seq}, "
         f"engine {plan.engine}"

@@ -12,6 +12,7 @@ from shardwise.planner.memory.peak import MemoryEstimate, estimate, job_of
 from shardwise.planner.memory.replay import crests
 from shardwise.profile.memory_ledger import LedgerEntry, beside
 from shardwise.profile.rehearsal import Measured, Rehearsal, rehearse_apart
+from shardwise.quantities import GIB, fixed_text
 from shardwise.spec import ModelSpec
 
 SpecFor = Callable[[Plan], ModelSpec]
@@ -168,4 +169,4 @@ def _lighter(rehearsal: Rehearsal) -> Iterator[tuple[Rehearsal, str]]:
 
 
 def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+    return fixed_text(num_bytes, unit=GIB)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost, largest_batch
+from shardwise.quantities import GIB, fixed, fixed_text, significant
 
 PAIR_BAND = 0.05
 """How far two predictions on the same cluster may be off each other: most of what one is off, the other is too."""
@@ -12,7 +13,6 @@ PAIR_BAND = 0.05
 # Verdicts on what can be taken, the best first, and what is to be said of it.
 _DOUBTS: dict[str, list[str]] = {"yes": [], "tight": ["it may fit"], "unknown": ["whether it fits is not known"]}
 
-_GIB = 2**30
 _ORDER = list(STRATEGIES)
 
 
@@ -77,7 +77,7 @@ def name_of(candidate: Candidate) -> str:
 
 def _reason(best: Candidate, fitting: Sequence[Candidate], *, goal: str) -> str:
     if goal == "memory":
-        return f"the smallest peak, {best.memory.device_bytes / _GIB:.1f} GiB"
+        return f"the smallest peak, {fixed_text(best.memory.device_bytes, unit=GIB)}"
     if best.time is None:
         return "the simplest strategy that fits; time is not predicted"
     first = max(fitting, key=_speed)
@@ -99,8 +99,8 @@ def _communication(best: Candidate) -> str:
     if best.cluster.num_ranks == 1:
         return "one rank has nobody to communicate with"
     if exposed < 0.05 * step:
-        return f"communication is hidden behind compute ({exposed:.3g} of {step:.3g} s exposed)"
-    return f"{exposed:.3g} of {step:.3g} s are exposed communication"
+        return f"communication is hidden behind compute ({significant(exposed)} of {significant(step)} s exposed)"
+    return f"{significant(exposed)} of {significant(step)} s are exposed communication"
 
 
 def _why_not_simpler(best: Candidate, found: Sequence[Candidate], *, goal: str) -> list[str]:
@@ -111,8 +111,8 @@ def _why_not_simpler(best: Candidate, found: Sequence[Candidate], *, goal: str) 
     one = simpler[0]
     if one.fits in ("no", "tight") and one.fits != best.fits:
         assert one.capacity_bytes is not None
-        needs, has = one.memory.device_bytes / _GIB, one.capacity_bytes / _GIB
-        return [f"{one.plan.strategy} needs {needs:.1f} GiB, the device has {has:.1f}"]
+        needs, has = fixed_text(one.memory.device_bytes, unit=GIB), fixed(one.capacity_bytes, unit=GIB)
+        return [f"{one.plan.strategy} needs {needs}, the device has {has}"]
     if one.time is None or best.time is None:
         return []
     return [f"{one.plan.strategy} is {1 - _speed(one) / _speed(best):.0%} slower{_at_batch(one, best)}"]
@@ -145,7 +145,8 @@ def _to_fit(one: Candidate, *, spec_for: SpecFor, optimizer: str) -> str:
         if cost(spec, plan=plan, cluster=one.cluster, optimizer=optimizer).fits == "yes":
             also = f"--recompute {recompute} and " if recompute != one.plan.recompute else ""
             return f"{name} would fit with {also}micro-batch {plan.micro_batch}"
-    return f"{name} would fit on devices of {one.memory.device_bytes * (1 + one.memory_band) / _GIB:.0f} GiB"
+    needed = one.memory.device_bytes * (1 + one.memory_band)
+    return f"{name} would fit on devices of {fixed_text(needed, unit=GIB, places=0)}"
 
 
 def _to_win(one: Candidate, best: Candidate) -> str | None:
@@ -158,9 +159,8 @@ def _to_win(one: Candidate, best: Candidate) -> str | None:
     # What it would do with the wire for nothing.
     ideal = _speed(one) * one.time.step_seconds / (one.time.step_seconds - one.time.exposed_comm_seconds)
     if ideal > _speed(best):
-        return (
-            f"{name}, {1 - ratio:.0%} slower, would win over links that hide its {one.time.exposed_comm_seconds:.3g} s"
-        )
+        exposed = significant(one.time.exposed_comm_seconds)
+        return f"{name}, {1 - ratio:.0%} slower, would win over links that hide its {exposed} s"
     if one.batch < best.batch:
         return f"{name}, {1 - ratio:.0%} slower, would need room for micro-batch {best.batch}"
     return f"{name} is {1 - ratio:.0%} slower with the same micro-batch, over any links"

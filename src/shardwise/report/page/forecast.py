@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.bench.results import Bench, CaseResult
+from shardwise.quantities import bytes_text, digits, error_text, seconds_text
 from shardwise.report.page.axes import ticks
 from shardwise.report.page.bars import Bar, BarPiece, bar_chart
 from shardwise.report.page.markup import numbers_below, small, table
-from shardwise.report.page.numbers import bytes_text, digits, error_text, seconds_text
 from shardwise.report.page.section import PageSection, cases_that_ran, section
 
 

@@ -4,8 +4,8 @@ import math
 from datetime import datetime
 
 from shardwise.bench.results import Bench, CaseResult
+from shardwise.quantities import bytes_text, digits, seconds_text
 from shardwise.report.page.markup import Markup, element, join, small, table
-from shardwise.report.page.numbers import bytes_text, digits, seconds_text
 from shardwise.report.page.section import PageSection, cases_that_ran, is_chosen, ranks_text, section, shown
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from shardwise.planner.time.queues import Span
+from shardwise.quantities import seconds_text
 from shardwise.report.page.axes import second_ticks
 from shardwise.report.page.bars import axis_text
 from shardwise.report.page.markup import Markup, element, percent, title_of
-from shardwise.report.page.numbers import seconds_text
 from shardwise.report.text.queue_lanes import QUEUES
 
 VERBS = {

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from shardwise.bench.results import Bench, CaseResult
 from shardwise.planner.memory.replay import CATEGORIES
 from shardwise.profile.memory_ledger import LedgerEntry, beside
+from shardwise.quantities import byte_unit, bytes_text, digits_in, error_text
 from shardwise.report.page.axes import Tick, byte_ticks
 from shardwise.report.page.bars import Bar, BarPiece, Limit, bar_chart, key
 from shardwise.report.page.markup import Markup, element, join, numbers_below, small, table
-from shardwise.report.page.numbers import byte_unit, bytes_text, error_text, in_units
 from shardwise.report.page.plots import PlotFrame, area_plot
 from shardwise.report.page.section import PageSection, cases_that_ran, is_chosen, section
 
@@ -126,23 +126,24 @@ def _capacity_words(cases: Sequence[CaseResult], *, capacity: int | None) -> Mar
 
 
 def _peak_table(cases: Sequence[CaseResult]) -> Markup:
-    size, unit = byte_unit(max(case.peak_bytes for case in cases))
+    unit = byte_unit(max(case.peak_bytes for case in cases))
     has_reserved = any(case.reserved_bytes for case in cases)
-    header = [f"{unit}, a rank", "peak", "lowest rank", "predicted", "error", *CATEGORIES]
+    header = [f"{unit.name} per rank", "peak", "lowest rank", "predicted", "error", *CATEGORIES]
     rows = []
     for case in cases:
         parts, predicted = _parts(case), _predicted(case)
         rows.append(
             [
                 case.name,
-                in_units(case.peak_bytes, size),
-                in_units(min(case.allocated_bytes), size),
-                "–" if predicted is None else in_units(predicted, size),
+                digits_in(case.peak_bytes, unit=unit),
+                digits_in(min(case.allocated_bytes), unit=unit),
+                "–" if predicted is None else digits_in(predicted, unit=unit),
                 error_text(case.memory_error),
-                *(in_units(parts[name], size) if name in parts else "–" for name in CATEGORIES),
-                *([in_units(max(case.reserved_bytes), size) if case.reserved_bytes else "–"] if has_reserved else []),
+                *(digits_in(parts[name], unit=unit) if name in parts else "–" for name in CATEGORIES),
             ]
         )
+        if has_reserved:
+            rows[-1].append(digits_in(max(case.reserved_bytes), unit=unit) if case.reserved_bytes else "–")
     return table([*header, *(["reserved"] if has_reserved else [])], rows)
 
 
@@ -182,15 +183,15 @@ def _title(entry: LedgerEntry, other: LedgerEntry | None) -> str:
 
 def _step_table(case: CaseResult) -> Markup:
     rows = _rows(case)
-    size, unit = byte_unit(max(entry.total_bytes for entry, _ in rows))
+    unit = byte_unit(max(entry.total_bytes for entry, _ in rows))
     return table(
-        [f"row, {unit}", "live", "predicted", *CATEGORIES],
+        [f"row, {unit.name}", "live", "predicted", *CATEGORIES],
         [
             [
                 entry.at,
-                in_units(entry.total_bytes, size),
-                "–" if other is None else in_units(other.total_bytes, size),
-                *(in_units(entry.num_bytes.get(name, 0), size) for name in CATEGORIES),
+                digits_in(entry.total_bytes, unit=unit),
+                "–" if other is None else digits_in(other.total_bytes, unit=unit),
+                *(digits_in(entry.num_bytes.get(name, 0), unit=unit) for name in CATEGORIES),
             ]
             for entry, other in rows
         ],

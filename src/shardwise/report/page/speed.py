@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from shardwise.bench.results import Bench, CaseResult
+from shardwise.quantities import digits, seconds_text
 from shardwise.report.page.axes import second_ticks, ticks
 from shardwise.report.page.bars import Bar, BarPiece, bar_chart, key
 from shardwise.report.page.markup import Markup, numbers_below, small, table
-from shardwise.report.page.numbers import digits, seconds_text
 from shardwise.report.page.section import PageSection, cases_that_ran, is_chosen, section
 
 

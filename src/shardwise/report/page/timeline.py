@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from shardwise.bench.results import Bench, CaseResult
 from shardwise.planner.time.queues import Span
+from shardwise.quantities import seconds_text
 from shardwise.report.page.bars import key
 from shardwise.report.page.lanes import VERBS, exposed_gaps, kind_of, lane_chart
 from shardwise.report.page.markup import Markup, element, numbers_below, small, table
-from shardwise.report.page.numbers import seconds_text
 from shardwise.report.page.section import PageSection, cases_that_ran, section
 from shardwise.report.tape_spans import recorded_spans
 

@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 
 from shardwise.bench.results import Bench, CaseResult
+from shardwise.quantities import scientific
 from shardwise.report.page.axes import Tick, between, round_step
 from shardwise.report.page.bars import key
 from shardwise.report.page.markup import Markup, element, numbers_below, small, table
-from shardwise.report.page.numbers import scientific
 from shardwise.report.page.plots import Curve, PlotFrame, curve_plot
 from shardwise.report.page.section import PageSection, cases_that_ran, section
 

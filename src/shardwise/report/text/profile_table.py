@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwise.byte_unit import byte_unit
 from shardwise.planner.memory.replay import CATEGORIES
 from shardwise.profile.compare import Profile
+from shardwise.quantities import error_text, step_seconds_text, table_number, table_unit
 from shardwise.report.text.category_bars import bar
 
 if TYPE_CHECKING:
@@ -82,22 +82,22 @@ def as_table(profiles: Sequence[Profile]) -> "Table":
     """Two lines a strategy: its peak as it was measured, by category, and as it was predicted."""
     from rich.table import Table
 
-    unit_bytes, unit = byte_unit([found.predicted.memory.allocated_bytes for found in profiles])
+    unit = table_unit(found.predicted.memory.allocated_bytes for found in profiles)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column(unit, no_wrap=True)
+    table.add_column(unit.name, no_wrap=True)
     for name in ("peak", *(_SHORT.get(name, name) for name in CATEGORIES), "error"):
         table.add_column(name, justify="right", no_wrap=True)
 
     def line(peak: int, parts: Mapping[str, int | None]) -> list[str]:
         numbers = (peak, *(parts[name] for name in CATEGORIES))
-        return ["?" if number is None else _number(number / unit_bytes) for number in numbers]
+        return ["?" if number is None else table_number(number / unit.size) for number in numbers]
 
     for found in profiles:
         memory, measured = found.predicted.memory, found.measured
         numbers = ["not measured"]
         if measured is not None:
             peak = measured.ledger.peak
-            numbers = [*line(peak.total_bytes, _told(found, peak.num_bytes)), f"{found.error:+.1%}"]
+            numbers = [*line(peak.total_bytes, _told(found, peak.num_bytes)), error_text(found.error)]
         table.add_row(found.rehearsal.plan.strategy, *numbers)
         table.add_row("  predicted", *line(memory.allocated_bytes, dict(memory.breakdown_bytes)), style="bright_black")
     return table
@@ -108,13 +108,13 @@ def remark(found: Profile) -> str:
     strategy, measured = found.rehearsal.plan.strategy, found.measured
     if measured is None:
         return f"{strategy}: not measured, since it {found.why_not}"
-    parts = [] if found.step_seconds is None else [f"a step computes {found.step_seconds:.3f} s"]
+    parts = [] if found.step_seconds is None else [f"a step computes {step_seconds_text(found.step_seconds)} s"]
     if measured.reserved_bytes is not None:
-        unit_bytes, unit = byte_unit([measured.reserved_bytes])
+        unit = table_unit([measured.reserved_bytes])
         predicted = found.predicted.memory.reserved_bytes
         parts.append(
-            f"reserved {_number(measured.reserved_bytes / unit_bytes)} {unit}, "
-            f"predicted {_number(predicted / unit_bytes)} {unit}"
+            f"reserved {table_number(measured.reserved_bytes / unit.size)} {unit.name}, "
+            f"predicted {table_number(predicted / unit.size)} {unit.name}"
         )
     if found.unknown:
         parts.append("buffers of torch's own engine count as activations")
@@ -127,10 +127,10 @@ def as_timeline(found: Profile) -> "Table":
 
     assert found.measured is not None
     highest = found.measured.allocated_bytes
-    unit_bytes, unit = byte_unit([highest])
+    unit = table_unit([highest])
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column(f"{found.rehearsal.plan.strategy}, row by row", no_wrap=True)
-    table.add_column(unit, no_wrap=True, min_width=_BAR_WIDTH)
+    table.add_column(unit.name, no_wrap=True, min_width=_BAR_WIDTH)
     for name in ("measured", "predicted"):
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     table.add_column("", no_wrap=True)
@@ -138,12 +138,8 @@ def as_timeline(found: Profile) -> "Table":
         table.add_row(
             entry.at,
             bar(entry.num_bytes, capacity=highest, width=_BAR_WIDTH),
-            _number(entry.total_bytes / unit_bytes),
-            "?" if beside is None else _number(beside.total_bytes / unit_bytes),
+            table_number(entry.total_bytes / unit.size),
+            "?" if beside is None else table_number(beside.total_bytes / unit.size),
             "◀ peak" if entry is found.measured.ledger.peak else "",
         )
     return table
-
-
-def _number(value: float) -> str:
-    return f"{value:.2f}" if value < 100 else f"{value:.1f}"

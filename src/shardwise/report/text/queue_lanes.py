@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from shardwise.planner.time.queues import Span
+from shardwise.quantities import seconds_text
 
 QUEUES = ("compute", "gather", "reduce")
 _WIDTH = 72
@@ -16,7 +17,7 @@ def as_lanes(spans: Sequence[Span], *, width: int = _WIDTH) -> str:
     if not end:
         return ""
     lines = [f"{queue:8}{_lane([s for s in spans if s.queue == queue], end=end, width=width)}" for queue in QUEUES]
-    scale = f"{'':8}0{f'{end * 1e3:.4g} ms':>{width - 1}}"
+    scale = f"{'':8}0{seconds_text(end):>{width - 1}}"
     return "\n".join([*lines, scale, "F forward  B backward  U update  c copy  g gather  r reduce  · idle"])
 
 

@@ -11,6 +11,7 @@ from shardwise.placement import SHARDED, STRATEGIES, Placement, placement_of
 from shardwise.plan import Plan
 from shardwise.program import Kind, Trigger
 from shardwise.program.operations import ON_BUCKETS, WAITS
+from shardwise.quantities import GIB, KIB, MIB, TIB, Unit, byte_unit, fixed, fixed_text
 from shardwise.report.snapshots import STATES, Frame, Holding, Holdings, bucket_label, hold
 from shardwise.spec import ROOT, ModelSpec
 
@@ -30,7 +31,6 @@ OTHER_NAMES: Mapping[Placement, str] = {
     STRATEGIES["fsdp"]: "FULL_SHARD, ZeRO-3, fully_shard",
 }
 _PHASES = {Trigger.BEFORE_FORWARD: "forward", Trigger.BEFORE_BACKWARD: "backward", Trigger.AFTER_STEP: "update"}
-_MIB = 2**20
 # Of more units than this only the first and last are drawn, so that a line stays a line.
 _MAX_UNITS = 5
 _MAX_RANKS = 8
@@ -169,10 +169,10 @@ def _step(holdings: Holdings, *, spec: ModelSpec) -> Iterator[str]:
     bar_width = WIDTH - _OPERATION_WIDTH - len(STATES) * cell_width - _NUMBER_WIDTH - len(" ") - len(" ◀")
     labels = {bucket.name: bucket_label(bucket.units) for bucket in holdings.program.buckets}
     peak = holdings.peak
-    divisor, byte_unit = _scale(peak.held_bytes)
+    unit = _unit(peak.held_bytes)
     yield f"rank 0 in one step of {spec.name} ({len(spec.units)} units, {spec.num_params:,} parameters)"
     yield "  ".join(f"{glyph} {held.value}" for held, glyph in GLYPHS.items())
-    yield from _heads([label for _, label in columns], cell_width=cell_width, byte_unit=byte_unit)
+    yield from _heads([label for _, label in columns], cell_width=cell_width, unit=unit)
     phase = ""
     for frame in _with_gaps(holdings, shown={name for name, _ in columns}):
         if isinstance(frame, int):
@@ -182,15 +182,15 @@ def _step(holdings: Holdings, *, spec: ModelSpec) -> Iterator[str]:
             phase = _PHASES[frame.row.trigger]
             yield f"── {phase} ".ljust(WIDTH, "─")
         cells = "".join(_cells(frame.holds[state], columns=columns).ljust(cell_width) for state in STATES)
-        number = f"{frame.held_bytes / divisor:{_NUMBER_WIDTH}.1f}"
+        number = f"{fixed(frame.held_bytes, unit=unit):>{_NUMBER_WIDTH}}"
         bar = _bar(frame.held_bytes / peak.held_bytes, width=bar_width)
         mark = " ◀" if frame is peak else ""
         yield f"{_text(frame, labels=labels):{_OPERATION_WIDTH}}{cells}{number} {bar}{mark}".rstrip()
 
 
-def _heads(labels: list[str], *, cell_width: int, byte_unit: str) -> Iterator[str]:
+def _heads(labels: list[str], *, cell_width: int, unit: Unit) -> Iterator[str]:
     states = "".join(f"{state:{cell_width}}" for state in STATES)
-    yield f"{'after this operation':{_OPERATION_WIDTH}}{states}{byte_unit:>{_NUMBER_WIDTH}}"
+    yield f"{'after this operation':{_OPERATION_WIDTH}}{states}{unit.name:>{_NUMBER_WIDTH}}"
     units = f"{' '.join(labels):{cell_width}}" * len(STATES)
     yield f"{'it holds, of root and blocks':{_OPERATION_WIDTH}}{units}".rstrip()
 
@@ -257,19 +257,19 @@ def _bar(fraction: float, *, width: int) -> str:
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
-def _scale(num_bytes: float) -> tuple[int, str]:
-    scales = ((2**40, "TiB"), (2**30, "GiB"), (_MIB, "MiB"))
-    return next(((divisor, unit) for divisor, unit in scales if num_bytes >= 10 * divisor), (2**10, "KiB"))
+def _unit(num_bytes: float) -> Unit:
+    """So that one place after the point is enough."""
+    return byte_unit(num_bytes, at_least=10, among=(KIB, MIB, GIB, TIB))
 
 
 def _sums(holdings: Holdings) -> Iterator[str]:
     peak = holdings.peak.held_bytes
-    divisor, unit = _scale(peak)
-    start = f"{holdings.frames[0].held_bytes / divisor:.1f} {unit}"
-    yield f"held: {start} between steps, when grads are dropped; {peak / divisor:.1f} at the peak (◀)"
+    unit = _unit(peak)
+    start = fixed_text(holdings.frames[0].held_bytes, unit=unit)
+    yield f"held: {start} between steps, when grads are dropped; {fixed(peak, unit=unit)} at the peak (◀)"
     gathers, *parts = (holdings.sent_bytes(kind) for kind in (Kind.GATHER, Kind.REDUCE, Kind.REDUCE_SLICE))
     reduces = sum(parts)
-    divisor, unit = _scale(gathers + reduces)
-    sent, gathers, reduces = (number / divisor for number in (gathers + reduces, gathers, reduces))
-    yield f"sent: {sent:.1f} {unit} a step: gathers {gathers:.1f}, reduces {reduces:.1f} (see explain ring)"
+    unit = _unit(gathers + reduces)
+    sent, *shown = fixed_text(gathers + reduces, unit=unit), *(fixed(part, unit=unit) for part in (gathers, reduces))
+    yield f"sent: {sent} a step: gathers {shown[0]}, reduces {shown[1]} (see explain ring)"
     yield "fp32 params, grads and AdamW's two moments are counted; activations are not."

@@ -17,7 +17,7 @@ def test_a_lane_shows_what_its_queue_does_and_when_it_stands_still() -> None:
     assert compute == "compute FFFF·BBBBU"
     assert gather == "gather  gg········"
     assert reduce == "reduce  ·········r"
-    assert scale.endswith("1000 ms")
+    assert scale.endswith(" 1.00 s")
     assert "F forward" in letters
 
 
