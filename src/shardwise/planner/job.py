@@ -4,13 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from shardwise.categories import CATEGORIES
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
 from shardwise.planner.fold import Short, cut
 from shardwise.planner.memory.allocations import Ledger
 from shardwise.planner.memory.constants import MemoryRules
 from shardwise.planner.memory.engine_events import EngineSetting, Key, engine_moments
-from shardwise.planner.memory.replay import CATEGORIES, MemoryRow, Replayed, replay
+from shardwise.planner.memory.replay import MemoryRow, Replayed, replay
 from shardwise.planner.memory.states import OptimizerRule, UnitStates, unit_states
 from shardwise.planner.memory.stream_peak import StreamPeak, stream_peak
 from shardwise.planner.memory.torch_events import (

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardwise.categories import GATHERED, REDUCE
 from shardwise.errors import ShardwiseError
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
@@ -63,7 +64,7 @@ class Profile:
     @property
     def unknown(self) -> frozenset[str]:
         """Categories that an engine does not tell of: what is measured of them counts as activations."""
-        return frozenset({"gathered", "reduce"} if self.rehearsal.plan.engine == "torch" else ())
+        return frozenset({GATHERED, REDUCE} if self.rehearsal.plan.engine == "torch" else ())
 
     def rows(self) -> Iterator[tuple[LedgerEntry, LedgerEntry | None]]:
         """(measured, predicted) of each row that was measured."""

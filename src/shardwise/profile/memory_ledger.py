@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.planner.memory.replay import CATEGORIES
+from shardwise.categories import ACTIVATIONS, CATEGORIES, OTHER
 
 FOREVER = 2**63
 """The moment at which is freed what nobody frees."""
@@ -153,4 +153,4 @@ def _unnamed(allocation: Allocation, *, marks: Sequence[LedgerMark], starts: Seq
     """The category of what the engine does not know."""
     row = bisect_left(starts, allocation.born) - 1
     computes = row >= 0 and marks[row].computes
-    return "activations" if computes and not allocation.is_scratch else "other"
+    return ACTIVATIONS if computes and not allocation.is_scratch else OTHER

@@ -11,11 +11,11 @@ from importlib.resources import files
 from typing import Any
 
 from shardwise.bench.results import Bench, CaseResult
+from shardwise.categories import CATEGORIES
 from shardwise.errors import ShardwiseError
 from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED, Placement, placement_of
 from shardwise.plan import Plan
-from shardwise.planner.memory.replay import CATEGORIES
 from shardwise.profile.memory_ledger import MemoryLedger
 from shardwise.program import Kind, Operation
 from shardwise.report.page.captions import BEGINNING, caption

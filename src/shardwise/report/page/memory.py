@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from shardwise.bench.results import Bench, CaseResult
-from shardwise.planner.memory.replay import CATEGORIES
+from shardwise.categories import CATEGORIES
 from shardwise.profile.memory_ledger import LedgerEntry, beside
 from shardwise.quantities import byte_unit, bytes_text, digits_in, error_text
 from shardwise.report.page.axes import Tick, byte_ticks

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardwise.bench.results import Bench, CaseResult
-from shardwise.planner.memory.replay import CATEGORIES
+from shardwise.categories import CATEGORIES
 from shardwise.quantities import MIB, Unit, error_text, table_number, table_rate, table_unit
 
 if TYPE_CHECKING:

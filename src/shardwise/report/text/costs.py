@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardwise.planner.memory.replay import CATEGORIES
+from shardwise.categories import ACTIVATIONS, CATEGORIES, OTHER
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.scale import Scaled
 from shardwise.quantities import GIB, MIB, byte_unit, digits, fixed, step_seconds_text
@@ -38,7 +38,7 @@ def as_data(candidate: Candidate) -> dict[str, Any]:
         },
         "peak_at": memory.peak_at,
         "breakdown_bytes": {
-            name: None if name == "activations" and not memory.activations_known else memory.breakdown_bytes[name]
+            name: None if name == ACTIVATIONS and not memory.activations_known else memory.breakdown_bytes[name]
             for name in CATEGORIES
         },
         "step_seconds": time.step_seconds if time else None,
@@ -139,7 +139,7 @@ def _bar(candidate: Candidate) -> "Text":
     """All that the device holds, by category, of its capacity."""
     memory = candidate.memory
     outside = memory.device_bytes - memory.allocated_bytes
-    parts = {**memory.breakdown_bytes, "other": memory.breakdown_bytes["other"] + outside}
+    parts = {**memory.breakdown_bytes, OTHER: memory.breakdown_bytes[OTHER] + outside}
     return category_bars.bar(parts, capacity=candidate.capacity_bytes or memory.device_bytes, width=_BAR_WIDTH)
 
 

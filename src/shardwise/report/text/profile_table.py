@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwise.planner.memory.replay import CATEGORIES
+from shardwise.categories import ACTIVATIONS, CATEGORIES, GATHERED
 from shardwise.profile.compare import Profile
 from shardwise.quantities import error_text, step_seconds_text, table_number, table_unit
 from shardwise.report.text.category_bars import bar
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _BAR_WIDTH = 26
 # So that a line has room in 80 columns.
-_SHORT = {"gathered": "gather", "activations": "activ."}
+_SHORT = {GATHERED: "gather", ACTIVATIONS: "activ."}
 
 
 def as_data(profiles: Sequence[Profile]) -> dict[str, Any]:

@@ -9,11 +9,11 @@ import pytest
 from report.sample_bench import sample_bench
 
 from shardwise.bench.results import Bench, CaseResult, Happening, UnitOutline
+from shardwise.categories import CATEGORIES
 from shardwise.mesh import Mesh
 from shardwise.models.catalogue import shape_of
 from shardwise.placement import STRATEGIES, Placement
 from shardwise.plan import Plan
-from shardwise.planner.memory.replay import CATEGORIES
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.program import Kind, build
 from shardwise.report.outline import outline
