@@ -62,7 +62,7 @@ class Forecast:
             entries=tuple((entry.at, dict(entry.num_bytes)) for entry in found.entries),
             step_seconds=None if time is None else time.step_seconds,
             exposed_seconds=None if time is None else time.exposed_comm_seconds,
-            spans=tuple((span.queue, span.name, span.start, span.end) for span in spans),
+            spans=tuple(spans),
         )
 
     def scaled(self, plan: Plan, *, strategies: Sequence[str]) -> list[Scaled]:

@@ -16,6 +16,7 @@ from typing import Any
 from shardwise.atomic import atomic_write
 from shardwise.errors import ShardwiseError
 from shardwise.profile.memory_ledger import MemoryLedger
+from shardwise.span import Span
 
 FILE = "bench.json"
 """What a bench leaves in its folder, beside `runs/`."""
@@ -79,12 +80,11 @@ class PredictedCase:
 
     allocated_bytes: int
     breakdown_bytes: Mapping[str, int]
-    # The highest point of each row, [label, category → bytes]: beside the ledger.
+    # The highest point of each row, [label, category → bytes], to compare with the ledger.
     entries: tuple[tuple[str, Mapping[str, int]], ...]
     step_seconds: float | None = None
     exposed_seconds: float | None = None
-    # [queue, name, start seconds, end seconds] of the step's timeline.
-    spans: tuple[tuple[str, str, float, float], ...] = ()
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,5 +312,5 @@ def _happening(data: Sequence[Any]) -> Happening:
 
 def _predicted(data: Mapping[str, Any]) -> PredictedCase:
     entries = tuple((label, parts) for label, parts in data["entries"])
-    spans = tuple((queue, name, start, end) for queue, name, start, end in data["spans"])
+    spans = tuple(Span(*one) for one in data["spans"])
     return PredictedCase(**{**data, "entries": entries, "spans": spans})

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from shardwise.planner.search.candidates import Candidate
     from shardwise.planner.search.recommend import Choice
     from shardwise.planner.search.scale import Scaled
-    from shardwise.planner.time.queues import Span
     from shardwise.sources import Source
+    from shardwise.span import Span
 
 _GOALS = ("throughput", "memory")
 _OPTIMIZERS = ("adamw", "adam", "sgd")

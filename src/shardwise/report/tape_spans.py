@@ -7,9 +7,9 @@ next operation, and a collective from its issue until it had been waited for (it
 from collections.abc import Sequence
 
 from shardwise.bench.results import Happening
-from shardwise.planner.time.queues import Span
 from shardwise.program import Kind
 from shardwise.program.operations import WAITS
+from shardwise.span import Span
 
 _WAITS = {wait.value: kind for wait, kind in WAITS.items()}
 _SENDS = {kind.value: kind for kind in WAITS.values()}

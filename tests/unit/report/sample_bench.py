@@ -87,7 +87,7 @@ def sample_case(engine: str, strategy: str, *, num_ranks: int = NUM_RANKS) -> Ca
             entries=tuple((entry.at, dict(entry.num_bytes)) for entry in entries),
             step_seconds=candidate.time.step_seconds,
             exposed_seconds=candidate.time.exposed_comm_seconds,
-            spans=tuple((span.queue, span.name, span.start, span.end) for span in spans),
+            spans=tuple(spans),
         ),
     )
 

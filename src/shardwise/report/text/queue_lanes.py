@@ -2,17 +2,16 @@
 
 from collections.abc import Sequence
 
-from shardwise.planner.time.queues import Span
 from shardwise.quantities import seconds_text
+from shardwise.span import QUEUES, Span
 
-QUEUES = ("compute", "gather", "reduce")
 _WIDTH = 72
 _LETTERS = {"forward": "F", "backward": "B", "update": "U", "gather": "g", "reduce": "r"}
 _OTHER = "c"
 
 
 def as_lanes(spans: Sequence[Span], *, width: int = _WIDTH) -> str:
-    """A line a queue; a column shows what most of its time went to, a dot that the queue stood still."""
+    """One line per queue; a column shows what most of its time went to, a dot that the queue was idle."""
     end = max((span.end for span in spans), default=0.0)
     if not end:
         return ""
