@@ -12,7 +12,7 @@ SOURCE = Path(shardwise.__file__).parent
 # From the bottom up. A row may import itself and the rows before it.
 ROWS: list[set[str]] = [
     {"errors", "atomic", "toml_file"},
-    {"placement", "mesh", "policy", "patterns", "layout", "categories", "quantities", "span", "plan"},
+    {"placement", "mesh", "policy", "patterns", "layout", "categories", "quantities", "span", "engine_limits", "plan"},
     {"spec"},
     {"hardware"},
     {"units", "materialize"},

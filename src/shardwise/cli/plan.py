@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwise.cli.strategies import asked_strategies
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.placement import STRATEGIES
 from shardwise.quantities import GIB, fixed_text
@@ -52,7 +53,7 @@ def plan(
     save: Annotated[Path | None, typer.Option("--save", help="Write the recommended plan as PLAN.toml.")] = None,
 ) -> None:
     """Say what every strategy needs on a cluster: fits or not, bytes by category, time, and which one to take."""
-    _check(strategy=strategy, goal=goal, optimizer=optimizer)
+    _check(goal=goal, optimizer=optimizer)
     from shardwise.plan import Plan
     from shardwise.planner.search.candidates import candidates, way_out
     from shardwise.planner.search.recommend import choose
@@ -61,8 +62,8 @@ def plan(
 
     where = _cluster(cluster, devices=devices)
     asked = Plan(micro_batch=micro_batch, precision=precision, recompute=recompute, engine=engine)
+    strategies = asked_strategies(strategy, engine=engine)
     source = Source(model, seq=seq, image=image, while_tracing=_progress)
-    strategies = [name for name in STRATEGIES if strategy in (name, "all") and _runs(name, engine=engine)]
     found = candidates(
         source.spec_for, plan=asked, strategies=strategies, cluster=where, optimizer=optimizer, goal=goal
     )
@@ -127,18 +128,11 @@ def _way_out(way: str | None) -> str:
     return "also not with --recompute full, --micro-batch 1 and 1,024 times the devices"
 
 
-def _check(*, strategy: str, goal: str, optimizer: str) -> None:
-    if strategy not in (*STRATEGIES, "all"):
-        raise UnknownName.of("strategy", strategy, known=(*STRATEGIES, "all"))
+def _check(*, goal: str, optimizer: str) -> None:
     if goal not in _GOALS:
         raise UnknownName.of("goal", goal, known=_GOALS)
     if optimizer not in _OPTIMIZERS:
         raise UnknownName.of("optimizer", optimizer, known=_OPTIMIZERS)
-
-
-def _runs(strategy: str, *, engine: str) -> bool:
-    """torch's own engines have no zero1 and zero2."""
-    return engine != "torch" or strategy not in ("zero1", "zero2")
 
 
 @contextmanager

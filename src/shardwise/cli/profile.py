@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.cli.strategies import asked_strategies
 from shardwise.errors import InvalidCluster, InvalidData, InvalidModel, InvalidPlan, UnknownName
 from shardwise.placement import STRATEGIES
 
@@ -48,7 +49,7 @@ def profile(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Run one rank of a job here, with the others absent: its memory by category through a step, and its time."""
-    _check(model, strategy=strategy, ranks=ranks, optimizer=optimizer, engine=engine)
+    _check(model, ranks=ranks, optimizer=optimizer)
     from shardwise.plan import Plan
     from shardwise.profile.rehearsal import Rehearsal
 
@@ -71,7 +72,7 @@ def profile(
         steps=steps,
         history=None if history is None else str(history),
     )
-    chosen = [name for name in STRATEGIES if strategy in (name, "all") and _runs(name, engine=engine)]
+    chosen = asked_strategies(strategy, engine=engine)
     _check_history(history, device=where, strategies=chosen)
     found = _profiles(rehearsal, strategies=chosen)
     if as_json:
@@ -108,11 +109,7 @@ def _profiles(rehearsal: "Rehearsal", *, strategies: Sequence[str]) -> "list[Pro
         return profile_all(each, spec_for=source.spec_for, room_bytes=_room_bytes(rehearsal.device), run=run)
 
 
-def _check(model: str, *, strategy: str, ranks: int, optimizer: str, engine: str) -> None:
-    if strategy not in (*STRATEGIES, "all"):
-        raise UnknownName.of("strategy", strategy, known=(*STRATEGIES, "all"))
-    if not _runs(strategy, engine=engine):
-        raise InvalidPlan(f"--strategy {strategy}: torch has no engine for it; use --engine shardwise")
+def _check(model: str, *, ranks: int, optimizer: str) -> None:
     if optimizer not in _OPTIMIZERS:
         raise UnknownName.of("optimizer", optimizer, known=_OPTIMIZERS)
     if ranks < 1:
@@ -121,11 +118,6 @@ def _check(model: str, *, strategy: str, ranks: int, optimizer: str, engine: str
         raise InvalidModel(
             f"{model}: of a number of parameters there is nothing to run; shardwise plan costs its states"
         )
-
-
-def _runs(strategy: str, *, engine: str) -> bool:
-    """torch's own engines have no zero1 and zero2."""
-    return engine != "torch" or strategy not in ("zero1", "zero2")
 
 
 def _device(asked: str | None) -> str:

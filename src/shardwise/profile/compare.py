@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.categories import GATHERED, REDUCE
+from shardwise.engine_limits import LIMITS, strategies_of
 from shardwise.errors import ShardwiseError
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import MemoryEstimate, estimate, job_of
 from shardwise.planner.memory.replay import crests
@@ -64,7 +63,7 @@ class Profile:
     @property
     def unknown(self) -> frozenset[str]:
         """Categories that an engine does not tell of: what is measured of them counts as activations."""
-        return frozenset({GATHERED, REDUCE} if self.rehearsal.plan.engine == "torch" else ())
+        return LIMITS[self.rehearsal.plan.engine].untold
 
     def rows(self) -> Iterator[tuple[LedgerEntry, LedgerEntry | None]]:
         """(measured, predicted) of each row that was measured."""
@@ -156,13 +155,14 @@ def _too_much(rehearsal: Rehearsal, needed: int, *, spec_for: SpecFor, room_byte
 
 def _lighter(rehearsal: Rehearsal) -> Iterator[tuple[Rehearsal, str]]:
     """Other rehearsals that need less and less, with the options that ask for them."""
-    for strategy in STRATEGIES:
-        if rehearsal.plan.engine != "torch" or strategy not in ("zero1", "zero2"):
-            yield replace(rehearsal, plan=replace(rehearsal.plan, strategy=strategy)), f"--strategy {strategy}"
-    sharded = replace(rehearsal, plan=replace(rehearsal.plan, strategy="fsdp"))
+    strategies = strategies_of(rehearsal.plan.engine)
+    for strategy in strategies:
+        yield replace(rehearsal, plan=replace(rehearsal.plan, strategy=strategy)), f"--strategy {strategy}"
+    most_sharded = strategies[-1]
+    sharded = replace(rehearsal, plan=replace(rehearsal.plan, strategy=most_sharded))
     for batch in dict.fromkeys((rehearsal.batch, 1)):
         num_ranks = rehearsal.num_ranks
-        options = "--strategy fsdp" + (f" --micro-batch {batch}" if batch != rehearsal.batch else "")
+        options = f"--strategy {most_sharded}" + (f" --micro-batch {batch}" if batch != rehearsal.batch else "")
         yield replace(sharded, batch=batch), options
         while num_ranks < _MOST_RANKS:
             num_ranks = min(2 * num_ranks, _MOST_RANKS)

@@ -133,6 +133,14 @@ def test_a_number_of_parameters_is_planned_without_activations(capfd: pytest.Cap
         (["gpt3", "--cluster", "8xh100"], "unknown model 'gpt3'; did you mean"),
         (["gpt2-124m", "--cluster", "8xh200x"], "unknown device 'h200x'; did you mean"),
         (["gpt2-124m", "--cluster", "8xh100", "--strategy", "fsdp2"], "unknown strategy 'fsdp2'; did you mean"),
+        (
+            ["gpt2-124m", "--cluster", "8xh100", "--strategy", "zero1", "--engine", "torch"],
+            "--strategy zero1: torch has no engine for it; use --engine shardwise",
+        ),
+        (
+            ["gpt2-124m", "--cluster", "8xh100", "--engine", "tourch"],
+            "engine = 'tourch': must be one of shardwise, torch",
+        ),
         (["gpt2-124m", "--cluster", "8xh100", "--goal", "speed"], "unknown goal 'speed'"),
         (["gpt2-124m", "--cluster", "8xh100", "--optimizer", "lion"], "unknown optimizer 'lion'"),
         (["gpt2-124m", "--cluster", "8xh100", "--precision", "fp8"], "precision = 'fp8': must be one of"),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import log2
 
+from shardwise.engine_limits import LIMITS, strategies_of
 from shardwise.hardware import Cluster
 from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED, STRATEGIES
@@ -206,7 +207,7 @@ def way_out(
         for strategy in changed_strategies:
             mesh = Mesh(shard=changed_cluster.num_ranks)
             chosen = replace(changed, strategy=strategy, mesh=mesh)
-            if plan.engine == "torch" and (strategy in ("zero1", "zero2") or chosen.recompute != "none"):
+            if LIMITS[plan.engine].why_not(chosen) is not None:
                 continue
             if cost(spec_for(chosen), plan=chosen, cluster=changed_cluster, optimizer=optimizer).fits == "yes":
                 also = f" --strategy {strategy}" if strategy not in strategies else ""
@@ -221,7 +222,8 @@ def _changes(plan: Plan, *, strategies: Sequence[str], cluster: Cluster) -> list
     """Changes from the smallest to the largest; each with a batch."""
     batch = plan.micro_batch or 1
     at = replace(plan, micro_batch=batch)
-    every = list(STRATEGIES)
+    # The last one shards the most.
+    every = strategies_of(plan.engine)
     found: list[Changed] = [("", at, [name for name in every if name not in strategies], cluster)]
     if plan.precision == "fp32":
         found.append(("--precision bf16", replace(at, precision="bf16"), every, cluster))
@@ -234,7 +236,7 @@ def _changes(plan: Plan, *, strategies: Sequence[str], cluster: Cluster) -> list
     for recompute in (plan.recompute, "full"):
         for larger in _doubles(cluster):
             words = f"{larger.num_ranks} devices" + (f" and --recompute {recompute}" if recompute != "none" else "")
-            found.append((words, replace(plan, micro_batch=1, recompute=recompute), ["fsdp"], larger))
+            found.append((words, replace(plan, micro_batch=1, recompute=recompute), every[-1:], larger))
     return found
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from shardwise.engine_limits import LIMITS
 from shardwise.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost, largest_batch
 from shardwise.quantities import GIB, fixed, fixed_text, significant
@@ -136,9 +137,9 @@ def _other_way(best: Candidate, found: Sequence[Candidate], *, spec_for: SpecFor
 def _to_fit(one: Candidate, *, spec_for: SpecFor, optimizer: str) -> str:
     name = name_of(one)
     for recompute in (one.plan.recompute, "full"):
-        if one.plan.engine == "torch" and recompute != one.plan.recompute:
-            continue
         plan = replace(one.plan, recompute=recompute)
+        if plan != one.plan and LIMITS[plan.engine].why_not(plan) is not None:
+            continue
         spec = spec_for(plan)
         most = largest_batch(spec, plan=plan, cluster=one.cluster, optimizer=optimizer)
         plan = replace(plan, micro_batch=min(most, one.batch))

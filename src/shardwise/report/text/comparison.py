@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.bench.results import Bench, CaseResult
 from shardwise.categories import CATEGORIES
+from shardwise.placement import SHARDED, placement_of
 from shardwise.quantities import MIB, Unit, error_text, table_number, table_rate, table_unit
 
 if TYPE_CHECKING:
@@ -108,9 +109,10 @@ def row(bench: Bench, case: CaseResult) -> list[str]:
 
 
 def baseline(bench: Bench) -> CaseResult:
-    """What × is of: our ddp, or what ran first."""
+    """What × is relative to: our engine with nothing sharded, or what ran first."""
     ran = [case for case in bench.cases if case.ran]
-    return next((case for case in ran if case.name == "ddp"), ran[0])
+    ours = (case for case in ran if case.engine == "shardwise")
+    return next((case for case in ours if placement_of(case.strategy).optim is not SHARDED), ran[0])
 
 
 def remarks(bench: Bench) -> Iterator[str]:
