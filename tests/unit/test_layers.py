@@ -59,6 +59,7 @@ WITHOUT_TORCH = [
     "shardwise.report.text.costs",
     "shardwise.report.text.step",
     "shardwise.report.text.queue_lanes",
+    "shardwise.report.text.verdict",
     "shardwise.report.text.profile_table",
     "shardwise.report.outline",
     "shardwise.report.page",

@@ -201,21 +201,21 @@ def meshes(strategy: str, *, plan: Plan, cluster: Cluster) -> list[Mesh]:
 
 def way_out(
     spec_for: SpecFor, *, plan: Plan, strategies: Sequence[str], cluster: Cluster, optimizer: str
-) -> str | None:
-    """The smallest change that fits, as options of the command line; None where nothing that is known helps."""
-    for words, changed, changed_strategies, changed_cluster in _changes(plan, strategies=strategies, cluster=cluster):
+) -> Candidate | None:
+    """The smallest change of the plan or the cluster that fits; None where nothing that is known helps."""
+    for changed, changed_strategies, changed_cluster in _changes(plan, strategies=strategies, cluster=cluster):
         for strategy in changed_strategies:
-            mesh = Mesh(shard=changed_cluster.num_ranks)
-            chosen = replace(changed, strategy=strategy, mesh=mesh)
+            chosen = replace(changed, strategy=strategy, mesh=Mesh(shard=changed_cluster.num_ranks))
             if LIMITS[plan.engine].why_not(chosen) is not None:
                 continue
-            if cost(spec_for(chosen), plan=chosen, cluster=changed_cluster, optimizer=optimizer).fits == "yes":
-                also = f" --strategy {strategy}" if strategy not in strategies else ""
-                return words + also
+            found = cost(spec_for(chosen), plan=chosen, cluster=changed_cluster, optimizer=optimizer)
+            if found.fits == "yes":
+                return found
     return None
 
 
-Changed = tuple[str, Plan, Sequence[str], Cluster]
+Changed = tuple[Plan, Sequence[str], Cluster]
+"""A plan, the strategies to try with it, and a cluster."""
 
 
 def _changes(plan: Plan, *, strategies: Sequence[str], cluster: Cluster) -> list[Changed]:
@@ -224,19 +224,16 @@ def _changes(plan: Plan, *, strategies: Sequence[str], cluster: Cluster) -> list
     at = replace(plan, micro_batch=batch)
     # The last one shards the most.
     every = strategies_of(plan.engine)
-    found: list[Changed] = [("", at, [name for name in every if name not in strategies], cluster)]
+    found: list[Changed] = [(at, [name for name in every if name not in strategies], cluster)]
     if plan.precision == "fp32":
-        found.append(("--precision bf16", replace(at, precision="bf16"), every, cluster))
-    for recompute in ("selective", "full"):
-        found.append((f"--recompute {recompute}", replace(at, recompute=recompute), every, cluster))
+        found.append((replace(at, precision="bf16"), every, cluster))
+    found += [(replace(at, recompute=recompute), every, cluster) for recompute in ("selective", "full")]
     for recompute in (plan.recompute, "full"):
         for smaller in _halves(batch):
-            words = f"--micro-batch {smaller}" + (f" --recompute {recompute}" if recompute != plan.recompute else "")
-            found.append((words, replace(plan, micro_batch=smaller, recompute=recompute), every, cluster))
+            found.append((replace(plan, micro_batch=smaller, recompute=recompute), every, cluster))
     for recompute in (plan.recompute, "full"):
         for larger in _doubles(cluster):
-            words = f"{larger.num_ranks} devices" + (f" and --recompute {recompute}" if recompute != "none" else "")
-            found.append((words, replace(plan, micro_batch=1, recompute=recompute), every[-1:], larger))
+            found.append((replace(plan, micro_batch=1, recompute=recompute), every[-1:], larger))
     return found
 
 
