@@ -45,10 +45,10 @@ class Job:
         return replay(self.moments, at_rest=self.at_rest)
 
     def cut(self, length: int) -> "Job":
-        """The same plan on a model whose runs of equal units are no longer than `length`."""
+        """The same plan on a model whose rows of equal units are no longer than `length`."""
         if length not in self._cuts:
             runs = self.traces["none"].runs if self.traces else ()
-            short = cut(self.spec, runs=runs, length=length)
+            short = cut(self.spec, plan=self.plan, runs=runs, length=length)
             self._cuts[length] = replace(self, short=short, _cuts={})
         return self._cuts[length]
 
