@@ -11,7 +11,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.placement import SHARDED, Placement
 from shardwise.program import Kind, Operation
 from shardwise.program.operations import ON_BUCKETS, WAITS
-from shardwise.report.snapshots import Holding, Replay
+from shardwise.report.snapshots import Holding, RankState
 
 _COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
 # What has to be held of a unit's parameters before: nobody computes with what is not there.
@@ -51,46 +51,46 @@ def states_of(
     operations: Sequence[Operation], *, case: CaseResult, placements: Mapping[str, Placement], num_slices: int
 ) -> list[list[Holding]]:
     """What is held before the first operation and after each: params of all units, then grads, then optim."""
-    replay = Replay(case.units, placements=placements, buckets=case.buckets, num_slices=num_slices)
-    replay.begin_after(operations)
-    states = [_state(replay)]
+    rank = RankState(case.units, placements=placements, buckets=case.buckets, num_slices=num_slices)
+    rank.begin_after(operations)
+    states = [_state(rank)]
     for operation in operations:
-        _check(operation, replay)
-        replay.do(operation)
-        states.append(_state(replay))
-    _check_end(operations, replay)
+        _check(operation, rank)
+        rank.do(operation)
+        states.append(_state(rank))
+    _check_end(operations, rank)
     return states
 
 
-def _state(replay: Replay) -> list[Holding]:
-    return [held for of_units in replay.holds().values() for held in of_units.values()]
+def _state(rank: RankState) -> list[Holding]:
+    return [held for of_units in rank.holds().values() for held in of_units.values()]
 
 
-def _check(operation: Operation, replay: Replay) -> None:
+def _check(operation: Operation, rank: RankState) -> None:
     kind, name = operation.kind, operation.subject
     if kind in (Kind.WAIT_REDUCE, Kind.REDUCE_SLICE, Kind.WAIT_SLICE):
-        units = replay.buckets[name]
-        crosses = replay.crossing.issuperset(units)
-        if any(replay.grads[unit] is not Holding.ON_ITS_WAY for unit in units) or crosses is not (
+        units = rank.buckets[name]
+        crosses = rank.crossing.issuperset(units)
+        if any(rank.grads[unit] is not Holding.ON_ITS_WAY for unit in units) or crosses is not (
             kind is Kind.WAIT_SLICE
         ):
             raise WrongTape(f"the tape has {operation}, which nobody reduces")
-    elif kind in _NEEDED and replay.units[name].num_params and replay.params[name] is not _NEEDED[kind]:
-        raise WrongTape(f"the tape has {operation}, of which the ranks hold: {replay.params[name].value}")
-    elif kind is Kind.FREE and replay.placements[name].params is not SHARDED:
+    elif kind in _NEEDED and rank.units[name].num_params and rank.params[name] is not _NEEDED[kind]:
+        raise WrongTape(f"the tape has {operation}, of which the ranks hold: {rank.params[name].value}")
+    elif kind is Kind.FREE and rank.placements[name].params is not SHARDED:
         raise WrongTape(f"the tape has {operation}, which every rank holds whole all the time")
 
 
-def _check_end(operations: Sequence[Operation], replay: Replay) -> None:
+def _check_end(operations: Sequence[Operation], rank: RankState) -> None:
     """A whole step: it has updated, has all its gradients, and has left nothing gathered."""
     if not any(operation.kind is Kind.UPDATE for operation in operations):
         raise WrongTape(f"the tape of {len(operations)} operations ends before the update")
-    for name, unit in replay.units.items():
-        left = replay.params[name] if unit.num_params else Holding.SLICE
+    for name, unit in rank.units.items():
+        left = rank.params[name] if unit.num_params else Holding.SLICE
         # Replicated parameters that were updated in slices may still be on their way to the next step.
-        is_home = left is Holding.SLICE if replay.placements[name].params is SHARDED else left is not Holding.DIFFERS
-        if not is_home or replay.grads[name] in (Holding.ON_ITS_WAY, Holding.DIFFERS):
-            held = f"params {left.value}, grads {replay.grads[name].value}"
+        is_home = left is Holding.SLICE if rank.placements[name].params is SHARDED else left is not Holding.DIFFERS
+        if not is_home or rank.grads[name] in (Holding.ON_ITS_WAY, Holding.DIFFERS):
+            held = f"params {left.value}, grads {rank.grads[name].value}"
             raise WrongTape(f"the tape of {len(operations)} operations ends in the middle of {name} ({held})")
 
 
