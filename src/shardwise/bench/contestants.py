@@ -1,5 +1,5 @@
-"""The engines that a bench compares, and which of them can run a case. No torch here: it is asked before any process
-is started. Those of others are in peers.py.
+"""The engines that a bench compares, and which of them can run a case. No torch here: this is asked before any process
+is started. Accelerate and Lightning are set up in peers.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,13 +13,13 @@ from shardwise.placement import SHARDED, placement_of
 from shardwise.plan import Plan
 from shardwise.train.config import TrainConfig
 
-# Settings of a plan that engines of others do not have, or that are not set up here.
+# Settings of a plan that Accelerate and Lightning do not have, or that peers.py does not set up.
 _NOT_BY_PEERS = (
     "keep_fp32", "accumulate_reduced", "recompute_overrides", "overrides", "reduce_dtype", "offload_activations",
     "offload_states", "dynamic", "collectives",
 )  # fmt: skip
 _PLAIN = Plan()
-# Optimizers whose step counts on the host, so that a graph cannot hold it.
+# Optimizers that count their steps on the host, so that they cannot be captured.
 _NOT_CAPTURABLE = ("sgd", "adagrad")
 
 
@@ -33,7 +33,7 @@ class Contestant:
 
 
 def plan_for(engine: str, strategy: str, plan: Plan) -> Plan:
-    """The plan of a case; what an engine of others cannot do is for `why_not` to say."""
+    """The plan of a case; `why_not` says what the engine cannot do."""
     return replace(
         plan, strategy=strategy, engine="torch" if engine == "torch" else "shardwise", capture=engine == "captured"
     )
@@ -54,7 +54,7 @@ def why_not(engine: str, strategy: str, config: TrainConfig) -> str:
 
 
 def on_gpu(config: TrainConfig) -> bool:
-    """Whether its ranks will run on GPUs; the driver's own sign of one is looked for, since torch is not asked yet."""
+    """Whether its ranks will run on GPUs: the driver's device file is looked for, since torch is not imported yet."""
     return config.run.device == "cuda" or (config.run.device == "auto" and Path("/dev/nvidiactl").exists())
 
 

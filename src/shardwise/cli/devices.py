@@ -39,7 +39,7 @@ def devices(
 
 
 def _as_data(row: Device | Link) -> dict[str, Any]:
-    """All that is known of it; what is not is left out."""
+    """The known fields."""
     return {key: value for key, value in dataclasses.asdict(row).items() if value is not None}
 
 
@@ -104,14 +104,14 @@ def _show_one(row: Device | Link) -> None:
 
 
 def _plain(value: float | str) -> str:
-    """Whole bytes to the last one; rates and times in four digits."""
+    """Integers in full; rates and times with four digits."""
     if isinstance(value, str):
         return value
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _scaled(number: Sourced[Any] | None, *, unit: float) -> str:
-    """In its unit, with as many digits as are of use; unknown is a dash."""
+    """In its unit, with four digits; a dash where it is not known."""
     if number is None:
         return "–"
     return significant(number.value / unit, num_digits=4)

@@ -33,10 +33,10 @@ def plan(
     cluster: Annotated[str, typer.Option("--cluster", help="8xh100-80gb, 16x8xa100-40gb@ib-8x200, or a TOML file.")],
     strategy: Annotated[str, typer.Option("--strategy", help=f"{', '.join(STRATEGIES)}, or all.")] = "all",
     micro_batch: Annotated[
-        int | None, typer.Option("--micro-batch", help="Samples a rank and pass; without, the most that fit.")
+        int | None, typer.Option("--micro-batch", help="Samples per rank per pass (default: the most that fit).")
     ] = None,
-    seq: Annotated[int | None, typer.Option("--seq", help="Tokens a sample.")] = None,
-    image: Annotated[int | None, typer.Option("--image", help="Pixels an image is wide and high.")] = None,
+    seq: Annotated[int | None, typer.Option("--seq", help="Tokens per sample.")] = None,
+    image: Annotated[int | None, typer.Option("--image", help="Width and height of an image in pixels.")] = None,
     precision: Annotated[str, typer.Option("--precision", help="fp32, bf16 or fp16.")] = "bf16",
     recompute: Annotated[str, typer.Option("--recompute", help="none, full or selective.")] = "none",
     optimizer: Annotated[str, typer.Option("--optimizer", help=f"{', '.join(_OPTIMIZERS)}.")] = "adamw",
@@ -47,8 +47,8 @@ def plan(
     devices: Annotated[
         Path | None, typer.Option("--devices", help="A device table that `shardwise calibrate` wrote.")
     ] = None,
-    scale: Annotated[bool, typer.Option("--scale", help="Also the best plan on 8 to 16,384 devices.")] = False,
-    timeline: Annotated[bool, typer.Option("--timeline", help="Also what each queue does in a step.")] = False,
+    scale: Annotated[bool, typer.Option("--scale", help="Also show the best plan on 8 to 16,384 devices.")] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Also show what each queue does in a step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     save: Annotated[Path | None, typer.Option("--save", help="Write the recommended plan as PLAN.toml.")] = None,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`shardwise profile`: the memory of one step, by category, measured here beside what was predicted."""
+"""`shardwise profile`: the memory of one step, by category, measured here and compared with the prediction."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +23,14 @@ _OPTIMIZERS = ("adamw", "adam", "sgd")
 def profile(
     model: Annotated[str, typer.Argument(help="A catalogue name, hf:DIR, timm:NAME, python:FILE.py:function.")],
     strategy: Annotated[str, typer.Option("--strategy", help=f"{', '.join(STRATEGIES)}, or all.")] = "all",
-    ranks: Annotated[int, typer.Option("--ranks", help="The size of the job of which one rank is rehearsed here.")] = 1,
-    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Samples a rank and pass.")] = 1,
-    seq: Annotated[int | None, typer.Option("--seq", help="Tokens a sample.")] = None,
-    image: Annotated[int | None, typer.Option("--image", help="Pixels an image is wide and high.")] = None,
+    ranks: Annotated[
+        int, typer.Option("--ranks", help="Number of ranks of the job; one of them is rehearsed here.")
+    ] = 1,
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Samples per rank per pass.")] = 1,
+    seq: Annotated[int | None, typer.Option("--seq", help="Tokens per sample.")] = None,
+    image: Annotated[int | None, typer.Option("--image", help="Width and height of an image in pixels.")] = None,
     precision: Annotated[
-        str | None, typer.Option("--precision", help="fp32, bf16 or fp16; without, bf16 on a GPU and fp32 on a CPU.")
+        str | None, typer.Option("--precision", help="fp32, bf16 or fp16 (default: bf16 on a GPU, fp32 on a CPU).")
     ] = None,
     recompute: Annotated[str, typer.Option("--recompute", help="none, full or selective.")] = "none",
     optimizer: Annotated[str, typer.Option("--optimizer", help=f"{', '.join(_OPTIMIZERS)}.")] = "adamw",
@@ -36,11 +38,11 @@ def profile(
         str, typer.Option("--engine", help="shardwise, or torch's own DDP and fully_shard.")
     ] = "shardwise",
     device: Annotated[
-        str | None, typer.Option("--device", help="cuda or cpu; without, cuda where there is one.")
+        str | None, typer.Option("--device", help="cuda or cpu (default: cuda if there is a GPU).")
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed.")] = 3,
     timeline: Annotated[
-        bool, typer.Option("--timeline", help="The step row by row also where there are several strategies.")
+        bool, typer.Option("--timeline", help="Show the step row by row for several strategies too.")
     ] = False,
     history: Annotated[
         Path | None,

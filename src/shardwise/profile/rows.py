@@ -30,7 +30,7 @@ OnRow = Callable[[Trigger, str], None]
 def step_rows(
     optimizer: Optimizer, *, spec: ModelSpec, modules: Mapping[str, nn.Module], on_row: OnRow
 ) -> Iterator[None]:
-    """Call `on_row(trigger, unit)` at the beginning of each row of the steps in here.
+    """Call `on_row(trigger, unit)` at the beginning of each row of the steps inside the context.
 
     `modules` are the units' own, by name, not what an engine may have put around them; they and `spec` are from before
     `prepare`. To be entered after it and before the first forward: hooks of gradients run in the order in which they
@@ -60,7 +60,7 @@ def step_rows(
 
 
 class _Rows:
-    """Where a step stands."""
+    """How far a step has come."""
 
     def __init__(self, on_row: OnRow) -> None:
         self.on_row = on_row
@@ -118,7 +118,7 @@ def _recomputing() -> bool:
 
 @torch.no_grad()
 def known_storages(model: nn.Module, optimizer: Optimizer, *, batch: Any) -> dict[int, str]:
-    """Address → category of the storages that an engine knows, now."""
+    """Address → category of the storages that an engine knows at this moment."""
     known: dict[int, str] = {}
     tensors = held_tensors(model, optimizer) if is_prepared(model) else _held_by_torch(model, optimizer)
     leaves = ((ACTIVATIONS, leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))

@@ -17,7 +17,7 @@ _COMPUTES = (Kind.FORWARD.value, Kind.BACKWARD.value, Kind.UPDATE.value)
 
 
 def recorded_spans(tape: Sequence[Happening]) -> list[Span]:
-    """In order of their ends; what nobody waited for lasts until the tape ends."""
+    """In order of their ends; a collective without a wait lasts until the tape ends."""
     spans: list[Span] = []
     on_wire: dict[tuple[Kind, str], float] = {}
     last = tape[-1].seconds if tape else 0.0

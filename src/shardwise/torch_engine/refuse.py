@@ -46,7 +46,7 @@ def check_sharded(spec: ModelSpec, *, plan: Plan) -> None:
 
 
 def _check_tie(param: TensorSpec, *, owner: str, spec: ModelSpec) -> None:
-    """fully_shard keeps a tie only where one unit holds all ends; elsewhere each end would go its own way."""
+    """fully_shard keeps a tied parameter tied only if one unit holds all of its uses."""
     holders = {name: _innermost_unit(name, spec=spec) for name in (param.name, *param.aliases)}
     astray = [name for name, unit in holders.items() if unit != owner]
     if astray:

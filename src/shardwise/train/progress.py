@@ -1,4 +1,4 @@
-"""What is shown of a run while it goes: a bar on a terminal, plain lines elsewhere."""
+"""The progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -11,7 +11,7 @@ from shardwise.train.metrics import StepMetrics, Writer
 
 
 def progress_on(console: Console, *, first_step: int, num_steps: int) -> Writer:
-    """A bar where someone looks at it; lines that a log file can hold where not."""
+    """A bar on a terminal; elsewhere lines, which suit a log file."""
     kind = ProgressBar if console.is_terminal else PlainLines
     return kind(console, first_step=first_step, num_steps=num_steps)
 

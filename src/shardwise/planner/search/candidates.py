@@ -26,7 +26,7 @@ SpecFor = Callable[[Plan], ModelSpec]
 class Candidate:
     """A plan with its cost on a cluster. `fits` is yes, tight (within the error band), no, or unknown.
 
-    `time` is None where it cannot be predicted (time.why_not_timed).
+    `time` is None where it cannot be predicted (step_time.why_not_timed).
     """
 
     plan: Plan
@@ -63,7 +63,7 @@ def cost(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick
     """A plan whose micro-batch is set, on a cluster; with `quick`, without the allocator's model."""
     memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, quick=True)
     if not quick and _fits(memory.device_bytes, plan=plan, cluster=cluster) != "no":
-        # What its tensors alone are too large for, the allocator cannot make fit.
+        # If its tensors alone do not fit, the allocator's model need not be run.
         memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer)
     job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=_kind(cluster))
     return Candidate(
@@ -166,7 +166,7 @@ def candidates(
     goal: str,
     quick: bool = False,
 ) -> list[Candidate]:
-    """Each strategy at the plan's micro-batch; without one, at the largest that fits, or for memory's sake at 1.
+    """Each strategy at the plan's micro-batch; without one, at the largest that fits, or with goal `memory` at 1.
 
     Over several nodes each is sharded over all ranks and, where that is promising, over fewer.
     """
@@ -184,9 +184,9 @@ def candidates(
 
 
 def meshes(strategy: str, *, plan: Plan, cluster: Cluster) -> list[Mesh]:
-    """The plan's own; else all ranks on the shard axis and, over several nodes, one node or the root of them.
+    """The plan's own; else all ranks on the shard axis and, over several nodes, shards of one node and of √nodes.
 
-    What is replicated on every rank is so on any mesh.
+    A strategy that shards nothing is the same on any mesh.
     """
     if plan.mesh is not None:
         return [plan.mesh]

@@ -1,6 +1,6 @@
 """A recorded tape, frame by frame: its operations, what the ranks hold after each, where it is in the step.
 
-A tape is checked before anything is drawn of it: better no picture than a wrong one.
+A tape is checked before anything is drawn: no picture is better than a wrong one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from shardwise.program.operations import ON_BUCKETS, WAITS
 from shardwise.report.snapshots import Holding, RankState
 
 _COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
-# What has to be held of a unit's parameters before: nobody computes with what is not there.
+# What must be held of a unit's parameters before an operation of this kind.
 _NEEDED = {
     Kind.FORWARD: Holding.WHOLE,
     Kind.BACKWARD: Holding.WHOLE,
@@ -23,7 +23,7 @@ _NEEDED = {
 
 
 class WrongTape(ShardwiseError):  # noqa: N818
-    """A tape of which no true picture can be made."""
+    """A tape that is not a whole, correct step, so that no picture is made of it."""
 
 
 def operations_of(case: CaseResult) -> list[Operation]:
@@ -108,7 +108,7 @@ def places_of(operations: Sequence[Operation]) -> list[float]:
 
 
 def flights_of(operations: Sequence[Operation]) -> list[int | None]:
-    """The last gather or reduce that nobody has waited for yet; at first those of the step before, which is alike."""
+    """The last gather or reduce that is still in flight; at first, one of the step before, which is the same."""
     on_wire: dict[tuple[Kind, str], int] = {}
     flights: list[int | None] = []
     for _ in ("the step before", "this one"):

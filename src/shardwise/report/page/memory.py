@@ -1,10 +1,10 @@
-"""Memory: of a rank by strategy at the peak, and through one step."""
+"""Memory per rank: by case at the peak, and through one step."""
 
 from collections.abc import Mapping, Sequence
 
 from shardwise.bench.results import Bench, CaseResult
 from shardwise.categories import CATEGORIES
-from shardwise.profile.memory_ledger import LedgerEntry, beside
+from shardwise.profile.memory_ledger import LedgerEntry, paired
 from shardwise.quantities import byte_unit, bytes_text, digits_in, error_text
 from shardwise.report.page.axes import Tick, byte_ticks
 from shardwise.report.page.bars import Bar, BarPiece, Limit, bar_chart, key
@@ -13,15 +13,15 @@ from shardwise.report.page.plots import PlotFrame, area_plot
 from shardwise.report.page.section import PageSection, cases_that_ran, is_chosen, section
 
 _HEIGHT = 130
-# A line for a capacity farther off than this many times the highest bar would leave nothing of the bars.
+# A line for a capacity farther away than this many times the highest bar would make the bars too short to read.
 _FARTHEST = 2.5
-# Of the highest; what is never as much as this has no colour that one could see.
+# A category that never reaches this share of the highest bar is too thin to see.
 _SEEN = 1e-3
 _PHASES = {"before forward": "forward", "before backward": "backward", "after step": "update"}
 
 
 def peak_section(bench: Bench) -> PageSection | None:
-    """A bar a case: what the rank that held the most held at its highest moment."""
+    """One bar per case: the peak of the rank with the highest peak."""
     cases = [case for case in cases_that_ran(bench) if any(case.allocated_bytes)]
     if not cases or not bench.equivalence.agrees:
         return None
@@ -58,7 +58,7 @@ def peak_section(bench: Bench) -> PageSection | None:
 
 
 def step_section(bench: Bench) -> PageSection | None:
-    """A small picture a case, all on one scale."""
+    """One small chart per case, all on one scale."""
     cases = [case for case in cases_that_ran(bench) if case.ledgers and _ledger(case)]
     if not cases:
         return None
@@ -104,7 +104,7 @@ def _parts(case: CaseResult) -> Mapping[str, int]:
 
 
 def _rank(case: CaseResult) -> int:
-    """The rank that held the most, if it left a ledger."""
+    """The rank with the highest peak, if it left a ledger."""
     return min(case.peak_rank if case.allocated_bytes else 0, len(case.ledgers) - 1)
 
 
@@ -149,7 +149,7 @@ def _peak_table(cases: Sequence[CaseResult]) -> Markup:
 
 def _rows(case: CaseResult) -> list[tuple[LedgerEntry, LedgerEntry | None]]:
     expected = () if case.predicted is None else case.predicted.entries
-    return list(beside(_ledger(case), [LedgerEntry(at=at, num_bytes=parts) for at, parts in expected]))
+    return list(paired(_ledger(case), [LedgerEntry(at=at, num_bytes=parts) for at, parts in expected]))
 
 
 def _multiple(case: CaseResult, *, highest: float) -> Markup:

@@ -11,7 +11,7 @@ from shardwise.quantities import MIB, Unit, error_text, table_number, table_rate
 if TYPE_CHECKING:
     from rich.table import Table
 
-# How many differences of one bench are told; the rest is in its JSON.
+# At most so many differences are shown; all are in the bench's JSON.
 _MOST_TOLD = 8
 
 
@@ -28,7 +28,7 @@ def heading(bench: Bench) -> str:
 
 
 def as_table(bench: Bench) -> "Table":
-    """A row a case that ran; ranked only if all of them did the same training."""
+    """One row per case that ran; ranked only if all of them did the same training."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -41,7 +41,7 @@ def as_table(bench: Bench) -> "Table":
 
 
 def holdings_table(bench: Bench) -> "Table | None":
-    """The most that a rank held of each kind in a step: what is sharded falls as 1/N. None where nobody looked."""
+    """The most that a rank held of each category in a step: sharded ones fall as 1/N. None without ledgers."""
     from rich.table import Table
 
     looked = [case for case in bench.cases if case.ledgers and case.allocated_bytes]
@@ -85,7 +85,7 @@ def columns(bench: Bench) -> list[str]:
 
 
 def row(bench: Bench, case: CaseResult) -> list[str]:
-    """A case that ran; ? is what is not known."""
+    """A case that ran; ? where a number is not known."""
     seconds, first = case.step_seconds, case.first_step_seconds
     assert seconds is not None
     rate = bench.samples_per_s(case) if bench.step_tokens is None else bench.tokens_per_s(case)
@@ -150,7 +150,7 @@ def _verdict(bench: Bench, *, num_ran: int) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """Names of modules and messages of errors hold signs that Markdown and HTML read."""
+    """Module names and error messages may contain characters that mean something in Markdown and HTML."""
     return "".join(f"\\{sign}" if sign in "\\`*_<>[]|" else sign for sign in text)
 
 

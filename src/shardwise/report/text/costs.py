@@ -53,7 +53,7 @@ def as_data(candidate: Candidate) -> dict[str, Any]:
 
 
 def as_table(candidates: Sequence[Candidate], *, recommended: int | None) -> "Table":
-    """A row a candidate: its peak against the capacity, by category, and its time."""
+    """One row per candidate: its peak against the capacity, by category, and its time."""
     from rich.table import Table
 
     has_tokens = any(one.time is not None and one.time.tokens_per_s_per_gpu is not None for one in candidates)
@@ -101,7 +101,7 @@ def _times(candidate: Candidate) -> tuple[str, str, str]:
 
 
 def scaling_table(rows: Sequence[Scaled]) -> "Table":
-    """A row a number of devices."""
+    """One row per number of devices."""
     from rich.table import Table
 
     has_tokens = any(row.candidate.seq is not None for row in rows)
@@ -136,7 +136,7 @@ def _verdict(candidate: Candidate) -> "Text":
 
 
 def _bar(candidate: Candidate) -> "Text":
-    """All that the device holds, by category, of its capacity."""
+    """Everything on the device, by category, as a share of its capacity."""
     memory = candidate.memory
     outside = memory.device_bytes - memory.allocated_bytes
     parts = {**memory.breakdown_bytes, OTHER: memory.breakdown_bytes[OTHER] + outside}

@@ -1,4 +1,4 @@
-"""Profiles as JSON, as a table, and a step's memory as a timeline of bars: predicted beside measured."""
+"""Profiles as JSON, as a table, and a step's memory as a timeline of bars: measured and predicted."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -64,9 +64,9 @@ def _row(found: Profile) -> dict[str, Any]:
                 "at": entry.at,
                 "bytes": _told(found, entry.num_bytes),
                 "reserved_bytes": entry.reserved_bytes,
-                "predicted_bytes": None if beside is None else dict(beside.num_bytes),
+                "predicted_bytes": None if predicted is None else dict(predicted.num_bytes),
             }
-            for entry, beside in found.rows()
+            for entry, predicted in found.rows()
         ],
         "step_seconds": found.step_seconds,
         "steps_seconds": None if measured is None else list(measured.step_seconds),
@@ -74,12 +74,12 @@ def _row(found: Profile) -> dict[str, Any]:
 
 
 def _told(found: Profile, parts: Mapping[str, int]) -> dict[str, int | None]:
-    """Without the categories that the engine does not tell of."""
+    """Without the categories that the engine does not report."""
     return {name: None if name in found.unknown else num_bytes for name, num_bytes in parts.items()}
 
 
 def as_table(profiles: Sequence[Profile]) -> "Table":
-    """Two lines a strategy: its peak as it was measured, by category, and as it was predicted."""
+    """Two lines per strategy: the measured peak by category, and the predicted one."""
     from rich.table import Table
 
     unit = table_unit(found.predicted.memory.allocated_bytes for found in profiles)
@@ -134,12 +134,12 @@ def as_timeline(found: Profile) -> "Table":
     for name in ("measured", "predicted"):
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     table.add_column("", no_wrap=True)
-    for entry, beside in found.rows():
+    for entry, predicted in found.rows():
         table.add_row(
             entry.at,
             bar(entry.num_bytes, capacity=highest, width=_BAR_WIDTH),
             table_number(entry.total_bytes / unit.size),
-            "?" if beside is None else table_number(beside.total_bytes / unit.size),
+            "?" if predicted is None else table_number(predicted.total_bytes / unit.size),
             "◀ peak" if entry is found.measured.ledger.peak else "",
         )
     return table

@@ -31,7 +31,7 @@ OTHER_NAMES: Mapping[Placement, str] = {
     STRATEGIES["fsdp"]: "FULL_SHARD, ZeRO-3, fully_shard",
 }
 _PHASES = {Trigger.BEFORE_FORWARD: "forward", Trigger.BEFORE_BACKWARD: "backward", Trigger.AFTER_STEP: "update"}
-# Of more units than this only the first and last are drawn, so that a line stays a line.
+# With more units than this, only the first and last are drawn, so that a line fits in 80 columns.
 _MAX_UNITS = 5
 _MAX_RANKS = 8
 _MAX_SLICES = 16
@@ -163,7 +163,7 @@ def _shortened(numbers: range, *, most: int) -> list[int | None]:
 
 
 def _step(step: StepSnapshots, *, spec: ModelSpec) -> Iterator[str]:
-    """One line an operation: what it is, what the rank holds after it, and how many bytes that is."""
+    """One line per operation: what it is, what the rank holds after it, and how many bytes that is."""
     columns = _columns([unit.name for unit in spec.units])
     cell_width = 2 * len(columns) - 1 + max(2, len(columns[-1][1]))
     bar_width = WIDTH - _OPERATION_WIDTH - len(STATES) * cell_width - _NUMBER_WIDTH - len(" ") - len(" ◀")
