@@ -12,7 +12,10 @@ SOURCE = Path(shardwise.__file__).parent
 # From the bottom up. A row may import itself and the rows before it.
 ROWS: list[set[str]] = [
     {"errors", "atomic", "toml_file"},
-    {"placement", "mesh", "policy", "patterns", "dtypes", "layout", "byte_unit", "plan"},
+    {
+        *("placement", "mesh", "policy", "patterns", "dtypes", "layout", "categories", "quantities", "span"),
+        *("engine_limits", "plan"),
+    },
     {"spec"},
     {"hardware"},
     {"units", "materialize"},
@@ -60,6 +63,7 @@ WITHOUT_TORCH = [
     "shardwise.report.text.costs",
     "shardwise.report.text.step_picture",
     "shardwise.report.text.queue_lanes",
+    "shardwise.report.text.verdict",
     "shardwise.report.text.profile_table",
     "shardwise.report.outline",
     "shardwise.report.page",

@@ -5,7 +5,7 @@
 Operations of matrix products and of attention count with what their tiles waste (`product_seconds`,
 `attention_excess`; their constants are fitted to benchmarks/results/calibrate_h200.json).
 The peaks are the datasheet's; `reach` and the corrections come from a calibration: the device's own or, for a device
-that has none, an H200's (lent.py).
+that has none, an H200's (borrowed.py).
 """
 
 from dataclasses import dataclass
@@ -117,18 +117,18 @@ def usual_calibration() -> Calibration:
 
 
 @lru_cache(maxsize=64)
-def pace_of(device: Device) -> "Pace":
-    """The pace of a device of which the peaks are known."""
+def kernel_model_of(device: Device) -> "KernelModel":
+    """The kernel model of a device whose peaks are known: its own calibration, or a borrowed one."""
     own = device.calibration or shipped_calibration(device.name)
     if own is not None:
-        return Pace(device, calibration=own, is_own=True)
-    from shardwise.hardware.borrowed import LentPace
+        return KernelModel(device, calibration=own, is_own=True)
+    from shardwise.hardware.borrowed import BorrowedKernelModel
 
-    return LentPace(device, lender=pace_of(device_of(_USUAL)))
+    return BorrowedKernelModel(device, lender=kernel_model_of(device_of(_USUAL)))
 
 
-class Pace:
-    """The pace of one kind of device."""
+class KernelModel:
+    """How long kernels take on one kind of device; `is_own`: the calibration was measured on it."""
 
     def __init__(self, device: Device, *, calibration: Calibration, is_own: bool) -> None:
         assert device.memory_bytes_per_s is not None

@@ -4,13 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from shardwise.categories import CATEGORIES
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
 from shardwise.planner.fold import Short, cut
 from shardwise.planner.memory.allocations import Ledger
 from shardwise.planner.memory.constants import MemoryRules
 from shardwise.planner.memory.engine_events import EngineSetting, Key, engine_moments
-from shardwise.planner.memory.replay import CATEGORIES, MemoryRow, Replayed, replay
+from shardwise.planner.memory.replay import MemoryRow, Replayed, replay
 from shardwise.planner.memory.states import OptimizerRule, UnitStates, unit_states
 from shardwise.planner.memory.stream_peak import StreamPeak, stream_peak
 from shardwise.planner.memory.torch_events import (
@@ -44,10 +45,10 @@ class Job:
         return replay(self.moments, at_rest=self.at_rest)
 
     def cut(self, length: int) -> "Job":
-        """The same plan on a model whose runs of equal units are no longer than `length`."""
+        """The same plan on a model whose rows of equal units are no longer than `length`."""
         if length not in self._cuts:
             runs = self.traces["none"].runs if self.traces else ()
-            short = cut(self.spec, runs=runs, length=length)
+            short = cut(self.spec, plan=self.plan, runs=runs, length=length)
             self._cuts[length] = replace(self, short=short, _cuts={})
         return self._cuts[length]
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 from planned_specs import spec_for
 
+from shardwise.categories import CATEGORIES
 from shardwise.errors import InvalidPlan
 from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED, STRATEGIES
 from shardwise.plan import Plan
-from shardwise.planner import CATEGORIES, estimate
+from shardwise.planner import estimate
 from shardwise.planner.fold import Short, shorten
 from shardwise.planner.job import Job
 from shardwise.planner.memory.constants import RULES
