@@ -8,41 +8,41 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
-class Unit(NamedTuple):
+class UnitOfMeasure(NamedTuple):
     """`size` is in bytes or in seconds."""
 
     size: float
     name: str
 
 
-_B = Unit(1, "B")
-KIB = Unit(2**10, "KiB")
-MIB = Unit(2**20, "MiB")
-GIB = Unit(2**30, "GiB")
-TIB = Unit(2**40, "TiB")
+_B = UnitOfMeasure(1, "B")
+KIB = UnitOfMeasure(2**10, "KiB")
+MIB = UnitOfMeasure(2**20, "MiB")
+GIB = UnitOfMeasure(2**30, "GiB")
+TIB = UnitOfMeasure(2**40, "TiB")
 _BYTE_UNITS = (_B, KIB, MIB, GIB, TIB)
-_SECOND_UNITS = (Unit(1e-6, "µs"), Unit(1e-3, "ms"), Unit(1.0, "s"))
+_SECOND_UNITS = (UnitOfMeasure(1e-6, "µs"), UnitOfMeasure(1e-3, "ms"), UnitOfMeasure(1.0, "s"))
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 # In a table with two places a GiB less than this often would leave too few digits of what is small.
 _TABLE_GIB = 8
 
 
-def byte_unit(largest: float, *, at_least: float = 1, among: Sequence[Unit] = _BYTE_UNITS) -> Unit:
+def byte_unit(largest: float, *, at_least: float = 1, among: Sequence[UnitOfMeasure] = _BYTE_UNITS) -> UnitOfMeasure:
     """The largest unit (of `among`, which ascend) of which `largest` bytes are at least `at_least`; else the first."""
     return _unit(largest, at_least=at_least, among=among)
 
 
-def table_unit(sizes: Iterable[int]) -> Unit:
+def table_unit(sizes: Iterable[int]) -> UnitOfMeasure:
     """The unit of a table of sizes that are shown with two places: MiB, or GiB where one is large."""
     return _unit(max(sizes, default=0), at_least=_TABLE_GIB, among=(MIB, GIB))
 
 
-def second_unit(largest: float) -> Unit:
+def second_unit(largest: float) -> UnitOfMeasure:
     """The largest unit of which there is at least one."""
     return _unit(largest, at_least=1, among=_SECOND_UNITS)
 
 
-def _unit(largest: float, *, at_least: float, among: Sequence[Unit]) -> Unit:
+def _unit(largest: float, *, at_least: float, among: Sequence[UnitOfMeasure]) -> UnitOfMeasure:
     return next((unit for unit in reversed(among) if largest >= at_least * unit.size), among[0])
 
 
@@ -65,12 +65,12 @@ def step_seconds_text(seconds: float) -> str:
     return f"{seconds:.3f}" if seconds < 10 else f"{seconds:.1f}"
 
 
-def fixed(num_bytes: float, *, unit: Unit, places: int = 1) -> str:
+def fixed(num_bytes: float, *, unit: UnitOfMeasure, places: int = 1) -> str:
     """In a given unit, without its name: `79.2`."""
     return f"{num_bytes / unit.size:.{places}f}"
 
 
-def fixed_text(num_bytes: float, *, unit: Unit, places: int = 1) -> str:
+def fixed_text(num_bytes: float, *, unit: UnitOfMeasure, places: int = 1) -> str:
     """In a given unit: `79.2 GiB`."""
     return f"{fixed(num_bytes, unit=unit, places=places)} {unit.name}"
 
@@ -83,7 +83,7 @@ def digits(value: float) -> str:
     return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.1 else f"{value:.3g}"
 
 
-def digits_in(num_bytes: float, *, unit: Unit) -> str:
+def digits_in(num_bytes: float, *, unit: UnitOfMeasure) -> str:
     """The same in a column of one unit, where what is too small for the unit is all alike."""
     value = num_bytes / unit.size
     return "< 0.01" if 0 < value < 0.01 else digits(value)

@@ -175,6 +175,17 @@ def test_a_file_name_says_where_one_is() -> None:
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
+def test_a_class_name_has_one_meaning() -> None:
+    """But for the blocks of transformers, which are all just that."""
+    names = [
+        node.name
+        for path in SOURCE.rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert {name for name in names if names.count(name) > 1} <= {"Block"}
+
+
 def test_what_promises_no_torch_imports_none() -> None:
     """One process for all: if any imports torch, find which."""
     code = "import sys, importlib\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n    assert 'torch' not in sys.modules, name"

@@ -36,7 +36,7 @@ class StatePiece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class StateSnapshot:
     """What one rank writes. All ranks' pieces together are every tensor, once."""
 
     contents: Contents
@@ -46,7 +46,7 @@ class Snapshot:
     def num_bytes(self) -> int:
         return sum(piece.elements.numel() * piece.elements.element_size() for piece in self.pieces)
 
-    def copied(self, staging: Staging) -> "Snapshot":
+    def copied(self, staging: Staging) -> "StateSnapshot":
         """The same, of which training changes nothing any more."""
         copies = staging.copy([piece.elements for piece in self.pieces])
         pieces = [replace(piece, elements=copy) for piece, copy in zip(self.pieces, copies, strict=True)]
@@ -65,7 +65,7 @@ def snapshot(
     progress: Mapping[str, Any],
     own: Mapping[str, Any],
     ranks: Ranks,
-) -> Snapshot:
+) -> StateSnapshot:
     """This rank's part of a checkpoint, in the memory that is trained."""
     held = holding(model)
     pieces = [_written(MODEL + part.name, part, part.parameter) for part in held.slices]
@@ -91,7 +91,7 @@ def snapshot(
         progress=to_json(dict(progress), what="progress"),
         own=[to_json({key: value for key, value in own.items() if key not in mine}, what="own")],
     )
-    return Snapshot(contents=contents, pieces=pieces)
+    return StateSnapshot(contents=contents, pieces=pieces)
 
 
 def _written(name: str, part: OwnedSlice, tensor: Tensor) -> StatePiece:

@@ -1,4 +1,4 @@
-"""The kernel model of a device without a calibration, which borrows that of another. No torch here.
+"""The kernel model of a device: by its own calibration, or by one that it borrows. No torch here.
 
 A kernel's time on the lender has two parts: what its peak (operations or bytes per second) alone would take, and the
 rest: latencies, instructions, what no peak counts. The first scales with the device's own peak, the second with its
@@ -10,9 +10,14 @@ The relative reach is 1; that of matrix products and of attention may be fitted 
 """
 
 from dataclasses import replace
+from functools import lru_cache
 
-from shardwise.hardware.device import Device
+from shardwise.hardware.calibration import Calibration, shipped_calibration
+from shardwise.hardware.device import Device, device_of
 from shardwise.hardware.kernel_model import Kernel, KernelModel
+
+# The device whose calibration stands in for what another's own does not say.
+_USUAL = "h200"
 
 _PEAK_SHARE = 0.9
 """The share of a peak that the best kernels reach: copies of the bandwidth, products of the operations."""
@@ -21,6 +26,22 @@ _QUIET_HOST = 0.72
 """The time to issue an operation on a host that is not shared, relative to the lender's. The host of the H200 was
 shared: the median of a tiny operation was 10.5 µs, and 7.6 µs in the quietest twentieth of the time (host_seconds in
 benchmarks/results/step_times_h200.json)."""
+
+
+def usual_calibration() -> Calibration:
+    """The one that stands in for what a device's own does not say."""
+    found = shipped_calibration(_USUAL)
+    assert found is not None
+    return found
+
+
+@lru_cache(maxsize=64)
+def kernel_model_of(device: Device) -> KernelModel:
+    """The kernel model of a device whose peaks are known: its own calibration, or a borrowed one."""
+    own = device.calibration or shipped_calibration(device.name)
+    if own is not None:
+        return KernelModel(device, calibration=own, is_own=True)
+    return BorrowedKernelModel(device, lender=kernel_model_of(device_of(_USUAL)))
 
 
 class BorrowedKernelModel(KernelModel):

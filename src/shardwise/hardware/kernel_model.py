@@ -9,11 +9,10 @@ that has none, an H200's (borrowed.py).
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import ceil, exp, log, log2
 
-from shardwise.hardware.calibration import Calibration, Points, shipped_calibration
-from shardwise.hardware.device import Device, device_of
+from shardwise.hardware.calibration import Calibration, Points
+from shardwise.hardware.device import Device
 
 # Rows and columns of the part of a product that one processor computes at a time.
 _TILES = tuple((rows, columns) for rows in (64, 128, 192, 256) for columns in (64, 96, 128, 160, 192, 256))
@@ -41,10 +40,6 @@ _ALIGNMENT = 8
 # Into how many parts k is cut where a product has few rows and columns.
 _SPLITS = (1, 2, 4, 8, 16)
 _LEAST_SPLIT = 512
-
-# The device whose calibration stands in for what another's own does not say.
-_USUAL = "h200"
-
 # A point that is this far away (in octaves) weighs as much as no correction at all.
 _FAR = 2.0
 _NEAR = 0.1
@@ -107,24 +102,6 @@ def attention(dtype: str, dims: tuple[float, ...], *, backward: bool, num_flops:
     rows, columns = min(queries, _LONGEST), min(keys, _LONGEST)
     sizes = (min(heads, _MOST_ROWS / rows), rows, columns, width, num_bytes / (heads * queries))
     return Kernel(name, dtype, num_flops, num_bytes, sizes, role=role)
-
-
-def usual_calibration() -> Calibration:
-    """The one that stands in for what a device's own does not say."""
-    found = shipped_calibration(_USUAL)
-    assert found is not None
-    return found
-
-
-@lru_cache(maxsize=64)
-def kernel_model_of(device: Device) -> "KernelModel":
-    """The kernel model of a device whose peaks are known: its own calibration, or a borrowed one."""
-    own = device.calibration or shipped_calibration(device.name)
-    if own is not None:
-        return KernelModel(device, calibration=own, is_own=True)
-    from shardwise.hardware.borrowed import BorrowedKernelModel
-
-    return BorrowedKernelModel(device, lender=kernel_model_of(device_of(_USUAL)))
 
 
 class KernelModel:

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from shardwise.hardware import Device, Sourced, device_of
-from shardwise.hardware.borrowed import BorrowedKernelModel
-from shardwise.hardware.kernel_model import Kernel, attention, kernel_model_of, product
+from shardwise.hardware.borrowed import BorrowedKernelModel, kernel_model_of
+from shardwise.hardware.kernel_model import Kernel, attention, product
 
 H200 = device_of("h200")
 ADD = Kernel("add", "", 0.0, 2.0**30, (2.0**30, 1.0))

@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 from shardwise.cli.app import app
 from shardwise.errors import InvalidCluster, InvalidData
 from shardwise.hardware import cluster_of, device_of
+from shardwise.hardware.borrowed import kernel_model_of
 from shardwise.hardware.calibration import read_calibration, shipped_calibration
 from shardwise.hardware.device_file import device_like, device_table, read_device_table, write_table
 from shardwise.hardware.fit import fit_link, kernel_of_probe
-from shardwise.hardware.kernel_model import correction, kernel_model_of, product_seconds
+from shardwise.hardware.kernel_model import correction, product_seconds
 from shardwise.hardware.measure import Stopwatch
 from shardwise.hardware.nccl_tests import read_nccl_tests
 from shardwise.hardware.probe import Probe, cpu_probes, cuda_probes, probe_of

@@ -6,7 +6,8 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from shardwise.hardware import Device
-from shardwise.hardware.kernel_model import Kernel, attention, kernel_model_of, product, usual_calibration
+from shardwise.hardware.borrowed import kernel_model_of, usual_calibration
+from shardwise.hardware.kernel_model import Kernel, attention, product
 from shardwise.spec.step import Op, Stream
 
 _KERNELS: Mapping[str, str] = MappingProxyType(

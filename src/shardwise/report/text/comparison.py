@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from shardwise.bench.results import Bench, CaseResult
 from shardwise.categories import CATEGORIES
 from shardwise.placement import SHARDED, placement_of
-from shardwise.quantities import MIB, Unit, error_text, table_number, table_rate, table_unit
+from shardwise.quantities import MIB, UnitOfMeasure, error_text, table_number, table_rate, table_unit
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -154,5 +154,5 @@ def _escaped(text: str) -> str:
     return "".join(f"\\{sign}" if sign in "\\`*_<>[]|" else sign for sign in text)
 
 
-def _unit(bench: Bench) -> Unit:
+def _unit(bench: Bench) -> UnitOfMeasure:
     return table_unit(case.peak_bytes for case in bench.cases if case.allocated_bytes)

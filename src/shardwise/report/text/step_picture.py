@@ -11,7 +11,7 @@ from shardwise.placement import SHARDED, STRATEGIES, Placement, placement_of
 from shardwise.plan import Plan
 from shardwise.program import Kind, Trigger
 from shardwise.program.operations import ON_BUCKETS, WAITS
-from shardwise.quantities import GIB, KIB, MIB, TIB, Unit, byte_unit, fixed, fixed_text
+from shardwise.quantities import GIB, KIB, MIB, TIB, UnitOfMeasure, byte_unit, fixed, fixed_text
 from shardwise.report.snapshots import STATES, Holding, Snapshot, StepSnapshots, bucket_label, snapshots_of
 from shardwise.spec import ROOT, ModelSpec
 
@@ -188,7 +188,7 @@ def _step(step: StepSnapshots, *, spec: ModelSpec) -> Iterator[str]:
         yield f"{_text(snapshot, labels=labels):{_OPERATION_WIDTH}}{cells}{number} {bar}{mark}".rstrip()
 
 
-def _heads(labels: list[str], *, cell_width: int, unit: Unit) -> Iterator[str]:
+def _heads(labels: list[str], *, cell_width: int, unit: UnitOfMeasure) -> Iterator[str]:
     states = "".join(f"{state:{cell_width}}" for state in STATES)
     yield f"{'after this operation':{_OPERATION_WIDTH}}{states}{unit.name:>{_NUMBER_WIDTH}}"
     units = f"{' '.join(labels):{cell_width}}" * len(STATES)
@@ -260,7 +260,7 @@ def _bar(fraction: float, *, width: int) -> str:
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
-def _unit(num_bytes: float) -> Unit:
+def _unit(num_bytes: float) -> UnitOfMeasure:
     """So that one place after the point is enough."""
     return byte_unit(num_bytes, at_least=10, among=(KIB, MIB, GIB, TIB))
 
