@@ -11,18 +11,30 @@ A plan that prepare refuses can still be costed: a model may recompute by itself
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from shardwise.categories import GATHERED, REDUCE
 from shardwise.errors import InvalidPlan
 from shardwise.patterns import Patterns
 from shardwise.placement import SHARDED, STRATEGIES, Placement, placement_of, strategy_of
 
-if TYPE_CHECKING:
-    from shardwise.plan import Plan
-
 Placements = Mapping[str, Placement]
 """Of units, by name."""
+
+
+class PlanSettings(Protocol):
+    """What is asked of a plan here; settings are read by their names."""
+
+    @property
+    def engine(self) -> str: ...
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def overrides(self) -> Mapping[str, str | Placement]: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def reduce_dtype(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +53,7 @@ class Setting:
     plain: object
     refusal: str = "engine = {engine!r} has no {lacks}: leave it out, or set engine = 'shardwise'"
 
-    def refuse(self, plan: "Plan", *, engine: str) -> Refusal | None:
+    def refuse(self, plan: PlanSettings, *, engine: str) -> Refusal | None:
         value = getattr(plan, self.key)
         if value == self.plain:
             return None
@@ -74,10 +86,10 @@ class EngineLimits:
     can_place: Callable[[Placement], bool] = everywhere
     settings: tuple[Setting, ...] = ()
     run_settings: tuple[Setting, ...] = ()
-    combinations: Callable[["Plan", Placements], Refusal | None] = lambda plan, placements: None
+    combinations: Callable[[PlanSettings, Placements], Refusal | None] = lambda plan, placements: None
     untold: frozenset[str] = frozenset()
 
-    def why_not(self, plan: "Plan", *, placements: Placements | None = None) -> Refusal | None:
+    def why_not(self, plan: PlanSettings, *, placements: Placements | None = None) -> Refusal | None:
         """Why it cannot run a plan; None if it can. `placements`: of a model's units; or those that the plan names."""
         placed = placements if placements is not None else _named(plan)
         for setting in (*self.settings, *self.run_settings):
@@ -99,7 +111,7 @@ class EngineLimits:
         )
 
 
-def _named(plan: "Plan") -> Placements:
+def _named(plan: PlanSettings) -> Placements:
     """The placements that a plan names, whatever the model's units are called."""
     return {"(root)": placement_of(plan.strategy)} | {
         pattern: placement_of(strategy) if isinstance(strategy, str) else strategy
@@ -107,7 +119,7 @@ def _named(plan: "Plan") -> Placements:
     }
 
 
-def _torch_combinations(plan: "Plan", placements: Placements) -> Refusal | None:
+def _torch_combinations(plan: PlanSettings, placements: Placements) -> Refusal | None:
     replicated = [unit for unit, placement in placements.items() if placement.params is not SHARDED]
     sharded = [unit for unit, placement in placements.items() if placement.params is SHARDED]
     if replicated and sharded:
@@ -179,7 +191,7 @@ def strategies_of(engine: str) -> tuple[str, ...]:
     return tuple(name for name, placement in STRATEGIES.items() if LIMITS[engine].can_place(placement))
 
 
-def check_settings(plan: "Plan") -> None:
+def check_settings(plan: PlanSettings) -> None:
     """Refuse a plan with a setting that its engine can do nothing with."""
     for setting in LIMITS[plan.engine].settings:
         refusal = setting.refuse(plan, engine=plan.engine)
