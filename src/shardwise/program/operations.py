@@ -52,7 +52,7 @@ WAITS = {Kind.WAIT_GATHER: Kind.GATHER, Kind.WAIT_REDUCE: Kind.REDUCE, Kind.WAIT
 
 
 class Trigger(Enum):
-    """What happens in a step; each happening has its rule (rules.py)."""
+    """What happens in a step; each has its rule (rules/)."""
 
     BEFORE_FORWARD = "before forward"
     AFTER_FORWARD = "after forward"
