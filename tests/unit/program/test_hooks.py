@@ -340,24 +340,32 @@ def test_a_unit_without_trained_parameters_may_give_what_it_likes() -> None:
 
 
 class WithAuxiliaryLoss(nn.Module):
-    def __init__(self) -> None:
+    """Keeps a loss on itself, in the form that `form` puts it in."""
+
+    def __init__(self, form: Callable[[Tensor], Any] = lambda loss: loss) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
-        self.auxiliary: Tensor | None = None
+        self.form = [form]
+        self.auxiliary: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.linear(x)
-        self.auxiliary = hidden.square().mean()
+        self.auxiliary = self.form[0](self.linear(x).square().mean())
         return x
 
 
-def test_a_loss_that_is_kept_on_the_module_announces_backward() -> None:
-    model = Stack(a=WithAuxiliaryLoss())
+@pytest.mark.parametrize(
+    "form",
+    [lambda loss: loss, lambda loss: [loss], lambda loss: {"router": (loss, 3)}],
+    ids=["tensor", "list", "dict"],
+)
+def test_a_loss_that_is_kept_on_the_module_announces_backward(form: Callable[[Tensor], Any]) -> None:
+    model = Stack(a=WithAuxiliaryLoss(form))
     notes, _ = listen(model, "a")
     model(torch.ones(1, 2))
     assert notes.backward == {"a": ANNOUNCED, ROOT: NONE}
     notes.take()
-    model.a.auxiliary.backward()
+    (loss,) = tensors_in(model.a.auxiliary)
+    loss.backward()
     assert notes.take() == ["begin backward", "backward a 0", "ready a", "end backward"]
 
 
