@@ -268,6 +268,9 @@ def _leaves(output: Any) -> list[Any]:
 
 
 def _before_backward(hooks: StepHooks[UnitT], calls: list[tuple[UnitT, int]], grad: Tensor) -> None:
+    if not hooks.handles:
+        # Detached since: the hook lies on a tensor, which may live as long as the model (a parameter as an output).
+        return
     if not hooks.in_backward:
         hooks.begin_backward()
     for call in calls:

@@ -561,6 +561,30 @@ def test_after_detach_nothing_is_heard_and_after_attach_all_is_again() -> None:
     assert notes.take() == expected
 
 
+class GivesWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight
+
+
+def test_a_unit_may_give_its_parameter_and_nothing_is_heard_of_it_after_detach() -> None:
+    model = Stack(a=GivesWeight(), b=nn.Tanh())
+    notes, hooks = listen(model, "a")
+    run(model)
+    expected = notes.take()
+    assert expected[-5:] == ["begin backward", "backward (root) 0", "backward a 0", "ready a", "end backward"]
+    hooks.detach()
+    run(model)
+    assert not notes.take()
+    hooks.attach()
+    expect(hooks)
+    run(model)
+    assert notes.take() == expected
+
+
 def test_hooks_of_two_listeners_do_not_disturb_each_other() -> None:
     model = Stack(a=nn.Linear(2, 2))
     (one, first), (other, _) = listen(model, "a"), listen(model, "a")
