@@ -140,7 +140,7 @@ class Runner:
     def _begin(self) -> None:
         """A new step; whatever the last one left undone (a backward that raised, or none) is dropped."""
         if self.hooks.in_backward:
-            if self.executor.holds_grads:
+            if not self._can_abandon():
                 raise InvalidData(
                     "a backward failed in the middle of an accumulation, so the gradients so far are not whole: call "
                     "optimizer.zero_grad() and begin the step again"
@@ -157,12 +157,17 @@ class Runner:
             self._forget_program(changed=changed)
             self.broadcast_buffers()
 
+    def _can_abandon(self) -> bool:
+        """Whether the gradients of before a backward that raised are still there."""
+        flats = (flat for unit in self.units.values() for flat in unit.flats)
+        return not self.executor.holds_grads and all(flat.can_undo_grads for flat in flats)
+
     def _abandon(self) -> None:
         """A backward raised: what it left is part of a gradient."""
         for unit in self.units.values():
             unit.used.clear()
             for flat in unit.flats:
-                flat.restore_grads()
+                flat.undo_grads()
         self.hooks.in_backward = False
 
     def _forget_program(self, *, changed: bool) -> None:
@@ -237,8 +242,10 @@ class Runner:
                 cleared = {index for index, name in enumerate(flat.names) if name in names}
                 if drop:
                     flat.drop_grads(cleared)
+                # Of these nothing is left that was there before.
+                flat.with_new_grads |= cleared
                 unit.used.difference_update(id(flat.params[index]) for index in cleared)
-        if self.hooks.in_backward and not self.executor.holds_grads:
+        if self.hooks.in_backward and self._can_abandon():
             self.executor.drop_reduces()
             self._abandon()
 
