@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.data.sampler import DistributedSampler
     from shardwise.engine.engine import tape
-    from shardwise.engine.grads.scaler import GradScaler
+    from shardwise.engine.optimizer.scaler import GradScaler
     from shardwise.engines import (
         accumulate,
         capture,
@@ -33,7 +33,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "DistributedSampler": "shardwise.data.sampler",
-    "GradScaler": "shardwise.engine.grads.scaler",
+    "GradScaler": "shardwise.engine.optimizer.scaler",
     "Mesh": "shardwise.mesh",
     "ModelSpec": "shardwise.spec",
     "Placement": "shardwise.placement",

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from shardwise.comm.collectives import Collectives
 from shardwise.engine import prepare as engine_prepare
 from shardwise.engine.engine import is_prepared
-from shardwise.engine.grads import clip as engine_clip
-from shardwise.engine.optimizer import full_state as engine_state
-from shardwise.engine.step import accumulate as engine_accumulate
-from shardwise.engine.step import capture as engine_capture
-from shardwise.engine.step import uneven as engine_uneven
+from shardwise.engine.prepared import accumulate as engine_accumulate
+from shardwise.engine.prepared import capture as engine_capture
+from shardwise.engine.prepared import clip as engine_clip
+from shardwise.engine.prepared import full_state as engine_state
+from shardwise.engine.prepared import uneven as engine_uneven
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 
@@ -38,9 +38,10 @@ def prepare(
 ) -> tuple[nn.Module, AnyOptimizer]:
     """Make `model` and `optimizer` run `plan`; then train what is returned with an ordinary loop.
 
-    Collective: every rank of the job calls it. Starts the process group from the environment if there is none, or a
-    job of one rank. Values come from rank 0. `device` moves the model; without it the model stays where it is (from
-    meta: the GPU of LOCAL_RANK, or the CPU). `optimizer` may be None, and be made later.
+    Collective: every rank of the job calls it. Where there is no process group it joins the job that torchrun, SLURM or
+    our launcher started; without a launcher, a job of one rank. Values come from rank 0. `device` moves the model;
+    without it the model stays where it is (from meta: this rank's GPU, or the CPU). `optimizer` may be None, and be
+    made later.
 
     engine = 'shardwise'   the same two objects come back. `any_optimizer` admits an optimizer that is not known to
                            be elementwise; `collectives` replaces the plan's, for tests.

@@ -5,7 +5,9 @@
     ├── InvalidCluster    a cluster, device or link that cannot be, or cannot be read
     ├── UnknownName       a model, dataset, strategy … that is not in its table
     ├── InvalidModel      a module that cannot be cut into units, a Task that is not one
+    ├── InvalidJob        environment variables that cannot say how this process belongs to a job
     ├── InvalidData       a file or dataset that is missing, empty, truncated or malformed
+    ├── CheckpointError   a checkpoint that cannot be written or read, is damaged, or does not fit the model
     └── MissingExtra      an optional package that is not installed
 
 The message is one line: what, the numbers, and the way out. The command line prints
@@ -50,8 +52,16 @@ class InvalidModel(ShardwiseError):  # noqa: N818
     """A module that cannot be cut into units, or a Task that is not one."""
 
 
+class InvalidJob(ShardwiseError):  # noqa: N818
+    """Environment variables that cannot say how this process belongs to a job."""
+
+
 class InvalidData(ShardwiseError):  # noqa: N818
     """A file or dataset that is missing, empty, truncated or malformed."""
+
+
+class CheckpointError(ShardwiseError):
+    """A checkpoint that cannot be written or read, is damaged, or does not fit the model."""
 
 
 class MissingExtra(ShardwiseError):  # noqa: N818

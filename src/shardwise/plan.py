@@ -11,6 +11,7 @@ from reprlib import repr as _show
 from typing import Any, Self
 
 from shardwise.atomic import atomic_write
+from shardwise.engine_limits import LIMITS, check_settings
 from shardwise.errors import InvalidPlan, ShardwiseError, UnknownName
 from shardwise.mesh import Mesh
 from shardwise.patterns import Patterns, check_pattern, unmatched
@@ -23,7 +24,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "precision": ("fp32", "bf16", "fp16", "native"),
     "reduce_dtype": ("fp32", "bf16", "fp16"),
     "recompute": ("none", "full", "selective"),
-    "engine": ("shardwise", "torch"),
+    "engine": tuple(LIMITS),
     "collectives": ("backend", "ring"),
 }
 _LEAST: Mapping[str, int] = {
@@ -146,14 +147,7 @@ class Plan:
         self._check_combination()
 
     def _check_combination(self) -> None:
-        if self.engine == "torch" and self.capture:
-            raise InvalidPlan("capture = true with engine = 'torch': only engine = 'shardwise' can capture a step")
-        if self.engine == "torch" and self.collectives == "ring":
-            raise InvalidPlan("collectives = 'ring' with engine = 'torch': torch's engine uses collectives = 'backend'")
-        if self.engine == "torch" and self.dynamic:
-            raise InvalidPlan("dynamic = true with engine = 'torch': only engine = 'shardwise' can do that")
-        if self.engine == "torch" and (self.offload_activations or self.offload_states):
-            raise InvalidPlan("engine = 'torch' does not offload: set engine = 'shardwise'")
+        check_settings(self)
         for name, set_so in (
             ("dynamic = true", self.dynamic),
             ("offload_states = true", self.offload_states),

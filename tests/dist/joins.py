@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from processes import listening
 
-from shardwise.launch.join import joined
+from shardwise.comm.join import joined
+from shardwise.launch.failure import report
 
 
 def main() -> None:
     folder, dies = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None
-    with joined(torch.device("cpu"), limit_seconds=60) as place:
+    with joined(torch.device("cpu"), limit_seconds=60, on_error=report) as place:
         total = torch.tensor([place.rank + 1])
         dist.all_reduce(total)
         if place.rank == dies and not (folder / "died").exists():

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.comm.absent import AbsentCollectives, absent_group, leave_out_reduce
+from shardwise.comm.agreement import RanksMissing, exchange, meet
 from shardwise.comm.groups import Group
-from shardwise.comm.start import RanksMissing, exchange, meet
 from shardwise.engines import prepare
 from shardwise.errors import InvalidPlan
 from shardwise.mesh import Mesh

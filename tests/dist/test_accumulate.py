@@ -10,12 +10,11 @@ import torch
 from cases import MODELS, adamw
 from ranks import run_ranks, shut_down
 from torch import Tensor, nn
-from training import Case, Result, assert_equal, make_collectives, line
+from training import Case, Result, assert_equal, line, make_collectives
 from whole import whole
 
 import shardwise
 from shardwise.engine.engine import engine_of, tape
-from shardwise.errors import ShardwiseError
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.program import Kind, build

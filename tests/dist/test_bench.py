@@ -15,12 +15,12 @@ import pytest
 from processes import processes_with
 from ranks import run_ranks
 
+from shardwise.bench.results import load_bench
+from shardwise.bench.run_files import BenchRun, Found
+from shardwise.bench.worker import run_rank
 from shardwise.cli.app import main
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.params.unit import Unit
-from shardwise.bench.worker import run_rank
-from shardwise.bench.run_files import BenchRun, Found
-from shardwise.bench.results import load_bench
 from shardwise.tasks import Task, load_task
 
 OPTIONS = ("--nproc", "2", "--rounds", "1", "--steps", "2", "--warm-up", "3")

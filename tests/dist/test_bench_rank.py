@@ -14,20 +14,20 @@ from ranks import run_ranks
 from train_tasks import reference
 from whole import whole
 
-from shardwise.bench.worker import run_rank
-from shardwise.bench.run_files import ASKED, BenchRun, Found
 from shardwise.bench.contestants import ENGINES, plan_for
-from shardwise.profile.compare import predict
-from shardwise.profile.rehearsal import Rehearsal
+from shardwise.bench.run_files import ASKED, BenchRun, Found
+from shardwise.bench.worker import run_rank
+from shardwise.launch.launch import launch
 from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED, STRATEGIES, placement_of
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.traffic import sent_bytes
+from shardwise.profile.compare import predict
+from shardwise.profile.rehearsal import Rehearsal
 from shardwise.program import build
 from shardwise.sources import Source
 from shardwise.train.config import TrainConfig
-from shardwise.launch.launch import launch
 
 MODEL, SEQ, BATCH, NUM_RANKS = "gpt-tiny", 32, 2, 2
 # Of float32: half the distance from 1 to the next number.

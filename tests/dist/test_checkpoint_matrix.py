@@ -13,7 +13,7 @@ from whole import whole
 
 import shardwise
 from shardwise.checkpoint import Checkpoints, open_checkpoint
-from shardwise.engine.optimizer.slices import held
+from shardwise.engine.prepared.slices import held
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan
 

@@ -16,7 +16,7 @@ from training import Case, Result, assert_close, assert_equal, make_collectives,
 
 from shardwise.engine.engine import engine_of
 from shardwise.engine.prepare import prepare
-from shardwise.engine.optimizer.full_state import full_state_dict, load_full_state_dict
+from shardwise.engine.prepared.full_state import full_state_dict, load_full_state_dict
 from shardwise.models.make import build_model
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan

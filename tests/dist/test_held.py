@@ -6,8 +6,8 @@ from cases import adamw
 from ranks import run_ranks
 from whole import whole
 
-from shardwise.engine.inventory import held_bytes
 from shardwise.engine.prepare import prepare
+from shardwise.engine.prepared.inventory import held_bytes
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.placement import SHARDED, STRATEGIES

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.profile.memory_ledger import LedgerEntry
-from shardwise.profile.compare import Profile, predict
-from shardwise.profile.rehearsal_process import rehearse
-from shardwise.profile.rehearsal import Rehearsal
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.profile.compare import Profile, predict
+from shardwise.profile.memory_ledger import LedgerEntry
+from shardwise.profile.rehearsal import Rehearsal
+from shardwise.profile.rehearsal_process import rehearse
+from shardwise.program import build
 from shardwise.sources import Source
 
 MODEL, SEQ = "gpt-tiny", 16
@@ -131,6 +132,60 @@ def test_ones_own_deep_model_is_told_of_unit_by_unit(recompute: str, stem: str, 
     assert {f"before backward blocks.{index}" for index in range(12)} < set(labels)
     assert len(found.measured.step_seconds) == 2
     assert min(found.measured.step_seconds) > 0
+
+
+DATACLASS = """
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.tasks import Task
+
+@dataclass
+class Output:
+    hidden: Tensor
+    label: str = "x"
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return Output(hidden=x + self.down(torch.relu(self.up(x))))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x).hidden
+        return x
+
+def task():
+    return Task(model=Net(), loss=lambda model, x: model(x).square().mean(), make_batch=lambda size: torch.ones(size, 64))
+"""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_units_that_return_dataclasses_are_traced_profiled_and_run_alike(strategy: str, tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(DATACLASS)
+    job = Rehearsal(model=f"python:{path}:task", plan=Plan(strategy=strategy), num_ranks=4, batch=32, steps=0)
+    spec = source(job.model, None).spec_for(job.plan)
+    found = Profile(rehearsal=job, predicted=predict(job, spec_for=lambda _: spec), measured=rehearse(job))
+    assert abs(found.error) < 0.01
+    program = [f"{row.trigger.value} {row.unit}" for row in build(spec, plan=job.plan).rows]
+    traced = [entry.at for entry in found.predicted.entries]
+    assert [entry.at for entry in found.measured.ledger.entries] == traced
+    # The trace begins with what the loss does before the root's forward; the update is no part of it.
+    assert sorted(traced) == sorted(program)
+    assert sum("before backward blocks" in row for row in traced) == 4
 
 
 def test_torchs_own_engines_are_measured_too() -> None:

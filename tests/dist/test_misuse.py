@@ -1,7 +1,6 @@
 """Mistakes end in one clear line on every rank: never a crash, never silence, never a hang."""
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +12,9 @@ from ranks import run_ranks
 from torch import nn
 from training import line
 
-from shardwise.engine.grads.clip import clip_grad_norm_
 from shardwise.engine.engine import engine_of
 from shardwise.engine.prepare import prepare
-from shardwise.errors import ShardwiseError
+from shardwise.engine.prepared.clip import clip_grad_norm_
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.tasks import cross_entropy

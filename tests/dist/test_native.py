@@ -24,8 +24,8 @@ from shardwise.errors import InvalidModel, InvalidPlan, ShardwiseError
 from shardwise.mesh import Mesh
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
-from shardwise.torch_engine.prepare import AutocastDataParallel
 from shardwise.plan import Plan
+from shardwise.torch_engine.prepare import AutocastDataParallel
 
 GPT = Case(make=MODELS["gpt"], optimizer=sgd, num_steps=5)
 RESNET = Case(make=MODELS["resnet"], optimizer=sgd, num_steps=5)
@@ -206,6 +206,9 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], type[ShardwiseError
     (gpt, {"strategy": "zero2"}, InvalidPlan, "has no zero2 .*: use ddp, shard_grad_op or fsdp, or set engine"),
     (gpt, {"overrides": {"blocks.1": "ddp"}}, InvalidPlan, "mix of .*blocks.1 is ddp, .* is fsdp.*: give all units"),
     (gpt, {"recompute": "full"}, InvalidPlan, "no recompute = 'full': set recompute = 'none'"),
+    (gpt, {"recompute_overrides": {"blocks.1": "full"}}, InvalidPlan, "no recompute_overrides: leave it out"),
+    (gpt, {"keep_fp32": ("head",)}, InvalidPlan, "no keep_fp32: leave it out, or set engine = 'shardwise'"),
+    (gpt, {"accumulate_reduced": True}, InvalidPlan, "no accumulate_reduced: leave it out"),
     (gpt, {"precision": "native", "reduce_dtype": "bf16"}, InvalidPlan, "'native', not in bf16: leave reduce_d"),
     (gpt, {"strategy": "ddp", "reduce_dtype": "fp16"}, InvalidPlan, "under ddp, not in fp16: leave reduce_dtype out"),
     (gpt, {"mesh": Mesh(shard=3)}, InvalidPlan, "mesh 1×3 is 3 ranks, but the job has 1"),

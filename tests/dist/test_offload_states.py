@@ -8,7 +8,7 @@ from training import Case, assert_equal, make_collectives, on_ranks, one_process
 
 import shardwise
 from shardwise.engine.engine import engine_of
-from shardwise.engine.inventory import held_bytes
+from shardwise.engine.prepared.inventory import held_bytes
 from shardwise.plan import Plan
 from shardwise.tasks import cross_entropy
 

@@ -73,7 +73,7 @@ def measured(rank: int, name: str, plans: list[Plan]) -> list[tuple[int, int]]:
     def alike(value: Any, group: Any = None) -> list[Any]:
         return [value] * dist.get_world_size()
 
-    exchanges = (patch(f"shardwise.{home}.exchange", alike) for home in ("engine.prepare", "comm.start"))
+    exchanges = (patch(f"shardwise.{home}.exchange", alike) for home in ("engine.prepare", "comm.agreement"))
     with torch.backends.mkldnn.flags(enabled=True), next(exchanges), next(exchanges):
         return [_measure(name, plan) for plan in plans]
 

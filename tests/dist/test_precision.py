@@ -31,6 +31,26 @@ def test_strategies_are_bit_equal_in_half_precision(model: str, precision: str) 
             assert all(torch.equal(result.weights[name], weight) for name, weight in expected.items()), strategy
 
 
+def frozen_block(rank: int, strategy: str) -> dict[str, Tensor]:
+    model, batch = MODELS["gpt"]()
+    model.get_submodule("blocks.1").requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    _, optimizer = shardwise.prepare(model, sgd(trained), Plan(strategy=strategy, precision="bf16"))
+    for step in range(2):
+        cross_entropy(model, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def test_a_frozen_unit_trains_in_half_precision_under_every_strategy() -> None:
+    """Its slices are updated by nobody, and what is whole of it stays as it is."""
+    expected = run_ranks(frozen_block, num_ranks=2, args=("ddp",))[0]
+    for strategy in STRATEGIES:
+        for weights in run_ranks(frozen_block, num_ranks=2, args=(strategy,)):
+            assert all(torch.equal(weights[name], weight) for name, weight in expected.items()), strategy
+
+
 class Watched(nn.Module):
     """A norm and a head that tell the dtypes they compute in."""
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from cases import MODELS, Batch, adamw
+from late import LateCollectives
 from ranks import run_ranks
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import BackendCollectives, Collectives, Work
 from shardwise.comm.groups import Group
-from late import LateCollectives
 from shardwise.engine.engine import engine_of
 from shardwise.engine.prepare import prepare
 from shardwise.mesh import Mesh

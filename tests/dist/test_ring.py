@@ -6,13 +6,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from late import LateCollectives
 from ranks import run_ranks, world_group
 from torch import Tensor
 
 from shardwise.comm import ring
 from shardwise.comm.collectives import BackendCollectives, Collectives, Work, own_slice
 from shardwise.comm.groups import Group
-from late import LateCollectives
 from shardwise.comm.ring import RingCollectives
 
 KINDS = ["all_gather", "reduce_scatter", "all_reduce", "broadcast"]

@@ -6,11 +6,11 @@ from itertools import product
 import pytest
 import torch
 from cases import MODELS
+from late import LateCollectives
 from ranks import run_ranks
 from training import model_units
 
 from shardwise.comm.collectives import BackendCollectives
-from late import LateCollectives
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engine.prepare import prepare
 from shardwise.mesh import Mesh

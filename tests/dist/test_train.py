@@ -15,13 +15,12 @@ from train_tasks import Ended, config, curve, gpt, lines, reference, table, trai
 from whole import whole
 
 from shardwise.errors import ShardwiseError
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.tasks import Task
 from shardwise.train.batches import Sharing
 from shardwise.train.config import TrainConfig
 from shardwise.train.evaluation import evaluate
-from shardwise.train.run import train
+from shardwise.train.rank_run import train
 
 
 def run(asked: TrainConfig, *, num_ranks: int = 2) -> list[Ended]:

@@ -15,7 +15,7 @@ from shardwise.checkpoint import Checkpoints, open_checkpoint
 from shardwise.data.sampler import DistributedSampler
 from shardwise.train.config import TrainConfig
 from shardwise.train.metrics import StepMetrics
-from shardwise.train.run import Outcome, train
+from shardwise.train.rank_run import Outcome, train
 
 
 def on_ranks(asked: TrainConfig, *, num_ranks: int = 2, crash_after: int | None = None) -> list[Any]:

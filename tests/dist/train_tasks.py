@@ -16,7 +16,7 @@ from shardwise.models.shapes import GPTShape, ViTShape
 from shardwise.tasks import Task, image_task, token_task
 from shardwise.train.config import TrainConfig
 from shardwise.train.metrics import StepMetrics
-from shardwise.train.run import Outcome, train
+from shardwise.train.rank_run import Outcome, train
 
 
 def reference(function: str) -> str:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from cases import Batch
+from late import LateCollectives
 from ranks import run_ranks
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import BackendCollectives, Collectives
-from late import LateCollectives
-from shardwise.engine.grads.clip import clip_grad_norm_
 from shardwise.engine.prepare import prepare
+from shardwise.engine.prepared.clip import clip_grad_norm_
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
 from shardwise.tasks import cross_entropy

@@ -7,4 +7,6 @@ import pytest
 
 def whole(*values: Any) -> list[Any]:
     """Values of a parameter that only the whole run tries."""
-    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.whole) for value in values]
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.whole) for value in values
+    ]

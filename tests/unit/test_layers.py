@@ -12,7 +12,10 @@ SOURCE = Path(shardwise.__file__).parent
 # From the bottom up. A row may import itself and the rows before it.
 ROWS: list[set[str]] = [
     {"errors", "atomic", "toml_file"},
-    {"placement", "mesh", "policy", "patterns", "dtypes", "layout", "byte_unit", "plan"},
+    {
+        *("placement", "mesh", "policy", "patterns", "dtypes", "layout", "categories", "quantities", "span"),
+        *("engine_limits", "plan"),
+    },
     {"spec"},
     {"hardware"},
     {"units", "materialize"},
@@ -38,6 +41,7 @@ ROWS: list[set[str]] = [
 WITHOUT_TORCH = [
     "shardwise",
     "shardwise.cli.app",
+    "shardwise.comm.job_environment",
     "shardwise.data.sampler",
     "shardwise.hardware",
     "shardwise.hardware.device_file",
@@ -57,8 +61,9 @@ WITHOUT_TORCH = [
     "shardwise.report.page.anatomy",
     "shardwise.report.text.comparison",
     "shardwise.report.text.costs",
-    "shardwise.report.text.step",
+    "shardwise.report.text.step_picture",
     "shardwise.report.text.queue_lanes",
+    "shardwise.report.text.verdict",
     "shardwise.report.text.profile_table",
     "shardwise.report.outline",
     "shardwise.report.page",
@@ -109,6 +114,76 @@ def test_every_import_goes_downward() -> None:
             assert row_of(other) <= row_of(here), (
                 f"{path.relative_to(SOURCE)} imports shardwise.{other}, which is above it"
             )
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name → file; a package goes by its own name."""
+    return {
+        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in SOURCE.rglob("*.py")
+    }
+
+
+def imports_of(path: Path, known: dict[str, Path]) -> set[str]:
+    """The modules that a file imports, also inside functions and for type checking."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in known else node.module for name in full}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & known.keys()
+
+
+def room(path: Path) -> str:
+    """A folder of files; in a package with rooms of its own, a file beside them is a room by itself."""
+    folder = path.parent
+    has_rooms = any((inner / "__init__.py").exists() for inner in folder.iterdir() if inner.is_dir())
+    return str((path if has_rooms and path.name != "__init__.py" else folder).relative_to(SOURCE))
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Names that import each other in a circle, if any do."""
+    left = {name: set(others) - {name} for name, others in graph.items()}
+    while True:
+        imported = set().union(*left.values())
+        free = [name for name, others in left.items() if not others & left.keys() or name not in imported]
+        if not free:
+            return sorted(left)
+        for name in free:
+            del left[name]
+
+
+def test_no_file_and_no_room_is_part_of_a_circle_of_imports() -> None:
+    known = modules()
+    files = {name: imports_of(path, known) for name, path in known.items()}
+    assert cycle(files) == []
+    rooms: dict[str, set[str]] = {}
+    for name, others in files.items():
+        rooms.setdefault(room(known[name]), set()).update(room(known[other]) for other in others)
+    assert cycle(rooms) == []
+
+
+def test_a_file_name_says_where_one_is() -> None:
+    """A command's file is named after the command, and torch's engine mirrors ours; all other names are used once."""
+    names = [
+        path.name
+        for path in SOURCE.rglob("*.py")
+        if path.name != "__init__.py" and part(path) not in ("cli", "torch_engine")
+    ]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    """But for the blocks of transformers, which are all just that."""
+    names = [
+        node.name
+        for path in SOURCE.rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert {name for name in names if names.count(name) > 1} <= {"Block"}
 
 
 def test_what_promises_no_torch_imports_none() -> None:

@@ -36,12 +36,13 @@ def test_the_torch_that_is_pinned_is_in_the_range_that_is_promised() -> None:
     assert "torch==2.13.0\n" in (ROOT / "constraints.txt").read_text()
 
 
-def test_the_reading_order_of_the_readme_names_six_files_that_exist() -> None:
+def test_the_reading_order_of_the_readme_names_six_files_that_exist_and_are_short() -> None:
     readme = (ROOT / "README.md").read_text()
     section = readme.split("## Read the code in this order")[1].split("\n## ")[0]
     files = re.findall(r"^\d\. \[?`([^`]+)`", section, flags=re.MULTILINE)
     assert len(files) == 6
     assert [file for file in files if not (ROOT / file).exists()] == []
+    assert [file for file in files if len((ROOT / file).read_text().splitlines()) >= 300] == []
 
 
 def test_links_of_the_documents_lead_somewhere() -> None:

@@ -1,7 +1,10 @@
+import ast
 import itertools
+from pathlib import Path
 
 import pytest
 
+import shardwise
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.placement import REPLICATED, SHARDED, STRATEGIES, Placement, placement_of
 
@@ -43,3 +46,14 @@ def test_an_unknown_strategy_names_the_nearest() -> None:
 def test_a_placement_takes_nothing_but_where(wrong: object) -> None:
     with pytest.raises(InvalidPlan, match="optim = "):
         Placement(params=REPLICATED, grads=REPLICATED, optim=wrong)  # type: ignore[arg-type]
+
+
+def test_no_code_asks_for_a_strategy_by_name() -> None:
+    """A table may have strategies as keys; a comparison with a name is a branch."""
+    source = Path(shardwise.__file__).parent
+    for path in sorted(source.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare | ast.MatchValue):
+                names = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+                asked = [name for name in names if isinstance(name, str) and name in STRATEGIES]
+                assert not asked, f"{path.relative_to(source)}:{node.lineno} asks for {asked}: ask the placement"

@@ -1,5 +1,5 @@
-"""The engines that a bench compares, and which of them can run a case. No torch here: it is asked before any process
-is started. Those of others are in peers.py.
+"""The engines that a bench compares, and which of them can run a case. No torch here: this is asked before any process
+is started. Accelerate and Lightning are set up in peers.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -7,21 +7,19 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from shardwise.engine_limits import LIMITS, EngineLimits, Setting, lives_alike
 from shardwise.errors import InvalidPlan, UnknownName
-from shardwise.placement import REPLICATED, SHARDED, placement_of
+from shardwise.placement import SHARDED, placement_of
 from shardwise.plan import Plan
-from shardwise.spec import ROOT
-from shardwise.torch_engine.refuse import check_plan
 from shardwise.train.config import TrainConfig
 
-# What a plan may ask for that torch's engine would pass over, and that peers have not or have not set up here; and a
-# plan that asks for none of it.
-_NOT_BY_TORCH = ("keep_fp32", "accumulate_reduced", "recompute_overrides")
+# Settings of a plan that Accelerate and Lightning do not have, or that peers.py does not set up.
 _NOT_BY_PEERS = (
-    *_NOT_BY_TORCH, "overrides", "reduce_dtype", "offload_activations", "offload_states", "dynamic", "collectives",
+    "keep_fp32", "accumulate_reduced", "recompute_overrides", "overrides", "reduce_dtype", "offload_activations",
+    "offload_states", "dynamic", "collectives",
 )  # fmt: skip
 _PLAIN = Plan()
-# Optimizers whose step counts on the host, so that a graph cannot hold it.
+# Optimizers that count their steps on the host, so that they cannot be captured.
 _NOT_CAPTURABLE = ("sgd", "adagrad")
 
 
@@ -35,7 +33,7 @@ class Contestant:
 
 
 def plan_for(engine: str, strategy: str, plan: Plan) -> Plan:
-    """The plan of a case; what an engine of others cannot do is for `why_not` to say."""
+    """The plan of a case; `why_not` says what the engine cannot do."""
     return replace(
         plan, strategy=strategy, engine="torch" if engine == "torch" else "shardwise", capture=engine == "captured"
     )
@@ -56,7 +54,7 @@ def why_not(engine: str, strategy: str, config: TrainConfig) -> str:
 
 
 def on_gpu(config: TrainConfig) -> bool:
-    """Whether its ranks will run on GPUs; the driver's own sign of one is looked for, since torch is not asked yet."""
+    """Whether its ranks will run on GPUs: the driver's device file is looked for, since torch is not imported yet."""
     return config.run.device == "cuda" or (config.run.device == "auto" and Path("/dev/nvidiactl").exists())
 
 
@@ -73,14 +71,7 @@ def _captured(config: TrainConfig) -> str:
 
 
 def _torch(config: TrainConfig) -> str:
-    reason = _no_part(config.plan, engine="torch", keys=_NOT_BY_TORCH)
-    if reason:
-        return reason
-    try:
-        check_plan(config.plan, placements={ROOT: placement_of(config.plan.strategy)})
-    except InvalidPlan as error:
-        return str(error)
-    return ""
+    return _short(LIMITS["torch"], config.plan)
 
 
 def _accelerate(config: TrainConfig) -> str:
@@ -95,7 +86,8 @@ def _lightning(config: TrainConfig) -> str:
 
 
 def _peer(plan: Plan, *, engine: str) -> str:
-    reason = _no_part(plan, engine=engine, keys=_NOT_BY_PEERS)
+    settings = tuple(Setting(key=key, plain=getattr(_PLAIN, key)) for key in _NOT_BY_PEERS)
+    reason = _short(EngineLimits(name=engine, can_place=lives_alike, run_settings=settings), plan)
     if reason:
         return reason
     if plan.precision not in ("fp32", "bf16"):
@@ -107,13 +99,9 @@ def _peer(plan: Plan, *, engine: str) -> str:
     return ""
 
 
-def _no_part(plan: Plan, *, engine: str, keys: tuple[str, ...]) -> str:
-    """What it does not have at all: sharded optimizer states without sharded parameters, some keys of a plan."""
-    placement = placement_of(plan.strategy)
-    if placement.optim is SHARDED and placement.params is REPLICATED:
-        return f"{engine} has no {plan.strategy}"
-    asked = [key for key in keys if getattr(plan, key) != getattr(_PLAIN, key)]
-    return f"{engine} has no {asked[0]}" if asked else ""
+def _short(limits: EngineLimits, plan: Plan) -> str:
+    refusal = limits.why_not(plan)
+    return f"{limits.name} has no {refusal.lacks}" if refusal is not None else ""
 
 
 ENGINES: Mapping[str, Contestant] = {

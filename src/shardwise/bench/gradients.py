@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.dtensor import dtensor_types, local_part
 from shardwise.engine.engine import is_prepared
-from shardwise.engine.optimizer.slices import held
+from shardwise.engine.prepared.slices import held
 
 # What engines put between the names of modules.
 _WRAPPERS = ("module", "_fsdp_wrapped_module", "_forward_module", "_original_module", "_orig_mod")

@@ -20,7 +20,7 @@ from shardwise.sources import Source
 from shardwise.train.config import OptimizerSection, TrainConfig
 
 PLANNED_ENGINES = ("shardwise", "captured", "torch")
-"""Of these the planner knows the schedule."""
+"""Engines whose schedule the planner knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Forecast:
         return optimizer_rule(self.section, device=self.device)
 
     def of(self, plan: Plan) -> PredictedCase:
-        """A case. Its time is None where nothing is known of the device's speed or links (time.why_not_timed)."""
+        """A case. Its time is None where nothing is known of the device's speed or links (step_time.why_not_timed)."""
         assert plan.micro_batch is not None
         spec, cluster, optimizer = self.source.spec_for(plan), self.cluster, self.optimizer
         found = predict_memory(
@@ -62,7 +62,7 @@ class Forecast:
             entries=tuple((entry.at, dict(entry.num_bytes)) for entry in found.entries),
             step_seconds=None if time is None else time.step_seconds,
             exposed_seconds=None if time is None else time.exposed_comm_seconds,
-            spans=tuple((span.queue, span.name, span.start, span.end) for span in spans),
+            spans=tuple(spans),
         )
 
     def scaled(self, plan: Plan, *, strategies: Sequence[str]) -> list[Scaled]:

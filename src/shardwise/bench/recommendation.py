@@ -1,18 +1,18 @@
 """Which case of a bench to use, and why, from measured numbers alone. No torch here.
 
 The fastest; of those that cannot be told apart from it the simplest: Shardwise's own engine before others, and then
-ddp < zero1 < zero2 < shard_grad_op < fsdp. Two cannot be told apart if the middle halves of their step times overlap,
-or their medians differ by less than 3%: so much differs from one start of the same processes to the next.
+ddp < zero1 < zero2 < shard_grad_op < fsdp. Two cannot be told apart if the interquartile ranges of their step times
+overlap, or their medians differ by less than 3%: as much as two starts of the same processes may differ.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.bench.results import Bench, CaseResult, Spread
-from shardwise.byte_unit import byte_unit
 from shardwise.placement import STRATEGIES
+from shardwise.quantities import fixed_text, significant, table_unit
 
-# What saves less memory than this is not worth a word.
+# Memory savings below this factor are not mentioned.
 _WORTHWHILE = 1.05
 _ALIKE = 1.03
 
@@ -51,8 +51,8 @@ def _seconds(case: CaseResult) -> Spread:
 
 
 def _why(bench: Bench, best: CaseResult, ran: Sequence[CaseResult]) -> str:
-    """At most two sentences: its speed beside another's, and who holds less."""
-    first = f"Use {best.name}: {_rate(bench, best)}{_beside(best, ran)}{_room(bench, best)}."
+    """At most two sentences: its speed compared with another's, and which case holds less."""
+    first = f"Use {best.name}: {_rate(bench, best)}{_compared(best, ran)}{_room(bench, best)}."
     if not best.allocated_bytes:
         return first
     known = [case for case in ran if case.allocated_bytes]
@@ -66,8 +66,8 @@ def _why(bench: Bench, best: CaseResult, ran: Sequence[CaseResult]) -> str:
     )
 
 
-def _beside(best: CaseResult, ran: Sequence[CaseResult]) -> str:
-    """Beside the fastest, if that is another; else beside the next one."""
+def _compared(best: CaseResult, ran: Sequence[CaseResult]) -> str:
+    """Compared with the fastest case, if that is another; else with the next one."""
     others = sorted((case for case in ran if case is not best), key=lambda case: _seconds(case).median)
     if not others:
         return ", the only one that ran"
@@ -89,9 +89,8 @@ def _rate(bench: Bench, case: CaseResult) -> str:
     tokens, samples = bench.tokens_per_s(case), bench.samples_per_s(case)
     value, unit = (tokens, "tokens/s") if tokens is not None else (samples, "samples/s")
     assert value is not None
-    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+    return f"{significant(value)} {unit}"
 
 
 def _size(num_bytes: int) -> str:
-    unit_bytes, unit = byte_unit([num_bytes])
-    return f"{num_bytes / unit_bytes:.1f} {unit}"
+    return fixed_text(num_bytes, unit=table_unit([num_bytes]))

@@ -16,9 +16,10 @@ from typing import Any
 from shardwise.atomic import atomic_write
 from shardwise.errors import ShardwiseError
 from shardwise.profile.memory_ledger import MemoryLedger
+from shardwise.span import Span
 
 FILE = "bench.json"
-"""What a bench leaves in its folder, beside `runs/`."""
+"""What a bench leaves in its folder, next to `runs/`."""
 _FORMAT = 1
 
 
@@ -46,7 +47,7 @@ class Spread:
 
     @property
     def middle(self) -> tuple[float, float]:
-        """Between these lies the middle half of the values: a stray one does not widen it."""
+        """The interquartile range: an outlier does not widen it."""
         if len(self.values) == 1:
             return self.values[0], self.values[0]
         low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
@@ -75,16 +76,15 @@ class UnitOutline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedCase:
-    """What the planner says of the same case; None is what it cannot say."""
+    """The planner's prediction for the same case; None where it has none."""
 
     allocated_bytes: int
     breakdown_bytes: Mapping[str, int]
-    # The highest point of each row, [label, category → bytes]: beside the ledger.
+    # The highest point of each row, [label, category → bytes], to compare with the ledger.
     entries: tuple[tuple[str, Mapping[str, int]], ...]
     step_seconds: float | None = None
     exposed_seconds: float | None = None
-    # [queue, name, start seconds, end seconds] of the step's timeline.
-    spans: tuple[tuple[str, str, float, float], ...] = ()
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class CaseResult:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank that held the most."""
+        """Of the rank with the highest peak."""
         return max(self.allocated_bytes)
 
     @property
@@ -145,14 +145,14 @@ class CaseResult:
 
     @property
     def exposed_seconds(self) -> float | None:
-        """How much sooner a step is over if nobody has to be waited for."""
+        """How much shorter a step is without waiting for other ranks."""
         if self.step_seconds is None or self.silent_seconds is None:
             return None
         return max(0.0, self.step_seconds.median - self.silent_seconds.median)
 
     @property
     def memory_error(self) -> float | None:
-        """How much more was predicted than there was, of what there was."""
+        """Predicted minus measured, relative to measured."""
         if self.predicted is None or not self.allocated_bytes:
             return None
         return self.predicted.allocated_bytes / self.peak_bytes - 1
@@ -293,7 +293,7 @@ def _case(row: Mapping[str, Any]) -> CaseResult:
 
 
 def _finite(data: Any) -> Any:
-    """The same, with numbers that JSON has no word for ("nan", "inf": a training that fell apart) as texts."""
+    """The same, with numbers that JSON does not have ("nan", "inf": a training that diverged) as strings."""
     if isinstance(data, Mapping):
         return {name: _finite(value) for name, value in data.items()}
     if isinstance(data, list | tuple):
@@ -312,5 +312,5 @@ def _happening(data: Sequence[Any]) -> Happening:
 
 def _predicted(data: Mapping[str, Any]) -> PredictedCase:
     entries = tuple((label, parts) for label, parts in data["entries"])
-    spans = tuple((queue, name, start, end) for queue, name, start, end in data["spans"])
+    spans = tuple(Span(*one) for one in data["spans"])
     return PredictedCase(**{**data, "entries": entries, "spans": spans})

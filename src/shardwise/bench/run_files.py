@@ -1,6 +1,6 @@
 """One run of a bench: what its ranks are told, and what each of them found. No torch here.
 
-The launcher writes `asked.json` into the folder of the run and starts the ranks (bench_rank.py), fresh processes each;
+The launcher writes `asked.json` into the folder of the run and starts the ranks (worker.py), fresh processes each;
 rank r leaves `rank-r.json`.
 """
 

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from shardwise.bench.run_files import BenchRun
 from shardwise.comm.absent import AbsentCollectives, leave_out_reduce
 from shardwise.comm.collectives import BackendCollectives, Collectives
+from shardwise.comm.join import Place
 from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.launch.failure import during
-from shardwise.launch.join import Place
 from shardwise.profile.traceless import TracelessCollectives, lending_broadcasts
 from shardwise.spec import ModelSpec
 from shardwise.train.loop import Training, Update, take_step

@@ -27,11 +27,11 @@ from shardwise.bench.first_steps import NUM_STEPS, take_first_steps
 from shardwise.bench.results import Happening, UnitOutline
 from shardwise.bench.run_files import ASKED, BenchRun, Found
 from shardwise.bench.subject import BenchTraining, start
-from shardwise.comm.start import meet
+from shardwise.comm.agreement import meet
+from shardwise.comm.join import Place, joined
 from shardwise.engine.engine import engine_of, is_prepared, tape
-from shardwise.engine.step.tape import TapeEntry
-from shardwise.launch.failure import LOG, write_to_log
-from shardwise.launch.join import Place, joined
+from shardwise.engine.tape import TapeEntry
+from shardwise.launch.failure import LOG, report, write_to_log
 from shardwise.profile.recording import WARM_UP_STEPS, StepRecording, allocations_on
 from shardwise.program import build
 from shardwise.spec import ModelSpec
@@ -49,7 +49,7 @@ def run_rank(run: BenchRun) -> Found:
     device = None if config.run.device == "auto" else torch.device(config.run.device)
     with (
         deterministic_kernels(config.train.deterministic),
-        joined(device, limit_seconds=config.run.limit_seconds, silent=run.silent) as place,
+        joined(device, limit_seconds=config.run.limit_seconds, silent=run.silent, on_error=report) as place,
     ):
         found = _measured(run, place=place)
         # What a graph replays goes through no hook: of captured steps there is neither ledger nor tape.

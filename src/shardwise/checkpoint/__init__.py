@@ -1,8 +1,8 @@
 """Checkpoints of a training: sharded, atomic, asynchronous, without pickle, and loadable under any other plan."""
 
 from shardwise.checkpoint.checkpoints import Checkpoints, Loaded, SavedCheckpoint, Saving, open_checkpoint
-from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.storage import CheckpointReader, CheckpointWriter
+from shardwise.errors import CheckpointError
 
 __all__ = [
     "CheckpointError",

@@ -21,15 +21,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as planned_load
 from torch.distributed.checkpoint.state_dict_saver import save as planned_save
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.contents import Snapshot, loading, snapshot
+from shardwise.checkpoint.contents import StateSnapshot, loading, snapshot
 from shardwise.checkpoint.disk import Disk
-from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.folder import checkpoints_in
 from shardwise.checkpoint.manifest import Manifest, read_manifest, verify_files
 from shardwise.checkpoint.ranks import Ranks, one_line
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.storage import CheckpointReader, CheckpointWriter
 from shardwise.checkpoint.typed import from_json
+from shardwise.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class Checkpoints:
         begun = time.perf_counter()
         self.wait()
         ranks = self._together()
-        taken: list[Snapshot] = []
+        taken: list[StateSnapshot] = []
 
         def take() -> int:
             now = snapshot(model, optimizer, step=step, progress=progress or {}, own=own or {}, ranks=ranks)
@@ -189,13 +189,13 @@ class Checkpoints:
             self._ranks = Ranks()
         return self._ranks
 
-    def _write_noting(self, taken: Snapshot, ranks: Ranks) -> None:
+    def _write_noting(self, taken: StateSnapshot, ranks: Ranks) -> None:
         try:
             self._write(taken, ranks)
         except CheckpointError as error:
             self._failure = error
 
-    def _write(self, taken: Snapshot, ranks: Ranks) -> None:
+    def _write(self, taken: StateSnapshot, ranks: Ranks) -> None:
         writer = CheckpointWriter(self.folder, contents=taken.contents, keep=self._keep, disk=self._disk)
         try:
             _quiet_without_a_group(ranks)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.boxes import Boxes, share
-from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.holding import filled, holding, local, names_of_groups
 from shardwise.checkpoint.manifest import MODEL, OWN, Contents, Manifest
 from shardwise.checkpoint.optimizer_state import OptimizerLoad, describe_optimizer
@@ -18,7 +17,8 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.typed import dtype_name, from_json, to_json
 from shardwise.engine.engine import engine_of, is_prepared
-from shardwise.engine.optimizer.slices import OwnedModel, OwnedSlice
+from shardwise.engine.prepared.slices import OwnedModel, OwnedSlice
+from shardwise.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class StatePiece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class StateSnapshot:
     """What one rank writes. All ranks' pieces together are every tensor, once."""
 
     contents: Contents
@@ -46,7 +46,7 @@ class Snapshot:
     def num_bytes(self) -> int:
         return sum(piece.elements.numel() * piece.elements.element_size() for piece in self.pieces)
 
-    def copied(self, staging: Staging) -> "Snapshot":
+    def copied(self, staging: Staging) -> "StateSnapshot":
         """The same, of which training changes nothing any more."""
         copies = staging.copy([piece.elements for piece in self.pieces])
         pieces = [replace(piece, elements=copy) for piece, copy in zip(self.pieces, copies, strict=True)]
@@ -65,7 +65,7 @@ def snapshot(
     progress: Mapping[str, Any],
     own: Mapping[str, Any],
     ranks: Ranks,
-) -> Snapshot:
+) -> StateSnapshot:
     """This rank's part of a checkpoint, in the memory that is trained."""
     held = holding(model)
     pieces = [_written(MODEL + part.name, part, part.parameter) for part in held.slices]
@@ -91,7 +91,7 @@ def snapshot(
         progress=to_json(dict(progress), what="progress"),
         own=[to_json({key: value for key, value in own.items() if key not in mine}, what="own")],
     )
-    return Snapshot(contents=contents, pieces=pieces)
+    return StateSnapshot(contents=contents, pieces=pieces)
 
 
 def _written(name: str, part: OwnedSlice, tensor: Tensor) -> StatePiece:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from shardwise.atomic import atomic_write
 from shardwise.checkpoint.disk import Disk
-from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.folder import begin, commit, write_file
 from shardwise.checkpoint.manifest import MODEL, Contents, Manifest, StoredBox, StoredTensor, box_key
 from shardwise.checkpoint.tensor_file import TensorEntry, TensorFile, opened_all, write_tensors
 from shardwise.checkpoint.typed import dtype_name
 from shardwise.checkpoint.verify import verify
+from shardwise.errors import CheckpointError
 from shardwise.models.hugging_face import HuggingFaceLayout, layout_of_ours, layout_of_theirs
 
 _INDEX = "model.safetensors.index.json"

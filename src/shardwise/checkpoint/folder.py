@@ -17,9 +17,9 @@ from typing import BinaryIO
 from torch import Tensor
 
 from shardwise.checkpoint.disk import Disk
-from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.manifest import FILE_NAME, Manifest, StoredFile, read_manifest
 from shardwise.checkpoint.tensor_file import TensorEntry, write_tensors
+from shardwise.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _SAVING, _REMOVING = ".saving-", ".removing-"

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.errors import CheckpointError
 from shardwise.comm.dtensor import dtensor_types, local_part
 from shardwise.engine.engine import is_prepared
-from shardwise.engine.optimizer.slices import OwnedModel, OwnedSlice, group_names, held, slices_filled
+from shardwise.engine.prepared.slices import OwnedModel, OwnedSlice, group_names, held, slices_filled
+from shardwise.errors import CheckpointError
 
 
 def holding(model: nn.Module) -> OwnedModel:

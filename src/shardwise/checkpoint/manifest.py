@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardwise.checkpoint.boxes import Box
-from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.tensor_file import checksum
 from shardwise.checkpoint.typed import dtype_name, dtype_of
+from shardwise.errors import CheckpointError
 
 FILE_NAME = "manifest.json"
 FORMAT = "shardwise-checkpoint"

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.holding import local
 from shardwise.checkpoint.manifest import OPTIMIZER
 from shardwise.checkpoint.typed import dtype_name, dtype_of, from_json, to_json
-from shardwise.engine.optimizer.slices import OwnedSlice
+from shardwise.engine.prepared.slices import OwnedSlice
+from shardwise.errors import CheckpointError
 
 # In place of the value of a state that is as large as its parameter: its dtype.
 _LIKE_PARAMETER = "__like_parameter__"

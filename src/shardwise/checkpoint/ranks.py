@@ -5,9 +5,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardwise.checkpoint.errors import CheckpointError
+from shardwise.comm.agreement import exchange
 from shardwise.comm.groups import Group
-from shardwise.comm.start import exchange
+from shardwise.errors import CheckpointError
 
 T = TypeVar("T")
 

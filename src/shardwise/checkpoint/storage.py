@@ -31,7 +31,6 @@ from torch.futures import Future
 
 from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.disk import Disk
-from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.folder import begin, commit, prune, write_file
 from shardwise.checkpoint.manifest import (
     Contents,
@@ -44,6 +43,7 @@ from shardwise.checkpoint.manifest import (
     read_manifest,
 )
 from shardwise.checkpoint.tensor_file import TensorEntry, TensorFile, opened
+from shardwise.errors import CheckpointError
 
 
 class CheckpointWriter(StorageWriter):

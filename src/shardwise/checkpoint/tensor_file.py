@@ -19,7 +19,7 @@ from typing import BinaryIO, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.errors import CheckpointError
+from shardwise.errors import CheckpointError
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.errors import CheckpointError
+from shardwise.errors import CheckpointError
 
 _TUPLE, _FLOAT, _TENSOR = "__tuple__", "__float__", "__tensor__"
 

@@ -3,9 +3,9 @@
 from math import prod
 from pathlib import Path
 
-from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.manifest import Manifest, box_key, read_manifest, verify_files
 from shardwise.checkpoint.tensor_file import TensorFile, opened_all
+from shardwise.errors import CheckpointError
 
 
 def verify(path: Path) -> Manifest:

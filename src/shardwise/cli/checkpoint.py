@@ -63,9 +63,9 @@ def inspect(
 @checkpoint.command()
 def verify(path: PathArgument) -> None:
     """Read every file and compare it with its checksum. Of a folder, all checkpoints in it."""
-    from shardwise.checkpoint.errors import CheckpointError
     from shardwise.checkpoint.folder import checkpoints_in
     from shardwise.checkpoint.verify import verify as verify_one
+    from shardwise.errors import CheckpointError
 
     found = checkpoints_in(path) or [_chosen(path)]
     damaged = []

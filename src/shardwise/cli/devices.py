@@ -12,6 +12,7 @@ from shardwise.hardware.device import Device, device_of
 from shardwise.hardware.device import devices as all_devices
 from shardwise.hardware.link import Link, links
 from shardwise.hardware.sourced import Sourced
+from shardwise.quantities import GIB, significant
 
 
 def devices(
@@ -38,7 +39,7 @@ def devices(
 
 
 def _as_data(row: Device | Link) -> dict[str, Any]:
-    """All that is known of it; what is not is left out."""
+    """The known fields."""
     return {key: value for key, value in dataclasses.asdict(row).items() if value is not None}
 
 
@@ -47,7 +48,7 @@ def _show_devices(rows: Iterable[Device]) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("device", no_wrap=True)
-    for column in ("GiB", "fp32", "tf32", "bf16", "fp16 TFLOP/s", "memory GB/s"):
+    for column in (GIB.name, "fp32", "tf32", "bf16", "fp16 TFLOP/s", "memory GB/s"):
         table.add_column(column, justify="right")
     table.add_column("link")
     table.add_column("host link")
@@ -55,7 +56,7 @@ def _show_devices(rows: Iterable[Device]) -> None:
         peaks = [_scaled(device.flops_per_s(dtype), unit=1e12) for dtype in ("fp32", "tf32", "bf16", "fp16")]
         table.add_row(
             device.name,
-            _scaled(device.capacity_bytes, unit=2**30),
+            _scaled(device.capacity_bytes, unit=GIB.size),
             *peaks,
             _scaled(device.memory_bytes_per_s, unit=1e9),
             device.link.value if device.link else "–",
@@ -103,18 +104,17 @@ def _show_one(row: Device | Link) -> None:
 
 
 def _plain(value: float | str) -> str:
-    """Whole bytes to the last one; rates and times in four digits."""
+    """Integers in full; rates and times with four digits."""
     if isinstance(value, str):
         return value
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _scaled(number: Sourced[Any] | None, *, unit: float) -> str:
-    """In its unit, with as many digits as are of use; unknown is a dash."""
+    """In its unit, with four digits; a dash where it is not known."""
     if number is None:
         return "–"
-    value = number.value / unit
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    return significant(number.value / unit, num_digits=4)
 
 
 def _print(table: object) -> None:

@@ -35,8 +35,8 @@ def explain(
     from shardwise.models.catalogue import shape_of
     from shardwise.report.outline import outline, picture_model
     from shardwise.report.text.ring_rounds import explain_ring, ring_as_data
-    from shardwise.report.text.step import explain as explain_step
-    from shardwise.report.text.step import explain_as_data
+    from shardwise.report.text.step_picture import explain as explain_step
+    from shardwise.report.text.step_picture import explain_as_data
 
     if ring or strategy is None or strategy == "ring":
         if as_json:

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwise.cli.strategies import asked_strategies
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.placement import STRATEGIES
+from shardwise.quantities import GIB, fixed_text
 
 if TYPE_CHECKING:
     from shardwise.hardware import Cluster
     from shardwise.planner.search.candidates import Candidate
-    from shardwise.planner.search.recommend import Choice
+    from shardwise.planner.search.recommend import Recommendation
     from shardwise.planner.search.scale import Scaled
-    from shardwise.planner.time.queues import Span
     from shardwise.sources import Source
+    from shardwise.span import Span
 
 _GOALS = ("throughput", "memory")
 _OPTIMIZERS = ("adamw", "adam", "sgd")
@@ -31,10 +33,10 @@ def plan(
     cluster: Annotated[str, typer.Option("--cluster", help="8xh100-80gb, 16x8xa100-40gb@ib-8x200, or a TOML file.")],
     strategy: Annotated[str, typer.Option("--strategy", help=f"{', '.join(STRATEGIES)}, or all.")] = "all",
     micro_batch: Annotated[
-        int | None, typer.Option("--micro-batch", help="Samples a rank and pass; without, the most that fit.")
+        int | None, typer.Option("--micro-batch", help="Samples per rank per pass (default: the most that fit).")
     ] = None,
-    seq: Annotated[int | None, typer.Option("--seq", help="Tokens a sample.")] = None,
-    image: Annotated[int | None, typer.Option("--image", help="Pixels an image is wide and high.")] = None,
+    seq: Annotated[int | None, typer.Option("--seq", help="Tokens per sample.")] = None,
+    image: Annotated[int | None, typer.Option("--image", help="Width and height of an image in pixels.")] = None,
     precision: Annotated[str, typer.Option("--precision", help="fp32, bf16 or fp16.")] = "bf16",
     recompute: Annotated[str, typer.Option("--recompute", help="none, full or selective.")] = "none",
     optimizer: Annotated[str, typer.Option("--optimizer", help=f"{', '.join(_OPTIMIZERS)}.")] = "adamw",
@@ -45,38 +47,48 @@ def plan(
     devices: Annotated[
         Path | None, typer.Option("--devices", help="A device table that `shardwise calibrate` wrote.")
     ] = None,
-    scale: Annotated[bool, typer.Option("--scale", help="Also the best plan on 8 to 16,384 devices.")] = False,
-    timeline: Annotated[bool, typer.Option("--timeline", help="Also what each queue does in a step.")] = False,
+    scale: Annotated[bool, typer.Option("--scale", help="Also show the best plan on 8 to 16,384 devices.")] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Also show what each queue does in a step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     save: Annotated[Path | None, typer.Option("--save", help="Write the recommended plan as PLAN.toml.")] = None,
 ) -> None:
     """Say what every strategy needs on a cluster: fits or not, bytes by category, time, and which one to take."""
-    _check(strategy=strategy, goal=goal, optimizer=optimizer)
+    _check(goal=goal, optimizer=optimizer)
     from shardwise.plan import Plan
     from shardwise.planner.search.candidates import candidates, way_out
-    from shardwise.planner.search.recommend import choose
+    from shardwise.planner.search.recommend import Reason, recommend
     from shardwise.planner.search.scale import scaling
+    from shardwise.report.text.verdict import no_fit, reasons
     from shardwise.sources import Source
 
     where = _cluster(cluster, devices=devices)
     asked = Plan(micro_batch=micro_batch, precision=precision, recompute=recompute, engine=engine)
+    strategies = asked_strategies(strategy, engine=engine)
     source = Source(model, seq=seq, image=image, while_tracing=_progress)
-    strategies = [name for name in STRATEGIES if strategy in (name, "all") and _runs(name, engine=engine)]
     found = candidates(
         source.spec_for, plan=asked, strategies=strategies, cluster=where, optimizer=optimizer, goal=goal
     )
-    choice = choose(found, goal=goal, spec_for=source.spec_for, optimizer=optimizer)
-    if choice.index is None and any(candidate.fits == "no" for candidate in found):
+    chosen = recommend(found, goal=goal, spec_for=source.spec_for, optimizer=optimizer)
+    why = reasons(chosen)
+    if chosen.reason is Reason.NOTHING_FITS:
         way = way_out(source.spec_for, plan=asked, strategies=strategies, cluster=where, optimizer=optimizer)
-        choice = replace(choice, why=f"nothing fits; {_way_out(way)}")
+        why = no_fit(way, asked=asked, strategies=strategies, cluster=where)
     if save is not None:
-        if choice.index is None:
-            raise InvalidPlan(f"--save {save}: {choice.why}")
-        found[choice.index].plan.save(save)
+        if chosen.best is None:
+            raise InvalidPlan(f"--save {save}: {why}")
+        chosen.best.plan.save(save)
     grown = None
     if scale:
         grown = scaling(source.spec_for, plan=asked, found=found, cluster=where, optimizer=optimizer)
-    shown = Shown(source=source, found=found, choice=choice, optimizer=optimizer, timeline=timeline, scaling=grown)
+    shown = Shown(
+        source=source,
+        found=found,
+        recommendation=chosen,
+        why=why,
+        optimizer=optimizer,
+        timeline=timeline,
+        scaling=grown,
+    )
     if as_json:
         print(json.dumps(_data(shown), indent=2))
     else:
@@ -89,23 +101,21 @@ class Shown:
 
     source: "Source"
     found: "list[Candidate]"
-    choice: "Choice"
+    recommendation: "Recommendation"
+    why: str
     optimizer: str
     timeline: bool
     scaling: "list[Scaled] | None"
-
-    @property
-    def best(self) -> "Candidate | None":
-        return self.found[self.choice.index] if self.choice.index is not None else None
 
     def spans(self) -> "list[Span] | None":
         """The step of the recommended plan, if it is asked for and known."""
         from shardwise.planner.time.step_time import timeline
 
-        if not self.timeline or self.best is None or self.best.time is None:
+        best = self.recommendation.best
+        if not self.timeline or best is None or best.time is None:
             return None
-        plan = self.best.plan
-        return timeline(self.source.spec_for(plan), plan=plan, cluster=self.best.cluster, optimizer=self.optimizer)
+        spec = self.source.spec_for(best.plan)
+        return timeline(spec, plan=best.plan, cluster=best.cluster, optimizer=self.optimizer)
 
 
 def _cluster(text: str, *, devices: Path | None) -> "Cluster":
@@ -120,24 +130,11 @@ def _cluster(text: str, *, devices: Path | None) -> "Cluster":
     return replace(cluster, device=measured.device, link=measured.link or cluster.link)
 
 
-def _way_out(way: str | None) -> str:
-    if way is not None:
-        return f"fits with {way}"
-    return "also not with --recompute full, --micro-batch 1 and 1,024 times the devices"
-
-
-def _check(*, strategy: str, goal: str, optimizer: str) -> None:
-    if strategy not in (*STRATEGIES, "all"):
-        raise UnknownName.of("strategy", strategy, known=(*STRATEGIES, "all"))
+def _check(*, goal: str, optimizer: str) -> None:
     if goal not in _GOALS:
         raise UnknownName.of("goal", goal, known=_GOALS)
     if optimizer not in _OPTIMIZERS:
         raise UnknownName.of("optimizer", optimizer, known=_OPTIMIZERS)
-
-
-def _runs(strategy: str, *, engine: str) -> bool:
-    """torch's own engines have no zero1 and zero2."""
-    return engine != "torch" or strategy not in ("zero1", "zero2")
 
 
 @contextmanager
@@ -160,8 +157,8 @@ def _data(shown: Shown) -> dict[str, Any]:
     data = {
         "model": shown.source.reference,
         "cluster": str(shown.found[0].cluster),
-        "recommended": shown.choice.index,
-        "why": shown.choice.why,
+        "recommended": shown.recommendation.index,
+        "why": shown.why,
         "candidates": [as_data(candidate) for candidate in shown.found],
     }
     if shown.scaling is not None:
@@ -180,7 +177,7 @@ def _show(shown: Shown) -> None:
 
     console = Console()
     console.print(_heading(shown), highlight=False, markup=False)
-    console.print(as_table(shown.found, recommended=shown.choice.index))
+    console.print(as_table(shown.found, recommended=shown.recommendation.index))
     console.print(legend())
     spans = shown.spans()
     if spans is not None:
@@ -195,7 +192,7 @@ def _heading(shown: Shown) -> str:
     first = shown.found[0]
     capacity, plan = first.capacity_bytes, first.plan
     seq = f", {first.seq} tokens a sample" if first.seq else ""
-    room = f"{capacity / 2**30:.1f} GiB each" if capacity else "capacity unknown"
+    room = f"{fixed_text(capacity, unit=GIB)} each" if capacity else "capacity unknown"
     return (
         f"{shown.source.reference} on {first.cluster} ({room}): {plan.precision}, recompute {plan.recompute}{seq}, "
         f"engine {plan.engine}"
@@ -203,13 +200,13 @@ def _heading(shown: Shown) -> str:
 
 
 def _remarks(shown: Shown) -> Iterator[str]:
-    from shardwise.planner.search.recommend import name_of
     from shardwise.planner.time.step_time import why_not_timed
+    from shardwise.report.text.verdict import verdict
 
-    first, why = shown.found[0], shown.choice.why
+    first = shown.found[0]
     if not first.memory.activations_known:
         yield "States only: activations are unknown, and come on top."
-    yield f"Recommended: {name_of(shown.best)}, {why}." if shown.best is not None else why[0].upper() + why[1:] + "."
+    yield verdict(shown.recommendation, why=shown.why)
     fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity"
     unknown = why_not_timed(shown.source.spec_for(first.plan), plan=first.plan, cluster=first.cluster)
     time = f"time is not predicted: {unknown}" if unknown else f"time ± {first.time_band:.0%}, of it comm exposed"

@@ -1,4 +1,4 @@
-"""`shardwise profile`: the memory of one step, by category, measured here beside what was predicted."""
+"""`shardwise profile`: the memory of one step, by category, measured here and compared with the prediction."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.cli.strategies import asked_strategies
 from shardwise.errors import InvalidCluster, InvalidData, InvalidModel, InvalidPlan, UnknownName
 from shardwise.placement import STRATEGIES
 
@@ -22,12 +23,14 @@ _OPTIMIZERS = ("adamw", "adam", "sgd")
 def profile(
     model: Annotated[str, typer.Argument(help="A catalogue name, hf:DIR, timm:NAME, python:FILE.py:function.")],
     strategy: Annotated[str, typer.Option("--strategy", help=f"{', '.join(STRATEGIES)}, or all.")] = "all",
-    ranks: Annotated[int, typer.Option("--ranks", help="The size of the job of which one rank is rehearsed here.")] = 1,
-    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Samples a rank and pass.")] = 1,
-    seq: Annotated[int | None, typer.Option("--seq", help="Tokens a sample.")] = None,
-    image: Annotated[int | None, typer.Option("--image", help="Pixels an image is wide and high.")] = None,
+    ranks: Annotated[
+        int, typer.Option("--ranks", help="Number of ranks of the job; one of them is rehearsed here.")
+    ] = 1,
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Samples per rank per pass.")] = 1,
+    seq: Annotated[int | None, typer.Option("--seq", help="Tokens per sample.")] = None,
+    image: Annotated[int | None, typer.Option("--image", help="Width and height of an image in pixels.")] = None,
     precision: Annotated[
-        str | None, typer.Option("--precision", help="fp32, bf16 or fp16; without, bf16 on a GPU and fp32 on a CPU.")
+        str | None, typer.Option("--precision", help="fp32, bf16 or fp16 (default: bf16 on a GPU, fp32 on a CPU).")
     ] = None,
     recompute: Annotated[str, typer.Option("--recompute", help="none, full or selective.")] = "none",
     optimizer: Annotated[str, typer.Option("--optimizer", help=f"{', '.join(_OPTIMIZERS)}.")] = "adamw",
@@ -35,11 +38,11 @@ def profile(
         str, typer.Option("--engine", help="shardwise, or torch's own DDP and fully_shard.")
     ] = "shardwise",
     device: Annotated[
-        str | None, typer.Option("--device", help="cuda or cpu; without, cuda where there is one.")
+        str | None, typer.Option("--device", help="cuda or cpu (default: cuda if there is a GPU).")
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed.")] = 3,
     timeline: Annotated[
-        bool, typer.Option("--timeline", help="The step row by row also where there are several strategies.")
+        bool, typer.Option("--timeline", help="Show the step row by row for several strategies too.")
     ] = False,
     history: Annotated[
         Path | None,
@@ -48,7 +51,7 @@ def profile(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Run one rank of a job here, with the others absent: its memory by category through a step, and its time."""
-    _check(model, strategy=strategy, ranks=ranks, optimizer=optimizer, engine=engine)
+    _check(model, ranks=ranks, optimizer=optimizer)
     from shardwise.plan import Plan
     from shardwise.profile.rehearsal import Rehearsal
 
@@ -71,7 +74,7 @@ def profile(
         steps=steps,
         history=None if history is None else str(history),
     )
-    chosen = [name for name in STRATEGIES if strategy in (name, "all") and _runs(name, engine=engine)]
+    chosen = asked_strategies(strategy, engine=engine)
     _check_history(history, device=where, strategies=chosen)
     found = _profiles(rehearsal, strategies=chosen)
     if as_json:
@@ -108,11 +111,7 @@ def _profiles(rehearsal: "Rehearsal", *, strategies: Sequence[str]) -> "list[Pro
         return profile_all(each, spec_for=source.spec_for, room_bytes=_room_bytes(rehearsal.device), run=run)
 
 
-def _check(model: str, *, strategy: str, ranks: int, optimizer: str, engine: str) -> None:
-    if strategy not in (*STRATEGIES, "all"):
-        raise UnknownName.of("strategy", strategy, known=(*STRATEGIES, "all"))
-    if not _runs(strategy, engine=engine):
-        raise InvalidPlan(f"--strategy {strategy}: torch has no engine for it; use --engine shardwise")
+def _check(model: str, *, ranks: int, optimizer: str) -> None:
     if optimizer not in _OPTIMIZERS:
         raise UnknownName.of("optimizer", optimizer, known=_OPTIMIZERS)
     if ranks < 1:
@@ -121,11 +120,6 @@ def _check(model: str, *, strategy: str, ranks: int, optimizer: str, engine: str
         raise InvalidModel(
             f"{model}: of a number of parameters there is nothing to run; shardwise plan costs its states"
         )
-
-
-def _runs(strategy: str, *, engine: str) -> bool:
-    """torch's own engines have no zero1 and zero2."""
-    return engine != "torch" or strategy not in ("zero1", "zero2")
 
 
 def _device(asked: str | None) -> str:

@@ -40,10 +40,10 @@ def train(
     for option, value in (("--plan", plan), ("--strategy", strategy), ("--run", run)):
         arguments += [option, str(value)] if value is not None else []
     arguments += ["--fresh"] if fresh else []
-    from shardwise.launch.join import is_rank
+    from shardwise.comm.job_environment import is_rank
 
     if is_rank():
-        from shardwise.train.run import train as train_as_rank
+        from shardwise.train.rank_run import train as train_as_rank
 
         train_as_rank(chosen, fresh=fresh, command=("shardwise", *arguments))
         return

@@ -1,4 +1,11 @@
-"""Communication: the groups of a mesh, and the collectives that run on them.
+"""Communication: how a process joins its job, the groups of a mesh, and the collectives that run on them.
+
+job_environment.py   what the environment says of this process: rank, job, where the ranks meet
+rendezvous.py        the store, and the wait until every rank is there
+join.py              the rank's device and the default process group
+agreement.py         what ranks tell each other before they go on
+groups.py            the groups of a mesh
+collectives.py       the collectives of the backend; ring.py: our own; absent.py: with the other ranks absent
 
 torch.distributed carries the bytes (NCCL on GPUs, Gloo on CPUs); nothing here knows of units or plans.
 """

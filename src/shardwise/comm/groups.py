@@ -6,6 +6,7 @@ which they were issued, so in one group a gather that is needed now would wait b
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -49,7 +50,7 @@ def mesh_groups(mesh: Mesh) -> MeshGroups:
     """The groups of a mesh. Collective: every rank of the job calls it, at the same place in its program.
 
     They are made once: a second model on the same mesh uses the same, since a group costs connections, and on a GPU
-    hundreds of megabytes.
+    hundreds of megabytes. Their collectives have the time-out that the default group was given.
     """
     if mesh not in _MADE or not _still_there(_MADE[mesh]):
         _MADE[mesh] = _make_groups(mesh)
@@ -83,8 +84,24 @@ def _mine(everyone: Iterable[int], *, rank: int, group_of: Callable[[int], tuple
     """Make all groups of one kind, as torch demands of every rank, and keep the one that holds this rank."""
     mine: Group | None = None
     for ranks in dict.fromkeys(map(group_of, everyone)):
-        handle = dist.new_group(list(ranks))
+        handle = dist.new_group(list(ranks), timeout=_timeout())
         if rank in ranks:
             mine = Group(handle=handle, ranks=ranks, index=ranks.index(rank))
     assert mine is not None
     return mine
+
+
+def _timeout() -> timedelta | None:
+    """The default group's own time-out; None, which is torch's default, for a backend that does not tell.
+
+    new_group would take torch's default also where init_process_group was given another.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    # With several backends (cpu:gloo,cuda:nccl) all of them were given the same.
+    try:
+        options = world._get_backend(world._device_types[0]).options
+    except RuntimeError:
+        return None
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout

@@ -13,7 +13,7 @@ from shardwise.comm.groups import MeshGroups
 from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.step.runner import Runner
-from shardwise.engine.step.tape import Tape
+from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 
@@ -35,6 +35,14 @@ class Engine:
     undo: list[Callable[[], None]]
     # How long a rank waits for the others in what users may call on one rank by mistake.
     limit_seconds: float = 60.0
+
+    def check_between_steps(self, *, what: str) -> None:
+        """Refuse `what` in the middle of an accumulation: gradients that each rank sums alone are part of no state."""
+        if self.runner.passes.accumulating or self.runner.executor.holds_grads:
+            raise InvalidModel(
+                f"{what} in the middle of an accumulation: do it after the step, or clear the gradients first "
+                "(optimizer.zero_grad())"
+            )
 
 
 # An attribute of the model: a table of engines by model would keep both alive, since an engine holds its model.

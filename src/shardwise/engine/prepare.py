@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.comm.agreement import agree, exchange
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups import MeshGroups, mesh_groups
-from shardwise.comm.start import agree, exchange, start_process_group
+from shardwise.comm.join import join_job
 from shardwise.engine.activations.wrap import wrap_units
-from shardwise.engine.agreement import choose_device, describe
+from shardwise.engine.description import asked_device, describe
 from shardwise.engine.engine import Engine, is_prepared, register
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
@@ -23,11 +24,11 @@ from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.host import HostCopies
 from shardwise.engine.params.precision import attach_casts, check_kept
 from shardwise.engine.params.unit import Unit
-from shardwise.engine.prepared_module import become_prepared
+from shardwise.engine.pass_state import PassState
+from shardwise.engine.prepared.prepared_module import become_prepared
 from shardwise.engine.step.learn import FirstForward
-from shardwise.engine.step.pass_state import PassState
 from shardwise.engine.step.runner import Runner
-from shardwise.engine.step.tape import Tape
+from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED
@@ -51,16 +52,16 @@ def prepare(
 ) -> tuple[nn.Module, AnyOptimizer]:
     """Make `model` and `optimizer` run `plan`; then train with an ordinary loop.
 
-    Collective: every rank of the job calls it. Starts the process group from the environment if there is none, or a
-    job of one rank. Values come from rank 0. A model on the meta device is filled straight into shards. `device`
-    moves the model; without it the model stays where it is (from meta: the GPU of LOCAL_RANK, or the CPU).
+    Collective: every rank of the job calls it. Where there is no process group it joins the job that torchrun, SLURM or
+    our launcher started; without a launcher, a job of one rank. Values come from rank 0. A model on the meta device is
+    filled straight into shards. `device` moves the model; without it the model stays where it is (from meta: this
+    rank's GPU, or the CPU).
     `optimizer` may be None, and be made later. `any_optimizer` admits one that is not known to be elementwise.
     `collectives` replaces the plan's, for tests.
     """
     if is_prepared(model):
         raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
-    chosen = choose_device(model, device=device)
-    start_process_group(chosen)
+    chosen = join_job(asked_device(model, device=device))
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
     agree(
         lambda: _description(model, optimizer, plan=plan, mesh=mesh, device=chosen, any_optimizer=any_optimizer),

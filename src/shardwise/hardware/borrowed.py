@@ -1,7 +1,8 @@
-"""The pace of a device that nobody has calibrated, from the calibration of one that somebody has. No torch here.
+"""The kernel model of a device: by its own calibration, or by one that it borrows. No torch here.
 
-A kernel's time on the lender is what its peak (operations or bytes a second) alone would take, and the rest: latencies,
-instructions, what no peak counts. The first part goes with the device's own peak, the second with its processors:
+A kernel's time on the lender has two parts: what its peak (operations or bytes per second) alone would take, and the
+rest: latencies, instructions, what no peak counts. The first scales with the device's own peak, the second with its
+processors:
 
     seconds = (peak part of the device + rest · processors × clock of the lender / those of the device) / relative reach
 
@@ -9,23 +10,44 @@ The relative reach is 1; that of matrix products and of attention may be fitted 
 """
 
 from dataclasses import replace
+from functools import lru_cache
 
-from shardwise.hardware.device import Device
-from shardwise.hardware.kernel_model import Kernel, Pace
+from shardwise.hardware.calibration import Calibration, shipped_calibration
+from shardwise.hardware.device import Device, device_of
+from shardwise.hardware.kernel_model import Kernel, KernelModel
+
+# The device whose calibration stands in for what another's own does not say.
+_USUAL = "h200"
 
 _PEAK_SHARE = 0.9
-"""Of a peak, what the best kernels reach: copies of the bandwidth, products of the operations."""
+"""The share of a peak that the best kernels reach: copies of the bandwidth, products of the operations."""
 
 _QUIET_HOST = 0.72
-"""Of the lender's time to issue an operation, what a host needs that is not shared. That of the H200 was: a tiny
-operation took it 10.5 µs in the middle, and 7.6 in the twentieth of the time when its neighbours were quiet
-(host_seconds in benchmarks/results/step_times_h200.json)."""
+"""The time to issue an operation on a host that is not shared, relative to the lender's. The host of the H200 was
+shared: the median of a tiny operation was 10.5 µs, and 7.6 µs in the quietest twentieth of the time (host_seconds in
+benchmarks/results/step_times_h200.json)."""
 
 
-class LentPace(Pace):
-    """The pace of `device`, by that of a calibrated `lender`."""
+def usual_calibration() -> Calibration:
+    """The one that stands in for what a device's own does not say."""
+    found = shipped_calibration(_USUAL)
+    assert found is not None
+    return found
 
-    def __init__(self, device: Device, *, lender: Pace) -> None:
+
+@lru_cache(maxsize=64)
+def kernel_model_of(device: Device) -> KernelModel:
+    """The kernel model of a device whose peaks are known: its own calibration, or a borrowed one."""
+    own = device.calibration or shipped_calibration(device.name)
+    if own is not None:
+        return KernelModel(device, calibration=own, is_own=True)
+    return BorrowedKernelModel(device, lender=kernel_model_of(device_of(_USUAL)))
+
+
+class BorrowedKernelModel(KernelModel):
+    """The kernel model of `device`, from that of a calibrated `lender`."""
+
+    def __init__(self, device: Device, *, lender: KernelModel) -> None:
         issued = {op: (_QUIET_HOST * a, _QUIET_HOST * b) for op, (a, b) in lender.calibration.launch_seconds.items()}
         super().__init__(device, calibration=replace(lender.calibration, launch_seconds=issued), is_own=False)
         self.lender = lender
@@ -40,12 +62,13 @@ class LentPace(Pace):
         return found
 
     def _transferred(self, kernel: Kernel) -> float:
-        lent = _as_calibrated(kernel)
+        borrowed = _as_calibrated(kernel)
         dtype = kernel.dtype
         if dtype == "fp32" and kernel.name.startswith("convolution") and self.device.tf32_flops_per_s is not None:
             # torch's default: convolutions of fp32 values go over tensor cores where there are any for them.
             dtype = "tf32"
-        rest = self.lender.seconds(lent) - self.lender.start_seconds(lent) - _peak_part(lent, self.lender, lent.dtype)
+        peak_part = _peak_part(borrowed, self.lender, borrowed.dtype)
+        rest = self.lender.seconds(borrowed) - self.lender.start_seconds(borrowed) - peak_part
         return _peak_part(kernel, self, dtype) + max(rest, 0.0) / self.processors
 
 
@@ -58,9 +81,9 @@ def _as_calibrated(kernel: Kernel) -> Kernel:
     return kernel
 
 
-def _peak_part(kernel: Kernel, pace: Pace, dtype: str) -> float:
-    peak = pace.peak(dtype) if dtype else float("inf")
-    return max(kernel.num_flops / peak, kernel.num_bytes / pace.memory_bytes_per_s) / _PEAK_SHARE
+def _peak_part(kernel: Kernel, model: KernelModel, dtype: str) -> float:
+    peak = model.peak(dtype) if dtype else float("inf")
+    return max(kernel.num_flops / peak, kernel.num_bytes / model.memory_bytes_per_s) / _PEAK_SHARE
 
 
 def _processor_speed(device: Device) -> float:
@@ -72,7 +95,7 @@ def _processor_speed(device: Device) -> float:
 
 
 def relative_reach(device: Device, kernel: Kernel) -> float:
-    """Of a kernel on a device, beside what its lender makes expect."""
+    """How fast a kernel is on a device, relative to what the lender's calibration predicts."""
     found = None
     if kernel.name == "matmul":
         found = device.matmul_reach

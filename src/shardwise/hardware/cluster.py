@@ -56,12 +56,8 @@ def check_count(name: str, count: object) -> None:
         raise InvalidCluster(f"{name} = {count!r}: must be a whole number of at least 1")
 
 
-def cluster_of(text: str) -> Cluster:
-    """The cluster that `text` describes, in the grammar above or in the file that it names."""
-    if text.endswith(".toml"):
-        from shardwise.hardware.cluster_file import read_cluster_file
-
-        return read_cluster_file(text)
+def parse_cluster(text: str) -> Cluster:
+    """The cluster that `text` describes, in the grammar above."""
     return _Parser(text).cluster()
 
 

@@ -18,11 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import InvalidCluster, ShardwiseError
-from shardwise.hardware.cluster import Cluster, check_count, fabric_of, make_cluster
+from shardwise.hardware.cluster import Cluster, check_count, fabric_of, make_cluster, parse_cluster
 from shardwise.hardware.device import Device, device_of, read_device
 from shardwise.hardware.link import Fabric, Link, link_of, read_link
 from shardwise.hardware.sourced import check_table
 from shardwise.toml_file import read_toml
+
+
+def cluster_of(text: str) -> Cluster:
+    """The cluster that `text` describes, by its name (cluster.py) or as the path of a file."""
+    return read_cluster_file(text) if text.endswith(".toml") else parse_cluster(text)
 
 
 def read_cluster_file(path: str | Path) -> Cluster:

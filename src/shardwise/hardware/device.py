@@ -36,7 +36,7 @@ class Device:
     num_processors       streaming multiprocessors, over which the tiles of a matrix product are spread
     processor_hz         their clock
     *_flops_per_s        peak of dense matrix products
-    *_reach              what matrix products and attention reach beside an H200's (lent.py)
+    *_reach              what matrix products and attention reach, relative to an H200 (borrowed.py)
     context_bytes        what a process holds before it has made one tensor
     communicator_bytes   what each NCCL communicator holds
     host_link            name of the link to the CPU

@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.errors import InvalidData
 from shardwise.hardware.calibration import Calibration
 from shardwise.hardware.device import Device
-from shardwise.hardware.kernel_model import BY_COLUMNS, Kernel, Pace, attention, product
+from shardwise.hardware.kernel_model import BY_COLUMNS, Kernel, KernelModel, attention, product
 from shardwise.hardware.probe import Probe, probe_of
 from shardwise.hardware.sourced import Sourced
 
@@ -52,14 +52,14 @@ def fit_calibration(measured: Mapping[str, Any], *, device: Device, source: str)
     groups: dict[str, list[tuple[Kernel, float]]] = defaultdict(list)
     for kernel, seconds in timed:
         groups[kernel.key].append((kernel, seconds))
-    pace = Pace(device, calibration=rough, is_own=True)
-    reach = {key: _reach(group, pace=pace) for key, group in groups.items()}
+    model = KernelModel(device, calibration=rough, is_own=True)
+    reach = {key: _reach(group, model=model) for key, group in groups.items()}
     if "widen" in reach and "narrow" in reach:
         # A trace does not tell them apart; a step has as many casts of the one kind as of the other.
         reach["cast"] = harmonic_mean((reach["widen"], reach["narrow"]))
     reached = replace(rough, reach=reach)
-    pace = Pace(device, calibration=reached, is_own=True)
-    return replace(reached, points={key: _points(group, pace=pace) for key, group in groups.items()})
+    model = KernelModel(device, calibration=reached, is_own=True)
+    return replace(reached, points={key: _points(group, model=model) for key, group in groups.items()})
 
 
 def shared(measured: Mapping[str, Any]) -> Rows:
@@ -84,17 +84,21 @@ def _timed(rows: Rows) -> list[tuple[Kernel, float]]:
     return timed
 
 
-def _reach(group: Sequence[tuple[Kernel, float]], *, pace: Pace) -> float:
+def _reach(group: Sequence[tuple[Kernel, float]], *, model: KernelModel) -> float:
     """Of the larger half of a kernel's sizes, the median."""
     by_time = sorted(group, key=lambda pair: pair[1])
     by_time = by_time[len(by_time) // 2 :]
-    parts = [pace.law(kernel) / max(seconds - pace.start_seconds(kernel), 0.1 * seconds) for kernel, seconds in by_time]
+    parts = [
+        model.law(kernel) / max(seconds - model.start_seconds(kernel), 0.1 * seconds) for kernel, seconds in by_time
+    ]
     return median(parts) or 1.0
 
 
-def _points(group: Sequence[tuple[Kernel, float]], *, pace: Pace) -> tuple[tuple[tuple[float, ...], float], ...]:
+def _points(
+    group: Sequence[tuple[Kernel, float]], *, model: KernelModel
+) -> tuple[tuple[tuple[float, ...], float], ...]:
     return tuple(
-        (tuple(round(log2(size), 3) for size in kernel.sizes), round(seconds / pace.seconds(kernel), 4))
+        (tuple(round(log2(size), 3) for size in kernel.sizes), round(seconds / model.seconds(kernel), 4))
         for kernel, seconds in group
     )
 

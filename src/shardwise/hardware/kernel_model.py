@@ -5,15 +5,14 @@
 Operations of matrix products and of attention count with what their tiles waste (`product_seconds`,
 `attention_excess`; their constants are fitted to benchmarks/results/calibrate_h200.json).
 The peaks are the datasheet's; `reach` and the corrections come from a calibration: the device's own or, for a device
-that has none, an H200's (lent.py).
+that has none, an H200's (borrowed.py).
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import ceil, exp, log, log2
 
-from shardwise.hardware.calibration import Calibration, Points, shipped_calibration
-from shardwise.hardware.device import Device, device_of
+from shardwise.hardware.calibration import Calibration, Points
+from shardwise.hardware.device import Device
 
 # Rows and columns of the part of a product that one processor computes at a time.
 _TILES = tuple((rows, columns) for rows in (64, 128, 192, 256) for columns in (64, 96, 128, 160, 192, 256))
@@ -41,10 +40,6 @@ _ALIGNMENT = 8
 # Into how many parts k is cut where a product has few rows and columns.
 _SPLITS = (1, 2, 4, 8, 16)
 _LEAST_SPLIT = 512
-
-# The device whose calibration stands in for what another's own does not say.
-_USUAL = "h200"
-
 # A point that is this far away (in octaves) weighs as much as no correction at all.
 _FAR = 2.0
 _NEAR = 0.1
@@ -109,26 +104,8 @@ def attention(dtype: str, dims: tuple[float, ...], *, backward: bool, num_flops:
     return Kernel(name, dtype, num_flops, num_bytes, sizes, role=role)
 
 
-def usual_calibration() -> Calibration:
-    """The one that stands in for what a device's own does not say."""
-    found = shipped_calibration(_USUAL)
-    assert found is not None
-    return found
-
-
-@lru_cache(maxsize=64)
-def pace_of(device: Device) -> "Pace":
-    """The pace of a device of which the peaks are known."""
-    own = device.calibration or shipped_calibration(device.name)
-    if own is not None:
-        return Pace(device, calibration=own, is_own=True)
-    from shardwise.hardware.borrowed import LentPace
-
-    return LentPace(device, lender=pace_of(device_of(_USUAL)))
-
-
-class Pace:
-    """The pace of one kind of device."""
+class KernelModel:
+    """How long kernels take on one kind of device; `is_own`: the calibration was measured on it."""
 
     def __init__(self, device: Device, *, calibration: Calibration, is_own: bool) -> None:
         assert device.memory_bytes_per_s is not None

@@ -1,1 +1,1 @@
-"""Starting, joining and watching the ranks of a job."""
+"""Starting and watching the ranks of a job."""

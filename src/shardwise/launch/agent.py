@@ -26,8 +26,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from shardwise.comm.job_environment import STORE
 from shardwise.launch.failure import LAST_WORDS_SECONDS, LOG, Failure, ended, first, reported
-from shardwise.launch.join import STORE
 from shardwise.launch.rank_process import LAUNCHER
 
 _MONITOR_SECONDS = 0.05

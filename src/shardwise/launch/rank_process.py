@@ -14,6 +14,7 @@ import runpy
 import signal
 import sys
 
+from shardwise.comm.job_environment import start_of
 from shardwise.errors import ShardwiseError
 from shardwise.launch.failure import report, write_to_log
 
@@ -25,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Run the program that the arguments name, as one rank."""
     end_with(int(os.environ[LAUNCHER]))
-    rank = int(os.environ["RANK"])
+    rank = start_of(os.environ).rank
     if rank != 0:
         write_to_log(1, 2)
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -1,7 +1,8 @@
 """Step 4 of 5, before a run: spec + plan + cluster → does it fit, where do the bytes go, how long is a step. No torch.
 
-job.py             one plan of one model, its equal blocks shortened to a few that stand for all (fold.py)
+job.py             one plan of one model, its equal blocks folded into a few that stand for all (fold.py)
 engine_model.py    what is known of each engine: ours, torch's DDP, torch's fully_shard
+overhead.py        what an engine itself costs: the CPU's time, and copies
 trace_order.py     how the program's cursor moves through a step that nobody runs: in the order of the trace
 
 Memory
@@ -17,7 +18,6 @@ Time
 time/compute.py         one operation of the model → seconds of the device, and of the CPU that issues it
 time/pieces.py          what a model computes, piece by piece, and how long that takes
 time/collective.py      rings and trees over the links of a cluster → seconds
-time/overhead.py        what an engine itself costs
 time/time_executor.py   an operation of the program → instructions for the queues
 time/instructions.py    the rows of a step → its schedule
 time/queues.py          four queues and their waits
@@ -29,6 +29,6 @@ search/recommend.py     which to take, and why
 search/scale.py         the same on 8 to 16,384 devices
 """
 
-from shardwise.planner.memory.peak import CATEGORIES, MemoryEstimate, estimate
+from shardwise.planner.memory.peak import MemoryEstimate, estimate
 
-__all__ = ["CATEGORIES", "MemoryEstimate", "estimate"]
+__all__ = ["MemoryEstimate", "estimate"]

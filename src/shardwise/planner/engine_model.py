@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from shardwise.placement import SHARDED, STRATEGIES
 from shardwise.plan import Plan
 from shardwise.planner.memory.executors.ddp_memory import DdpMemory
 from shardwise.planner.memory.executors.fully_shard_memory import FullyShardMemory
@@ -12,7 +11,7 @@ from shardwise.planner.memory.executors.our_memory import OurMemory
 from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
 from shardwise.planner.memory.states import UnitStates, unit_states
 from shardwise.planner.memory.torch_states import ddp_states, fully_shard_states
-from shardwise.planner.time.overhead import OVERHEADS, Overhead
+from shardwise.planner.overhead import OVERHEADS, Overhead
 from shardwise.program import StepProgram
 from shardwise.program.rules import rules_of
 from shardwise.program.rules.context import Rules
@@ -35,7 +34,6 @@ class EngineModel:
     autocasts              parameters stay in the optimizer's dtype, and autocast makes copies of them
     num_communicators      of a process; `gather_communicators` more where parameters are sharded
     error_band             how far a prediction of memory may be off: the goal, until validation gives its own
-    recomputes             it knows `recompute`; `shards_optim_alone`: and sharded state of replicated parameters
     """
 
     rules: Rules
@@ -48,14 +46,6 @@ class EngineModel:
     num_communicators: int = 1
     gather_communicators: int = 0
     error_band: float
-    recomputes: bool = False
-    shards_optim_alone: bool = False
-
-    def can_run(self, plan: Plan) -> bool:
-        """Whether it has what the plan's strategy, and its recomputation, ask for."""
-        placement = STRATEGIES[plan.strategy]
-        optim_alone = placement.optim is SHARDED and placement.params is not SHARDED
-        return (self.recomputes or plan.recompute == "none") and (self.shards_optim_alone or not optim_alone)
 
 
 _MODELS = (
@@ -69,8 +59,6 @@ _MODELS = (
         num_communicators=3,
         gather_communicators=1,
         error_band=0.03,
-        recomputes=True,
-        shards_optim_alone=True,
     ),
     EngineModel(
         rules=DDP,

@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
 
-from shardwise.patterns import unmatched
+from shardwise.categories import CATEGORIES
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
 from shardwise.planner.engine_model import EngineModel, engine_model_of
@@ -14,7 +13,7 @@ from shardwise.planner.memory.allocations import Ledger
 from shardwise.planner.memory.constants import MemoryRules
 from shardwise.planner.memory.events import memory_rows
 from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
-from shardwise.planner.memory.replay import CATEGORIES, MemoryRow, Replayed, replay
+from shardwise.planner.memory.replay import MemoryRow, Replayed, replay
 from shardwise.planner.memory.states import OptimizerRule, UnitStates
 from shardwise.planner.memory.stream_peak import StreamPeak, stream_peak
 from shardwise.planner.trace_order import Key
@@ -22,8 +21,6 @@ from shardwise.program import StepProgram, build
 from shardwise.spec import ModelSpec
 from shardwise.spec.law import Line
 from shardwise.spec.step import StepRow, StepTrace, Stream
-
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,10 +41,10 @@ class Job:
         return replay(self.memory_rows, at_rest=self.at_rest)
 
     def cut(self, length: int) -> "Job":
-        """The same plan on a model whose runs of equal units are no longer than `length`."""
+        """The same plan on a model whose rows of equal units are no longer than `length`."""
         if length not in self._cuts:
             runs = self.traces["none"].runs if self.traces else ()
-            short = cut(self.spec, runs=runs, length=length)
+            short = cut(self.spec, plan=self.plan, runs=runs, length=length)
             self._cuts[length] = replace(self, short=short, _cuts={})
         return self._cuts[length]
 
@@ -99,16 +96,7 @@ class Job:
 
     def build_program(self, *, reduces: bool = True) -> StepProgram:
         """With `reduces=False`, of a pass that keeps its gradients."""
-        plan = self.plan
-        if plan.overrides or plan.recompute_overrides:
-            # Patterns for units that are left out say nothing here.
-            names = [unit.name for unit in self.short.spec.units]
-            plan = replace(
-                plan,
-                overrides=_matching(plan.overrides, names),
-                recompute_overrides=_matching(plan.recompute_overrides, names),
-            )
-        return build(self.short.spec, plan=plan, reduces=reduces)
+        return build(self.short.spec, plan=self.plan, reduces=reduces)
 
     @cached_property
     def memory_rows(self) -> Sequence[MemoryRow]:
@@ -195,9 +183,3 @@ class Job:
     def buffers_at_rest(self) -> list[int]:
         """Of that, the single allocations for gradients."""
         return self._memory().buffers_at_rest()
-
-
-def _matching(patterns: Mapping[str, _Value], names: Sequence[str]) -> dict[str, _Value]:
-    """Without the patterns that match none of the names."""
-    left_out = unmatched(patterns, names)
-    return {pattern: value for pattern, value in patterns.items() if pattern not in left_out}

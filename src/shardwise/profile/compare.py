@@ -1,22 +1,23 @@
-"""What was predicted beside what was measured: a rehearsal for each strategy, if it fits on this machine. No torch."""
+"""Predicted memory and measured memory: one rehearsal per strategy that fits on this machine. No torch."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardwise.engine_limits import LIMITS, strategies_of
 from shardwise.errors import ShardwiseError
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import MemoryEstimate, estimate, job_of
 from shardwise.planner.memory.replay import row_peaks
-from shardwise.profile.memory_ledger import LedgerEntry, beside
+from shardwise.profile.memory_ledger import LedgerEntry, paired
 from shardwise.profile.rehearsal import Measured, Rehearsal, rehearse_apart
+from shardwise.quantities import GIB, fixed_text
 from shardwise.spec import ModelSpec
 
 SpecFor = Callable[[Plan], ModelSpec]
 
-# Of the planner, for the kernels that rank.py chooses.
+# The planner's rule for the optimizer kernels that rehearsal_process.py chooses.
 _OPTIMIZERS = {
     "cpu": {"adamw": "adamw-loop", "adam": "adamw-loop", "sgd": "sgd"},
     "cuda": {"adamw": "adamw-fused", "adam": "adam-fused", "sgd": "sgd"},
@@ -24,11 +25,11 @@ _OPTIMIZERS = {
 _UNCUT = 2**62
 _MOST_RANKS = 1024
 _PROCESS_BYTES = 2**29
-"""What a process holds on the host beside its tensors, torch itself mostly: measured 0.3 GiB, and some to spare."""
+"""What a process holds on the host besides tensors, mostly torch itself: 0.3 GiB measured, and a margin."""
 
 
 class DoesNotFit(ShardwiseError):  # noqa: N818
-    """More memory than there is."""
+    """It needs more memory than there is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class Profile:
 
     @property
     def error(self) -> float | None:
-        """How much more was predicted than there was, of what there was."""
+        """Predicted minus measured, relative to measured."""
         if self.measured is None:
             return None
         return self.predicted.memory.allocated_bytes / self.measured.allocated_bytes - 1
@@ -61,17 +62,17 @@ class Profile:
 
     @property
     def unknown(self) -> frozenset[str]:
-        """Categories that an engine does not tell of: what is measured of them counts as activations."""
-        return frozenset({"gathered", "reduce"} if self.rehearsal.plan.engine == "torch" else ())
+        """Categories that the engine does not report: their bytes are measured as activations."""
+        return LIMITS[self.rehearsal.plan.engine].untold
 
     def rows(self) -> Iterator[tuple[LedgerEntry, LedgerEntry | None]]:
         """(measured, predicted) of each row that was measured."""
         seen = self.measured.ledger.entries if self.measured is not None else ()
-        return beside(seen, self.predicted.entries)
+        return paired(seen, self.predicted.entries)
 
 
 def predict(rehearsal: Rehearsal, *, spec_for: SpecFor) -> PredictedMemory:
-    """What the planner says of the very same job."""
+    """The planner's prediction for the same job."""
     return predict_memory(
         spec_for(rehearsal.plan),
         plan=rehearsal.plan,
@@ -85,7 +86,7 @@ def predict(rehearsal: Rehearsal, *, spec_for: SpecFor) -> PredictedMemory:
 def predict_memory(
     spec: ModelSpec, *, plan: Plan, num_ranks: int, batch: int, optimizer: str, device: str
 ) -> PredictedMemory:
-    """The peak, and every row's highest point; `optimizer` is one of planner/memory/states.py."""
+    """The peak, and the highest point of every row; `optimizer` is a name of planner/memory/states.py."""
     memory = estimate(spec, plan=plan, num_ranks=num_ranks, batch=batch, optimizer=optimizer, device=device)
     job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device).cut(_UNCUT)
     found = row_peaks(job.memory_rows, at_rest=job.at_rest, batch=batch)
@@ -119,12 +120,12 @@ def profile(
 
 
 def needed_bytes(memory: MemoryEstimate, *, device: str) -> int:
-    """All that the process takes where the tensors are."""
+    """What the process takes on the device that holds its tensors."""
     return memory.allocated_bytes + _PROCESS_BYTES if device == "cpu" else memory.device_bytes
 
 
 def host_room_bytes() -> int:
-    """What a process may take of this machine's memory, and of its control group's; files in the cache can go."""
+    """What a process may take of this machine's memory and of its control group's; cached files do not count."""
     room = _field("/proc/meminfo", "MemAvailable:") * 1024
     group = Path("/sys/fs/cgroup")
     limit = group / "memory.max"
@@ -135,7 +136,7 @@ def host_room_bytes() -> int:
 
 
 def _field(path: Path | str, name: str) -> int:
-    """The number beside a name in one of the kernel's tables."""
+    """The number that follows a name in one of the kernel's tables."""
     lines = (line.split() for line in Path(path).read_text().splitlines())
     return next(int(words[1]) for words in lines if words[0] == name)
 
@@ -153,14 +154,15 @@ def _too_much(rehearsal: Rehearsal, needed: int, *, spec_for: SpecFor, room_byte
 
 
 def _lighter(rehearsal: Rehearsal) -> Iterator[tuple[Rehearsal, str]]:
-    """Other rehearsals that need less and less, with the options that ask for them."""
-    for strategy in STRATEGIES:
-        if rehearsal.plan.engine != "torch" or strategy not in ("zero1", "zero2"):
-            yield replace(rehearsal, plan=replace(rehearsal.plan, strategy=strategy)), f"--strategy {strategy}"
-    sharded = replace(rehearsal, plan=replace(rehearsal.plan, strategy="fsdp"))
+    """Other rehearsals, each needing less memory, with the options that ask for them."""
+    strategies = strategies_of(rehearsal.plan.engine)
+    for strategy in strategies:
+        yield replace(rehearsal, plan=replace(rehearsal.plan, strategy=strategy)), f"--strategy {strategy}"
+    most_sharded = strategies[-1]
+    sharded = replace(rehearsal, plan=replace(rehearsal.plan, strategy=most_sharded))
     for batch in dict.fromkeys((rehearsal.batch, 1)):
         num_ranks = rehearsal.num_ranks
-        options = "--strategy fsdp" + (f" --micro-batch {batch}" if batch != rehearsal.batch else "")
+        options = f"--strategy {most_sharded}" + (f" --micro-batch {batch}" if batch != rehearsal.batch else "")
         yield replace(sharded, batch=batch), options
         while num_ranks < _MOST_RANKS:
             num_ranks = min(2 * num_ranks, _MOST_RANKS)
@@ -168,4 +170,4 @@ def _lighter(rehearsal: Rehearsal) -> Iterator[tuple[Rehearsal, str]]:
 
 
 def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+    return fixed_text(num_bytes, unit=GIB)

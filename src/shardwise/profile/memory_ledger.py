@@ -1,13 +1,13 @@
 """The memory ledger: live bytes by category, row by row of a step. No torch here.
 
-    allocations   when each storage came and went (live.py)
+    allocations   when each storage was allocated and freed (cpu_allocations.py, cuda_allocations.py)
     marks         the rows of the step, each with the storages whose category the engine knows then (rows.py)
     ledger        for each row, what was live at its highest moment, by category
 
-A storage is of the category that the engine last gave it; before the first time, of the one that it will give it: a
-gradient is one from birth, though the engine sees it only when all of its unit are there. What the engine never
-knows of is an activation if it came in forward or backward, and `other` if it came in the update, before the step, or
-while a kernel ran that also freed it (scratch).
+A storage has the category that the engine last gave it; before the first time, the one that it will give it: a
+gradient is a gradient from its allocation on, though the engine sees it only when all gradients of its unit are there.
+A storage that the engine never knows is an activation if it was allocated in forward or backward, and `other` if in
+the update, before the step, or inside a kernel that also freed it (scratch).
 """
 
 from bisect import bisect_left
@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.planner.memory.replay import CATEGORIES
+from shardwise.categories import ACTIVATIONS, CATEGORIES, OTHER
 
 FOREVER = 2**63
-"""The moment at which is freed what nobody frees."""
+"""When a storage is freed that is never freed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,8 @@ class Allocation:
 class LedgerMark:
     """A row of the step begins: its label, when, and address → category of what the engine holds then.
 
-    `computes`: what comes now and nobody knows is an activation. `reserved_bytes`: what the caching allocator holds.
+    `computes`: a storage that is allocated now and that the engine does not know is an activation.
+    `reserved_bytes`: what the caching allocator holds.
     """
 
     label: str
@@ -49,7 +50,7 @@ class LedgerMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry:
-    """Bytes by category at the highest moment of a row; what a caching allocator held when the row began."""
+    """Bytes by category at the highest moment of a row; and what a caching allocator held when the row began."""
 
     at: str
     num_bytes: Mapping[str, int]
@@ -69,7 +70,7 @@ class MemoryLedger:
 
     @property
     def peak(self) -> LedgerEntry:
-        """The first of the highest."""
+        """The highest entry; the first of several."""
         return max(self.entries, key=lambda entry: entry.total_bytes)
 
     def to_data(self) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def ledger_of(allocations: Iterable[Allocation], *, marks: Sequence[LedgerMark],
     return MemoryLedger(entries=tuple(entries), at_rest=LedgerEntry(at="at rest", num_bytes=dict(live)))
 
 
-def beside(
+def paired(
     seen: Sequence[LedgerEntry], expected: Iterable[LedgerEntry]
 ) -> Iterator[tuple[LedgerEntry, LedgerEntry | None]]:
     """(measured, predicted) of each row that was measured.
@@ -153,4 +154,4 @@ def _unnamed(allocation: Allocation, *, marks: Sequence[LedgerMark], starts: Seq
     """The category of what the engine does not know."""
     row = bisect_left(starts, allocation.born) - 1
     computes = row >= 0 and marks[row].computes
-    return "activations" if computes and not allocation.is_scratch else "other"
+    return ACTIVATIONS if computes and not allocation.is_scratch else OTHER

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from shardwise.profile.cpu_allocations import LiveBytes
 from shardwise.profile.cuda_allocations import AllocatorHistory
 from shardwise.profile.memory_ledger import LedgerMark, MemoryLedger, ledger_of
-from shardwise.profile.rows import known_storages, step_rows
+from shardwise.profile.step_rows import known_storages, step_rows
 from shardwise.program import Trigger
 from shardwise.spec import ModelSpec
 

@@ -1,7 +1,7 @@
 """A rehearsal: one rank of a job of any size, run for real on this device, with the others absent. No torch here.
 
 Memory and compute time are those of a real rank; nothing goes over a wire, so the time of communication is not in it.
-Each runs in a process of its own (rank.py), which leaves no memory and no state to the next.
+Each runs in a process of its own (rehearsal_process.py), which leaves no memory and no state to the next.
 """
 
 import json

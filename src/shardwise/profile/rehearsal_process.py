@@ -8,14 +8,12 @@ import pickle
 import platform
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -23,6 +21,8 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.atomic import atomic_write
 from shardwise.comm.absent import AbsentCollectives, absent_group, leave_out_reduce
+from shardwise.comm.job_environment import Start
+from shardwise.comm.join import joined
 from shardwise.engines import prepare
 from shardwise.errors import ShardwiseError
 from shardwise.profile.cuda_allocations import AllocatorHistory
@@ -134,21 +134,13 @@ def _timed(training: _Training) -> float:
     return time.perf_counter() - began
 
 
-@contextmanager
-def _group(rehearsal: Rehearsal, *, device: torch.device) -> Iterator[None]:
+def _group(rehearsal: Rehearsal, *, device: torch.device) -> AbstractContextManager[object]:
     """A job whose other ranks are absent, or a real one of one rank, whatever the environment says of others."""
+    if rehearsal.num_ranks == 1:
+        return joined(device, start=Start())
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if rehearsal.num_ranks > 1:
-        with absent_group(rehearsal.num_ranks):
-            yield
-        return
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    return absent_group(rehearsal.num_ranks)
 
 
 def _write_history(live: Recording, path: str) -> None:

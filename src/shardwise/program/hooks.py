@@ -5,7 +5,6 @@ one set of hooks for all, so that all see the same rows.
 """
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -21,8 +20,10 @@ from shardwise.errors import InvalidModel
 from shardwise.spec import ANNOUNCED, NONE, UNANNOUNCED
 
 _PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
-# Nearly all that a module keeps on itself is of these types, and a look at the type is faster than isinstance.
-_NO_TENSORS = frozenset({*_PLAIN, dict, OrderedDict, list, tuple, set})
+# Nearly all that a module of the user's keeps on itself is of these types, and a look at the type is faster than
+# isinstance.
+_NO_TENSORS = frozenset(_PLAIN)
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 UnitT = TypeVar("UnitT", bound=Hashable)
 _Heard = TypeVar("_Heard", bound=Hashable, contravariant=True)
@@ -63,7 +64,7 @@ class StepListener(Protocol[_Heard]):
 class UnitGrads(Generic[UnitT]):
     """A unit's gradients in one backward: which parameters can get one, and which have; by id.
 
-    Once `closed`, no more are taken in this backward.
+    They are `closed` outside of a backward, and as soon as no more are taken in it.
     """
 
     __slots__ = ("__weakref__", "_hooked", "arrived", "closed", "expected", "hooks", "unit")
@@ -73,7 +74,6 @@ class UnitGrads(Generic[UnitT]):
         self.hooks = hooks
         self.expected: frozenset[int] = frozenset()
         self.arrived: set[int] = set()
-        # Until backward begins.
         self.closed = True
         self._hooked: set[int] = set()
 
@@ -159,7 +159,13 @@ class StepHooks(Generic[UnitT]):
 
     def _end_backward(self) -> None:
         self.listener.end_backward()
+        self.abandon_backward()
+
+    def abandon_backward(self) -> None:
+        """No backward is under way: it is over, or it raised and nobody goes on with it."""
         self.in_backward = False
+        for grads in self.grads.values():
+            grads.closed = True
 
     def arrived(self, grads: UnitGrads[UnitT], key: int, parameter: Tensor) -> None:
         """A gradient that is the unit's last, or comes in an unusual way."""
@@ -231,14 +237,23 @@ def _after_forward(
         elif not isinstance(leaf, _PLAIN) and hooks.grads[unit].expected:
             backward = UNANNOUNCED
     for values in attributes:
-        if _NO_TENSORS.issuperset(map(type, values.values())):
-            continue
-        for value in values.values():
+        for value in _kept(values):
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 # A loss that is fetched from the module comes back by this way, and perhaps before the outputs.
                 hooks.announce(value, unit)
                 backward = ANNOUNCED if backward is NONE else backward
     hooks.listener.after_forward(unit, backward=backward)
+
+
+def _kept(attributes: dict[str, Any]) -> Iterator[Any]:
+    """What a module keeps on itself, also in lists, tuples and dicts; less what is nn.Module's own."""
+    for name, value in attributes.items():
+        if type(value) in _NO_TENSORS or name in _OF_EVERY_MODULE:
+            continue
+        if isinstance(value, list | tuple | dict):
+            yield from _leaves(value)
+        else:
+            yield value
 
 
 def _leaves(output: Any) -> list[Any]:
@@ -257,6 +272,9 @@ def _leaves(output: Any) -> list[Any]:
 
 
 def _before_backward(hooks: StepHooks[UnitT], calls: list[tuple[UnitT, int]], grad: Tensor) -> None:
+    if not hooks.handles:
+        # Detached since: the hook lies on a tensor, which may live as long as the model (a parameter as an output).
+        return
     if not hooks.in_backward:
         hooks.begin_backward()
     for call in calls:
@@ -277,8 +295,7 @@ def _grad_arrived(held: "weakref.ref[UnitGrads[Any]]", key: int, parameter: Tens
     if grads is None:
         return
     arrived = grads.arrived
-    is_last = len(arrived) + 1 == len(grads.expected)
-    if is_last or grads.closed or key in arrived or not grads.hooks.in_backward or grads.hooks.on_grad is not None:
+    if grads.closed or key in arrived or len(arrived) + 1 >= len(grads.expected) or grads.hooks.on_grad is not None:
         grads.hooks.arrived(grads, key, parameter)
     else:
         arrived.add(key)

@@ -28,6 +28,9 @@ class Kind(Enum):
     BROADCAST = "broadcast"
     UPDATE = "update"
 
+    # Members are single objects. Enum's own hash is written in Python, and rows are looked up in every hook.
+    __hash__ = object.__hash__
+
     @property
     def stream(self) -> str:
         """The queue it runs in: `compute`, `gather` or `reduce`; waits and frees happen on `compute`.
@@ -49,7 +52,7 @@ WAITS = {Kind.WAIT_GATHER: Kind.GATHER, Kind.WAIT_REDUCE: Kind.REDUCE, Kind.WAIT
 
 
 class Trigger(Enum):
-    """What happens in a step; each happening has its rule (rules.py)."""
+    """What happens in a step; each has its rule (rules/)."""
 
     BEFORE_FORWARD = "before forward"
     AFTER_FORWARD = "after forward"
@@ -57,6 +60,8 @@ class Trigger(Enum):
     GRADS_READY = "grads ready"
     BACKWARD_DONE = "backward done"
     AFTER_STEP = "after step"
+
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,8 @@ class Compiled:
 
     def __init__(self, program: StepProgram, executor: Executor) -> None:
         self.program = program
+        self.units = [row.unit for row in program.rows]
+        self.has_grads = [row.trigger is Trigger.GRADS_READY for row in program.rows]
         self.index = {(row.trigger, row.unit, row.call): index for index, row in enumerate(program.rows)}
         self.backward_done = program.index(Trigger.BACKWARD_DONE)
         members = {bucket.name: bucket.units for bucket in program.buckets}
@@ -58,7 +60,7 @@ class Compiled:
         before, after = _around_update(program.rows[update])
         self.before_step = tuple(executor.action(operation, program.rows[update]) for operation in before)
         self.after_step = tuple(executor.action(operation, program.rows[update]) for operation in after)
-        self.grads_rows = [index for index, row in enumerate(program.rows) if row.trigger is Trigger.GRADS_READY]
+        self.grads_rows = [index for index, has_grads in enumerate(self.has_grads) if has_grads]
         self.reduce_rows = [index for index in self.grads_rows if self.reduces[index]]
 
 
@@ -136,8 +138,8 @@ class Cursor:
         if not self._in_order:
             self._close(row)
             return
-        rows = self._steps.program.rows
-        while rows[self._next].trigger is Trigger.GRADS_READY and self.executor.is_ready(rows[self._next].unit):
+        steps = self._steps
+        while steps.has_grads[self._next] and self.executor.is_ready(steps.units[self._next]):
             self._next += 1
             self._close(self._next - 1)
 
@@ -145,7 +147,7 @@ class Cursor:
         """Rows that backward did not come by, then the last of its rows."""
         self._skip_to(self._steps.backward_done)
         for row in self._steps.grads_rows:
-            if self._steps.program.rows[row].unit not in self._closed:
+            if self._steps.units[row] not in self._closed:
                 self._close(row)
         self._next = max(self._next, self._steps.backward_done + 1)
         for action in self._steps.actions[self._steps.backward_done]:
@@ -164,7 +166,7 @@ class Cursor:
     def _close(self, row: int) -> None:
         """Take a unit's gradients, then reduce as far as buckets are complete, in the program's order."""
         steps = self._steps
-        self._closed.add(steps.program.rows[row].unit)
+        self._closed.add(steps.units[row])
         for action in steps.actions[row]:
             action()
         while self._next_reduce < len(steps.reduce_rows):
@@ -180,7 +182,7 @@ class Cursor:
         while self._next < row:
             skipped = self._next
             self._next += 1
-            if self._in_order and self._steps.program.rows[skipped].trigger is Trigger.GRADS_READY:
+            if self._in_order and self._steps.has_grads[skipped]:
                 self._close(skipped)
                 continue
             for action in self._steps.skipped[skipped]:

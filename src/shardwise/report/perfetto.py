@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.bench.results import Bench, CaseResult
-from shardwise.planner.time.queues import Span
 from shardwise.report.tape_spans import recorded_spans
-from shardwise.report.text.queue_lanes import QUEUES
+from shardwise.span import QUEUES, Span
 
 PerfettoEvent = dict[str, Any]
 _MICROSECONDS = 1e6
@@ -35,7 +34,7 @@ def trace_of(bench: Bench) -> dict[str, Any]:
 def _process(case: CaseResult, *, process: int) -> Iterator[PerfettoEvent]:
     yield _name("process_name", case.name, process=process)
     threads = {(source, queue): at for at, (source, queue) in enumerate(_threads(), 1)}
-    spans = [] if case.predicted is None else [Span(*span) for span in case.predicted.spans]
+    spans = () if case.predicted is None else case.predicted.spans
     recorded = recorded_spans(case.tape)
     used = {(_PREDICTED, span.queue) for span in spans} | {(_RECORDED, span.queue) for span in recorded}
     if case.tape:

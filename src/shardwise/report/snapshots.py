@@ -1,4 +1,4 @@
-"""What a rank holds at each operation of a step: a program or a recorded tape, replayed on whole units.
+"""What a rank holds after each operation of a step: a program or a recorded tape, replayed unit by unit.
 
 Counted are parameters, gradients and two fp32 moments per trainable parameter (AdamW), all in fp32. Not counted
 are activations, padding, and copies that live only inside an operation.
@@ -32,8 +32,11 @@ class Holding(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """What a rank holds once an operation is issued; the first frame, before any, has none."""
+class Snapshot:
+    """What a rank holds once an operation is issued; the first snapshot, before any, has no operation.
+
+    `holds` maps params, grads, optim → unit → what is held of it.
+    """
 
     row: Row | None
     operation: Operation | None
@@ -42,18 +45,18 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holdings:
-    """A step, frame by frame. `holds` of a frame maps params, grads, optim → unit → what is held of it."""
+class StepSnapshots:
+    """A step, snapshot by snapshot."""
 
     program: StepProgram
     placements: Mapping[str, Placement]
-    frames: tuple[Frame, ...]
+    snapshots: tuple[Snapshot, ...]
     mesh: Mesh
 
     @property
-    def peak(self) -> Frame:
-        """The first frame that holds the most."""
-        return max(self.frames, key=lambda frame: frame.held_bytes)
+    def peak(self) -> Snapshot:
+        """The first snapshot that holds the most."""
+        return max(self.snapshots, key=lambda snapshot: snapshot.held_bytes)
 
     def sent_bytes(self, kind: Kind) -> float:
         """What a rank sends in a step for its gathers or its reduces, on rings of n ranks.
@@ -77,23 +80,23 @@ class Holdings:
         return sent
 
 
-def hold(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> Holdings:
-    """Replay a step that follows on a step."""
+def snapshots_of(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> StepSnapshots:
+    """The snapshots of a step that comes after others."""
     program = build(spec, plan=plan)
     mesh = plan.mesh or Mesh(shard=num_ranks)
-    replay = Replay(
+    state = RankState(
         map(_sizes, spec.units),
         placements=plan.placements(unit.name for unit in spec.units),
         buckets={bucket.name: bucket.units for bucket in program.buckets},
         num_slices=mesh.shard,
     )
-    replay.begin_after(program.operations())
-    frames = [replay.frame(None, None)]
+    state.begin_after(program.operations())
+    snapshots = [state.snapshot(None, None)]
     for row in program.rows:
         for operation in row.operations:
-            replay.do(operation)
-            frames.append(replay.frame(row, operation))
-    return Holdings(program=program, placements=replay.placements, frames=tuple(frames), mesh=mesh)
+            state.do(operation)
+            snapshots.append(state.snapshot(row, operation))
+    return StepSnapshots(program=program, placements=state.placements, snapshots=tuple(snapshots), mesh=mesh)
 
 
 def bucket_label(units: tuple[str, ...]) -> str:
@@ -107,8 +110,8 @@ def bucket_label(units: tuple[str, ...]) -> str:
     return f"{first}{'+' if len(units) == 2 else '…'}{last}"
 
 
-class Replay:
-    """The state of one rank. `num_slices`: of what is sharded."""
+class RankState:
+    """What one rank holds now. `num_slices`: into how many slices a sharded unit is cut."""
 
     def __init__(
         self,
@@ -131,7 +134,7 @@ class Replay:
         self._drop_grads()
 
     def begin_after(self, operations: Iterable[Operation]) -> None:
-        """The step before, which is alike: what it leaves under way is what the next one finds."""
+        """Do the step before, which is the same: what it leaves in flight is what the next one finds."""
         operations = tuple(operations)
         self._crossing_buckets = crossing_buckets(operations)
         for operation in operations:
@@ -178,7 +181,7 @@ class Replay:
                 assert_never(operation.kind)
 
     def _update(self) -> None:
-        """Whole parameters of which each rank updates its slice are, until they are gathered, nobody's."""
+        """Replicated parameters of which each rank updates a slice differ between ranks until they are gathered."""
         for name, placement in self.placements.items():
             if placement.params is not SHARDED and self.optim[name] is Holding.SLICE:
                 self.params[name] = Holding.DIFFERS
@@ -187,10 +190,10 @@ class Replay:
         """params, grads, optim → unit → what is held of it now."""
         return {state: dict(getattr(self, state)) for state in STATES}
 
-    def frame(self, row: Row | None, operation: Operation | None) -> Frame:
+    def snapshot(self, row: Row | None, operation: Operation | None) -> Snapshot:
         holds = self.holds()
         held_bytes = sum(self._bytes(name, holds) for name in self.units)
-        return Frame(row=row, operation=operation, holds=holds, held_bytes=held_bytes)
+        return Snapshot(row=row, operation=operation, holds=holds, held_bytes=held_bytes)
 
     def _bytes(self, name: str, holds: Mapping[str, Mapping[str, Holding]]) -> int:
         unit = self.units[name]
@@ -198,7 +201,7 @@ class Replay:
         held = self._part(grads, Holding.SLICE if name in self.crossing else holds["grads"][name])
         held += self._part(_NUM_MOMENTS * grads, holds["optim"][name])
         held += self._part(params, holds["params"][name])
-        # What is gathered is a copy beside the slice that the rank owns.
+        # What is gathered is a copy, in addition to the slice that the rank owns.
         if self.placements[name].params is SHARDED and holds["params"][name] is not Holding.SLICE:
             held += self._part(params, Holding.SLICE)
         return held

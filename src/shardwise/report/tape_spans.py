@@ -7,9 +7,9 @@ next operation, and a collective from its issue until it had been waited for (it
 from collections.abc import Sequence
 
 from shardwise.bench.results import Happening
-from shardwise.planner.time.queues import Span
 from shardwise.program import Kind
 from shardwise.program.operations import WAITS
+from shardwise.span import Span
 
 _WAITS = {wait.value: kind for wait, kind in WAITS.items()}
 _SENDS = {kind.value: kind for kind in WAITS.values()}
@@ -17,7 +17,7 @@ _COMPUTES = (Kind.FORWARD.value, Kind.BACKWARD.value, Kind.UPDATE.value)
 
 
 def recorded_spans(tape: Sequence[Happening]) -> list[Span]:
-    """In order of their ends; what nobody waited for lasts until the tape ends."""
+    """In order of their ends; a collective without a wait lasts until the tape ends."""
     spans: list[Span] = []
     on_wire: dict[tuple[Kind, str], float] = {}
     last = tape[-1].seconds if tape else 0.0

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from shardwise.engine.optimizer.full_state import received_state
+from shardwise.engine.prepared.full_state import received_state
 from shardwise.errors import InvalidData
 from shardwise.torch_engine.prepare import check_native
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.engine.step.uneven import summed
+from shardwise.engine.prepared.uneven import summed
 
 
 @contextmanager

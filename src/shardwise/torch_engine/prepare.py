@@ -14,8 +14,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardwise.comm.start import agree, start_process_group
-from shardwise.engine.agreement import choose_device, describe
+from shardwise.comm.agreement import agree
+from shardwise.comm.join import join_job
+from shardwise.engine.description import asked_device, describe
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.optimizer.owned import StaleOptimizer
 from shardwise.engine.params.precision import planned_dtype
@@ -36,7 +37,8 @@ def prepare_native(
 ) -> tuple[nn.Module, AnyOptimizer]:
     """Make `model` and `optimizer` run `plan` on torch's own engine; train what is returned with an ordinary loop.
 
-    Collective, and it starts the process group, as `prepare` of our engine does; values come from rank 0.
+    Collective. Where there is no process group it joins the job, as `prepare` of our engine does. Values come from
+    rank 0.
 
     ddp                   the model inside a DistributedDataParallel, which is returned
     fsdp, shard_grad_op   the same model, with `fully_shard` on each unit; its parameters are new (DTensors)
@@ -46,8 +48,7 @@ def prepare_native(
     """
     if is_prepared(model) or is_native(model):
         raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
-    chosen = choose_device(model, device=device)
-    start_process_group(chosen)
+    chosen = join_job(asked_device(model, device=device))
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     agree(lambda: _description(model, optimizer, plan=plan, mesh=mesh, names=names), what="plans or models")

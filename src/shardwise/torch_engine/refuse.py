@@ -1,42 +1,24 @@
-"""What a plan or a model asks for that torch's engines do not have: one line each, with the way out."""
+"""What a plan or a model asks for that torch's engines do not have: one line each, with the way out.
+
+What a plan alone can ask for is in engine_limits.py.
+"""
 
 from collections.abc import Mapping
 
+from shardwise.engine_limits import LIMITS
 from shardwise.errors import InvalidModel, InvalidPlan
-from shardwise.placement import SHARDED, Placement, strategy_of
+from shardwise.placement import Placement
 from shardwise.plan import Plan
 from shardwise.spec import ROOT, ModelSpec, TensorSpec
 
 
 def check_plan(plan: Plan, *, placements: Mapping[str, Placement]) -> None:
-    """Refuse a plan that torch cannot run. `Plan` itself refuses capture and ring for engine = 'torch'."""
+    """Refuse a plan that torch's engines cannot run."""
     if plan.engine != "torch":
         raise InvalidPlan(f"engine = {plan.engine!r}: torch's own DDP and fully_shard run engine = 'torch'")
-    if plan.recompute != "none":
-        raise InvalidPlan(
-            f"engine = 'torch' has no recompute = {plan.recompute!r}: set recompute = 'none' and call "
-            "torch.utils.checkpoint.checkpoint(…, use_reentrant=False) in the model"
-        )
-    for unit, placement in placements.items():
-        if placement.optim is SHARDED and placement.params is not SHARDED:
-            raise InvalidPlan(
-                f"engine = 'torch' has no {strategy_of(placement)} ({unit}): use ddp, shard_grad_op or fsdp, or set "
-                "engine = 'shardwise'"
-            )
-    replicated = [unit for unit, placement in placements.items() if placement.params is not SHARDED]
-    sharded = [unit for unit, placement in placements.items() if placement.params is SHARDED]
-    if replicated and sharded:
-        raise InvalidPlan(
-            f"engine = 'torch' has no mix of replicated and sharded units ({replicated[0]} is "
-            f"{strategy_of(placements[replicated[0]])}, {sharded[0]} is {strategy_of(placements[sharded[0]])}): "
-            "give all units ddp or none, or set engine = 'shardwise'"
-        )
-    if plan.reduce_dtype != "fp32" and (replicated or plan.precision == "native"):
-        where = "under ddp" if replicated else "under precision = 'native'"
-        raise InvalidPlan(
-            f"engine = 'torch' reduces gradients in their own dtype {where}, not in {plan.reduce_dtype}: leave "
-            "reduce_dtype out, or set engine = 'shardwise'"
-        )
+    refusal = LIMITS[plan.engine].why_not(plan, placements=placements)
+    if refusal is not None:
+        raise InvalidPlan(refusal.sentence)
 
 
 def check_replicated(spec: ModelSpec) -> None:
@@ -58,13 +40,13 @@ def check_sharded(spec: ModelSpec, *, plan: Plan) -> None:
         dtypes = sorted({param.dtype for param in unit.params})
         if plan.precision == "native" and len(dtypes) > 1:
             raise InvalidModel(
-                f"unit {unit.name} holds parameters of {' and '.join(dtypes)}, and fully_shard wants one dtype a "
+                f"unit {unit.name} holds parameters of {' and '.join(dtypes)}, and fully_shard wants one dtype per "
                 "unit: cut it by dtype (units = 'auto + MODULE'), or set engine = 'shardwise'"
             )
 
 
 def _check_tie(param: TensorSpec, *, owner: str, spec: ModelSpec) -> None:
-    """fully_shard keeps a tie only where one unit holds all ends; elsewhere each end would go its own way."""
+    """fully_shard keeps a tied parameter tied only if one unit holds all of its uses."""
     holders = {name: _innermost_unit(name, spec=spec) for name in (param.name, *param.aliases)}
     astray = [name for name, unit in holders.items() if unit != owner]
     if astray:

@@ -1,7 +1,7 @@
 """Model → the trace of its step, on fake tensors: no weight is made, and a model of any size is traced on a laptop.
 
 fake.py      parameters and batches without storage
-kernels.py   attention and norms as the fused kernels that a GPU runs
+gpu_kernels.py  attention and norms as the fused kernels that a GPU runs
 cut.py       of many equal blocks, a few are traced
 recorder.py  every operation, every storage's birth and death
 observe.py   one forward, loss and backward under the recorder, with marks where the step program has its rows

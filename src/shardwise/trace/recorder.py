@@ -99,6 +99,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.entries.append(RowMark(trigger, unit, call))
 
     def accumulated(self, grad: Tensor, *, unit: str) -> None:
+        if not grad.untyped_storage().nbytes():
+            # Of a parameter without elements: nothing was born.
+            return
         storage = self._ids[grad.untyped_storage()._cdata]
         self.entries.append(Accumulated(self._alias.get(storage, storage), unit))
 

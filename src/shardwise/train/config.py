@@ -85,7 +85,7 @@ class OptimizerSection(ConfigSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSection(ConfigSection):
-    """The learning rate over the steps (schedule.py)."""
+    """The learning rate over the steps (learning_rate.py)."""
 
     section: ClassVar[str] = "schedule"
     name: str = key("cosine", "how it falls after the warm-up", choices=("constant", "linear", "cosine"))

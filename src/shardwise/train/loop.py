@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.data.sampler import DistributedSampler
-from shardwise.engine.grads.scaler import GradScaler
+from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engines import accumulate, clip_grad_norm_
 from shardwise.launch.failure import during
 from shardwise.tasks import Task

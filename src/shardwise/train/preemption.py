@@ -78,7 +78,7 @@ def preemption(*, grace_seconds: float) -> Iterator[Preemption]:
     request = Preemption(group=dist.new_group(backend="gloo"), grace_seconds=grace_seconds)
     on_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, request.tell) if on_main_thread else None
-    # Our launcher's ranks hold it back until here, and again once they have saved (rank.py).
+    # Our launcher's ranks hold it back until here, and again once they have saved (rank_process.py).
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM} if on_main_thread else ())
     try:
         yield request

@@ -1,4 +1,4 @@
-"""What is shown of a run while it goes: a bar on a terminal, plain lines elsewhere."""
+"""The progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -6,11 +6,12 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from shardwise.quantities import MIB, significant
 from shardwise.train.metrics import StepMetrics, Writer
 
 
 def progress_on(console: Console, *, first_step: int, num_steps: int) -> Writer:
-    """A bar where someone looks at it; lines that a log file can hold where not."""
+    """A bar on a terminal; elsewhere lines, which suit a log file."""
     kind = ProgressBar if console.is_terminal else PlainLines
     return kind(console, first_step=first_step, num_steps=num_steps)
 
@@ -47,9 +48,8 @@ class ProgressBar:
 
     def write(self, steps: Sequence[StepMetrics]) -> None:
         last = steps[-1]
-        description = (
-            f"loss {last.loss:.4f}  {last.samples_per_s:,.0f} samples/s  {_rest(last, num_steps=self._num_steps)}"
-        )
+        speed = f"{significant(last.samples_per_s)} samples/s"
+        description = f"loss {last.loss:.4f}  {speed}  {_rest(last, num_steps=self._num_steps)}"
         self._progress.update(self._bar, completed=last.step, description=description)
         if last.evaluation:
             _say(self._console, f"step {last.step}  evaluation: {spelled(last.evaluation)}")
@@ -62,14 +62,14 @@ def summary(metrics: StepMetrics, *, num_steps: int) -> str:
     """loss, gradient norm, learning rate, speed, memory, time left."""
     parts = [f"loss {metrics.loss:.4f}"]
     parts += [] if metrics.grad_norm is None else [f"grad norm {metrics.grad_norm:.3g}"]
-    parts += [f"lr {metrics.lr:.2e}", f"{metrics.samples_per_s:,.0f} samples/s"]
-    parts += [] if metrics.tokens_per_s is None else [f"{metrics.tokens_per_s:,.0f} tokens/s"]
+    parts += [f"lr {metrics.lr:.2e}", f"{significant(metrics.samples_per_s)} samples/s"]
+    parts += [] if metrics.tokens_per_s is None else [f"{significant(metrics.tokens_per_s)} tokens/s"]
     return "  ".join([*parts, _rest(metrics, num_steps=num_steps)])
 
 
 def _rest(metrics: StepMetrics, *, num_steps: int) -> str:
     left = timedelta(seconds=round(metrics.seconds * (num_steps - metrics.step)))
-    return f"peak {metrics.peak_bytes / 2**20:,.0f} MiB ({metrics.peak_of})  {left} left"
+    return f"peak {significant(metrics.peak_bytes / MIB.size)} {MIB.name} ({metrics.peak_of})  {left} left"
 
 
 def spelled(evaluation: Mapping[str, float]) -> str:

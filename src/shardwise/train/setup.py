@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.comm.collectives import Collectives
+from shardwise.comm.join import Place
 from shardwise.data.sampler import DistributedSampler
-from shardwise.engine.grads.scaler import GradScaler
+from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engines import capture, prepare
 from shardwise.errors import InvalidData, InvalidModel
-from shardwise.launch.join import Place
 from shardwise.spec import ROOT
 from shardwise.tasks import Task, load_task
 from shardwise.train.batches import Sharing, batches_of, check_size, samples_seen

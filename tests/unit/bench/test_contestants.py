@@ -49,7 +49,7 @@ def test_who_runs_what_without_a_gpu_and_with_one() -> None:
         ("captured", "ddp", {}, "captured needs a GPU"),
         ("captured", "ddp", {"device": "cuda", "optimizer": "sgd"}, "torch cannot capture the optimizer sgd"),
         ("captured", "ddp", {"device": "cuda", "precision": "fp16"}, "such a step waits for the device"),
-        ("torch", "fsdp", {"recompute": "full"}, "engine = 'torch' has no recompute = 'full'"),
+        ("torch", "fsdp", {"recompute": "full"}, "torch has no recompute = 'full'"),
         ("torch", "fsdp", {"keep_fp32": ["head"]}, "torch has no keep_fp32"),
         ("torch", "zero2", {"offload_states": True}, "engine = 'torch' does not offload"),
         ("accelerate", "fsdp", {}, "accelerate has FSDP on GPUs only"),

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.tensor_file import DTYPES, TensorEntry, opened, write_tensors
+from shardwise.errors import CheckpointError
 
 
 def tensors() -> dict[str, torch.Tensor]:

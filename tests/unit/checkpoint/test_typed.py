@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.typed import from_json, to_json
+from shardwise.errors import CheckpointError
 
 
 def through_json(value: Any) -> Any:

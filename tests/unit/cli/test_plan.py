@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.categories import CATEGORIES
 from shardwise.cli.app import main
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
-
-CATEGORIES = {"params", "grads", "optim", "gathered", "reduce", "activations", "other"}
 
 
 def run(*arguments: str) -> int:
@@ -36,7 +35,7 @@ def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
         assert candidate["mesh"] == {"replicate": 1, "shard": 8}
         assert (candidate["seq"], candidate["precision"], candidate["recompute"]) == (1024, "bf16", "none")
         assert set(candidate["peak_bytes"]) == {"allocated", "reserved", "device"}
-        assert set(candidate["breakdown_bytes"]) == CATEGORIES
+        assert set(candidate["breakdown_bytes"]) == set(CATEGORIES)
         assert sum(candidate["breakdown_bytes"].values()) == candidate["peak_bytes"]["allocated"]
         assert candidate["error_band"]["memory"] == 0.03
         assert 0 < candidate["error_band"]["time"] < 0.3
@@ -134,6 +133,14 @@ def test_a_number_of_parameters_is_planned_without_activations(capfd: pytest.Cap
         (["gpt3", "--cluster", "8xh100"], "unknown model 'gpt3'; did you mean"),
         (["gpt2-124m", "--cluster", "8xh200x"], "unknown device 'h200x'; did you mean"),
         (["gpt2-124m", "--cluster", "8xh100", "--strategy", "fsdp2"], "unknown strategy 'fsdp2'; did you mean"),
+        (
+            ["gpt2-124m", "--cluster", "8xh100", "--strategy", "zero1", "--engine", "torch"],
+            "--strategy zero1: torch has no engine for it; use --engine shardwise",
+        ),
+        (
+            ["gpt2-124m", "--cluster", "8xh100", "--engine", "tourch"],
+            "engine = 'tourch': must be one of shardwise, torch",
+        ),
         (["gpt2-124m", "--cluster", "8xh100", "--goal", "speed"], "unknown goal 'speed'"),
         (["gpt2-124m", "--cluster", "8xh100", "--optimizer", "lion"], "unknown optimizer 'lion'"),
         (["gpt2-124m", "--cluster", "8xh100", "--precision", "fp8"], "precision = 'fp8': must be one of"),

@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 from shardwise.cli.app import app
 from shardwise.errors import InvalidCluster, InvalidData
 from shardwise.hardware import cluster_of, device_of
+from shardwise.hardware.borrowed import kernel_model_of
 from shardwise.hardware.calibration import read_calibration, shipped_calibration
 from shardwise.hardware.device_file import device_like, device_table, read_device_table, write_table
 from shardwise.hardware.fit import fit_link, kernel_of_probe
-from shardwise.hardware.kernel_model import correction, pace_of, product_seconds
+from shardwise.hardware.kernel_model import correction, product_seconds
 from shardwise.hardware.measure import Stopwatch
 from shardwise.hardware.nccl_tests import read_nccl_tests
 from shardwise.hardware.probe import Probe, cpu_probes, cuda_probes, probe_of
@@ -41,10 +42,10 @@ NCCL_TESTS = """\
 
 def measured(device: str = "cuda", title: str = "NVIDIA H200") -> dict[str, Any]:
     """As of a device that reaches half of an H200's peaks in everything, and issues an operation in 10 µs."""
-    pace = pace_of(replace(device_of("h200"), name="half"))
+    model = kernel_model_of(replace(device_of("h200"), name="half"))
     rows: list[dict[str, Any]] = []
     for probe in cuda_probes() if device == "cuda" else cpu_probes():
-        rows.append(probe.row(seconds=3e-6 + 2 * pace.law(kernel_of_probe(probe))))
+        rows.append(probe.row(seconds=3e-6 + 2 * model.law(kernel_of_probe(probe))))
     rows += [
         {"name": "dispatch", "role": role, "forward": 1e-5, "backward": 1e-5} for role in ("linear", "add", "attention")
     ]
@@ -62,10 +63,10 @@ def measured(device: str = "cuda", title: str = "NVIDIA H200") -> dict[str, Any]
 def test_what_was_measured_is_predicted(tmp_path: Path) -> None:
     data = measured()
     write_table(device_table(data), tmp_path / "mine.toml")
-    pace = pace_of(read_device_table(tmp_path / "mine.toml"))
+    model = kernel_model_of(read_device_table(tmp_path / "mine.toml"))
     for row in data["rows"]:
         if "dims" in row:
-            assert pace.seconds(kernel_of_probe(probe_of(row))) == pytest.approx(row["seconds"], rel=0.02), row
+            assert model.seconds(kernel_of_probe(probe_of(row))) == pytest.approx(row["seconds"], rel=0.02), row
 
 
 def test_the_file_is_a_cluster_with_what_was_not_measured_from_the_tables(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from shardwise.comm.start import RanksDisagree, RanksMissing
+from shardwise.comm.agreement import RanksDisagree, RanksMissing
 from shardwise.errors import InvalidPlan
 from shardwise.launch.failure import Failure, during, ended, failure_of, first, report, reported
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from shardwise.categories import CATEGORIES
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
-from shardwise.planner.memory.replay import CATEGORIES
 from shardwise.profile.compare import DoesNotFit, Profile, host_room_bytes, predict, profile
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.profile.rehearsal import Measured, Rehearsal, RehearsalFailed, rehearse_apart

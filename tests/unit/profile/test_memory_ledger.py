@@ -1,6 +1,6 @@
 """The ledger: from allocations and marks to live bytes by category, with numbers that can be checked by hand."""
 
-from shardwise.profile.memory_ledger import Allocation, LedgerEntry, LedgerMark, MemoryLedger, beside, ledger_of
+from shardwise.profile.memory_ledger import Allocation, LedgerEntry, LedgerMark, MemoryLedger, ledger_of, paired
 
 # Rows begin at 10, 20 and 30; the third is the update. The step is over at 40.
 FORWARD, BACKWARD, UPDATE, END = 10, 20, 30, 40
@@ -77,5 +77,5 @@ def test_rows_of_one_name_are_laid_beside_each_other_in_order() -> None:
         for at, size in (("a", 1), ("b", 9), ("b", 2), ("a", 3), ("c", 4))
     ]
     seen = [LedgerEntry(at=at, num_bytes={}) for at in ("a", "a", "c", "d")]
-    found = [(one.at, other and other.total_bytes) for one, other in beside(seen, expected)]
+    found = [(one.at, other and other.total_bytes) for one, other in paired(seen, expected)]
     assert found == [("a", 9), ("a", 3), ("c", 4), ("d", None)]

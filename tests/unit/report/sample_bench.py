@@ -1,11 +1,12 @@
 """A bench that nobody ran: the planner's own numbers in the place of measured ones, for pages and tables."""
 
 from shardwise.bench.results import Bench, CaseResult, Equivalence, Happening, PredictedCase, Spread, UnitOutline
+from shardwise.categories import CATEGORIES
 from shardwise.hardware import cluster_of
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import estimate, job_of
-from shardwise.planner.memory.replay import CATEGORIES, row_peaks
+from shardwise.planner.memory.replay import row_peaks
 from shardwise.planner.search.candidates import cost
 from shardwise.planner.time.step_time import timeline
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
@@ -86,7 +87,7 @@ def sample_case(engine: str, strategy: str, *, num_ranks: int = NUM_RANKS) -> Ca
             entries=tuple((entry.at, dict(entry.num_bytes)) for entry in entries),
             step_seconds=candidate.time.step_seconds,
             exposed_seconds=candidate.time.exposed_comm_seconds,
-            spans=tuple((span.queue, span.name, span.start, span.end) for span in spans),
+            spans=tuple(spans),
         ),
     )
 

@@ -5,7 +5,7 @@ import pytest
 from report.sample_bench import sample_bench
 
 from shardwise.bench.results import Bench
-from shardwise.planner.memory.replay import CATEGORIES
+from shardwise.categories import CATEGORIES
 from shardwise.report.perfetto import trace_of
 
 

@@ -60,6 +60,24 @@ def test_gradients_are_born_once_a_parameter() -> None:
     assert born == {unit.name: 2 * unit.num_params for unit in spec.units}
 
 
+class WithNothing(nn.Module):
+    """One of its parameters has no elements, and is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.nothing = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x @ self.weight, self.nothing])
+
+
+def test_a_parameter_without_elements_can_be_traced() -> None:
+    spec = trace_model(
+        WithNothing(), loss=lambda model, x: model(x).sum(), make_batch=lambda size: torch.ones(size, 4), name="model"
+    )
+    assert balance(spec.traces[0]) == 0
+
+
 def test_what_a_block_saves_is_what_the_formula_says() -> None:
     """A token, in widths: a norm's output, q, k and v, attention's output, the stream after it, the other norm's
     output, 4 + 4 inside, and the stream again. Beside that in fp32 two numbers for each norm, and one a head.

@@ -1,1 +1,1 @@
-"""Gradients: buckets, the buffers in which they are reduced, clipping and scaling."""
+"""Gradients: the buffers in which they are reduced, and which parameters were used."""

@@ -14,8 +14,8 @@ from shardwise.comm.groups import MeshGroups
 from shardwise.engine.grads.segment import Segment
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.unit import Unit
-from shardwise.engine.step.pass_state import PassState
-from shardwise.engine.step.tape import Tape
+from shardwise.engine.pass_state import PassState
+from shardwise.engine.tape import Tape
 from shardwise.placement import SHARDED
 from shardwise.program import Bucket, Kind
 

@@ -14,7 +14,7 @@ from shardwise.comm.collectives import Collectives, Work
 from shardwise.comm.groups import MeshGroups
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.unit import Unit
-from shardwise.engine.step.tape import Tape
+from shardwise.engine.tape import Tape
 from shardwise.program import Kind
 from shardwise.spec import ROOT
 

@@ -1,1 +1,1 @@
-"""The optimizer: what a rank steps, and its state whole or in slices."""
+"""The optimizer: what a rank steps, and the fp16 scaler."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.engine.grads.scaler import GradScaler
+from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.errors import InvalidPlan, ShardwiseError
 
 # Each element's update depends on that element's gradient and state alone, so a slice can be updated by itself.

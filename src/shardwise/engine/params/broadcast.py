@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import MeshGroups
 from shardwise.engine.params.flat import FlatParams
-from shardwise.engine.step.tape import Tape
+from shardwise.engine.tape import Tape
 from shardwise.materialize import materialize_module
 from shardwise.program import Kind
 from shardwise.spec import ROOT

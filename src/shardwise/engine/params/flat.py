@@ -263,13 +263,25 @@ class FlatParams:
         self.awaits_grads = True
 
     def restore_grads(self) -> None:
-        """After a backward that raised: what autograd left is this rank's own, and part of it; the averages count."""
+        """Where no averages came, those of before backward count: what autograd left is this rank's own."""
         if not self.awaits_grads:
             return
         with unguarded():
             for parameter, average in zip(self.params, self.hidden, strict=True):
                 parameter.grad = average
         self.awaits_grads = False
+
+    def undo_grads(self) -> None:
+        """After a backward that raised: the gradients of before it."""
+        if not self.awaits_grads:
+            self.drop_grads(set(self.with_new_grads))
+        self.restore_grads()
+
+    @property
+    def can_undo_grads(self) -> bool:
+        """Whether the backward that is under way has added nothing to gradients that were there before it."""
+        added_to = (part.index not in self.with_new_grads for part in self.owned if part.parameter.grad is not None)
+        return self.awaits_grads or not any(added_to)
 
     def drop_stale_grads(self) -> None:
         """Before forward: a gradient that was cleared in the optimizer is cleared in the model, and the reverse."""

@@ -6,7 +6,7 @@ parameter at rest has a class that notices reads, but for those that ask for its
 like. At work it is a plain Parameter.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,17 +43,26 @@ class Resting(nn.Parameter):
         cls, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
         name = _name(function)
-        for argument in arguments:
-            if isinstance(argument, Resting) and name not in _ABOUT_THE_PARAMETER:
+        if name not in _ABOUT_THE_PARAMETER:
+            for parameter in _resting((*arguments, *(options or {}).values())):
                 if name == "grad" and len(arguments) == 2 and arguments[1] is None:
-                    argument._drop_grad()
+                    parameter._drop_grad()
                 else:
-                    argument._touched(name == "grad")
+                    parameter._touched(name == "grad")
         with torch._C.DisableTorchFunctionSubclass():
             return function(*arguments, **(options or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Resting({tuple(self.shape)}, {self.dtype})"
+
+
+def _resting(arguments: Iterable[Any]) -> Iterator[Resting]:
+    """The parameters at rest among a function's arguments, also in lists, as torch.stack and foreach take them."""
+    for argument in arguments:
+        if isinstance(argument, Resting):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _resting(argument)
 
 
 def _name(function: Any) -> str:

@@ -7,7 +7,7 @@ from torch import nn
 
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.guard import refuse, rest, unguarded, wake
-from shardwise.engine.step.tape import Tape
+from shardwise.engine.tape import Tape
 from shardwise.placement import SHARDED, Placement
 from shardwise.program import Kind
 from shardwise.program.hooks import UnitGrads
@@ -36,6 +36,7 @@ class Unit:
         self.grads: UnitGrads[Unit]
         self.used: set[int] = set()
         self.learned_trainable: frozenset[int] = frozenset()
+        self._num_params = sum(len(flat.params) for flat in flats)
 
     def __str__(self) -> str:
         return self.name
@@ -163,7 +164,7 @@ class Unit:
     @property
     def partly_frozen(self) -> bool:
         """Then its last gradient does not tell that backward is done with its parameters."""
-        return len(self.grads.expected) < sum(len(flat.params) for flat in self.flats)
+        return len(self.grads.expected) < self._num_params
 
     def is_trainable(self, flat: FlatParams, index: int) -> bool:
         return id(flat.params[index]) in self.grads.expected

@@ -1,1 +1,1 @@
-"""One step: hooks, the cursor in the program, the first step, capture."""
+"""One step: the runner, the executor of its rows, and the first step, which finds the order."""

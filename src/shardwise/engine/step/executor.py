@@ -8,7 +8,7 @@ from typing import assert_never
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.params.unit import Unit
-from shardwise.engine.step.tape import Tape
+from shardwise.engine.tape import Tape
 from shardwise.program import Kind, Operation, Row, Trigger
 from shardwise.program.run import Action
 from shardwise.spec import ROOT
@@ -82,7 +82,8 @@ class EngineExecutor:
 
     def compute(self, unit: Unit, kind: Kind) -> None:
         """The model computes with a unit from here on."""
-        self.serve(unit)
+        if unit.at_rest or not unit.arrived or not unit.whole:
+            self.serve(unit)
         self.tape.record(kind, unit.name)
 
     def _updated(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from shardwise.engine.params.unit import Unit
+from shardwise.program import StepProgram
 from shardwise.spec import ANNOUNCED, NONE, ModelSpec, most_demanding
 
 _END = ""
@@ -103,6 +104,16 @@ def learned(spec: ModelSpec, *, seen: Sequence[Observation], sharded: Iterable[s
         for unit in spec.units
     )
     return replace(spec, call_order=tuple(order), units=units)
+
+
+def catch_up(units: Iterable[Unit], *, program: StepProgram, seen: Sequence[Observation]) -> None:
+    """Bring all ranks to where the program stands after forward, whatever each has called."""
+    whole = program.whole_after_forward()
+    for unit in units:
+        if unit.sharded and unit.name not in whole:
+            unit.free()
+        elif unit.sharded and not all(unit.name in other.whole for other in seen):
+            unit.gather()
 
 
 def _merge(one: Sequence[str], other: Sequence[str]) -> list[str]:

@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import torch
 
-from shardwise.comm.start import meet
+from shardwise.comm.agreement import meet
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.params.unit import Unit
+from shardwise.engine.pass_state import PassState
 from shardwise.engine.step.executor import EngineExecutor
-from shardwise.engine.step.learn import FirstForward, Observation, learned
-from shardwise.engine.step.pass_state import PassState
-from shardwise.engine.step.tape import Tape
+from shardwise.engine.step.learn import FirstForward, Observation, catch_up, learned
+from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidData, InvalidModel
 from shardwise.plan import Plan
 from shardwise.program import Bucket, Kind, StepProgram, Trigger, build
@@ -140,7 +140,7 @@ class Runner:
     def _begin(self) -> None:
         """A new step; whatever the last one left undone (a backward that raised, or none) is dropped."""
         if self.hooks.in_backward:
-            if self.executor.holds_grads:
+            if not self._can_abandon():
                 raise InvalidData(
                     "a backward failed in the middle of an accumulation, so the gradients so far are not whole: call "
                     "optimizer.zero_grad() and begin the step again"
@@ -157,13 +157,18 @@ class Runner:
             self._forget_program(changed=changed)
             self.broadcast_buffers()
 
+    def _can_abandon(self) -> bool:
+        """Whether the gradients of before a backward that raised are still there."""
+        flats = (flat for unit in self.units.values() for flat in unit.flats)
+        return not self.executor.holds_grads and all(flat.can_undo_grads for flat in flats)
+
     def _abandon(self) -> None:
         """A backward raised: what it left is part of a gradient."""
         for unit in self.units.values():
             unit.used.clear()
             for flat in unit.flats:
-                flat.restore_grads()
-        self.hooks.in_backward = False
+                flat.undo_grads()
+        self.hooks.abandon_backward()
 
     def _forget_program(self, *, changed: bool) -> None:
         """A first step, or parameters were frozen or thawed: the order, and what is reduced, is to be learned."""
@@ -237,8 +242,10 @@ class Runner:
                 cleared = {index for index, name in enumerate(flat.names) if name in names}
                 if drop:
                     flat.drop_grads(cleared)
+                # Of these nothing is left that was there before.
+                flat.with_new_grads |= cleared
                 unit.used.difference_update(id(flat.params[index]) for index in cleared)
-        if self.hooks.in_backward and not self.executor.holds_grads:
+        if self.hooks.in_backward and self._can_abandon():
             self.executor.drop_reduces()
             self._abandon()
 
@@ -266,10 +273,7 @@ class Runner:
     # The first step
 
     def _learn(self, first: FirstForward) -> None:
-        """The first forward is over on all ranks: its calls are the program's order.
-
-        All ranks are brought to where the program stands after forward, whatever each has called.
-        """
+        """The first forward is over on all ranks: its calls are the program's order."""
         seen = self.gather_seen(first.end())
         sharded = [unit.name for unit in self.units.values() if unit.sharded]
         for unit in self.units.values():
@@ -285,10 +289,5 @@ class Runner:
         self.learned = True
         self.places = first.places_in(self.spec.call_order)
         self.first = None
-        whole = program.whole_after_forward()
-        for unit in self.units.values():
-            if unit.sharded and unit.name not in whole:
-                unit.free()
-            elif unit.sharded and not all(unit.name in other.whole for other in seen):
-                unit.gather()
+        catch_up(self.units.values(), program=program, seen=seen)
         self.cursor.restart(at=program.first_of_backward)

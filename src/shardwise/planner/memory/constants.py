@@ -14,7 +14,7 @@ class MemoryRules:
     block_bytes            every allocation is rounded up to a multiple of this
     workspace_bytes        what matrix products keep for themselves from their first use on
     keeps_reduce_buffers   a replicated bucket's buffer is used again in the next step, and stays between
-    sums_in_blocks         a sum over rows takes memory for the sums of its thread blocks (kernels.py)
+    sums_in_blocks         a sum over rows takes memory for the sums of its thread blocks (column_sum.py)
     steps_on_device        the optimizer's step counters, one a parameter, lie on the device
     random_state_bytes     what a recomputed unit keeps of the random numbers
     """

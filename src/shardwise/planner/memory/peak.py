@@ -19,14 +19,12 @@ from shardwise.planner.memory.constants import (
     KERNEL_BYTES,
     RULES,
 )
-from shardwise.planner.memory.replay import CATEGORIES, Replayed
+from shardwise.planner.memory.replay import Replayed
 from shardwise.planner.memory.reserved import Reserved, reserve
 from shardwise.planner.memory.states import optimizer_of
 from shardwise.planner.memory.stream_peak import StreamPeak
 from shardwise.spec import ROOT, ModelSpec
 from shardwise.spec.step import StepTrace
-
-__all__ = ["CATEGORIES", "MemoryEstimate", "estimate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

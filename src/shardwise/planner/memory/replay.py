@@ -3,15 +3,13 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from shardwise.categories import ACTIVATIONS, CATEGORIES, GATHERED, REDUCE
 from shardwise.planner.memory.column_sum import ColumnSum
 from shardwise.planner.memory.stream_peak import StreamPeak
 from shardwise.spec.law import Line
 
-CATEGORIES = ("params", "gathered", "grads", "reduce", "optim", "activations", "other")
-"""What bytes are for (DESIGN, section 4). A gradient that autograd made and nobody has taken yet is in `reduce`."""
-
 _INDEX = {name: index for index, name in enumerate(CATEGORIES)}
-_ACTIVATIONS, _GATHERED, _REDUCE = _INDEX["activations"], _INDEX["gathered"], _INDEX["reduce"]
+_ACTIVATIONS, _GATHERED, _REDUCE = _INDEX[ACTIVATIONS], _INDEX[GATHERED], _INDEX[REDUCE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,7 @@ class Peak:
             name: const + per_sample * batch
             for name, const, per_sample in zip(CATEGORIES, self.const, self.per_sample, strict=True)
         }
-        found["activations"] += self.column_sum.at(batch) if self.column_sum is not None else 0
+        found[ACTIVATIONS] += self.column_sum.at(batch) if self.column_sum is not None else 0
         return found
 
 

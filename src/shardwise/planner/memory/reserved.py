@@ -7,10 +7,10 @@ run. Of many equal units a moderate number is run, and what each further one add
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwise.categories import CATEGORIES
 from shardwise.planner.job import Job
 from shardwise.planner.memory.allocations import AllocationEntry
 from shardwise.planner.memory.allocator import SMALL_BYTES, SMALL_SEGMENT_BYTES, CachingAllocator, MemoryBlock
-from shardwise.planner.memory.replay import CATEGORIES
 
 HeldBlocks = dict[int, tuple[MemoryBlock | None, int]]
 """Slot → its block (None for what is small) and its size."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import log2
 
+from shardwise.engine_limits import LIMITS, strategies_of
 from shardwise.hardware import Cluster
 from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED, STRATEGIES
@@ -25,7 +26,7 @@ SpecFor = Callable[[Plan], ModelSpec]
 class Candidate:
     """A plan with its cost on a cluster. `fits` is yes, tight (within the error band), no, or unknown.
 
-    `time` is None where it cannot be predicted (time.why_not_timed).
+    `time` is None where it cannot be predicted (step_time.why_not_timed).
     """
 
     plan: Plan
@@ -62,7 +63,7 @@ def cost(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick
     """A plan whose micro-batch is set, on a cluster; with `quick`, without the allocator's model."""
     memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, quick=True)
     if not quick and _fits(memory.device_bytes, plan=plan, cluster=cluster) != "no":
-        # What its tensors alone are too large for, the allocator cannot make fit.
+        # If its tensors alone do not fit, the allocator's model need not be run.
         memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer)
     job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=_kind(cluster))
     return Candidate(
@@ -165,7 +166,7 @@ def candidates(
     goal: str,
     quick: bool = False,
 ) -> list[Candidate]:
-    """Each strategy at the plan's micro-batch; without one, at the largest that fits, or for memory's sake at 1.
+    """Each strategy at the plan's micro-batch; without one, at the largest that fits, or with goal `memory` at 1.
 
     Over several nodes each is sharded over all ranks and, where that is promising, over fewer.
     """
@@ -183,9 +184,9 @@ def candidates(
 
 
 def meshes(strategy: str, *, plan: Plan, cluster: Cluster) -> list[Mesh]:
-    """The plan's own; else all ranks on the shard axis and, over several nodes, one node or the root of them.
+    """The plan's own; else all ranks on the shard axis and, over several nodes, shards of one node and of √nodes.
 
-    What is replicated on every rank is so on any mesh.
+    A strategy that shards nothing is the same on any mesh.
     """
     if plan.mesh is not None:
         return [plan.mesh]
@@ -200,41 +201,39 @@ def meshes(strategy: str, *, plan: Plan, cluster: Cluster) -> list[Mesh]:
 
 def way_out(
     spec_for: SpecFor, *, plan: Plan, strategies: Sequence[str], cluster: Cluster, optimizer: str
-) -> str | None:
-    """The smallest change that fits, as options of the command line; None where nothing that is known helps."""
-    for words, changed, changed_strategies, changed_cluster in _changes(plan, strategies=strategies, cluster=cluster):
+) -> Candidate | None:
+    """The smallest change of the plan or the cluster that fits; None where nothing that is known helps."""
+    for changed, changed_strategies, changed_cluster in _changes(plan, strategies=strategies, cluster=cluster):
         for strategy in changed_strategies:
-            mesh = Mesh(shard=changed_cluster.num_ranks)
-            chosen = replace(changed, strategy=strategy, mesh=mesh)
-            if not engine_model_of(chosen).can_run(chosen):
+            chosen = replace(changed, strategy=strategy, mesh=Mesh(shard=changed_cluster.num_ranks))
+            if LIMITS[plan.engine].why_not(chosen) is not None:
                 continue
-            if cost(spec_for(chosen), plan=chosen, cluster=changed_cluster, optimizer=optimizer).fits == "yes":
-                also = f" --strategy {strategy}" if strategy not in strategies else ""
-                return words + also
+            found = cost(spec_for(chosen), plan=chosen, cluster=changed_cluster, optimizer=optimizer)
+            if found.fits == "yes":
+                return found
     return None
 
 
-Changed = tuple[str, Plan, Sequence[str], Cluster]
+Changed = tuple[Plan, Sequence[str], Cluster]
+"""A plan, the strategies to try with it, and a cluster."""
 
 
 def _changes(plan: Plan, *, strategies: Sequence[str], cluster: Cluster) -> list[Changed]:
     """Changes from the smallest to the largest; each with a batch."""
     batch = plan.micro_batch or 1
     at = replace(plan, micro_batch=batch)
-    every = list(STRATEGIES)
-    found: list[Changed] = [("", at, [name for name in every if name not in strategies], cluster)]
+    # The last one shards the most.
+    every = strategies_of(plan.engine)
+    found: list[Changed] = [(at, [name for name in every if name not in strategies], cluster)]
     if plan.precision == "fp32":
-        found.append(("--precision bf16", replace(at, precision="bf16"), every, cluster))
-    for recompute in ("selective", "full"):
-        found.append((f"--recompute {recompute}", replace(at, recompute=recompute), every, cluster))
+        found.append((replace(at, precision="bf16"), every, cluster))
+    found += [(replace(at, recompute=recompute), every, cluster) for recompute in ("selective", "full")]
     for recompute in (plan.recompute, "full"):
         for smaller in _halves(batch):
-            words = f"--micro-batch {smaller}" + (f" --recompute {recompute}" if recompute != plan.recompute else "")
-            found.append((words, replace(plan, micro_batch=smaller, recompute=recompute), every, cluster))
+            found.append((replace(plan, micro_batch=smaller, recompute=recompute), every, cluster))
     for recompute in (plan.recompute, "full"):
         for larger in _doubles(cluster):
-            words = f"{larger.num_ranks} devices" + (f" and --recompute {recompute}" if recompute != "none" else "")
-            found.append((words, replace(plan, micro_batch=1, recompute=recompute), ["fsdp"], larger))
+            found.append((replace(plan, micro_batch=1, recompute=recompute), every[-1:], larger))
     return found
 
 

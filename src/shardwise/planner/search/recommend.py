@@ -1,48 +1,120 @@
-"""Which candidate to take, why, and what would have to change for another."""
+"""Which candidate to take, why, and what would have to change for another: as values, which report/text words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
+from shardwise.engine_limits import LIMITS
 from shardwise.placement import STRATEGIES
-from shardwise.planner.engine_model import engine_model_of
+from shardwise.plan import Plan
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost, largest_batch
 
 PAIR_BAND = 0.05
 """How far two predictions on the same cluster may be off each other: most of what one is off, the other is too."""
 
-# Verdicts on what can be taken, the best first, and what is to be said of it.
-_DOUBTS: dict[str, list[str]] = {"yes": [], "tight": ["it may fit"], "unknown": ["whether it fits is not known"]}
-
-_GIB = 2**30
+# Verdicts on candidates that can be taken, the best first.
+_VERDICTS = ("yes", "tight", "unknown")
 _ORDER = list(STRATEGIES)
 
 
+class Reason(Enum):
+    """Why a candidate is recommended, or why none is."""
+
+    SMALLEST_PEAK = "the smallest peak"
+    SIMPLEST = "the simplest that fits, where time is not predicted"
+    NEARLY_FASTEST = "the simplest within PAIR_BAND of the fastest"
+    FASTEST = "the fastest"
+    ONLY_ONE = "the only one that fits"
+    CAPACITY_UNKNOWN = "none: the device's capacity is not known"
+    NOTHING_FITS = "none: nothing fits"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """`index` of the candidate to take, None where none fits; `why` in a sentence or two."""
+class Rival:
+    """A candidate that was not taken. `speed`: its samples per second, relative to the recommended candidate's."""
+
+    candidate: Candidate
+    speed: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simpler(Rival):
+    """The simplest strategy that lost: because it does not fit, or because it is slower."""
+
+    is_too_large: bool
+
+
+class Condition(Enum):
+    """What would have to be different for the runner-up."""
+
+    PLAN = "with RunnerUp.plan it fits"
+    CAPACITY = "on a device of RunnerUp.capacity_bytes it fits"
+    PREFERENCE = "it is faster, and would win if that counted more than a simpler plan"
+    LINKS = "with faster links it would be the fastest"
+    ROOM = "with room for the recommended micro-batch it might be"
+    NONE = "it is slower over any links"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerUp(Rival):
+    """The simplest candidate that does not fit, or the fastest that lost."""
+
+    condition: Condition
+    plan: Plan | None = None
+    capacity_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """`index` of the candidate to take, None where none can be taken.
+
+    fastest     where `reason` is NEARLY_FASTEST: the fastest
+    simpler     what a simpler strategy lost by
+    runner_up   what would have to be different for another
+    """
 
     index: int | None
-    why: str
+    reason: Reason
+    best: Candidate | None = None
+    fastest: Rival | None = None
+    simpler: Simpler | None = None
+    runner_up: RunnerUp | None = None
 
 
-def choose(found: Sequence[Candidate], *, goal: str, spec_for: SpecFor, optimizer: str) -> Choice:
-    """The fastest that fits; of those that cannot be told apart the simplest. For memory's sake, the smallest.
+def recommend(found: Sequence[Candidate], *, goal: str, spec_for: SpecFor, optimizer: str) -> Recommendation:
+    """The fastest that fits; of those that cannot be told apart the simplest. With goal `memory`, the smallest.
 
     Where time cannot be predicted: the simplest that fits.
     """
-    for verdict in _DOUBTS:
+    for verdict in _VERDICTS:
         fitting = [candidate for candidate in found if candidate.fits == verdict]
         if not fitting or (verdict == "unknown" and fitting[0].time is None):
             continue
         best = _smallest(fitting) if goal == "memory" else fastest(fitting)
         assert best is not None
-        reasons = [_reason(best, fitting, goal=goal), *_why_not_simpler(best, found, goal=goal)]
-        other = _other_way(best, found, spec_for=spec_for, optimizer=optimizer)
-        why = "; ".join([*_DOUBTS[verdict], *reasons])
-        return Choice(index=found.index(best), why=why + (f". {other}" if other else ""))
-    if all(candidate.fits == "unknown" for candidate in found):
-        return Choice(index=None, why="whether it fits is not known: the device's capacity is not")
-    return Choice(index=None, why="nothing fits")
+        first = max(fitting, key=_speed)
+        reason = _reason(best, fitting, first=first, goal=goal)
+        return Recommendation(
+            index=found.index(best),
+            reason=reason,
+            best=best,
+            fastest=Rival(candidate=first, speed=_relative(first, best)) if reason is Reason.NEARLY_FASTEST else None,
+            simpler=_simpler(best, found) if goal != "memory" else None,
+            runner_up=_runner_up(best, found, spec_for=spec_for, optimizer=optimizer),
+        )
+    is_unknown = all(candidate.fits == "unknown" for candidate in found)
+    return Recommendation(index=None, reason=Reason.CAPACITY_UNKNOWN if is_unknown else Reason.NOTHING_FITS)
+
+
+def fastest(fitting: Sequence[Candidate]) -> Candidate | None:
+    """The fastest; of those within PAIR_BAND of it the simplest."""
+    if not fitting:
+        return None
+    most = max(map(_speed, fitting))
+    as_fast = [one for one in fitting if _speed(one) * (1 + PAIR_BAND) >= most]
+    simplest = min(map(_simplicity, as_fast))[0]
+    # Of one strategy on several meshes, the faster.
+    return max((one for one in as_fast if _simplicity(one)[0] == simplest), key=_speed)
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, int]:
@@ -58,110 +130,66 @@ def _speed(candidate: Candidate) -> float:
     return candidate.time.samples_per_s if candidate.time is not None else 0.0
 
 
-def fastest(fitting: Sequence[Candidate]) -> Candidate | None:
-    """The fastest; of those within PAIR_BAND of it the simplest."""
-    if not fitting:
-        return None
-    most = max(map(_speed, fitting))
-    as_fast = [one for one in fitting if _speed(one) * (1 + PAIR_BAND) >= most]
-    simplest = min(map(_simplicity, as_fast))[0]
-    # Of one strategy on several meshes, the faster.
-    return max((one for one in as_fast if _simplicity(one)[0] == simplest), key=_speed)
+def _relative(one: Candidate, best: Candidate) -> float:
+    return _speed(one) / _speed(best) if best.time is not None else 0.0
 
 
-def name_of(candidate: Candidate) -> str:
-    """The strategy, and the mesh where it is not just all ranks in a row."""
-    mesh = candidate.plan.mesh
-    assert mesh is not None
-    return candidate.plan.strategy + (f" on {mesh}" if mesh.replicate > 1 else "")
-
-
-def _reason(best: Candidate, fitting: Sequence[Candidate], *, goal: str) -> str:
+def _reason(best: Candidate, fitting: Sequence[Candidate], *, first: Candidate, goal: str) -> Reason:
     if goal == "memory":
-        return f"the smallest peak, {best.memory.device_bytes / _GIB:.1f} GiB"
+        return Reason.SMALLEST_PEAK
     if best.time is None:
-        return "the simplest strategy that fits; time is not predicted"
-    first = max(fitting, key=_speed)
+        return Reason.SIMPLEST
     if first is not best:
-        ahead = _speed(first) / _speed(best) - 1
-        lead = f"the simplest within {PAIR_BAND:.0%} of the fastest ({name_of(first)}, {ahead:.0%} ahead)"
-    else:
-        lead = (
-            "the fastest"
-            if best.fits == "unknown"
-            else f"the {'fastest' if len(fitting) > 1 else 'only one'} that fits"
-        )
-    return f"{lead}; {_communication(best)}"
+        return Reason.NEARLY_FASTEST
+    return Reason.FASTEST if len(fitting) > 1 or best.fits == "unknown" else Reason.ONLY_ONE
 
 
-def _communication(best: Candidate) -> str:
-    assert best.time is not None
-    exposed, step = best.time.exposed_comm_seconds, best.time.step_seconds
-    if best.cluster.num_ranks == 1:
-        return "one rank has nobody to communicate with"
-    if exposed < 0.05 * step:
-        return f"communication is hidden behind compute ({exposed:.3g} of {step:.3g} s exposed)"
-    return f"{exposed:.3g} of {step:.3g} s are exposed communication"
-
-
-def _why_not_simpler(best: Candidate, found: Sequence[Candidate], *, goal: str) -> list[str]:
-    """Of the simplest strategy that lost, what it lost by."""
+def _simpler(best: Candidate, found: Sequence[Candidate]) -> Simpler | None:
     simpler = [one for one in found if _simplicity(one)[0] < _simplicity(best)[0]]
-    if not simpler or goal == "memory":
-        return []
+    if not simpler:
+        return None
     one = simpler[0]
-    if one.fits in ("no", "tight") and one.fits != best.fits:
-        assert one.capacity_bytes is not None
-        needs, has = one.memory.device_bytes / _GIB, one.capacity_bytes / _GIB
-        return [f"{one.plan.strategy} needs {needs:.1f} GiB, the device has {has:.1f}"]
-    if one.time is None or best.time is None:
-        return []
-    return [f"{one.plan.strategy} is {1 - _speed(one) / _speed(best):.0%} slower{_at_batch(one, best)}"]
+    is_too_large = one.fits in ("no", "tight") and one.fits != best.fits
+    if not is_too_large and (one.time is None or best.time is None):
+        return None
+    return Simpler(candidate=one, speed=_relative(one, best), is_too_large=is_too_large)
 
 
-def _at_batch(one: Candidate, best: Candidate) -> str:
-    return f" with micro-batch {one.batch}, the most that fits" if one.batch < best.batch else ""
-
-
-def _other_way(best: Candidate, found: Sequence[Candidate], *, spec_for: SpecFor, optimizer: str) -> str | None:
-    """What would have to change for the runner-up: the simplest that does not fit, or the fastest that lost."""
+def _runner_up(best: Candidate, found: Sequence[Candidate], *, spec_for: SpecFor, optimizer: str) -> RunnerUp | None:
+    """The simplest candidate that does not fit, or else the fastest that lost."""
     too_large = [one for one in found if one.fits == "no" and _simplicity(one) < _simplicity(best)]
     if too_large:
-        return _to_fit(too_large[0], spec_for=spec_for, optimizer=optimizer)
+        return _to_fit(too_large[0], best, spec_for=spec_for, optimizer=optimizer)
     losers = [one for one in found if one.fits == best.fits and one.plan.strategy != best.plan.strategy]
     if best.time is None or not losers:
         return None
     return _to_win(max(losers, key=_speed), best)
 
 
-def _to_fit(one: Candidate, *, spec_for: SpecFor, optimizer: str) -> str:
-    name = name_of(one)
+def _to_fit(one: Candidate, best: Candidate, *, spec_for: SpecFor, optimizer: str) -> RunnerUp:
+    speed = _relative(one, best)
     for recompute in (one.plan.recompute, "full"):
         plan = replace(one.plan, recompute=recompute)
-        if not engine_model_of(plan).recomputes and recompute != one.plan.recompute:
+        if plan != one.plan and LIMITS[plan.engine].why_not(plan) is not None:
             continue
         spec = spec_for(plan)
         most = largest_batch(spec, plan=plan, cluster=one.cluster, optimizer=optimizer)
         plan = replace(plan, micro_batch=min(most, one.batch))
         if cost(spec, plan=plan, cluster=one.cluster, optimizer=optimizer).fits == "yes":
-            also = f"--recompute {recompute} and " if recompute != one.plan.recompute else ""
-            return f"{name} would fit with {also}micro-batch {plan.micro_batch}"
-    return f"{name} would fit on devices of {one.memory.device_bytes * (1 + one.memory_band) / _GIB:.0f} GiB"
+            return RunnerUp(candidate=one, speed=speed, condition=Condition.PLAN, plan=plan)
+    needed = round(one.memory.device_bytes * (1 + one.memory_band))
+    return RunnerUp(candidate=one, speed=speed, condition=Condition.CAPACITY, capacity_bytes=needed)
 
 
-def _to_win(one: Candidate, best: Candidate) -> str | None:
-    """A candidate that lost, and by what."""
+def _to_win(one: Candidate, best: Candidate) -> RunnerUp | None:
     if one.time is None or best.time is None:
         return None
-    name, ratio = name_of(one), _speed(one) / _speed(best)
-    if ratio > 1:
-        return f"{name} wins wherever its {ratio - 1:.0%} count more than a simpler plan"
-    # What it would do with the wire for nothing.
+    # What it would do if communication took no time.
     ideal = _speed(one) * one.time.step_seconds / (one.time.step_seconds - one.time.exposed_comm_seconds)
-    if ideal > _speed(best):
-        return (
-            f"{name}, {1 - ratio:.0%} slower, would win over links that hide its {one.time.exposed_comm_seconds:.3g} s"
-        )
-    if one.batch < best.batch:
-        return f"{name}, {1 - ratio:.0%} slower, would need room for micro-batch {best.batch}"
-    return f"{name} is {1 - ratio:.0%} slower with the same micro-batch, over any links"
+    if _speed(one) > _speed(best):
+        condition = Condition.PREFERENCE
+    elif ideal > _speed(best):
+        condition = Condition.LINKS
+    else:
+        condition = Condition.ROOM if one.batch < best.batch else Condition.NONE
+    return RunnerUp(candidate=one, speed=_relative(one, best), condition=condition)

@@ -15,7 +15,7 @@ SIZES = tuple(2**power for power in range(3, 15))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled:
-    """The best plan on so many devices; `efficiency`: samples a second and device, of those of the smallest size."""
+    """The best plan on so many devices. `efficiency`: samples per second per device, relative to the smallest size."""
 
     candidate: Candidate
     efficiency: float
@@ -58,7 +58,7 @@ def scaling(
 
 
 def _each(candidate: Candidate) -> float:
-    """Samples a second and device."""
+    """Samples per second per device."""
     assert candidate.time is not None
     return candidate.time.samples_per_s / candidate.cluster.num_ranks
 
@@ -66,7 +66,7 @@ def _each(candidate: Candidate) -> float:
 def _grown(cluster: Cluster, *, num_nodes: int) -> Cluster:
     if num_nodes > 1 and cluster.fabric is None and cluster.device.nic is None:
         raise InvalidCluster(
-            f"--scale: what links nodes of {cluster.device.name} is not known: say it, such as "
+            f"what links nodes of {cluster.device.name} is not known: say it, such as "
             f"2x{cluster.devices_per_node}x{cluster.device.name}@ib-8x200"
         )
     return make_cluster(

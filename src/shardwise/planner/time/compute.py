@@ -6,7 +6,8 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from shardwise.hardware import Device
-from shardwise.hardware.kernel_model import Kernel, attention, pace_of, product, usual_calibration
+from shardwise.hardware.borrowed import kernel_model_of, usual_calibration
+from shardwise.hardware.kernel_model import Kernel, attention, product
 from shardwise.spec.step import Op, Stream
 
 _KERNELS: Mapping[str, str] = MappingProxyType(
@@ -104,7 +105,7 @@ def can_time(device: Device) -> bool:
 
 def op_seconds(op: Op, *, batch: int, seq: int | None, precision: str, device: Device, backward: bool = False) -> float:
     """Time of one operation on the device."""
-    return pace_of(device).seconds(kernel_of(op, batch=batch, seq=seq, precision=precision, backward=backward))
+    return kernel_model_of(device).seconds(kernel_of(op, batch=batch, seq=seq, precision=precision, backward=backward))
 
 
 def kernel_of(op: Op, *, batch: int, seq: int | None, precision: str, backward: bool = False) -> Kernel:
@@ -148,12 +149,14 @@ def _convolution(name: str, dtype: str, *, num_flops: float, num_bytes: float, w
 
 @lru_cache(maxsize=64)
 def _issue_seconds(device: Device) -> Mapping[str, tuple[float, float]]:
-    return pace_of(device).calibration.launch_seconds
+    return kernel_model_of(device).calibration.launch_seconds
 
 
 def host_factor(device: Device) -> float:
     """How many times as long the CPU of a calibrated device needs for a call as that which engines were measured on."""
-    own, usual = (calibration.launch_seconds for calibration in (pace_of(device).calibration, usual_calibration()))
+    own, usual = (
+        calibration.launch_seconds for calibration in (kernel_model_of(device).calibration, usual_calibration())
+    )
     return own.get("call", own["other"])[0] / usual["call"][0]
 
 
@@ -168,12 +171,12 @@ def stream_seconds(
 ) -> StreamSeconds:
     """All operations of a stream; its first `recomputed` ones are issued by Python also in backward."""
     launch = kernel = span = 0.0
-    pace, known = pace_of(device), _issue_seconds(device)
+    model, known = kernel_model_of(device), _issue_seconds(device)
     other = known["other"]
     for number, op in enumerate(stream.ops):
         by_autograd = backward and number >= recomputed
         issued = known.get(op.name, other)[1 if by_autograd else 0]
-        done = pace.seconds(kernel_of(op, batch=batch, seq=seq, precision=precision, backward=by_autograd))
+        done = model.seconds(kernel_of(op, batch=batch, seq=seq, precision=precision, backward=by_autograd))
         launch += issued
         kernel += done
         span = max(span, launch) + done
@@ -198,10 +201,10 @@ def num_recomputed(forward: Stream, backward: Stream) -> int:
 
 def update_seconds(*, num_elements: int, num_tensors: int, optimizer: str, device: Device) -> tuple[float, float]:
     """(launch, kernel) of an optimizer's step over so many elements in so many tensors."""
-    pace = pace_of(device)
-    known = pace.calibration.update
+    model = kernel_model_of(device)
+    known = model.calibration.update
     issue, more, bytes_each, reach = known.get(optimizer, known["adamw-fused"])
-    kernel = num_elements * bytes_each / (pace.memory_bytes_per_s * reach) + pace.calibration.kernel_seconds
+    kernel = num_elements * bytes_each / (model.memory_bytes_per_s * reach) + model.calibration.kernel_seconds
     launch = issue + more * num_tensors
     return (launch + kernel, 0.0) if device.name == "cpu" else (launch, kernel)
 
@@ -209,4 +212,4 @@ def update_seconds(*, num_elements: int, num_tensors: int, optimizer: str, devic
 def copy_seconds(num_bytes_read_and_written: float, *, device: Device) -> float:
     """Time of a copy, cast or memset on the device."""
     num_bytes = max(float(num_bytes_read_and_written), 1.0)
-    return pace_of(device).seconds(Kernel("copy", "", 0.0, num_bytes, (num_bytes, 1.0)))
+    return kernel_model_of(device).seconds(Kernel("copy", "", 0.0, num_bytes, (num_bytes, 1.0)))

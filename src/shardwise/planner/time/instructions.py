@@ -5,10 +5,10 @@ from itertools import groupby, pairwise
 
 from shardwise.hardware import Cluster
 from shardwise.planner.job import Job
+from shardwise.planner.overhead import CAPTURED, Overhead
 from shardwise.planner.sizes import sizes_of
 from shardwise.planner.time.collective import rings_of
 from shardwise.planner.time.compute import host_factor
-from shardwise.planner.time.overhead import CAPTURED, Overhead
 from shardwise.planner.time.pieces import FORWARD
 from shardwise.planner.time.queues import COMPUTE, MARK, SEND, Instruction, Work
 from shardwise.planner.time.time_executor import TimeExecutor

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shardwise.span import Span
+
 COMPUTE, CALL, SEND, WAIT, MARK = range(5)
 """What is done: compute; let the CPU do something else; send; let the device wait for it; stand for other units."""
 
@@ -29,15 +31,6 @@ class Instruction(NamedTuple):
     number: int = 0
     launch: float = 0.0
     seconds: float = 0.0
-
-
-class Span(NamedTuple):
-    """A queue (`compute`, `gather` or `reduce`) was busy with something."""
-
-    queue: str
-    name: str
-    start: float
-    end: float
 
 
 Work = tuple[float, float, float]

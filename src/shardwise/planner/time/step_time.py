@@ -8,13 +8,14 @@ from shardwise.plan import Plan
 from shardwise.planner.fold import Short
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import job_of
+from shardwise.planner.overhead import GRAPH_LAUNCH_SECONDS, HOST_SLOWDOWN, SLOWDOWN
 from shardwise.planner.time.collective import can_link
 from shardwise.planner.time.compute import can_time
 from shardwise.planner.time.instructions import Schedule, schedule_of
-from shardwise.planner.time.overhead import GRAPH_LAUNCH_SECONDS, HOST_SLOWDOWN, SLOWDOWN
 from shardwise.planner.time.pieces import Pieces, timed_pieces
-from shardwise.planner.time.queues import Queues, Span, Work
+from shardwise.planner.time.queues import Queues, Work
 from shardwise.planner.traffic import sent_bytes
+from shardwise.span import Span
 from shardwise.spec import ModelSpec
 
 FITTED_DEVICES = ("h200", "h100-80gb", "a100-80gb")

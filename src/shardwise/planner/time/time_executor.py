@@ -8,10 +8,10 @@ from typing import assert_never
 from shardwise.hardware import Cluster, Device
 from shardwise.placement import SHARDED
 from shardwise.planner.job import Job
+from shardwise.planner.overhead import Overhead
 from shardwise.planner.sizes import MASTER_BYTES, UnitSizes
 from shardwise.planner.time.collective import Ring, Rings
 from shardwise.planner.time.compute import copy_seconds, update_seconds
-from shardwise.planner.time.overhead import Overhead
 from shardwise.planner.time.queues import CALL, COMPUTE, SEND, WAIT, Instruction, Work
 from shardwise.program import Kind, Operation, Row, Trigger
 from shardwise.program.run import Action

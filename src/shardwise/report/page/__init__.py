@@ -1,7 +1,7 @@
 """The page of a bench: one HTML file that opens anywhere, offline, in light and dark, on a phone.
 
     markup.py                     elements; the one place where text is escaped
-    numbers.py axes.py            sizes and times in words; round numbers for an axis
+    axes.py                       round numbers for an axis
     bars.py plots.py lanes.py     the charts
     head.py memory.py speed.py training.py timeline.py forecast.py facts.py     the sections
     document.py page.css          the whole in its order, its content policy, its looks

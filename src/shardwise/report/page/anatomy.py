@@ -11,21 +11,21 @@ from importlib.resources import files
 from typing import Any
 
 from shardwise.bench.results import Bench, CaseResult
+from shardwise.categories import CATEGORIES
 from shardwise.errors import ShardwiseError
 from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED, Placement, placement_of
 from shardwise.plan import Plan
-from shardwise.planner.memory.replay import CATEGORIES
 from shardwise.profile.memory_ledger import MemoryLedger
 from shardwise.program import Kind, Operation
 from shardwise.report.page.captions import BEGINNING, caption
 from shardwise.report.page.frames import flights_of, operations_of, places_of, states_of
 from shardwise.report.snapshots import STATES, Holding, bucket_label
 from shardwise.report.text.ring_rounds import Round, first_cells, rounds
-from shardwise.report.text.step import OTHER_NAMES, in_words
+from shardwise.report.text.step_picture import OTHER_NAMES, in_words
 
 MAX_RANKS = 8
-"""Of more ranks the first 7 and the last are drawn, and a ring of 8 in the place of theirs."""
+"""With more ranks, the first 7 and the last are drawn, and a ring of 8 stands for theirs."""
 
 SCRIPT = files("shardwise.report.page").joinpath("anatomy.js").read_text(encoding="utf-8")
 STYLE = files("shardwise.report.page").joinpath("anatomy.css").read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ def anatomy_data(bench: Bench) -> dict[str, Any] | None:
 
     kinds, held, states, categories   the words for the numbers in `cases`
     ranks       those that are drawn, of `num_ranks`
-    cases       one a strategy (`_case`); left_out: [strategy, why there is no picture]
+    cases       one per strategy (`_case`); left_out: [strategy, why there is no picture]
     rings       number of ranks → what is passed there (`_ring`)
     """
     recorded = [case for case in bench.cases if case.engine == "shardwise" and case.tape]
@@ -70,7 +70,7 @@ def anatomy_data(bench: Bench) -> dict[str, Any] | None:
 
 
 def anatomy_markup() -> str:
-    """The section, without anything of a bench in it: the script fills it in."""
+    """The section, empty: the script fills it in."""
     return files("shardwise.report.page").joinpath("anatomy.html").read_text(encoding="utf-8")
 
 

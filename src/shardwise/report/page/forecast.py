@@ -1,18 +1,18 @@
-"""The planner's word: predicted beside measured, and what it expects of more ranks."""
+"""Predictions: compared with what was measured, and for more ranks."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from shardwise.bench.results import Bench, CaseResult
+from shardwise.quantities import bytes_text, digits, error_text, seconds_text
 from shardwise.report.page.axes import ticks
 from shardwise.report.page.bars import Bar, BarPiece, bar_chart
 from shardwise.report.page.markup import numbers_below, small, table
-from shardwise.report.page.numbers import bytes_text, digits, error_text, seconds_text
 from shardwise.report.page.section import PageSection, cases_that_ran, section
 
 
 def prediction_section(bench: Bench) -> PageSection | None:
-    """A row a case that was predicted."""
+    """One row per case that was predicted."""
     cases = [case for case in cases_that_ran(bench) if case.predicted is not None]
     if not cases or not bench.equivalence.agrees:
         return None
@@ -31,7 +31,7 @@ def prediction_section(bench: Bench) -> PageSection | None:
 
 
 def scaling_section(bench: Bench) -> PageSection | None:
-    """A bar a number of ranks: how much of the throughput of a rank is left."""
+    """One bar per number of ranks: how much of the throughput per rank is left."""
     rows = [row for row in bench.scaling if row.get("step_seconds")]
     if not rows or not bench.equivalence.agrees:
         return None

@@ -1,6 +1,6 @@
 """A recorded tape, frame by frame: its operations, what the ranks hold after each, where it is in the step.
 
-A tape is checked before anything is drawn of it: better no picture than a wrong one.
+A tape is checked before anything is drawn: no picture is better than a wrong one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,10 +11,10 @@ from shardwise.errors import ShardwiseError
 from shardwise.placement import SHARDED, Placement
 from shardwise.program import Kind, Operation
 from shardwise.program.operations import ON_BUCKETS, WAITS
-from shardwise.report.snapshots import Holding, Replay
+from shardwise.report.snapshots import Holding, RankState
 
 _COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
-# What has to be held of a unit's parameters before: nobody computes with what is not there.
+# What must be held of a unit's parameters before an operation of this kind.
 _NEEDED = {
     Kind.FORWARD: Holding.WHOLE,
     Kind.BACKWARD: Holding.WHOLE,
@@ -23,7 +23,7 @@ _NEEDED = {
 
 
 class WrongTape(ShardwiseError):  # noqa: N818
-    """A tape of which no true picture can be made."""
+    """A tape that is not a whole, correct step, so that no picture is made of it."""
 
 
 def operations_of(case: CaseResult) -> list[Operation]:
@@ -51,46 +51,46 @@ def states_of(
     operations: Sequence[Operation], *, case: CaseResult, placements: Mapping[str, Placement], num_slices: int
 ) -> list[list[Holding]]:
     """What is held before the first operation and after each: params of all units, then grads, then optim."""
-    replay = Replay(case.units, placements=placements, buckets=case.buckets, num_slices=num_slices)
-    replay.begin_after(operations)
-    states = [_state(replay)]
+    rank = RankState(case.units, placements=placements, buckets=case.buckets, num_slices=num_slices)
+    rank.begin_after(operations)
+    states = [_state(rank)]
     for operation in operations:
-        _check(operation, replay)
-        replay.do(operation)
-        states.append(_state(replay))
-    _check_end(operations, replay)
+        _check(operation, rank)
+        rank.do(operation)
+        states.append(_state(rank))
+    _check_end(operations, rank)
     return states
 
 
-def _state(replay: Replay) -> list[Holding]:
-    return [held for of_units in replay.holds().values() for held in of_units.values()]
+def _state(rank: RankState) -> list[Holding]:
+    return [held for of_units in rank.holds().values() for held in of_units.values()]
 
 
-def _check(operation: Operation, replay: Replay) -> None:
+def _check(operation: Operation, rank: RankState) -> None:
     kind, name = operation.kind, operation.subject
     if kind in (Kind.WAIT_REDUCE, Kind.REDUCE_SLICE, Kind.WAIT_SLICE):
-        units = replay.buckets[name]
-        crosses = replay.crossing.issuperset(units)
-        if any(replay.grads[unit] is not Holding.ON_ITS_WAY for unit in units) or crosses is not (
+        units = rank.buckets[name]
+        crosses = rank.crossing.issuperset(units)
+        if any(rank.grads[unit] is not Holding.ON_ITS_WAY for unit in units) or crosses is not (
             kind is Kind.WAIT_SLICE
         ):
             raise WrongTape(f"the tape has {operation}, which nobody reduces")
-    elif kind in _NEEDED and replay.units[name].num_params and replay.params[name] is not _NEEDED[kind]:
-        raise WrongTape(f"the tape has {operation}, of which the ranks hold: {replay.params[name].value}")
-    elif kind is Kind.FREE and replay.placements[name].params is not SHARDED:
+    elif kind in _NEEDED and rank.units[name].num_params and rank.params[name] is not _NEEDED[kind]:
+        raise WrongTape(f"the tape has {operation}, of which the ranks hold: {rank.params[name].value}")
+    elif kind is Kind.FREE and rank.placements[name].params is not SHARDED:
         raise WrongTape(f"the tape has {operation}, which every rank holds whole all the time")
 
 
-def _check_end(operations: Sequence[Operation], replay: Replay) -> None:
+def _check_end(operations: Sequence[Operation], rank: RankState) -> None:
     """A whole step: it has updated, has all its gradients, and has left nothing gathered."""
     if not any(operation.kind is Kind.UPDATE for operation in operations):
         raise WrongTape(f"the tape of {len(operations)} operations ends before the update")
-    for name, unit in replay.units.items():
-        left = replay.params[name] if unit.num_params else Holding.SLICE
+    for name, unit in rank.units.items():
+        left = rank.params[name] if unit.num_params else Holding.SLICE
         # Replicated parameters that were updated in slices may still be on their way to the next step.
-        is_home = left is Holding.SLICE if replay.placements[name].params is SHARDED else left is not Holding.DIFFERS
-        if not is_home or replay.grads[name] in (Holding.ON_ITS_WAY, Holding.DIFFERS):
-            held = f"params {left.value}, grads {replay.grads[name].value}"
+        is_home = left is Holding.SLICE if rank.placements[name].params is SHARDED else left is not Holding.DIFFERS
+        if not is_home or rank.grads[name] in (Holding.ON_ITS_WAY, Holding.DIFFERS):
+            held = f"params {left.value}, grads {rank.grads[name].value}"
             raise WrongTape(f"the tape of {len(operations)} operations ends in the middle of {name} ({held})")
 
 
@@ -108,7 +108,7 @@ def places_of(operations: Sequence[Operation]) -> list[float]:
 
 
 def flights_of(operations: Sequence[Operation]) -> list[int | None]:
-    """The last gather or reduce that nobody has waited for yet; at first those of the step before, which is alike."""
+    """The last gather or reduce that is still in flight; at first, one of the step before, which is the same."""
     on_wire: dict[tuple[Kind, str], int] = {}
     flights: list[int | None] = []
     for _ in ("the step before", "this one"):

@@ -4,8 +4,8 @@ import math
 from datetime import datetime
 
 from shardwise.bench.results import Bench, CaseResult
+from shardwise.quantities import bytes_text, digits, seconds_text
 from shardwise.report.page.markup import Markup, element, join, small, table
-from shardwise.report.page.numbers import bytes_text, digits, seconds_text
 from shardwise.report.page.section import PageSection, cases_that_ran, is_chosen, ranks_text, section, shown
 
 
@@ -27,7 +27,7 @@ def heading(bench: Bench) -> Markup:
 
 
 def answer(bench: Bench) -> Markup | None:
-    """Which one to use and why; or why nobody can say."""
+    """Which case to use and why; or why none can be named."""
     if not bench.equivalence.agrees:
         return _refusal(bench)
     if not cases_that_ran(bench):
@@ -140,7 +140,7 @@ def _refusal(bench: Bench) -> Markup:
 
 
 def _excess(excess: float) -> str | None:
-    """None where rounding explains nothing at all, such as that of dtypes."""
+    """None where rounding cannot explain the difference at all, as with dtypes."""
     return f"; {digits(excess)} times what rounding explains" if math.isfinite(excess) else None
 
 
@@ -149,7 +149,7 @@ def _lines(text: str) -> Markup:
 
 
 def _date(text: str) -> str:
-    """To the minute; what is no date as it stands."""
+    """To the minute; text that is no date is shown as it is."""
     try:
         return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M %Z")
     except ValueError:

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from shardwise.planner.time.queues import Span
+from shardwise.quantities import seconds_text
 from shardwise.report.page.axes import second_ticks
 from shardwise.report.page.bars import axis_text
 from shardwise.report.page.markup import Markup, element, percent, title_of
-from shardwise.report.page.numbers import seconds_text
-from shardwise.report.text.queue_lanes import QUEUES
+from shardwise.span import QUEUES, Span
 
 VERBS = {
     "forward": "forward",
@@ -26,7 +25,7 @@ _NARROW = 0.002
 
 
 def lane_chart(spans: Sequence[Span], *, end_seconds: float, marks_exposed: bool, describe: str) -> Markup:
-    """A lane a queue, from 0 to `end_seconds`."""
+    """One lane per queue, from 0 to `end_seconds`."""
     exposed = list(exposed_gaps(spans)) if marks_exposed else []
     lanes = []
     for queue in QUEUES:

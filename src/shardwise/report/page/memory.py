@@ -1,27 +1,27 @@
-"""Memory: of a rank by strategy at the peak, and through one step."""
+"""Memory per rank: by case at the peak, and through one step."""
 
 from collections.abc import Mapping, Sequence
 
 from shardwise.bench.results import Bench, CaseResult
-from shardwise.planner.memory.replay import CATEGORIES
-from shardwise.profile.memory_ledger import LedgerEntry, beside
+from shardwise.categories import CATEGORIES
+from shardwise.profile.memory_ledger import LedgerEntry, paired
+from shardwise.quantities import byte_unit, bytes_text, digits_in, error_text
 from shardwise.report.page.axes import Tick, byte_ticks
 from shardwise.report.page.bars import Bar, BarPiece, Limit, bar_chart, key
 from shardwise.report.page.markup import Markup, element, join, numbers_below, small, table
-from shardwise.report.page.numbers import byte_unit, bytes_text, error_text, in_units
 from shardwise.report.page.plots import PlotFrame, area_plot
 from shardwise.report.page.section import PageSection, cases_that_ran, is_chosen, section
 
 _HEIGHT = 130
-# A line for a capacity farther off than this many times the highest bar would leave nothing of the bars.
+# A line for a capacity farther away than this many times the highest bar would make the bars too short to read.
 _FARTHEST = 2.5
-# Of the highest; what is never as much as this has no colour that one could see.
+# A category that never reaches this share of the highest bar is too thin to see.
 _SEEN = 1e-3
 _PHASES = {"before forward": "forward", "before backward": "backward", "after step": "update"}
 
 
 def peak_section(bench: Bench) -> PageSection | None:
-    """A bar a case: what the rank that held the most held at its highest moment."""
+    """One bar per case: the peak of the rank with the highest peak."""
     cases = [case for case in cases_that_ran(bench) if any(case.allocated_bytes)]
     if not cases or not bench.equivalence.agrees:
         return None
@@ -58,7 +58,7 @@ def peak_section(bench: Bench) -> PageSection | None:
 
 
 def step_section(bench: Bench) -> PageSection | None:
-    """A small picture a case, all on one scale."""
+    """One small chart per case, all on one scale."""
     cases = [case for case in cases_that_ran(bench) if case.ledgers and _ledger(case)]
     if not cases:
         return None
@@ -104,7 +104,7 @@ def _parts(case: CaseResult) -> Mapping[str, int]:
 
 
 def _rank(case: CaseResult) -> int:
-    """The rank that held the most, if it left a ledger."""
+    """The rank with the highest peak, if it left a ledger."""
     return min(case.peak_rank if case.allocated_bytes else 0, len(case.ledgers) - 1)
 
 
@@ -126,29 +126,30 @@ def _capacity_words(cases: Sequence[CaseResult], *, capacity: int | None) -> Mar
 
 
 def _peak_table(cases: Sequence[CaseResult]) -> Markup:
-    size, unit = byte_unit(max(case.peak_bytes for case in cases))
+    unit = byte_unit(max(case.peak_bytes for case in cases))
     has_reserved = any(case.reserved_bytes for case in cases)
-    header = [f"{unit}, a rank", "peak", "lowest rank", "predicted", "error", *CATEGORIES]
+    header = [f"{unit.name} per rank", "peak", "lowest rank", "predicted", "error", *CATEGORIES]
     rows = []
     for case in cases:
         parts, predicted = _parts(case), _predicted(case)
         rows.append(
             [
                 case.name,
-                in_units(case.peak_bytes, size),
-                in_units(min(case.allocated_bytes), size),
-                "–" if predicted is None else in_units(predicted, size),
+                digits_in(case.peak_bytes, unit=unit),
+                digits_in(min(case.allocated_bytes), unit=unit),
+                "–" if predicted is None else digits_in(predicted, unit=unit),
                 error_text(case.memory_error),
-                *(in_units(parts[name], size) if name in parts else "–" for name in CATEGORIES),
-                *([in_units(max(case.reserved_bytes), size) if case.reserved_bytes else "–"] if has_reserved else []),
+                *(digits_in(parts[name], unit=unit) if name in parts else "–" for name in CATEGORIES),
             ]
         )
+        if has_reserved:
+            rows[-1].append(digits_in(max(case.reserved_bytes), unit=unit) if case.reserved_bytes else "–")
     return table([*header, *(["reserved"] if has_reserved else [])], rows)
 
 
 def _rows(case: CaseResult) -> list[tuple[LedgerEntry, LedgerEntry | None]]:
     expected = () if case.predicted is None else case.predicted.entries
-    return list(beside(_ledger(case), [LedgerEntry(at=at, num_bytes=parts) for at, parts in expected]))
+    return list(paired(_ledger(case), [LedgerEntry(at=at, num_bytes=parts) for at, parts in expected]))
 
 
 def _multiple(case: CaseResult, *, highest: float) -> Markup:
@@ -182,15 +183,15 @@ def _title(entry: LedgerEntry, other: LedgerEntry | None) -> str:
 
 def _step_table(case: CaseResult) -> Markup:
     rows = _rows(case)
-    size, unit = byte_unit(max(entry.total_bytes for entry, _ in rows))
+    unit = byte_unit(max(entry.total_bytes for entry, _ in rows))
     return table(
-        [f"row, {unit}", "live", "predicted", *CATEGORIES],
+        [f"row, {unit.name}", "live", "predicted", *CATEGORIES],
         [
             [
                 entry.at,
-                in_units(entry.total_bytes, size),
-                "–" if other is None else in_units(other.total_bytes, size),
-                *(in_units(entry.num_bytes.get(name, 0), size) for name in CATEGORIES),
+                digits_in(entry.total_bytes, unit=unit),
+                "–" if other is None else digits_in(other.total_bytes, unit=unit),
+                *(digits_in(entry.num_bytes.get(name, 0), unit=unit) for name in CATEGORIES),
             ]
             for entry, other in rows
         ],

@@ -1,17 +1,17 @@
-"""Speed: samples and tokens a second, and what a step's time goes to."""
+"""Speed: samples and tokens per second, and how a step's time is spent."""
 
 from collections.abc import Sequence
 
 from shardwise.bench.results import Bench, CaseResult
+from shardwise.quantities import digits, seconds_text
 from shardwise.report.page.axes import second_ticks, ticks
 from shardwise.report.page.bars import Bar, BarPiece, bar_chart, key
 from shardwise.report.page.markup import Markup, numbers_below, small, table
-from shardwise.report.page.numbers import digits, seconds_text
 from shardwise.report.page.section import PageSection, cases_that_ran, is_chosen, section
 
 
 def throughput_section(bench: Bench) -> PageSection | None:
-    """A bar a case, with a whisker from the slowest block of steps to the fastest."""
+    """One bar per case, with a whisker from the slowest block of steps to the fastest."""
     cases = cases_that_ran(bench)
     if not cases or not bench.equivalence.agrees:
         return None
@@ -35,7 +35,7 @@ def throughput_section(bench: Bench) -> PageSection | None:
 
 
 def split_section(bench: Bench) -> PageSection | None:
-    """Compute, and communication that nothing hides."""
+    """Compute, and communication that no compute hides."""
     cases = cases_that_ran(bench)
     if not bench.equivalence.agrees or all(case.silent_seconds is None for case in cases):
         return None

@@ -3,20 +3,20 @@
 from collections.abc import Sequence
 
 from shardwise.bench.results import Bench, CaseResult
-from shardwise.planner.time.queues import Span
+from shardwise.quantities import seconds_text
 from shardwise.report.page.bars import key
 from shardwise.report.page.lanes import VERBS, exposed_gaps, kind_of, lane_chart
 from shardwise.report.page.markup import Markup, element, numbers_below, small, table
-from shardwise.report.page.numbers import seconds_text
 from shardwise.report.page.section import PageSection, cases_that_ran, section
 from shardwise.report.tape_spans import recorded_spans
+from shardwise.span import Span
 
 
 def timeline_section(bench: Bench) -> PageSection | None:
     """Predicted spans of all cases that have them, on one scale; where none has, the tapes."""
     cases = cases_that_ran(bench)
-    predicted = [(case, [Span(*span) for span in case.predicted.spans]) for case in cases if case.predicted]
-    drawn = [(case, spans) for case, spans in predicted if spans]
+    drawn: list[tuple[CaseResult, Sequence[Span]]]
+    drawn = [(case, case.predicted.spans) for case in cases if case.predicted and case.predicted.spans]
     is_predicted = bool(drawn)
     if not is_predicted:
         drawn = [(case, recorded_spans(case.tape)) for case in cases if case.tape]

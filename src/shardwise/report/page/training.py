@@ -1,13 +1,13 @@
-"""The training itself: the loss curves on top of each other, and what they were computed in."""
+"""The training itself: the loss curves in one plot, and the dtypes that computed them."""
 
 import math
 from collections.abc import Sequence
 
 from shardwise.bench.results import Bench, CaseResult
+from shardwise.quantities import scientific
 from shardwise.report.page.axes import Tick, between, round_step
 from shardwise.report.page.bars import key
 from shardwise.report.page.markup import Markup, element, numbers_below, small, table
-from shardwise.report.page.numbers import scientific
 from shardwise.report.page.plots import Curve, PlotFrame, curve_plot
 from shardwise.report.page.section import PageSection, cases_that_ran, section
 
@@ -16,7 +16,7 @@ _NUM_COLOURS = 8
 
 
 def loss_section(bench: Bench) -> PageSection | None:
-    """All in one field, and in words how far they are apart."""
+    """All curves in one plot, and in words how far apart they are."""
     cases = [case for case in cases_that_ran(bench) if case.losses]
     if not cases:
         return None
@@ -55,13 +55,13 @@ def _steps(cases: Sequence[CaseResult]) -> list[Tick]:
     if last == 1:
         return [(0.0, "step 1")]
     every = max(1, round(round_step(last, num_steps=5)))
-    # Those too close to the first would be written over it.
+    # Labels too close to the first would overlap it.
     shown = [step for step in range(every, last + 1, every) if step - 1 > 0.12 * (last - 1)]
     return [(0.0, "step 1"), *(((step - 1) / (last - 1), f"{step:,}") for step in shown)]
 
 
 def _in_words(cases: Sequence[CaseResult], *, agrees: bool) -> list[str]:
-    """Who has no loss any more, or how far two are apart at most."""
+    """Which cases have no finite loss, or the largest difference between two."""
     lost = [
         f"{case.name}: the loss is no number from step {step} on."
         for case in cases

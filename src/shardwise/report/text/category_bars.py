@@ -4,29 +4,29 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from shardwise.planner.memory.replay import CATEGORIES
+from shardwise.categories import ACTIVATIONS, CATEGORIES, GATHERED, GRADS, OPTIM, OTHER, PARAMS, REDUCE
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 STYLES: Mapping[str, str] = MappingProxyType(
     {
-        "params": "blue",
-        "gathered": "cyan",
-        "grads": "magenta",
-        "reduce": "bright_magenta",
-        "optim": "green",
-        "activations": "yellow",
-        "other": "bright_black",
+        PARAMS: "blue",
+        GATHERED: "cyan",
+        GRADS: "magenta",
+        REDUCE: "bright_magenta",
+        OPTIM: "green",
+        ACTIVATIONS: "yellow",
+        OTHER: "bright_black",
     }
 )
 LETTERS: Mapping[str, str] = MappingProxyType(
-    {"params": "P", "gathered": "W", "grads": "G", "reduce": "R", "optim": "O", "activations": "A", "other": "x"}
+    {PARAMS: "P", GATHERED: "W", GRADS: "G", REDUCE: "R", OPTIM: "O", ACTIVATIONS: "A", OTHER: "x"}
 )
 
 
 def bar(parts: Mapping[str, int], *, capacity: int, width: int) -> "Text":
-    """A letter a category, and dots up to the capacity; what goes beyond it is cut off with a sign."""
+    """One letter per category, and dots up to the capacity; what goes beyond it is cut off with a sign."""
     from rich.text import Text
 
     text = Text()

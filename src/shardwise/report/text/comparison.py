@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardwise.bench.results import Bench, CaseResult
-from shardwise.byte_unit import byte_unit
-from shardwise.planner.memory.replay import CATEGORIES
+from shardwise.categories import CATEGORIES
+from shardwise.placement import SHARDED, placement_of
+from shardwise.quantities import MIB, UnitOfMeasure, error_text, table_number, table_rate, table_unit
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_MIB = 2**20
-# How many differences of one bench are told; the rest is in its JSON.
+# At most so many differences are shown; all are in the bench's JSON.
 _MOST_TOLD = 8
 
 
@@ -28,7 +28,7 @@ def heading(bench: Bench) -> str:
 
 
 def as_table(bench: Bench) -> "Table":
-    """A row a case that ran; ranked only if all of them did the same training."""
+    """One row per case that ran; ranked only if all of them did the same training."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -41,21 +41,21 @@ def as_table(bench: Bench) -> "Table":
 
 
 def holdings_table(bench: Bench) -> "Table | None":
-    """The most that a rank held of each kind in a step: what is sharded falls as 1/N. None where nobody looked."""
+    """The most that a rank held of each category in a step: sharded ones fall as 1/N. None without ledgers."""
     from rich.table import Table
 
     looked = [case for case in bench.cases if case.ledgers and case.allocated_bytes]
     if not looked:
         return None
-    unit_bytes, unit = _unit(bench)
+    unit = _unit(bench)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(f"a rank, {unit}")
+    table.add_column(f"a rank, {unit.name}")
     for name in CATEGORIES:
         table.add_column(name, justify="right", no_wrap=True)
     for case in looked:
         entries = case.ledgers[case.peak_rank].entries
         most = (max(entry.num_bytes[name] for entry in entries) for name in CATEGORIES)
-        table.add_row(case.name, *(f"{num_bytes / unit_bytes:.2f}" for num_bytes in most))
+        table.add_row(case.name, *(table_number(num_bytes / unit.size) for num_bytes in most))
     return table
 
 
@@ -70,7 +70,6 @@ def as_markdown(bench: Bench) -> str:
 
 def columns(bench: Bench) -> list[str]:
     """Heads in two lines, so that the table has room in 80 columns."""
-    unit = _unit(bench)[1]
     return [
         "",
         ("samples" if bench.step_tokens is None else "tokens") + "\na second",
@@ -78,15 +77,15 @@ def columns(bench: Bench) -> list[str]:
         *(["×"] if bench.equivalence.agrees else []),
         "step\nms",
         "comm\nexp.",
-        f"peak\n{unit}",
+        f"peak\n{_unit(bench).name}",
         "pred.\nerror",
-        "sent\nMiB",
+        f"sent\n{MIB.name}",
         "first\nstep s",
     ]
 
 
 def row(bench: Bench, case: CaseResult) -> list[str]:
-    """A case that ran; ? is what is not known."""
+    """A case that ran; ? where a number is not known."""
     seconds, first = case.step_seconds, case.first_step_seconds
     assert seconds is not None
     rate = bench.samples_per_s(case) if bench.step_tokens is None else bench.tokens_per_s(case)
@@ -97,22 +96,23 @@ def row(bench: Bench, case: CaseResult) -> list[str]:
     exposed = case.exposed_seconds
     return [
         case.name,
-        _rate(rate),
+        table_rate(rate),
         f"{off / seconds.median:.0%}",
         *([f"{base.median / seconds.median:.2f}"] if bench.equivalence.agrees else []),
-        _number(1000 * seconds.median),
+        table_number(1000 * seconds.median),
         "?" if exposed is None else f"{exposed / seconds.median:.0%}",
-        _number(case.peak_bytes / _unit(bench)[0]) if case.allocated_bytes else "?",
-        "?" if case.memory_error is None else f"{case.memory_error:+.1%}".replace("-0.0%", "+0.0%"),
-        "?" if case.sent_bytes is None else _number(case.sent_bytes / _MIB),
+        table_number(case.peak_bytes / _unit(bench).size) if case.allocated_bytes else "?",
+        error_text(case.memory_error, unknown="?"),
+        "?" if case.sent_bytes is None else table_number(case.sent_bytes / MIB.size),
         "?" if first is None else f"{first.median:.1f}",
     ]
 
 
 def baseline(bench: Bench) -> CaseResult:
-    """What × is of: our ddp, or what ran first."""
+    """What × is relative to: our engine with nothing sharded, or what ran first."""
     ran = [case for case in bench.cases if case.ran]
-    return next((case for case in ran if case.name == "ddp"), ran[0])
+    ours = (case for case in ran if case.engine == "shardwise")
+    return next((case for case in ours if placement_of(case.strategy).optim is not SHARDED), ran[0])
 
 
 def remarks(bench: Bench) -> Iterator[str]:
@@ -150,20 +150,9 @@ def _verdict(bench: Bench, *, num_ran: int) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """Names of modules and messages of errors hold signs that Markdown and HTML read."""
+    """Module names and error messages may contain characters that mean something in Markdown and HTML."""
     return "".join(f"\\{sign}" if sign in "\\`*_<>[]|" else sign for sign in text)
 
 
-def _unit(bench: Bench) -> tuple[int, str]:
-    return byte_unit(case.peak_bytes for case in bench.cases if case.allocated_bytes)
-
-
-def _rate(value: float) -> str:
-    if value >= 1e6:
-        return f"{value / 1e6:.2f}M"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _number(value: float) -> str:
-    """Three or four digits that mean something."""
-    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+def _unit(bench: Bench) -> UnitOfMeasure:
+    return table_unit(case.peak_bytes for case in bench.cases if case.allocated_bytes)

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardwise.planner.memory.replay import CATEGORIES
+from shardwise.categories import ACTIVATIONS, CATEGORIES, OTHER
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.scale import Scaled
+from shardwise.quantities import GIB, MIB, byte_unit, digits, fixed, step_seconds_text
 from shardwise.report.text import category_bars
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-_MIB, _GIB = 2**20, 2**30
 _BAR_WIDTH = 16
 _VERDICTS = {"yes": "green", "tight": "yellow", "no": "red", "unknown": "bright_black"}
 
@@ -38,7 +38,7 @@ def as_data(candidate: Candidate) -> dict[str, Any]:
         },
         "peak_at": memory.peak_at,
         "breakdown_bytes": {
-            name: None if name == "activations" and not memory.activations_known else memory.breakdown_bytes[name]
+            name: None if name == ACTIVATIONS and not memory.activations_known else memory.breakdown_bytes[name]
             for name in CATEGORIES
         },
         "step_seconds": time.step_seconds if time else None,
@@ -53,18 +53,17 @@ def as_data(candidate: Candidate) -> dict[str, Any]:
 
 
 def as_table(candidates: Sequence[Candidate], *, recommended: int | None) -> "Table":
-    """A row a candidate: its peak against the capacity, by category, and its time."""
+    """One row per candidate: its peak against the capacity, by category, and its time."""
     from rich.table import Table
 
     has_tokens = any(one.time is not None and one.time.tokens_per_s_per_gpu is not None for one in candidates)
-    is_small = all(one.memory.device_bytes < _GIB for one in candidates)
-    unit_bytes, unit = (_MIB, "MiB") if is_small else (_GIB, "GiB")
+    unit = byte_unit(max(one.memory.device_bytes for one in candidates), among=(MIB, GIB))
     columns: dict[str, Literal["left", "right"]] = {
         "": "left",
         "strategy": "left",
         "batch": "right",
         "peak of capacity": "left",
-        unit: "right",
+        unit.name: "right",
         "step s": "right",
         "tok/s/GPU" if has_tokens else "samples/s": "right",
         "comm": "right",
@@ -79,7 +78,7 @@ def as_table(candidates: Sequence[Candidate], *, recommended: int | None) -> "Ta
             _name(candidate),
             str(candidate.batch),
             _bar(candidate),
-            f"{candidate.memory.device_bytes / unit_bytes:.1f}",
+            fixed(candidate.memory.device_bytes, unit=unit),
             *_times(candidate),
             _verdict(candidate),
         )
@@ -98,22 +97,17 @@ def _times(candidate: Candidate) -> tuple[str, str, str]:
     if time is None:
         return "?", "?", "?"
     rate = time.samples_per_s if time.tokens_per_s_per_gpu is None else time.tokens_per_s_per_gpu
-    return _short(time.step_seconds), f"{rate:,.0f}", f"{time.exposed_comm_seconds / time.step_seconds:.0%}"
-
-
-def _short(seconds: float) -> str:
-    """Three digits that mean something."""
-    return f"{seconds:.3f}" if seconds < 10 else f"{seconds:.1f}"
+    return step_seconds_text(time.step_seconds), digits(rate), f"{time.exposed_comm_seconds / time.step_seconds:.0%}"
 
 
 def scaling_table(rows: Sequence[Scaled]) -> "Table":
-    """A row a number of devices."""
+    """One row per number of devices."""
     from rich.table import Table
 
     has_tokens = any(row.candidate.seq is not None for row in rows)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     rate = "tokens/s" if has_tokens else "samples/s"
-    for column in ("devices", "best plan", "batch", "GiB", "step s", rate, "efficiency", "comm"):
+    for column in ("devices", "best plan", "batch", GIB.name, "step s", rate, "efficiency", "comm"):
         table.add_column(column, justify="left" if column == "best plan" else "right", no_wrap=True)
     for row in rows:
         candidate, time = row.candidate, row.candidate.time
@@ -122,9 +116,9 @@ def scaling_table(rows: Sequence[Scaled]) -> "Table":
             f"{row.num_ranks:,}",
             _name(candidate),
             str(candidate.batch),
-            f"{candidate.memory.device_bytes / _GIB:.1f}",
-            _short(time.step_seconds),
-            f"{time.samples_per_s * (candidate.seq or 1):,.0f}",
+            fixed(candidate.memory.device_bytes, unit=GIB),
+            step_seconds_text(time.step_seconds),
+            digits(time.samples_per_s * (candidate.seq or 1)),
             f"{row.efficiency:.0%}",
             f"{time.exposed_comm_seconds / time.step_seconds:.0%}",
         )
@@ -142,10 +136,10 @@ def _verdict(candidate: Candidate) -> "Text":
 
 
 def _bar(candidate: Candidate) -> "Text":
-    """All that the device holds, by category, of its capacity."""
+    """Everything on the device, by category, as a share of its capacity."""
     memory = candidate.memory
     outside = memory.device_bytes - memory.allocated_bytes
-    parts = {**memory.breakdown_bytes, "other": memory.breakdown_bytes["other"] + outside}
+    parts = {**memory.breakdown_bytes, OTHER: memory.breakdown_bytes[OTHER] + outside}
     return category_bars.bar(parts, capacity=candidate.capacity_bytes or memory.device_bytes, width=_BAR_WIDTH)
 
 

@@ -1,11 +1,11 @@
-"""Profiles as JSON, as a table, and a step's memory as a timeline of bars: predicted beside measured."""
+"""Profiles as JSON, as a table, and a step's memory as a timeline of bars: measured and predicted."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwise.byte_unit import byte_unit
-from shardwise.planner.memory.replay import CATEGORIES
+from shardwise.categories import ACTIVATIONS, CATEGORIES, GATHERED
 from shardwise.profile.compare import Profile
+from shardwise.quantities import error_text, step_seconds_text, table_number, table_unit
 from shardwise.report.text.category_bars import bar
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _BAR_WIDTH = 26
 # So that a line has room in 80 columns.
-_SHORT = {"gathered": "gather", "activations": "activ."}
+_SHORT = {GATHERED: "gather", ACTIVATIONS: "activ."}
 
 
 def as_data(profiles: Sequence[Profile]) -> dict[str, Any]:
@@ -64,9 +64,9 @@ def _row(found: Profile) -> dict[str, Any]:
                 "at": entry.at,
                 "bytes": _told(found, entry.num_bytes),
                 "reserved_bytes": entry.reserved_bytes,
-                "predicted_bytes": None if beside is None else dict(beside.num_bytes),
+                "predicted_bytes": None if predicted is None else dict(predicted.num_bytes),
             }
-            for entry, beside in found.rows()
+            for entry, predicted in found.rows()
         ],
         "step_seconds": found.step_seconds,
         "steps_seconds": None if measured is None else list(measured.step_seconds),
@@ -74,30 +74,30 @@ def _row(found: Profile) -> dict[str, Any]:
 
 
 def _told(found: Profile, parts: Mapping[str, int]) -> dict[str, int | None]:
-    """Without the categories that the engine does not tell of."""
+    """Without the categories that the engine does not report."""
     return {name: None if name in found.unknown else num_bytes for name, num_bytes in parts.items()}
 
 
 def as_table(profiles: Sequence[Profile]) -> "Table":
-    """Two lines a strategy: its peak as it was measured, by category, and as it was predicted."""
+    """Two lines per strategy: the measured peak by category, and the predicted one."""
     from rich.table import Table
 
-    unit_bytes, unit = byte_unit([found.predicted.memory.allocated_bytes for found in profiles])
+    unit = table_unit(found.predicted.memory.allocated_bytes for found in profiles)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column(unit, no_wrap=True)
+    table.add_column(unit.name, no_wrap=True)
     for name in ("peak", *(_SHORT.get(name, name) for name in CATEGORIES), "error"):
         table.add_column(name, justify="right", no_wrap=True)
 
     def line(peak: int, parts: Mapping[str, int | None]) -> list[str]:
         numbers = (peak, *(parts[name] for name in CATEGORIES))
-        return ["?" if number is None else _number(number / unit_bytes) for number in numbers]
+        return ["?" if number is None else table_number(number / unit.size) for number in numbers]
 
     for found in profiles:
         memory, measured = found.predicted.memory, found.measured
         numbers = ["not measured"]
         if measured is not None:
             peak = measured.ledger.peak
-            numbers = [*line(peak.total_bytes, _told(found, peak.num_bytes)), f"{found.error:+.1%}"]
+            numbers = [*line(peak.total_bytes, _told(found, peak.num_bytes)), error_text(found.error)]
         table.add_row(found.rehearsal.plan.strategy, *numbers)
         table.add_row("  predicted", *line(memory.allocated_bytes, dict(memory.breakdown_bytes)), style="bright_black")
     return table
@@ -108,13 +108,13 @@ def remark(found: Profile) -> str:
     strategy, measured = found.rehearsal.plan.strategy, found.measured
     if measured is None:
         return f"{strategy}: not measured, since it {found.why_not}"
-    parts = [] if found.step_seconds is None else [f"a step computes {found.step_seconds:.3f} s"]
+    parts = [] if found.step_seconds is None else [f"a step computes {step_seconds_text(found.step_seconds)} s"]
     if measured.reserved_bytes is not None:
-        unit_bytes, unit = byte_unit([measured.reserved_bytes])
+        unit = table_unit([measured.reserved_bytes])
         predicted = found.predicted.memory.reserved_bytes
         parts.append(
-            f"reserved {_number(measured.reserved_bytes / unit_bytes)} {unit}, "
-            f"predicted {_number(predicted / unit_bytes)} {unit}"
+            f"reserved {table_number(measured.reserved_bytes / unit.size)} {unit.name}, "
+            f"predicted {table_number(predicted / unit.size)} {unit.name}"
         )
     if found.unknown:
         parts.append("buffers of torch's own engine count as activations")
@@ -127,23 +127,19 @@ def as_timeline(found: Profile) -> "Table":
 
     assert found.measured is not None
     highest = found.measured.allocated_bytes
-    unit_bytes, unit = byte_unit([highest])
+    unit = table_unit([highest])
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column(f"{found.rehearsal.plan.strategy}, row by row", no_wrap=True)
-    table.add_column(unit, no_wrap=True, min_width=_BAR_WIDTH)
+    table.add_column(unit.name, no_wrap=True, min_width=_BAR_WIDTH)
     for name in ("measured", "predicted"):
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     table.add_column("", no_wrap=True)
-    for entry, beside in found.rows():
+    for entry, predicted in found.rows():
         table.add_row(
             entry.at,
             bar(entry.num_bytes, capacity=highest, width=_BAR_WIDTH),
-            _number(entry.total_bytes / unit_bytes),
-            "?" if beside is None else _number(beside.total_bytes / unit_bytes),
+            table_number(entry.total_bytes / unit.size),
+            "?" if predicted is None else table_number(predicted.total_bytes / unit.size),
             "◀ peak" if entry is found.measured.ledger.peak else "",
         )
     return table
-
-
-def _number(value: float) -> str:
-    return f"{value:.2f}" if value < 100 else f"{value:.1f}"

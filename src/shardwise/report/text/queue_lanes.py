@@ -2,21 +2,21 @@
 
 from collections.abc import Sequence
 
-from shardwise.planner.time.queues import Span
+from shardwise.quantities import seconds_text
+from shardwise.span import QUEUES, Span
 
-QUEUES = ("compute", "gather", "reduce")
 _WIDTH = 72
 _LETTERS = {"forward": "F", "backward": "B", "update": "U", "gather": "g", "reduce": "r"}
 _OTHER = "c"
 
 
 def as_lanes(spans: Sequence[Span], *, width: int = _WIDTH) -> str:
-    """A line a queue; a column shows what most of its time went to, a dot that the queue stood still."""
+    """One line per queue; a column shows what most of its time went to, a dot that the queue was idle."""
     end = max((span.end for span in spans), default=0.0)
     if not end:
         return ""
     lines = [f"{queue:8}{_lane([s for s in spans if s.queue == queue], end=end, width=width)}" for queue in QUEUES]
-    scale = f"{'':8}0{f'{end * 1e3:.4g} ms':>{width - 1}}"
+    scale = f"{'':8}0{seconds_text(end):>{width - 1}}"
     return "\n".join([*lines, scale, "F forward  B backward  U update  c copy  g gather  r reduce  · idle"])
 
 

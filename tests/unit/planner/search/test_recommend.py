@@ -1,4 +1,4 @@
-"""Which candidate is taken, and the reasons that are given."""
+"""Which candidate is taken, and why, as values."""
 
 from dataclasses import replace
 
@@ -9,18 +9,20 @@ from shardwise.hardware import cluster_of
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.planner.search.candidates import Candidate, candidates
-from shardwise.planner.search.recommend import Choice, choose, fastest
+from shardwise.planner.search.recommend import Condition, Reason, Recommendation, fastest, recommend
 from shardwise.sources import Source
 
 EVERY = list(STRATEGIES)
 
 
-def found_for(model: str, cluster: str, *, plan: Plan, goal: str = "throughput") -> tuple[list[Candidate], Choice]:
+def found_for(
+    model: str, cluster: str, *, plan: Plan, goal: str = "throughput"
+) -> tuple[list[Candidate], Recommendation]:
     source = Source(model)
     found = candidates(
         source.spec_for, plan=plan, strategies=EVERY, cluster=cluster_of(cluster), optimizer="adamw", goal=goal
     )
-    return found, choose(found, goal=goal, spec_for=source.spec_for, optimizer="adamw")
+    return found, recommend(found, goal=goal, spec_for=source.spec_for, optimizer="adamw")
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +56,42 @@ def test_what_does_not_fit_is_not_taken_however_fast() -> None:
     best = found[choice.index]
     assert best.fits == "yes"
     assert [one.fits for one in found if one.plan.strategy == "ddp"] == ["no"]
-    assert "ddp needs 161" in choice.why
-    assert "the device has 79.2" in choice.why
-    assert "s exposed" in choice.why
-    assert "ddp would fit on devices of" in choice.why
+    assert choice.best is best
+    assert choice.reason is Reason.ONLY_ONE
+    assert choice.simpler is not None
+    assert (choice.simpler.candidate.plan.strategy, choice.simpler.is_too_large) == ("ddp", True)
+    assert choice.runner_up is not None
+    assert choice.runner_up.condition is Condition.CAPACITY
+    assert choice.runner_up.candidate.plan.strategy == "ddp"
+    assert choice.runner_up.capacity_bytes is not None
+    assert choice.runner_up.capacity_bytes > choice.runner_up.candidate.memory.device_bytes
 
 
-def test_the_runner_up_is_told_what_it_needs() -> None:
+def test_a_runner_up_that_is_too_large_comes_with_the_plan_that_fits() -> None:
     _, choice = found_for("gpt2-1.5b", "8xa100-40gb", plan=Plan(precision="bf16", micro_batch=6))
-    assert "ddp would fit with micro-batch" in choice.why
+    assert choice.runner_up is not None
+    assert choice.runner_up.condition is Condition.PLAN
+    assert choice.runner_up.plan is not None
+    assert choice.runner_up.plan.strategy == "ddp"
+    assert choice.runner_up.plan.micro_batch is not None
+    assert choice.runner_up.plan.micro_batch < 6
+
+
+@pytest.mark.parametrize(
+    ("speeds", "condition"),
+    [((100, 100, 100, 100, 103), Condition.PREFERENCE), ((100, 50, 50, 50, 50), Condition.NONE)],
+)
+def test_a_runner_up_that_fits_is_the_fastest_that_lost(
+    small: list[Candidate], speeds: tuple[float, ...], condition: Condition
+) -> None:
+    def spec(plan: Plan) -> object:
+        raise AssertionError("nobody asks")
+
+    choice = recommend(with_speeds(small, *speeds), goal="throughput", spec_for=spec, optimizer="adamw")  # type: ignore[arg-type]
+    assert choice.index == 0
+    assert choice.runner_up is not None
+    assert choice.runner_up.speed == pytest.approx(max(speeds[1:]) / 100)
+    assert choice.runner_up.condition is condition
 
 
 def test_for_memorys_sake_the_smallest_is_taken() -> None:
@@ -70,35 +99,37 @@ def test_for_memorys_sake_the_smallest_is_taken() -> None:
     assert choice.index is not None
     peaks = [candidate.memory.allocated_bytes for candidate in found]
     assert peaks[choice.index] == min(peaks)
-    assert choice.why.startswith("the smallest peak")
+    assert choice.reason is Reason.SMALLEST_PEAK
 
 
 def test_without_a_prediction_of_time_the_simplest_that_fits_is_taken(small: list[Candidate]) -> None:
     untimed = [replace(one, time=None, fits="no" if one.plan.strategy == "ddp" else "yes") for one in small]
-    choice = choose(untimed, goal="throughput", spec_for=lambda plan: spec_for("gpt2-124m", plan), optimizer="adamw")
+    choice = recommend(untimed, goal="throughput", spec_for=lambda plan: spec_for("gpt2-124m", plan), optimizer="adamw")
     assert choice.index == 1
-    assert "time is not predicted" in choice.why
+    assert choice.reason is Reason.SIMPLEST
 
 
 def test_nothing_that_fits_is_nothing_to_take(small: list[Candidate]) -> None:
     def spec(plan: Plan) -> object:
         raise AssertionError("nobody asks")
 
-    for fits, why in (("no", "nothing fits"), ("unknown", "not known")):
+    for fits, reason in (("no", Reason.NOTHING_FITS), ("unknown", Reason.CAPACITY_UNKNOWN)):
         untimed = [replace(one, fits=fits, time=None) for one in small]
-        choice = choose(untimed, goal="throughput", spec_for=spec, optimizer="adamw")  # type: ignore[arg-type]
+        choice = recommend(untimed, goal="throughput", spec_for=spec, optimizer="adamw")  # type: ignore[arg-type]
         assert choice.index is None
-        assert why in choice.why
+        assert choice.reason is reason
 
 
 def test_the_fastest_is_taken_where_nobody_knows_what_fits(small: list[Candidate]) -> None:
     unknown = with_speeds(small, 100, 80, 80, 80, 80, fits="unknown")
-    choice = choose(unknown, goal="throughput", spec_for=lambda plan: spec_for("gpt2-124m", plan), optimizer="adamw")
+    choice = recommend(unknown, goal="throughput", spec_for=lambda plan: spec_for("gpt2-124m", plan), optimizer="adamw")
     assert choice.index == 0
-    assert choice.why.startswith("whether it fits is not known")
+    assert choice.best is not None
+    assert (choice.best.fits, choice.reason) == ("unknown", Reason.FASTEST)
 
 
-def test_what_may_fit_says_so(small: list[Candidate]) -> None:
+def test_what_may_fit_is_taken_where_nothing_does_for_sure(small: list[Candidate]) -> None:
     tight = [replace(one, fits="tight") for one in small]
-    choice = choose(tight, goal="throughput", spec_for=lambda plan: spec_for("gpt2-124m", plan), optimizer="adamw")
-    assert choice.why.startswith("it may fit")
+    choice = recommend(tight, goal="throughput", spec_for=lambda plan: spec_for("gpt2-124m", plan), optimizer="adamw")
+    assert choice.best is not None
+    assert choice.best.fits == "tight"

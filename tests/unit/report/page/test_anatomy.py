@@ -9,17 +9,17 @@ import pytest
 from report.sample_bench import sample_bench
 
 from shardwise.bench.results import Bench, CaseResult, Happening, UnitOutline
+from shardwise.categories import CATEGORIES
 from shardwise.mesh import Mesh
 from shardwise.models.catalogue import shape_of
 from shardwise.placement import STRATEGIES, Placement
 from shardwise.plan import Plan
-from shardwise.planner.memory.replay import CATEGORIES
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.program import Kind, build
 from shardwise.report.outline import outline
 from shardwise.report.page.anatomy import SCRIPT, STYLE, anatomy_data, anatomy_markup
 from shardwise.report.page.captions import caption
-from shardwise.report.snapshots import STATES, Holding, hold
+from shardwise.report.snapshots import STATES, Holding, snapshots_of
 from shardwise.report.text.ring_rounds import rounds
 from shardwise.spec import ROOT, ModelSpec
 
@@ -128,7 +128,7 @@ class Test_frames:
         spec = outline(shape_of("gpt-tiny"), name="gpt-tiny")
         data = anatomy_data(made_bench(spec, bench=bench, num_ranks=4))
         assert data is not None
-        frames = hold(spec, plan=Plan(strategy=strategy), num_ranks=4).frames
+        frames = snapshots_of(spec, plan=Plan(strategy=strategy), num_ranks=4).snapshots
         drawn = [
             {state: {name: held.value for name, held in frame.holds[state].items()} for state in STATES}
             for frame in frames
@@ -231,7 +231,7 @@ class Test_frames:
         hybrid = Plan(strategy=strategy, mesh=Mesh(replicate=2, shard=2))
         drawn = [
             {state: {name: held.value for name, held in frame.holds[state].items()} for state in STATES}
-            for frame in hold(spec, plan=hybrid, num_ranks=4).frames
+            for frame in snapshots_of(spec, plan=hybrid, num_ranks=4).snapshots
         ]
         assert states == drawn
 

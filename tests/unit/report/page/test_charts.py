@@ -3,13 +3,12 @@ import re
 import pytest
 
 from shardwise.bench.results import Happening
-from shardwise.planner.time.queues import Span
 from shardwise.report.page.axes import between, byte_ticks, round_step, ticks
 from shardwise.report.page.bars import Bar, BarPiece, Limit, bar_chart
 from shardwise.report.page.lanes import exposed_gaps, lane_chart, merged
-from shardwise.report.page.numbers import bytes_text, digits, error_text, in_units, scientific, seconds_text
 from shardwise.report.page.plots import Curve, PlotFrame, area_plot, curve_plot
 from shardwise.report.tape_spans import recorded_spans
+from shardwise.span import Span
 
 FRAME = PlotFrame(low=0, high=10, ticks=[(0, "0"), (10, "10")], below=[(0.0, "step 1")], height=108)
 
@@ -28,19 +27,6 @@ def test_axis_that_does_not_begin_at_zero_has_round_numbers() -> None:
     assert [text for _, text in between(3.45, 5.62)] == ["3.5", "4.0", "4.5", "5.0", "5.5"]
     assert [text for _, text in between(-0.02, 0.011)] == ["-0.02", "-0.01", "0.00", "0.01"]
     assert between(2.0, 2.0), "a flat curve has an axis too"
-
-
-def test_numbers_have_three_digits_and_a_unit() -> None:
-    assert [digits(value) for value in (0, 0.00123, 0.5, 9.25, 12.34, 123.4, 12345.6)] == [
-        "0", "0.00123", "0.50", "9.25", "12.3", "123", "12,346",
-    ]  # fmt: skip
-    assert [scientific(value) for value in (0.0, 0.25, 2.4e-7, -1.5e10)] == ["0", "0.25", "2.4 × 10⁻⁷", "-1.5 × 10¹⁰"]
-    assert [bytes_text(size) for size in (0, 1000, 2**20, 141e9)] == ["0 B", "1,000 B", "1.00 MiB", "131 GiB"]
-    assert [in_units(size, 2**20) for size in (0, 208, 2**20)] == ["0", "< 0.01", "1.00"]
-    assert [seconds_text(time) for time in (0, 3e-5, 0.0123, 2.5)] == ["0 s", "30.0 µs", "12.3 ms", "2.50 s"]
-    assert [error_text(error) for error in (None, 0.0004, -0.0004, 0.0123, -0.5)] == [
-        "not measured", "0.0%", "0.0%", "+1.2%", "−50.0%",
-    ]  # fmt: skip
 
 
 def test_pieces_of_a_bar_follow_each_other_up_to_its_value() -> None:

@@ -1,7 +1,7 @@
 """The queues of a step as text: a column shows what most of its time went to."""
 
-from shardwise.planner.time.queues import Span
 from shardwise.report.text.queue_lanes import as_data, as_lanes
+from shardwise.span import Span
 
 SPANS = [
     Span("compute", "forward blocks.0", 0.0, 0.4),
@@ -17,7 +17,7 @@ def test_a_lane_shows_what_its_queue_does_and_when_it_stands_still() -> None:
     assert compute == "compute FFFF·BBBBU"
     assert gather == "gather  gg········"
     assert reduce == "reduce  ·········r"
-    assert scale.endswith("1000 ms")
+    assert scale.endswith(" 1.00 s")
     assert "F forward" in letters
 
 

@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.params.guard import unguarded
-from shardwise.engine.prepared_module import PreparedModule
-from shardwise.engine.step.accumulate import refuse_in_the_middle
+from shardwise.engine.prepared.prepared_module import PreparedModule
 from shardwise.placement import SHARDED
 
 
@@ -50,7 +49,7 @@ def held(model: nn.Module) -> OwnedModel:
     """What this rank's optimizer steps, frozen parameters as well, and the buffers; no gather still writes into it."""
     engine = engine_of(model)
     assert isinstance(model, PreparedModule)
-    refuse_in_the_middle(engine, what="a checkpoint")
+    engine.check_between_steps(what="a checkpoint")
     engine.runner.wait_gathers()
     first = {id(p): name for flat in engine.flats for p, name in zip(flat.params, flat.names, strict=True)}
     with unguarded():

@@ -3,14 +3,13 @@
 import torch
 from torch import nn
 
-from shardwise.comm.start import local_device
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.spec import ModelSpec
 
 
-def choose_device(model: nn.Module, *, device: torch.device | str | None) -> torch.device:
-    """The device that is asked for, or the one that the model is on; from meta, this rank's own."""
+def asked_device(model: nn.Module, *, device: torch.device | str | None) -> torch.device | None:
+    """The device that is asked for, or the one that the model is on; None for a model on the meta device."""
     if device is not None:
         return torch.device(device)
     found = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
@@ -18,7 +17,7 @@ def choose_device(model: nn.Module, *, device: torch.device | str | None) -> tor
         raise InvalidModel(
             f"the model's parameters are on {', '.join(sorted(map(str, found)))}: move it to one device first"
         )
-    return found.pop() if found else local_device()
+    return found.pop() if found else None
 
 
 def describe(spec: ModelSpec, *, plan: Plan) -> str:

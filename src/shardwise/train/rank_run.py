@@ -10,8 +10,9 @@ import torch
 from rich.console import Console
 
 from shardwise.checkpoint import Checkpoints, Loaded
-from shardwise.comm.start import agree
-from shardwise.launch.join import Place, joined
+from shardwise.comm.agreement import agree
+from shardwise.comm.join import Place, joined
+from shardwise.launch.failure import report
 from shardwise.train import run_folder
 from shardwise.train.config import TrainConfig
 from shardwise.train.loop import Training, run_steps
@@ -51,7 +52,7 @@ def train(
     device = None if config.run.device == "auto" else torch.device(config.run.device)
     with (
         deterministic_kernels(config.train.deterministic),
-        joined(device, limit_seconds=config.run.limit_seconds) as place,
+        joined(device, limit_seconds=config.run.limit_seconds, on_error=report) as place,
         preemption(grace_seconds=config.checkpoint.grace_seconds) as request,
     ):
         console = console or Console()

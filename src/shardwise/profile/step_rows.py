@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from shardwise.categories import ACTIVATIONS, GRADS, HOST, OPTIM, OTHER, PARAMS
 from shardwise.comm.dtensor import dtensor_types, local_part
 from shardwise.engine.engine import is_prepared
-from shardwise.engine.inventory import held_tensors
+from shardwise.engine.prepared.inventory import held_tensors
 from shardwise.program import Trigger
 from shardwise.program.hooks import StepHooks
 from shardwise.spec import ROOT, ModelSpec
@@ -29,7 +30,7 @@ OnRow = Callable[[Trigger, str], None]
 def step_rows(
     optimizer: Optimizer, *, spec: ModelSpec, modules: Mapping[str, nn.Module], on_row: OnRow
 ) -> Iterator[None]:
-    """Call `on_row(trigger, unit)` at the beginning of each row of the steps in here.
+    """Call `on_row(trigger, unit)` at the beginning of each row of the steps inside the context.
 
     `modules` are the units' own, by name, not what an engine may have put around them; they and `spec` are from before
     `prepare`. To be entered after it and before the first forward: hooks of gradients run in the order in which they
@@ -86,26 +87,26 @@ class _Rows:
 
 @torch.no_grad()
 def known_storages(model: nn.Module, optimizer: Optimizer, *, batch: Any) -> dict[int, str]:
-    """Address → category of the storages that an engine knows, now."""
+    """Address → category of the storages that an engine knows at this moment."""
     known: dict[int, str] = {}
     tensors = held_tensors(model, optimizer) if is_prepared(model) else _held_by_torch(model, optimizer)
-    leaves = (("activations", leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    leaves = ((ACTIVATIONS, leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
     for category, tensor in (*tensors, *leaves):
         storage = tensor.untyped_storage()
         if storage.nbytes():
             # What a plan offloads is in no category; where the device is the host, it is there all the same.
-            known.setdefault(storage.data_ptr(), "other" if category == "host" else category)
+            known.setdefault(storage.data_ptr(), OTHER if category == HOST else category)
     return known
 
 
 def _held_by_torch(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """torch's engines: what the optimizer steps, its gradients and its state; their own buffers are not to be found."""
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        yield "params", local_part(parameter)
+        yield PARAMS, local_part(parameter)
         if parameter.grad is not None:
-            yield "grads", local_part(parameter.grad)
+            yield GRADS, local_part(parameter.grad)
         for value in optimizer.state.get(parameter, {}).values():
             if isinstance(value, Tensor):
-                yield "optim", local_part(value)
+                yield OPTIM, local_part(value)
     for buffer in model.buffers():
-        yield "other", buffer
+        yield OTHER, buffer

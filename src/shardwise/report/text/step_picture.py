@@ -11,7 +11,8 @@ from shardwise.placement import SHARDED, STRATEGIES, Placement, placement_of
 from shardwise.plan import Plan
 from shardwise.program import Kind, Trigger
 from shardwise.program.operations import ON_BUCKETS, WAITS
-from shardwise.report.snapshots import STATES, Frame, Holding, Holdings, bucket_label, hold
+from shardwise.quantities import GIB, KIB, MIB, TIB, UnitOfMeasure, byte_unit, fixed, fixed_text
+from shardwise.report.snapshots import STATES, Holding, Snapshot, StepSnapshots, bucket_label, snapshots_of
 from shardwise.spec import ROOT, ModelSpec
 
 WIDTH = 80
@@ -30,8 +31,7 @@ OTHER_NAMES: Mapping[Placement, str] = {
     STRATEGIES["fsdp"]: "FULL_SHARD, ZeRO-3, fully_shard",
 }
 _PHASES = {Trigger.BEFORE_FORWARD: "forward", Trigger.BEFORE_BACKWARD: "backward", Trigger.AFTER_STEP: "update"}
-_MIB = 2**20
-# Of more units than this only the first and last are drawn, so that a line stays a line.
+# With more units than this, only the first and last are drawn, so that a line fits in 80 columns.
 _MAX_UNITS = 5
 _MAX_RANKS = 8
 _MAX_SLICES = 16
@@ -44,16 +44,16 @@ def explain(spec: ModelSpec, *, strategy: str, num_ranks: int, replicate: int = 
     placement = placement_of(strategy)
     mesh = Mesh(replicate=replicate, shard=num_ranks // replicate)
     plan = Plan(strategy=strategy, mesh=mesh, prefetch=prefetch)
-    holdings = hold(spec, plan=plan, num_ranks=num_ranks)
+    step = snapshots_of(spec, plan=plan, num_ranks=num_ranks)
     return [
         f"{strategy}, also known as {OTHER_NAMES[placement]}",
         *in_words(placement, num_groups=replicate),
         "",
         *_owners(placement, mesh=mesh),
         "",
-        *_step(holdings, spec=spec),
+        *_step(step, spec=spec),
         "",
-        *_sums(holdings),
+        *_sums(step),
     ]
 
 
@@ -63,8 +63,8 @@ def explain_as_data(
     """The same as plain values for JSON: the program's rows, and after each operation what a rank holds."""
     mesh = Mesh(replicate=replicate, shard=num_ranks // replicate)
     plan = Plan(strategy=strategy, mesh=mesh, prefetch=prefetch)
-    holdings = hold(spec, plan=plan, num_ranks=num_ranks)
-    frames = iter(holdings.frames[1:])
+    step = snapshots_of(spec, plan=plan, num_ranks=num_ranks)
+    snapshots = iter(step.snapshots[1:])
     return {
         "model": spec.name,
         "strategy": strategy,
@@ -72,8 +72,8 @@ def explain_as_data(
         "replicate": replicate,
         "prefetch": prefetch,
         "units": [{"name": unit.name, "num_params": unit.num_params} for unit in spec.units],
-        "buckets": [list(bucket.units) for bucket in holdings.program.buckets],
-        "start": _frame_data(holdings.frames[0]),
+        "buckets": [list(bucket.units) for bucket in step.program.buckets],
+        "start": _snapshot_data(step.snapshots[0]),
         "rows": [
             {
                 "trigger": row.trigger.value,
@@ -85,21 +85,21 @@ def explain_as_data(
                         "subject": operation.subject,
                         "num_bytes": operation.num_bytes,
                         "stream": operation.kind.stream,
-                        **_frame_data(next(frames)),
+                        **_snapshot_data(next(snapshots)),
                     }
                     for operation in row.operations
                 ],
             }
-            for row in holdings.program.rows
+            for row in step.program.rows
         ],
-        "peak_bytes": holdings.peak.held_bytes,
-        "sent_bytes": {kind.value: holdings.sent_bytes(kind) for kind in WAITS.values()},
+        "peak_bytes": step.peak.held_bytes,
+        "sent_bytes": {kind.value: step.sent_bytes(kind) for kind in WAITS.values()},
     }
 
 
-def _frame_data(frame: Frame) -> dict[str, Any]:
-    holds = {state: {name: held.value for name, held in frame.holds[state].items()} for state in STATES}
-    return {"held_bytes": frame.held_bytes, **holds}
+def _snapshot_data(snapshot: Snapshot) -> dict[str, Any]:
+    holds = {state: {name: held.value for name, held in snapshot.holds[state].items()} for state in STATES}
+    return {"held_bytes": snapshot.held_bytes, **holds}
 
 
 def in_words(placement: Placement, *, num_groups: int = 1) -> Iterator[str]:
@@ -162,64 +162,67 @@ def _shortened(numbers: range, *, most: int) -> list[int | None]:
     return [*numbers[: most // 2], None, numbers[-1]]
 
 
-def _step(holdings: Holdings, *, spec: ModelSpec) -> Iterator[str]:
-    """One line an operation: what it is, what the rank holds after it, and how many bytes that is."""
+def _step(step: StepSnapshots, *, spec: ModelSpec) -> Iterator[str]:
+    """One line per operation: what it is, what the rank holds after it, and how many bytes that is."""
     columns = _columns([unit.name for unit in spec.units])
     cell_width = 2 * len(columns) - 1 + max(2, len(columns[-1][1]))
     bar_width = WIDTH - _OPERATION_WIDTH - len(STATES) * cell_width - _NUMBER_WIDTH - len(" ") - len(" ◀")
-    labels = {bucket.name: bucket_label(bucket.units) for bucket in holdings.program.buckets}
-    peak = holdings.peak
-    divisor, byte_unit = _scale(peak.held_bytes)
+    labels = {bucket.name: bucket_label(bucket.units) for bucket in step.program.buckets}
+    peak = step.peak
+    unit = _unit(peak.held_bytes)
     yield f"rank 0 in one step of {spec.name} ({len(spec.units)} units, {spec.num_params:,} parameters)"
     yield "  ".join(f"{glyph} {held.value}" for held, glyph in GLYPHS.items())
-    yield from _heads([label for _, label in columns], cell_width=cell_width, byte_unit=byte_unit)
+    yield from _heads([label for _, label in columns], cell_width=cell_width, unit=unit)
     phase = ""
-    for frame in _with_gaps(holdings, shown={name for name, _ in columns}):
-        if isinstance(frame, int):
-            yield f"   ⋮ {frame} more operations, alike"
+    for snapshot in _with_gaps(step, shown={name for name, _ in columns}):
+        if isinstance(snapshot, int):
+            yield f"   ⋮ {snapshot} more operations, alike"
             continue
-        if frame.row is not None and _PHASES.get(frame.row.trigger, phase) != phase:
-            phase = _PHASES[frame.row.trigger]
+        if snapshot.row is not None and _PHASES.get(snapshot.row.trigger, phase) != phase:
+            phase = _PHASES[snapshot.row.trigger]
             yield f"── {phase} ".ljust(WIDTH, "─")
-        cells = "".join(_cells(frame.holds[state], columns=columns).ljust(cell_width) for state in STATES)
-        number = f"{frame.held_bytes / divisor:{_NUMBER_WIDTH}.1f}"
-        bar = _bar(frame.held_bytes / peak.held_bytes, width=bar_width)
-        mark = " ◀" if frame is peak else ""
-        yield f"{_text(frame, labels=labels):{_OPERATION_WIDTH}}{cells}{number} {bar}{mark}".rstrip()
+        cells = "".join(_cells(snapshot.holds[state], columns=columns).ljust(cell_width) for state in STATES)
+        number = f"{fixed(snapshot.held_bytes, unit=unit):>{_NUMBER_WIDTH}}"
+        bar = _bar(snapshot.held_bytes / peak.held_bytes, width=bar_width)
+        mark = " ◀" if snapshot is peak else ""
+        yield f"{_text(snapshot, labels=labels):{_OPERATION_WIDTH}}{cells}{number} {bar}{mark}".rstrip()
 
 
-def _heads(labels: list[str], *, cell_width: int, byte_unit: str) -> Iterator[str]:
+def _heads(labels: list[str], *, cell_width: int, unit: UnitOfMeasure) -> Iterator[str]:
     states = "".join(f"{state:{cell_width}}" for state in STATES)
-    yield f"{'after this operation':{_OPERATION_WIDTH}}{states}{byte_unit:>{_NUMBER_WIDTH}}"
+    yield f"{'after this operation':{_OPERATION_WIDTH}}{states}{unit.name:>{_NUMBER_WIDTH}}"
     units = f"{' '.join(labels):{cell_width}}" * len(STATES)
     yield f"{'it holds, of root and blocks':{_OPERATION_WIDTH}}{units}".rstrip()
 
 
-def _with_gaps(holdings: Holdings, *, shown: set[str | None]) -> Iterator[Frame | int]:
-    """The frames to draw, and the numbers of those left out between them."""
-    members = {bucket.name: bucket.units for bucket in holdings.program.buckets}
-    peak = holdings.peak
+def _with_gaps(step: StepSnapshots, *, shown: set[str | None]) -> Iterator[Snapshot | int]:
+    """The snapshots to draw, and the numbers of those left out between them."""
+    members = {bucket.name: bucket.units for bucket in step.program.buckets}
+    peak = step.peak
     num_hidden = 0
-    for frame in holdings.frames:
-        if frame is peak or _is_shown(frame, shown=shown, members=members):
+    for snapshot in step.snapshots:
+        if snapshot.operation is not None and snapshot.operation.kind is Kind.TAKE_GRADS:
+            # A copy into the buffer that is reduced next: what a rank holds of a unit stays the same.
+            continue
+        if snapshot is peak or _is_shown(snapshot, shown=shown, members=members):
             if num_hidden:
                 yield num_hidden
             num_hidden = 0
-            yield frame
+            yield snapshot
         else:
             num_hidden += 1
     if num_hidden:
         yield num_hidden
 
 
-def _is_shown(frame: Frame, *, shown: set[str | None], members: Mapping[str, tuple[str, ...]]) -> bool:
+def _is_shown(snapshot: Snapshot, *, shown: set[str | None], members: Mapping[str, tuple[str, ...]]) -> bool:
     """What happens at units that are drawn; of a long row only what is done to units that are drawn."""
-    if frame.row is None or frame.operation is None:
+    if snapshot.row is None or snapshot.operation is None:
         return True
-    if frame.row.unit not in shown:
+    if snapshot.row.unit not in shown:
         return False
-    subject = frame.operation.subject
-    return len(frame.row.operations) <= _MAX_UNITS + 1 or not shown.isdisjoint(members.get(subject, (subject,)))
+    subject = snapshot.operation.subject
+    return len(snapshot.row.operations) <= _MAX_UNITS + 1 or not shown.isdisjoint(members.get(subject, (subject,)))
 
 
 def _columns(names: list[str]) -> list[tuple[str | None, str]]:
@@ -232,11 +235,11 @@ def _columns(names: list[str]) -> list[tuple[str | None, str]]:
     return [*pairs[: _MAX_UNITS - 2], (None, "…"), pairs[-1]]
 
 
-def _text(frame: Frame, *, labels: Mapping[str, str]) -> str:
+def _text(snapshot: Snapshot, *, labels: Mapping[str, str]) -> str:
     """Computation stands out to the left; what moves or frees memory is indented."""
-    if frame.operation is None:
+    if snapshot.operation is None:
         return "(the step begins)"
-    kind, subject = frame.operation.kind, frame.operation.subject
+    kind, subject = snapshot.operation.kind, snapshot.operation.subject
     if kind in ON_BUCKETS:
         subject = labels[subject]
     indent = " " if kind in (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE) else "   "
@@ -257,19 +260,19 @@ def _bar(fraction: float, *, width: int) -> str:
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
-def _scale(num_bytes: float) -> tuple[int, str]:
-    scales = ((2**40, "TiB"), (2**30, "GiB"), (_MIB, "MiB"))
-    return next(((divisor, unit) for divisor, unit in scales if num_bytes >= 10 * divisor), (2**10, "KiB"))
+def _unit(num_bytes: float) -> UnitOfMeasure:
+    """So that one place after the point is enough."""
+    return byte_unit(num_bytes, at_least=10, among=(KIB, MIB, GIB, TIB))
 
 
-def _sums(holdings: Holdings) -> Iterator[str]:
-    peak = holdings.peak.held_bytes
-    divisor, unit = _scale(peak)
-    start = f"{holdings.frames[0].held_bytes / divisor:.1f} {unit}"
-    yield f"held: {start} between steps, when grads are dropped; {peak / divisor:.1f} at the peak (◀)"
-    gathers, *parts = (holdings.sent_bytes(kind) for kind in (Kind.GATHER, Kind.REDUCE, Kind.REDUCE_SLICE))
+def _sums(step: StepSnapshots) -> Iterator[str]:
+    peak = step.peak.held_bytes
+    unit = _unit(peak)
+    start = fixed_text(step.snapshots[0].held_bytes, unit=unit)
+    yield f"held: {start} between steps, when grads are dropped; {fixed(peak, unit=unit)} at the peak (◀)"
+    gathers, *parts = (step.sent_bytes(kind) for kind in (Kind.GATHER, Kind.REDUCE, Kind.REDUCE_SLICE))
     reduces = sum(parts)
-    divisor, unit = _scale(gathers + reduces)
-    sent, gathers, reduces = (number / divisor for number in (gathers + reduces, gathers, reduces))
-    yield f"sent: {sent:.1f} {unit} a step: gathers {gathers:.1f}, reduces {reduces:.1f} (see explain ring)"
+    unit = _unit(gathers + reduces)
+    sent, *shown = fixed_text(gathers + reduces, unit=unit), *(fixed(part, unit=unit) for part in (gathers, reduces))
+    yield f"sent: {sent} a step: gathers {shown[0]}, reduces {shown[1]} (see explain ring)"
     yield "fp32 params, grads and AdamW's two moments are counted; activations are not."

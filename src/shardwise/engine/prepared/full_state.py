@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
+from shardwise.comm.agreement import meet
 from shardwise.comm.collectives import own_slice
-from shardwise.comm.start import meet
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.params.flat import FlatParams
-from shardwise.engine.step.accumulate import refuse_in_the_middle
 from shardwise.errors import InvalidData
 from shardwise.placement import SHARDED
 
@@ -58,7 +57,7 @@ def received_state(state: Mapping[str, Any], *, with_optimizer: bool, from_rank0
 
 def full_tensors(engine: Engine, state: Any, *, keep_vars: bool) -> Any:
     """Replace the parameters in a state dict by their full master values; buffers are detached."""
-    refuse_in_the_middle(engine, what="a state_dict")
+    engine.check_between_steps(what="a state_dict")
     meet("state_dict", limit_seconds=engine.limit_seconds)
     values: dict[int, Tensor] = {}
     for flat in engine.flats:
@@ -77,7 +76,7 @@ def load_tensors(
     engine: Engine, own: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool
 ) -> _IncompatibleKeys:
     """Fill the owned slices from full tensors by name."""
-    refuse_in_the_middle(engine, what="load_state_dict")
+    engine.check_between_steps(what="load_state_dict")
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
     if strict and (missing or unexpected):

@@ -8,9 +8,9 @@ from torch import nn
 
 from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.engine import engine_of, register, unregister
-from shardwise.engine.optimizer.full_state import full_tensors, load_tensors
 from shardwise.engine.params.guard import unguarded
 from shardwise.engine.params.precision import attach_casts
+from shardwise.engine.prepared.full_state import full_tensors, load_tensors
 from shardwise.errors import InvalidModel
 
 

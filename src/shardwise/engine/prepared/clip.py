@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine, engine_of
-from shardwise.engine.step.accumulate import refuse_in_the_middle
 from shardwise.errors import InvalidData
 from shardwise.placement import SHARDED
 
@@ -22,7 +21,7 @@ def clip_grad_norm_(
     how the gradient is cut into slices.
     """
     engine = engine_of(model)
-    refuse_in_the_middle(engine, what="clip_grad_norm_")
+    engine.check_between_steps(what="clip_grad_norm_")
     everywhere, slices = (_grads(engine, sharded=sharded) for sharded in (False, True))
     total = _norm(everywhere, slices, engine=engine, norm_type=float(norm_type))
     if error_if_nonfinite and not total.isfinite():

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.comm.start import exchange
+from shardwise.comm.agreement import exchange
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.errors import InvalidData, InvalidModel
 

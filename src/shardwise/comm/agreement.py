@@ -1,12 +1,14 @@
-"""The process group, if nobody has started one; and agreement between ranks before they trust each other."""
+"""Ranks that must agree, or at least be there, before they trust each other.
 
-import atexit
-import os
+exchange   what every rank gave, on every rank
+agree      all ranks describe the same thing, or all of them raise
+meet       all ranks have come to a point, or the missing ones are named
+"""
+
 import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from shardwise.comm.groups import Group
@@ -17,28 +19,8 @@ class RanksDisagree(ShardwiseError):  # noqa: N818
     """Ranks were given different plans or models, or one of them could not go on."""
 
 
-def start_process_group(device: torch.device) -> None:
-    """Join the job that the environment describes (torchrun's variables), or be a job of one rank."""
-    if dist.is_initialized():
-        return
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
-    atexit.register(_stop)
-
-
-def local_device() -> torch.device:
-    """The device of this rank: its GPU among those of its machine, or the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-
-
-def _stop() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+class RanksMissing(ShardwiseError):  # noqa: N818
+    """Some ranks did not come to what needs all of them."""
 
 
 def exchange(value: Any, *, group: Group | None = None) -> list[Any]:
@@ -71,10 +53,6 @@ def agree(describe: Callable[[], str], *, what: str) -> None:
         raise RanksDisagree(
             f"rank 0 and rank {first} were given different {what}: {_difference(everyone[0], everyone[first])}"
         )
-
-
-class RanksMissing(ShardwiseError):  # noqa: N818
-    """Some ranks did not come to what needs all of them."""
 
 
 # What all ranks have come to so far: its length numbers the next meeting, the same on every rank.

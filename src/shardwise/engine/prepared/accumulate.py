@@ -5,8 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from shardwise.engine.engine import Engine, engine_of
-from shardwise.errors import InvalidModel
+from shardwise.engine.engine import engine_of
 
 
 @contextmanager
@@ -23,12 +22,3 @@ def accumulate(model: nn.Module, *, enabled: bool = True) -> Iterator[None]:
         yield
     finally:
         passes.accumulating = before
-
-
-def refuse_in_the_middle(engine: Engine, *, what: str) -> None:
-    """Gradients that are summed on each rank alone are part of no state."""
-    if engine.runner.passes.accumulating or engine.runner.executor.holds_grads:
-        raise InvalidModel(
-            f"{what} in the middle of an accumulation: do it after the step, or clear the gradients first "
-            "(optimizer.zero_grad())"
-        )

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.categories import GATHERED, GRADS, HOST, OPTIM, OTHER, PARAMS, REDUCE
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.guard import unguarded
@@ -20,7 +21,7 @@ def held_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
     optim     the optimizer's state, and its fp32 master where that is a copy of its own
     host      all of the above that the plan offloads, gradients left out
     """
-    held = {"params": 0, "gathered": 0, "grads": 0, "optim": 0, "host": 0}
+    held = dict.fromkeys((PARAMS, GATHERED, GRADS, OPTIM, HOST), 0)
     seen: set[int] = set()
     for flat in engine_of(model).flats:
         for category, tensor in _of_flat(flat, optimizer):
@@ -43,37 +44,37 @@ def held_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterat
     for flat in engine.flats:
         yield from _of_flat(flat, optimizer)
     for buffer in model.buffers():
-        yield "other", buffer
-    yield "other", engine.runner.flags.flags
+        yield OTHER, buffer
+    yield OTHER, engine.runner.flags.flags
 
 
 def _of_flat(flat: FlatParams, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
     sharded = flat.placement.params is SHARDED
-    yield "gathered" if sharded else "params", flat.full
+    yield GATHERED if sharded else PARAMS, flat.full
     on_host = flat.host is not None
     is_the_parameter = sharded and flat.full.dtype == flat.master_dtype
-    yield "host" if on_host else "params" if is_the_parameter else "optim", flat.master
-    yield "host", flat.staged
+    yield HOST if on_host else PARAMS if is_the_parameter else OPTIM, flat.master
+    yield HOST, flat.staged
     for part in flat.owned:
         for value in (optimizer.state.get(part.parameter, {}) if optimizer else {}).values():
             if isinstance(value, Tensor):
-                yield "host" if on_host else "optim", value
+                yield HOST if on_host else OPTIM, value
     averages = [part.parameter.grad for part in flat.owned if part.parameter is not flat.params[part.index]]
     for grad in (*averages, *flat.hidden):
         if grad is not None and not on_host:
-            yield "grads", grad
+            yield GRADS, grad
     with unguarded():
         shown = [parameter.grad for parameter in flat.params]
     for grad in shown:
         if grad is not None:
             # In a backward it is autograd's own, until it is taken.
-            yield "reduce" if flat.awaits_grads else "grads", grad
+            yield REDUCE if flat.awaits_grads else GRADS, grad
 
 
 def _of_buckets(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     for bucket in engine.runner.executor.buckets.values():
         for segment in bucket.segments:
             if segment.kept is not None:
-                yield "grads", segment.kept
+                yield GRADS, segment.kept
             if segment.buffer is not None:
-                yield "reduce", segment.buffer
+                yield REDUCE, segment.buffer

@@ -1,0 +1,133 @@
+"""The planner's recommendation in sentences: which plan to take, why, and what would have to change for another."""
+
+from collections.abc import Iterator, Sequence
+
+from shardwise.engine_limits import LIMITS
+from shardwise.hardware import Cluster
+from shardwise.plan import Plan
+from shardwise.planner.search.candidates import Candidate
+from shardwise.planner.search.recommend import PAIR_BAND, Condition, Reason, Recommendation, RunnerUp, Simpler
+from shardwise.quantities import GIB, fixed, fixed_text, significant
+
+# What is to be said of a candidate that is taken although it may not fit.
+_DOUBTS = {"tight": "it may fit", "unknown": "whether it fits is not known"}
+# Exposed communication below this share of a step is called hidden.
+_HIDDEN = 0.05
+
+
+def verdict(found: Recommendation, *, why: str) -> str:
+    """The line below a table of candidates."""
+    return f"Recommended: {name_of(found.best)}, {why}." if found.best is not None else f"{why[0].upper()}{why[1:]}."
+
+
+def reasons(found: Recommendation) -> str:
+    """Why this candidate, or why none."""
+    best = found.best
+    if best is None:
+        if found.reason is Reason.CAPACITY_UNKNOWN:
+            return "whether it fits is not known: the device's capacity is not"
+        return "nothing fits"
+    text = "; ".join(_clauses(found, best))
+    return f"{text}. {_runner_up(found.runner_up, best=best)}" if found.runner_up is not None else text
+
+
+def no_fit(way_out: Candidate | None, *, asked: Plan, strategies: Sequence[str], cluster: Cluster) -> str:
+    """Nothing fits, and the smallest change that would: `way_out`, in options of the command line."""
+    if way_out is None:
+        recomputes = LIMITS[asked.engine].why_not(Plan(engine=asked.engine, recompute="full")) is None
+        options = "--recompute full, --micro-batch 1" if recomputes else "--micro-batch 1"
+        return f"nothing fits; also not with {options} and 1,024 times the devices"
+    return f"nothing fits; fits with {_changes(way_out, asked=asked, strategies=strategies, cluster=cluster)}"
+
+
+def name_of(candidate: Candidate) -> str:
+    """The strategy, and the mesh where it has two axes."""
+    mesh = candidate.plan.mesh
+    assert mesh is not None
+    return candidate.plan.strategy + (f" on {mesh}" if mesh.replicate > 1 else "")
+
+
+def _clauses(found: Recommendation, best: Candidate) -> Iterator[str]:
+    if best.fits in _DOUBTS:
+        yield _DOUBTS[best.fits]
+    match found.reason:
+        case Reason.SMALLEST_PEAK:
+            yield f"the smallest peak, {fixed_text(best.memory.device_bytes, unit=GIB)}"
+        case Reason.SIMPLEST:
+            yield "the simplest strategy that fits; time is not predicted"
+        case Reason.NEARLY_FASTEST:
+            assert found.fastest is not None
+            name, ahead = name_of(found.fastest.candidate), found.fastest.speed - 1
+            yield f"the simplest within {PAIR_BAND:.0%} of the fastest ({name}, {ahead:.0%} ahead)"
+        case Reason.ONLY_ONE:
+            yield "the only one that fits"
+        case _:
+            yield "the fastest" if best.fits == "unknown" else "the fastest that fits"
+    if found.reason in (Reason.NEARLY_FASTEST, Reason.FASTEST, Reason.ONLY_ONE):
+        yield _communication(best)
+    if found.simpler is not None:
+        yield _simpler(found.simpler, best=best)
+
+
+def _communication(best: Candidate) -> str:
+    assert best.time is not None
+    exposed, step = best.time.exposed_comm_seconds, best.time.step_seconds
+    if best.cluster.num_ranks == 1:
+        return "one rank has nobody to communicate with"
+    share = f"{significant(exposed)} of {significant(step)} s"
+    if exposed < _HIDDEN * step:
+        return f"communication is hidden behind compute ({share} exposed)"
+    return f"{share} are exposed communication"
+
+
+def _simpler(simpler: Simpler, *, best: Candidate) -> str:
+    one = simpler.candidate
+    if simpler.is_too_large:
+        assert one.capacity_bytes is not None
+        needs, has = fixed_text(one.memory.device_bytes, unit=GIB), fixed(one.capacity_bytes, unit=GIB)
+        return f"{one.plan.strategy} needs {needs}, the device has {has}"
+    at_batch = f" with micro-batch {one.batch}, the most that fits" if one.batch < best.batch else ""
+    return f"{one.plan.strategy} is {1 - simpler.speed:.0%} slower{at_batch}"
+
+
+def _runner_up(runner_up: RunnerUp, *, best: Candidate) -> str:
+    one, slower = runner_up.candidate, f"{1 - runner_up.speed:.0%} slower"
+    name = name_of(one)
+    match runner_up.condition:
+        case Condition.PLAN:
+            assert runner_up.plan is not None
+            recompute, batch = runner_up.plan.recompute, runner_up.plan.micro_batch
+            also = f"--recompute {recompute} and " if recompute != one.plan.recompute else ""
+            return f"{name} would fit with {also}micro-batch {batch}"
+        case Condition.CAPACITY:
+            assert runner_up.capacity_bytes is not None
+            return f"{name} would fit on devices of {fixed_text(runner_up.capacity_bytes, unit=GIB, places=0)}"
+        case Condition.PREFERENCE:
+            return f"{name} wins wherever its {runner_up.speed - 1:.0%} count more than a simpler plan"
+        case Condition.LINKS:
+            assert one.time is not None
+            exposed = significant(one.time.exposed_comm_seconds)
+            return f"{name}, {slower}, would win over links that hide its {exposed} s"
+        case Condition.ROOM:
+            return f"{name}, {slower}, would need room for micro-batch {best.batch}"
+        case Condition.NONE:
+            return f"{name} is {slower} with the same micro-batch, over any links"
+
+
+def _changes(found: Candidate, *, asked: Plan, strategies: Sequence[str], cluster: Cluster) -> str:
+    """What of a candidate was not asked for. A micro-batch that nobody asked for is found by the search."""
+    plan = found.plan
+    options = []
+    if plan.precision != asked.precision:
+        options.append(f"--precision {plan.precision}")
+    if asked.micro_batch is not None and plan.micro_batch != asked.micro_batch:
+        options.append(f"--micro-batch {plan.micro_batch}")
+    if plan.recompute != asked.recompute:
+        options.append(f"--recompute {plan.recompute}")
+    if plan.strategy not in strategies:
+        options.append(f"--strategy {plan.strategy}")
+    text = " ".join(options)
+    if found.cluster.num_ranks == cluster.num_ranks:
+        return text
+    devices = f"{found.cluster.num_ranks} devices"
+    return f"{devices} and {text}" if text else devices

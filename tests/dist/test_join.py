@@ -1,0 +1,83 @@
+"""`prepare` joins the job that its environment describes, whoever started the ranks."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from prepares import take_step
+from ranks import run_ranks
+from torch import nn
+
+from shardwise import Plan, prepare
+from shardwise.errors import InvalidJob
+
+PREPARES = Path(__file__).parent / "prepares.py"
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+
+
+def check_one_job(found: list[dict[str, Any]]) -> None:
+    assert [(rank["rank"], rank["num_ranks"]) for rank in found] == [(0, 2), (1, 2)]
+    # They began with different weights and saw different data.
+    assert found[0]["weights"] == found[1]["weights"]
+    assert all(rank["listening"] for rank in found), "Gloo listens somewhere"
+    assert {address for rank in found for address, _ in rank["listening"]} <= LOOPBACK
+
+
+def test_under_srun_the_tasks_are_one_job(tmp_path: Path) -> None:
+    """Processes of their own, from start to end."""
+    step = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "1"}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, PREPARES, tmp_path, "shardwise", str(rank)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        errors = [task.communicate(timeout=60)[1] for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert [task.returncode for task in tasks] == [0, 0], "\n".join(errors)
+    check_one_job([json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)])
+
+
+def started_with(rank: int, variables: dict[str, str], engine: str) -> dict[str, Any]:
+    """A rank of the pool, which leaves its job, as one that was started with these variables."""
+    dist.destroy_process_group()
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    os.environ.update({name: value.format(rank=rank) for name, value in variables.items()})
+    return take_step(engine, rank)
+
+
+def test_under_torchruns_variables_the_ranks_are_one_job_on_torchs_engine_too() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    variables = {"RANK": "{rank}", "LOCAL_RANK": "{rank}", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    check_one_job(run_ranks(started_with, num_ranks=2, args=(variables, "torch")))
+
+
+def test_without_a_launcher_it_is_a_job_of_one_rank() -> None:
+    (alone,) = run_ranks(started_with, num_ranks=1, args=({}, "shardwise"))
+    assert (alone["rank"], alone["num_ranks"]) == (0, 1)
+
+
+@pytest.mark.parametrize("engine", ["shardwise", "torch"])
+def test_variables_that_cannot_be_are_one_line_and_leave_nothing_behind(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InvalidJob, match="MASTER_ADDR is not set") as raised:
+        prepare(nn.Linear(2, 2), None, Plan(engine=engine))
+    assert "\n" not in str(raised.value)
+    assert not dist.is_initialized()

@@ -1,0 +1,159 @@
+"""The planner's recommendation in sentences."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.hardware import cluster_of
+from shardwise.mesh import Mesh
+from shardwise.placement import STRATEGIES
+from shardwise.plan import Plan
+from shardwise.planner.search.candidates import Candidate, candidates
+from shardwise.planner.search.recommend import Condition, Reason, Recommendation, Rival, RunnerUp, Simpler
+from shardwise.report.text.verdict import name_of, no_fit, reasons, verdict
+from shardwise.sources import Source
+
+EVERY = list(STRATEGIES)
+CLUSTER = cluster_of("8xh100-80gb")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Candidate]:
+    """By strategy; all fit, with the same micro-batch, 0.2 s a step, a tenth of which is exposed."""
+    plan = Plan(precision="bf16", micro_batch=8)
+    costed = candidates(
+        Source("gpt2-124m").spec_for,
+        plan=plan,
+        strategies=EVERY,
+        cluster=CLUSTER,
+        optimizer="adamw",
+        goal="throughput",
+        quick=True,
+    )
+    return {
+        one.plan.strategy: replace(one, time=replace(one.time, step_seconds=0.2, exposed_comm_seconds=0.02))  # type: ignore[type-var]
+        for one in costed
+    }
+
+
+def test_what_fits_alone_says_what_communication_costs(found: dict[str, Candidate]) -> None:
+    chosen = Recommendation(index=0, best=found["ddp"], reason=Reason.ONLY_ONE)
+    assert reasons(chosen) == "the only one that fits; 0.02 of 0.2 s are exposed communication"
+    hidden = replace(found["ddp"], time=replace(found["ddp"].time, exposed_comm_seconds=0.00123))  # type: ignore[type-var]
+    assert reasons(replace(chosen, best=hidden)) == (
+        "the only one that fits; communication is hidden behind compute (0.00123 of 0.2 s exposed)"
+    )
+    alone = replace(found["ddp"], cluster=cluster_of("1xh100-80gb"))
+    assert reasons(replace(chosen, best=alone)).endswith("; one rank has nobody to communicate with")
+
+
+def test_a_simpler_plan_is_told_how_far_ahead_the_fastest_is(found: dict[str, Candidate]) -> None:
+    chosen = Recommendation(
+        index=1,
+        best=found["zero1"],
+        reason=Reason.NEARLY_FASTEST,
+        fastest=Rival(candidate=found["fsdp"], speed=1.03),
+        simpler=Simpler(candidate=found["ddp"], speed=0.8, is_too_large=False),
+        runner_up=RunnerUp(candidate=found["fsdp"], speed=1.03, condition=Condition.PREFERENCE),
+    )
+    why = reasons(chosen)
+    assert why == (
+        "the simplest within 5% of the fastest (fsdp, 3% ahead); 0.02 of 0.2 s are exposed communication; "
+        "ddp is 20% slower. fsdp wins wherever its 3% count more than a simpler plan"
+    )
+    assert verdict(chosen, why=why) == f"Recommended: zero1, {why}."
+
+
+def test_what_is_too_large_says_what_it_needs_and_what_there_is(found: dict[str, Candidate]) -> None:
+    large = replace(found["ddp"], memory=replace(found["ddp"].memory, device_bytes=150 * 2**30))
+    chosen = Recommendation(
+        index=4,
+        best=found["fsdp"],
+        reason=Reason.FASTEST,
+        simpler=Simpler(candidate=large, speed=0.8, is_too_large=True),
+        runner_up=RunnerUp(candidate=large, speed=0.8, condition=Condition.CAPACITY, capacity_bytes=155 * 2**30),
+    )
+    why = reasons(chosen)
+    assert why.startswith("the fastest that fits; ")
+    assert why.endswith("; ddp needs 150.0 GiB, the device has 79.2. ddp would fit on devices of 155 GiB")
+
+
+@pytest.mark.parametrize(
+    ("condition", "plan", "expected"),
+    [
+        (Condition.PLAN, Plan(micro_batch=3), "fsdp would fit with micro-batch 3"),
+        (
+            Condition.PLAN,
+            Plan(micro_batch=3, recompute="full"),
+            "fsdp would fit with --recompute full and micro-batch 3",
+        ),
+        (Condition.LINKS, None, "fsdp, 10% slower, would win over links that hide its 0.02 s"),
+        (Condition.ROOM, None, "fsdp, 10% slower, would need room for micro-batch 8"),
+        (Condition.NONE, None, "fsdp is 10% slower with the same micro-batch, over any links"),
+    ],
+)
+def test_a_runner_up_says_what_would_have_to_change(
+    condition: Condition, plan: Plan | None, expected: str, found: dict[str, Candidate]
+) -> None:
+    runner_up = RunnerUp(candidate=found["fsdp"], speed=0.9, condition=condition, plan=plan)
+    chosen = Recommendation(index=0, best=found["ddp"], reason=Reason.FASTEST, runner_up=runner_up)
+    assert reasons(chosen).rpartition("communication. ")[2] == expected
+
+
+def test_a_doubt_comes_first(found: dict[str, Candidate]) -> None:
+    for fits, doubt in (
+        ("tight", "it may fit; the smallest peak, "),
+        ("unknown", "whether it fits is not known; the "),
+    ):
+        best = replace(found["ddp"], fits=fits)
+        assert reasons(Recommendation(index=0, best=best, reason=Reason.SMALLEST_PEAK)).startswith(doubt)
+    untimed = Recommendation(index=0, best=found["ddp"], reason=Reason.SIMPLEST)
+    assert reasons(untimed) == "the simplest strategy that fits; time is not predicted"
+
+
+def test_nothing_to_take_says_why() -> None:
+    unknown = Recommendation(index=None, reason=Reason.CAPACITY_UNKNOWN)
+    assert verdict(unknown, why=reasons(unknown)) == ("Whether it fits is not known: the device's capacity is not.")
+    assert reasons(Recommendation(index=None, reason=Reason.NOTHING_FITS)) == "nothing fits"
+
+
+ASKED = Plan(precision="fp32", micro_batch=8)
+
+
+@pytest.mark.parametrize(
+    ("plan", "cluster", "expected"),
+    [
+        (replace(ASKED, strategy="zero2"), "8xh100-80gb", "--strategy zero2"),
+        (replace(ASKED, strategy="ddp", precision="bf16"), "8xh100-80gb", "--precision bf16"),
+        (
+            replace(ASKED, strategy="fsdp", micro_batch=2, recompute="full"),
+            "8xh100-80gb",
+            "--micro-batch 2 --recompute full --strategy fsdp",
+        ),
+        (replace(ASKED, strategy="ddp"), "32xh100-80gb", "32 devices"),
+        (replace(ASKED, strategy="ddp", recompute="full"), "32xh100-80gb", "32 devices and --recompute full"),
+    ],
+)
+def test_a_way_out_names_the_options_that_ask_for_it(
+    plan: Plan, cluster: str, expected: str, found: dict[str, Candidate]
+) -> None:
+    way_out = replace(found["ddp"], plan=plan, cluster=cluster_of(cluster))
+    text = no_fit(way_out, asked=ASKED, strategies=["ddp"], cluster=CLUSTER)
+    assert text == f"nothing fits; fits with {expected}"
+
+
+def test_a_micro_batch_that_nobody_asked_for_is_not_an_option(found: dict[str, Candidate]) -> None:
+    way_out = replace(found["ddp"], plan=Plan(strategy="ddp", micro_batch=1, recompute="full"))
+    assert no_fit(way_out, asked=Plan(), strategies=["ddp"], cluster=CLUSTER).endswith("with --recompute full")
+
+
+def test_without_a_way_out_it_says_what_was_tried() -> None:
+    text = "nothing fits; also not with --recompute full, --micro-batch 1 and 1,024 times the devices"
+    assert no_fit(None, asked=Plan(), strategies=EVERY, cluster=CLUSTER) == text
+    torch = no_fit(None, asked=Plan(engine="torch"), strategies=["ddp"], cluster=CLUSTER)
+    assert torch == "nothing fits; also not with --micro-batch 1 and 1,024 times the devices"
+
+
+def test_a_mesh_of_two_axes_is_named(found: dict[str, Candidate]) -> None:
+    hybrid = replace(found["fsdp"], plan=replace(found["fsdp"].plan, mesh=Mesh(replicate=2, shard=4)))
+    assert [name_of(one) for one in (found["fsdp"], hybrid)] == ["fsdp", "fsdp on 2×4"]
