@@ -144,7 +144,8 @@ class TestSignals:
         code = f"import test_launch, pathlib; test_launch.run_light('waits', pathlib.Path({str(tmp_path)!r}))"
         private = tmp_path / "private"
         private.mkdir()
-        environment = os.environ | {"PYTHONPATH": str(HERE), "LAUNCH_FOLDER": str(tmp_path), "TMPDIR": str(private)}
+        paths = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": paths, "LAUNCH_FOLDER": str(tmp_path), "TMPDIR": str(private)}
         launcher = subprocess.Popen([sys.executable, "-c", code], env=environment)
         try:
             while not all((tmp_path / f"started-{rank}-0").exists() for rank in (0, 1)):

@@ -40,12 +40,17 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def begin(folder: Path, *, step: int, disk: Disk) -> Path:
     """Make the folder in which a checkpoint is written. Its name is of this save alone, so that two never mix."""
     disk.make_folder(folder)
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith((_SAVING, _REMOVING)) and path.is_dir():
-            _remove(path, disk=disk)
+    sweep(folder, disk=disk)
     saving = folder / f"{_SAVING}step-{step:08}-{secrets.token_hex(8)}"
     disk.make_folder(saving)
     return saving
+
+
+def sweep(folder: Path, *, disk: Disk) -> None:
+    """Remove what a crash left of saves and removals. Only the job that holds the folder may."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name.startswith((_SAVING, _REMOVING)) and path.is_dir():
+            _remove(path, disk=disk)
 
 
 def write_file(path: Path, entries: Mapping[str, TensorEntry], tensors: Iterable[Tensor], *, disk: Disk) -> StoredFile:
@@ -106,6 +111,10 @@ def prune(folder: Path, *, keep: int, newest: Path, disk: Disk) -> None:
 
 
 def _remove(path: Path, *, disk: Disk) -> None:
+    if path.is_symlink():
+        # What it points to is not ours: a user may have linked a checkpoint of another run.
+        disk.remove_file(path)
+        return
     # The manifest first: without it nothing else in the folder means anything.
     for file in sorted(path.iterdir(), key=lambda file: (file.name != FILE_NAME, file.name)):
         disk.remove_file(file)

@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from shardwise.comm.job_environment import STORE
 from shardwise.launch.failure import LAST_WORDS_SECONDS, LOG, Failure, ended, first, reported
 from shardwise.launch.rank_process import LAUNCHER
+from shardwise.regular_file import open_to_append
 
 _MONITOR_SECONDS = 0.05
 # A killed process is gone in milliseconds, unless the kernel holds it (a hung disk or driver).
@@ -122,7 +123,7 @@ class _Environment(LogsSpecs):
         reports = {rank: str(self._files.report(restarts=restarts, rank=rank)) for rank in envs}
         for rank, environment in envs.items():
             log = self._files.log(rank=rank)
-            with log.open("a") as file:
+            with os.fdopen(open_to_append(log), "a") as file:
                 file.write(self._files.head(restarts=restarts))
             environment |= {
                 LAUNCHER: str(os.getpid()),

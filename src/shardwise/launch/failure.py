@@ -22,6 +22,7 @@ from typing import Any
 
 from shardwise.atomic import atomic_write
 from shardwise.errors import ShardwiseError
+from shardwise.regular_file import open_to_append
 
 # A rank that has failed ends by itself within this time, whatever its threads and destructors wait for.
 LAST_WORDS_SECONDS = 3.0
@@ -128,7 +129,7 @@ def report(error: BaseException, *, rank: int) -> None:
 
 def write_to_log(*descriptors: int) -> None:
     """From now on what is written to `descriptors` (1: output, 2: errors) goes into this rank's log."""
-    log = os.open(os.environ[LOG], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
+    log = open_to_append(Path(os.environ[LOG]))
     for descriptor in descriptors:
         os.dup2(log, descriptor)
     os.close(log)

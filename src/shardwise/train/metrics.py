@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.atomic import atomic_write
+from shardwise.regular_file import open_to_append
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +152,10 @@ class JsonLines:
     """`metrics.jsonl`, each step exactly once, also after a restart: lines of steps that will be redone are cut off."""
 
     def __init__(self, path: Path, *, last_step: int) -> None:
+        # First, to refuse a link: what is cut or added must be this run's own file. Cutting replaces it.
+        os.close(open_to_append(path))
         cut_after(path, last_step=last_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = os.fdopen(open_to_append(path), "a", encoding="utf-8")
 
     def write(self, steps: Sequence[StepMetrics]) -> None:
         self._file.writelines(metrics.to_json() + "\n" for metrics in steps)

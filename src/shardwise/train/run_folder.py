@@ -62,8 +62,13 @@ def claim(config: TrainConfig, *, fresh: bool, environment: dict[str, Any]) -> l
 
 def _clear(folder: Path) -> None:
     for name in (CHECKPOINTS, TENSORBOARD):
-        if (folder / name).exists():
-            shutil.rmtree(folder / name)
+        path = folder / name
+        if path.is_symlink():
+            raise InvalidConfig(
+                f"--fresh: {path} is a link to {path.readlink()}; nothing is removed through a link: remove it"
+            )
+        if path.exists():
+            shutil.rmtree(path)
     for name in (METRICS, _CONFIG, _PLAN, _ENVIRONMENT):
         (folder / name).unlink(missing_ok=True)
 
