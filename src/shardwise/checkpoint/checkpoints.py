@@ -8,7 +8,7 @@ load ◀── boxes of whatever each rank holds now ◀── the same planners
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -69,12 +69,19 @@ class Loaded:
 class Checkpoints:
     """The checkpoints of one training, in one folder that all ranks see.
 
-    All methods are collective over the job; without a process group, this process is the job. `disk` replaces the
-    real one, for tests.
+    All methods are collective over the job; without a process group, this process is the job. `on_saved` is called on
+    rank 0 with the step of each checkpoint when it is on the disk, in the thread that writes. `disk` replaces the real
+    one, for tests.
     """
 
     def __init__(
-        self, folder: str | Path, *, keep: int = 2, asynchronous: bool = True, disk: Disk | None = None
+        self,
+        folder: str | Path,
+        *,
+        keep: int = 2,
+        asynchronous: bool = True,
+        on_saved: Callable[[int], None] | None = None,
+        disk: Disk | None = None,
     ) -> None:
         if keep < 1:
             raise CheckpointError(f"keep = {keep}: at least one checkpoint must be kept")
@@ -82,6 +89,9 @@ class Checkpoints:
         self._keep = keep
         self._asynchronous = asynchronous
         self._disk = disk or Disk()
+        self._on_saved = on_saved
+        # Names of checkpoints that `latest` read and found damaged.
+        self._damaged: set[str] = set()
         self._staging = Staging()
         self._ranks: Ranks | None = None
         self._thread: threading.Thread | None = None
@@ -146,6 +156,7 @@ class Checkpoints:
             problems = [problem for problem in ranks.each(partial(_problem, path, ranks=ranks)) if problem]
             if not problems:
                 return SavedCheckpoint(path=path, manifest=read_manifest(path))
+            self._damaged.add(name)
             if ranks.index == 0:
                 warnings.warn(f"checkpoint passed over: {problems[0]}", stacklevel=2)
         return None
@@ -196,7 +207,14 @@ class Checkpoints:
             self._failure = error
 
     def _write(self, taken: StateSnapshot, ranks: Ranks) -> None:
-        writer = CheckpointWriter(self.folder, contents=taken.contents, keep=self._keep, disk=self._disk)
+        writer = CheckpointWriter(
+            self.folder,
+            contents=taken.contents,
+            keep=self._keep,
+            disk=self._disk,
+            damaged=frozenset(self._damaged),
+            on_saved=self._on_saved,
+        )
         try:
             _quiet_without_a_group(ranks)
             planned_save(

@@ -10,7 +10,7 @@ One job at a time saves into a folder: what is left of another one is swept away
 import re
 import secrets
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,10 +27,13 @@ _SAVING, _REMOVING = ".saving-", ".removing-"
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first; whether they are good is not looked at."""
-    if not folder.is_dir():
+    try:
+        paths = list(folder.iterdir())
+    except OSError:
+        # Missing, a file, or not to be read.
         return []
     found = []
-    for path in folder.iterdir():
+    for path in paths:
         match = _NAME.fullmatch(path.name)
         if match and path.is_dir():
             found.append((int(match[1]), int(match[2] or 0), path))
@@ -99,9 +102,13 @@ def _free_name(folder: Path, *, step: int) -> Path:
     return path
 
 
-def prune(folder: Path, *, keep: int, newest: Path, disk: Disk) -> None:
-    """Remove all but the last `keep`. One that is seen to be damaged has no place among them, and is left as it is."""
-    others = [path for path in checkpoints_in(folder) if path != newest and _looks_whole(path)]
+def prune(folder: Path, *, keep: int, newest: Path, disk: Disk, damaged: Collection[str] = ()) -> None:
+    """Remove all but the last `keep`. A damaged one has no place among them, and is left as it is.
+
+    `damaged` are the names of those that were read and do not have their checksums; others are only looked at.
+    """
+    found = [path for path in checkpoints_in(folder) if path != newest and path.name not in damaged]
+    others = [path for path in found if _looks_whole(path)]
     for path in others[: max(0, len(others) - (keep - 1))]:
         removing = folder / f"{_REMOVING}{path.name}-{secrets.token_hex(8)}"
         disk.rename(path, removing)

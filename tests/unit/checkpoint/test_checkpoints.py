@@ -192,6 +192,19 @@ def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002", "step-00000003"]
 
 
+def test_a_damaged_checkpoint_of_the_right_size_does_not_push_out_the_good_one_that_was_loaded(tmp_path: Path) -> None:
+    saved_folder(tmp_path, steps=(1, 2))
+    flip(tmp_path / "step-00000002" / "rank-00000.safetensors", at=0.9)
+    model, optimizer = make()
+    checkpoints = Checkpoints(tmp_path, keep=2, asynchronous=False)
+    with pytest.warns(UserWarning, match="passed over"):
+        saved = checkpoints.latest()
+    checkpoints.load(saved, model, optimizer)
+    checkpoints.save(model, optimizer, step=3)
+    assert verify(tmp_path / "step-00000001").contents.step == 1
+    assert verify(tmp_path / "step-00000003").contents.step == 3
+
+
 def test_there_is_none_in_an_empty_or_a_missing_folder(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path).latest() is None
     assert Checkpoints(tmp_path / "none").latest() is None
