@@ -105,11 +105,14 @@ class Checkpoints:
         step: int,
         progress: Mapping[str, Any] | None = None,
         own: Mapping[str, Any] | None = None,
+        finite_only: bool = False,
     ) -> Saving:
         """Save this state. Asynchronous: returns when it is copied, and the writing goes on.
 
         progress   the same on every rank: numbers, strings, lists, dicts
         own        this rank's alone, random states for example: the same, and tensors
+        finite_only   refuse parameters with a NaN or Inf; otherwise they are saved, and the last checkpoint without
+                      any is kept however many follow
 
         A save waits for the one before it. What goes wrong in the background is raised by the next call.
         """
@@ -118,14 +121,18 @@ class Checkpoints:
         ranks = self._together()
         taken: list[StateSnapshot] = []
 
-        def take() -> int:
+        def take() -> tuple[int, str | None]:
             now = snapshot(model, optimizer, step=step, progress=progress or {}, own=own or {}, ranks=ranks)
             taken.append(now.copied(self._staging) if self._asynchronous else now)
-            return step
+            return step, now.nonfinite
 
-        steps = ranks.each(take)
+        everyone = ranks.each(take)
+        steps = [theirs for theirs, _ in everyone]
         if set(steps) != {step}:
             raise CheckpointError(f"ranks save different steps: {', '.join(map(str, steps))}")
+        for rank, (_, name) in enumerate(everyone):
+            if name is not None and finite_only:
+                raise CheckpointError(f"step {step} is not saved: on rank {rank} {name} holds a NaN or Inf")
         if self._asynchronous:
             name = f"checkpoint of step {step}"
             self._thread = threading.Thread(target=self._write_noting, args=(taken[0], ranks), name=name)

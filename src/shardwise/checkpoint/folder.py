@@ -103,13 +103,20 @@ def _free_name(folder: Path, *, step: int) -> Path:
 
 
 def prune(folder: Path, *, keep: int, newest: Path, disk: Disk, damaged: Collection[str] = ()) -> None:
-    """Remove all but the last `keep`. A damaged one has no place among them, and is left as it is.
+    """Remove all but the last `keep`, and the last one with finite weights. A damaged one does not count, and stays.
 
     `damaged` are the names of those that were read and do not have their checksums; others are only looked at.
     """
     found = [path for path in checkpoints_in(folder) if path != newest and path.name not in damaged]
-    others = [path for path in found if _looks_whole(path)]
+    finite = {path: manifest.contents.finite for path in found if (manifest := _whole(path)) is not None}
+    others = list(finite)
+    kept: Path | None = None
+    if not read_manifest(newest).contents.finite:
+        # The last one with finite weights is what a user goes back to.
+        kept = next((path for path in reversed(others) if finite[path]), None)
     for path in others[: max(0, len(others) - (keep - 1))]:
+        if path == kept:
+            continue
         removing = folder / f"{_REMOVING}{path.name}-{secrets.token_hex(8)}"
         disk.rename(path, removing)
         # Before the first file goes: a folder with some files missing must never have its old name back.
@@ -128,10 +135,11 @@ def _remove(path: Path, *, disk: Disk) -> None:
     disk.remove_folder(path)
 
 
-def _looks_whole(path: Path) -> bool:
-    """Without reading the tensors: the manifest is good, and the files are as long as it says."""
+def _whole(path: Path) -> Manifest | None:
+    """The manifest, if it is good and the files are as long as it says; the tensors are not read."""
     try:
-        files = read_manifest(path).files
-        return all((path / name).stat().st_size == file.num_bytes for name, file in files.items())
+        manifest = read_manifest(path)
+        lengths = ((path / name).stat().st_size == file.num_bytes for name, file in manifest.files.items())
+        return manifest if all(lengths) else None
     except (CheckpointError, OSError):
-        return False
+        return None

@@ -69,6 +69,7 @@ class Contents:
     optimizer   kind, param groups (by names), and each parameter's state but for the tensors' values; None without one
     progress    what the caller gave, the same on every rank
     own         what each rank gave for itself
+    finite      whether no parameter holds a NaN or Inf; written only where it is false
     """
 
     step: int
@@ -80,6 +81,7 @@ class Contents:
     optimizer: dict[str, Any] | None = None
     progress: dict[str, Any] = field(default_factory=dict)
     own: list[dict[str, Any]] = field(default_factory=list)
+    finite: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,11 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         body = {
-            "contents": {name: getattr(self.contents, name) for name in Contents.__slots__},
+            "contents": {
+                name: getattr(self.contents, name)
+                for name in Contents.__slots__
+                if name != "finite" or not self.contents.finite
+            },
             "files": {name: {"num_bytes": f.num_bytes, "crc32": f.crc32} for name, f in self.files.items()},
             "tensors": {
                 name: {

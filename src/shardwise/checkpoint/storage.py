@@ -237,4 +237,5 @@ def merged(everyone: list[Contents]) -> Contents:
         states = {name: state for contents in everyone for name, state in (contents.optimizer or {})["state"].items()}
         optimizer = {**optimizer, "state": states}
     own = [given for contents in everyone for given in contents.own]
-    return replace(first, num_ranks=len(everyone), optimizer=optimizer, own=own)
+    finite = all(contents.finite for contents in everyone)
+    return replace(first, num_ranks=len(everyone), optimizer=optimizer, own=own, finite=finite)
