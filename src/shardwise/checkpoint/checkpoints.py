@@ -29,7 +29,10 @@ from shardwise.checkpoint.ranks import Ranks, one_line
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.storage import CheckpointReader, CheckpointWriter
 from shardwise.checkpoint.typed import from_json
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, DiskFailed
+
+# What a user must mend: it is the same when tried again.
+_NOT_THE_DISK = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,8 +234,8 @@ class Checkpoints:
                 process_group=ranks.handle,
             )
         except CheckpointException as error:
-            line = _first_failure(error)
-            raise CheckpointError(f"the checkpoint of step {taken.contents.step} was not written: {line}") from error
+            # Every rank has ended its writing, or this would not have been raised.
+            raise _not_written(error, step=taken.contents.step, writer=writer) from error
         except Exception as error:
             # A peer has gone: what was exchanged with it cannot end.
             line = one_line(error)
@@ -254,6 +257,17 @@ def _problem(path: Path, *, ranks: Ranks) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
+
+
+def _not_written(error: CheckpointException, *, step: int, writer: CheckpointWriter) -> CheckpointError:
+    """The error to raise, once what was written is removed."""
+    failures = [failure for _, (failure, _) in sorted(error.failures.items())]
+    line = f"the checkpoint of step {step} was not written: {_first_failure(error)}"
+    # A failure that is no Exception ends the process, which removes nothing.
+    if all(isinstance(failure, Exception) for failure in failures) and not writer.discard():
+        line += "; its half-written folder could not be removed"
+    by_disk = isinstance(failures[0], OSError) and not isinstance(failures[0], _NOT_THE_DISK)
+    return DiskFailed(line) if by_disk else CheckpointError(line)
 
 
 def _first_failure(error: CheckpointException) -> str:

@@ -56,6 +56,16 @@ def sweep(folder: Path, *, disk: Disk) -> None:
             _remove(path, disk=disk)
 
 
+def discard(saving: Path, *, disk: Disk) -> bool:
+    """Remove what a save that failed has written; whether that went well. A full disk has room again."""
+    try:
+        if saving.is_dir():
+            _remove(saving, disk=disk)
+    except OSError:
+        return False
+    return True
+
+
 def write_file(path: Path, entries: Mapping[str, TensorEntry], tensors: Iterable[Tensor], *, disk: Disk) -> StoredFile:
     """A safetensors file, on the disk when this returns."""
     with disk.create(path) as file:

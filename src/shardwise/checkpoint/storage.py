@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.disk import Disk
-from shardwise.checkpoint.folder import begin, commit, prune, write_file
+from shardwise.checkpoint.folder import begin, commit, discard, prune, write_file
 from shardwise.checkpoint.manifest import (
     Contents,
     Manifest,
@@ -138,6 +138,10 @@ class CheckpointWriter(StorageWriter):
             self._on_saved(self._contents.step)
         if self._keep is not None:
             prune(self._folder, keep=self._keep, newest=self.path, disk=self._disk, damaged=self._damaged)
+
+    def discard(self) -> bool:
+        """On rank 0, after a save that failed on any rank: remove what was written. Whether nothing of it is left."""
+        return self._saving == Path() or discard(self._saving, disk=self._disk)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

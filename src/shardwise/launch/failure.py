@@ -33,7 +33,7 @@ _NOTE = "during "
 _OF_A_PEER = frozenset({"DistError", "RanksDisagree", "RanksMissing"})
 # Gloo has no error of its own, but names its files; ranks that agree on something pass on what one of them said.
 _TELLS_OF_A_PEER = re.compile(r"/gloo/|\brank \d+ could not go on\b")
-_FROM_OUTSIDE = frozenset({"OSError", "AcceleratorError"})
+_FROM_OUTSIDE = frozenset({"OSError", "AcceleratorError", "DiskFailed"})
 # Among these, what is the same when tried again.
 _TO_STAY = frozenset(
     {"FileNotFoundError", "FileExistsError", "NotADirectoryError", "IsADirectoryError", "PermissionError"}
@@ -89,7 +89,8 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
     """What there is to say of an error that has just been raised on this rank."""
     echo = any(_is_a(link, _OF_A_PEER) or _TELLS_OF_A_PEER.search(str(link)) for link in _chain(error))
     outside = _is_a(error, _FROM_OUTSIDE) and not _is_a(error, _TO_STAY)
-    mistake = isinstance(error, ShardwiseError)
+    one_line = isinstance(error, ShardwiseError)
+    mistake = one_line and not outside
     # Notes are added from the inside out, and are read from the outside in.
     notes = [note.removeprefix(_NOTE) for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)]
     module = _module(error)
@@ -98,7 +99,7 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
         seconds=time.monotonic(),
         what=f"{type(error).__name__}: {error}",
         where=", ".join([*reversed(notes), *([module] if module else [])]),
-        traceback="" if mistake else "".join(traceback.format_exception(error)),
+        traceback="" if one_line else "".join(traceback.format_exception(error)),
         mistake=mistake,
         echo=echo,
         passing=(echo or outside) and not mistake,

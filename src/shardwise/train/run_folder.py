@@ -22,7 +22,8 @@ import torch
 
 from shardwise import __version__
 from shardwise.atomic import atomic_write
-from shardwise.checkpoint.folder import checkpoints_in
+from shardwise.checkpoint.disk import Disk
+from shardwise.checkpoint.folder import checkpoints_in, sweep
 from shardwise.errors import InvalidPlan
 from shardwise.train.config import TrainConfig
 from shardwise.train.config_section import InvalidConfig
@@ -57,6 +58,8 @@ def claim(config: TrainConfig, *, fresh: bool, environment: dict[str, Any]) -> l
         if not checkpoints_in(folder / CHECKPOINTS):
             refuse_if_saved(folder)
         changes = _changes(config)
+        # What a killed save has left may be what fills the disk.
+        sweep(folder / CHECKPOINTS, disk=Disk())
         config.save(folder / _CONFIG)
         config.plan.save(folder / _PLAN)
         with atomic_write(folder / _ENVIRONMENT) as file:

@@ -14,6 +14,7 @@ from shardwise.checkpoint import CheckpointError, Checkpoints, open_checkpoint
 from shardwise.checkpoint.disk import Disk
 from shardwise.checkpoint.tensor_file import opened
 from shardwise.checkpoint.verify import verify
+from shardwise.errors import DiskFailed
 
 
 class Small(nn.Module):
@@ -223,6 +224,20 @@ def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call_and_once(t
         checkpoints.save(model, optimizer, step=2)
     checkpoints.wait()
     assert checkpoints.latest() is None
+    assert list(tmp_path.iterdir()) == [], "what was written of it fills no disk"
+
+
+@pytest.mark.parametrize(("code", "kind"), [(5, DiskFailed), (28, DiskFailed), (13, CheckpointError)])
+def test_an_error_of_the_disk_is_told_from_one_that_a_user_must_mend(tmp_path: Path, code: int, kind: type) -> None:
+    class Failing(Disk):
+        def sync_file(self, file: Any) -> None:
+            raise OSError(code, "on purpose")
+
+    model, optimizer = make()
+    with pytest.raises(CheckpointError, match="step 1 was not written: rank 0: .*on purpose") as caught:
+        Checkpoints(tmp_path, disk=Failing(), asynchronous=False).save(model, optimizer, step=1)
+    assert type(caught.value) is kind
+    assert list(tmp_path.iterdir()) == []
 
 
 def refused(tmp_path: Path, model: nn.Module, optimizer: Any) -> str:
