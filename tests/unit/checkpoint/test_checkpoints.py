@@ -1,7 +1,9 @@
 """Checkpoints of an ordinary model in one process: what comes back, what is refused, what is passed over."""
 
 import json
+import os
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,6 +185,36 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: P
     with pytest.raises(CheckpointError, match="step-00000002"):
         open_checkpoint(tmp_path / "step-00000002")
     assert verify(tmp_path / "step-00000001").contents.step == 1
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Its manifest with another body, and the checksum of that."""
+    outer = json.loads((folder / "manifest.json").read_bytes())
+    change(outer["body"])
+    outer["crc32"] = zlib.crc32(json.dumps(outer["body"]).encode())
+    (folder / "manifest.json").write_text(json.dumps(outer))
+
+
+def test_a_tensor_that_its_boxes_do_not_cover_is_not_loaded(tmp_path: Path) -> None:
+    saved_folder(tmp_path)
+    rewritten(tmp_path / "step-00000001", lambda body: body["tensors"]["model.first.weight"]["boxes"].clear())
+    with pytest.raises(CheckpointError, match="the boxes of model.first.weight do not cover it"):
+        open_checkpoint(tmp_path / "step-00000001")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["a FIFO", "a device"])
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str, kind: str) -> None:
+    saved_folder(tmp_path)
+    path = tmp_path / "step-00000001" / name
+    path.unlink()
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=f"{name}: (cannot be read|is missing)"):
+        open_checkpoint(tmp_path / "step-00000001")
 
 
 def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(tmp_path: Path) -> None:
