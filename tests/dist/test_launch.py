@@ -101,9 +101,10 @@ class TestRestart:
 
 
 class TestSignals:
-    def test_sigterm_lets_the_ranks_save_and_ends_with_0(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+    def test_a_signal_lets_the_ranks_save_and_ends_with_0(self, tmp_path: Path, number: signal.Signals) -> None:
         # The second is one too many, and is not passed on.
-        with signalled(signal.SIGTERM, signal.SIGTERM, folder=tmp_path):
+        with signalled(number, number, folder=tmp_path):
             assert run_light("saves", tmp_path, max_restarts=3) == 0
         assert (tmp_path / "saved-0").exists()
         assert (tmp_path / "saved-1").exists()

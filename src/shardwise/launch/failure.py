@@ -149,10 +149,13 @@ def ended(code: int, *, rank: int, log: str) -> Failure:
     """The failure of a rank whose process is gone without a report. `code` < 0: by that signal."""
     by_signal = code < 0
     lines = log.splitlines()[-_NUM_LINES:]
+    early = " while other ranks were still running" if code == 0 else ""
     return Failure(
         rank=rank,
         seconds=time.monotonic(),
-        what=f"the process was killed by {_name(-code)}" if by_signal else f"the process ended with exit code {code}",
+        what=f"the process was killed by {_name(-code)}"
+        if by_signal
+        else f"the process ended with exit code {code}{early}",
         traceback="\n".join(["its last lines:", *lines]) if lines else "",
         mistake=code == 2,
         passing=by_signal,
