@@ -8,6 +8,7 @@
     ├── InvalidJob        environment variables that cannot say how this process belongs to a job
     ├── InvalidData       a file or dataset that is missing, empty, truncated or malformed
     ├── CheckpointError   a checkpoint that cannot be written or read, is damaged, or does not fit the model
+    │   └── DiskFailed    the disk failed while one was written (full, EIO …): trying again may help
     └── MissingExtra      an optional package that is not installed
 
 The message is one line: what, the numbers, and the way out. The command line prints
@@ -62,6 +63,10 @@ class InvalidData(ShardwiseError):  # noqa: N818
 
 class CheckpointError(ShardwiseError):
     """A checkpoint that cannot be written or read, is damaged, or does not fit the model."""
+
+
+class DiskFailed(CheckpointError):  # noqa: N818
+    """The disk failed while a checkpoint was written: trying again may help."""
 
 
 class MissingExtra(ShardwiseError):  # noqa: N818

@@ -65,7 +65,7 @@ class Model(nn.Module):
 
 
 def make() -> Task:
-    if POINT == "the disk":
+    if POINT == "the disk" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
         def full(self: Disk, *args: Any, **kwargs: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -87,6 +87,11 @@ def exit_code() -> None:
     sys.exit(7)
 
 
+def exits_with_0() -> None:
+    print("gone early", file=sys.stderr)
+    os._exit(0)
+
+
 def exit_at_once() -> None:
     os.write(2, b"broken on purpose\n")
     os._exit(5)
@@ -170,6 +175,7 @@ POINTS: dict[str, Callable[[], None]] = {
     "no_memory": no_memory,
     "exit_code": exit_code,
     "exit_at_once": exit_at_once,
+    "exits_with_0": exits_with_0,
     "not_an_exception": not_an_exception,
     "sigkill": killed_by(signal.SIGKILL),
     "sigterm": killed_by(signal.SIGTERM),

@@ -101,9 +101,10 @@ class TestRestart:
 
 
 class TestSignals:
-    def test_sigterm_lets_the_ranks_save_and_ends_with_0(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+    def test_a_signal_lets_the_ranks_save_and_ends_with_0(self, tmp_path: Path, number: signal.Signals) -> None:
         # The second is one too many, and is not passed on.
-        with signalled(signal.SIGTERM, signal.SIGTERM, folder=tmp_path):
+        with signalled(number, number, folder=tmp_path):
             assert run_light("saves", tmp_path, max_restarts=3) == 0
         assert (tmp_path / "saved-0").exists()
         assert (tmp_path / "saved-1").exists()
@@ -144,7 +145,8 @@ class TestSignals:
         code = f"import test_launch, pathlib; test_launch.run_light('waits', pathlib.Path({str(tmp_path)!r}))"
         private = tmp_path / "private"
         private.mkdir()
-        environment = os.environ | {"PYTHONPATH": str(HERE), "LAUNCH_FOLDER": str(tmp_path), "TMPDIR": str(private)}
+        paths = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": paths, "LAUNCH_FOLDER": str(tmp_path), "TMPDIR": str(private)}
         launcher = subprocess.Popen([sys.executable, "-c", code], env=environment)
         try:
             while not all((tmp_path / f"started-{rank}-0").exists() for rank in (0, 1)):

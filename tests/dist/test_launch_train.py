@@ -30,29 +30,44 @@ SHOWN = {
     "forward": "rank 1 failed first (step 3, blocks.1): ValueError: broken in forward",
     "backward": "rank 1 failed first (step 1): ValueError: broken in backward",
     "the optimizer": "rank 1 failed first (step 1): ValueError: broken in the optimizer",
-    "the disk": "CheckpointError: the checkpoint of step 2 was not written: rank 1: OSError: [Errno 28] No space left",
 }
 
 
-@pytest.mark.parametrize("point", ["the data", "forward", "the disk", *whole("the model", "backward", "the optimizer")])
+def broken_at(point: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of a job of two ranks of which rank 1 breaks at this point."""
+    (folder / "config.toml").write_text(CONFIG)
+    for name, value in {"POINT": point, "RANK_TO_BREAK": "1", "POINT_FOLDER": str(folder)}.items():
+        monkeypatch.setenv(name, value)
+    settings = ["--set", f"data.workers={int(point == 'the data')}"]
+    return launch(
+        ["train", str(folder / "config.toml"), "--run", str(folder / "run"), *settings],
+        num_ranks=2,
+        max_restarts=3,
+        folder=folder / "run",
+    )
+
+
+@pytest.mark.parametrize("point", ["the data", "forward", *whole("the model", "backward", "the optimizer")])
 def test_a_rank_that_breaks_in_training_is_the_one_that_is_shown(
     point: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.toml").write_text(CONFIG)
-    for name, value in {"POINT": point, "RANK_TO_BREAK": "1", "POINT_FOLDER": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
-    settings = ["--set", f"data.workers={int(point == 'the data')}"]
-    code = launch(
-        ["train", str(tmp_path / "config.toml"), "--run", str(tmp_path / "run"), *settings],
-        num_ranks=2,
-        max_restarts=3,
-        folder=tmp_path / "run",
-    )
+    code = broken_at(point, tmp_path, monkeypatch)
     ended = time.time()
     errors = capfd.readouterr().err
     assert SHOWN[point] in errors.splitlines()[0]
-    assert code == (2 if point in ("the model", "the disk") else 1)
+    assert code == (2 if point == "the model" else 1)
     assert "restart" not in errors, "it would break again"
     # Until then rank 1 writes into its log, its traceback last.
     assert ended - (tmp_path / "run/logs/rank-1.txt").stat().st_mtime < 10.0
     assert processes_with(f"POINT_FOLDER={tmp_path}") == []
+
+
+def test_a_disk_that_fails_in_a_save_starts_the_ranks_again_and_leaves_nothing_half_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert broken_at("the disk", tmp_path, monkeypatch) == 0
+    errors = capfd.readouterr().err
+    assert "DiskFailed: the checkpoint of step 2 was not written: rank 1: OSError: [Errno 28] No space left" in errors
+    assert "; restart 1 of 3" in errors
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step-00000006", "step-00000008"]

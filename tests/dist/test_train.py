@@ -236,7 +236,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a file in the way": (
         {"run": {"folder": __file__}},
-        "cannot be written (File exists)",
+        "cannot be written (Not a directory)",
     ),
 }
 

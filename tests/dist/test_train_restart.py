@@ -92,22 +92,24 @@ def test_losses_on_other_numbers_of_ranks_are_of_the_same_samples(tmp_path: Path
         assert one == pytest.approx(two, rel=1e-5)
 
 
-def told_to_stop(rank: int, asked: TrainConfig, told: int) -> tuple[Outcome, bool]:
-    """The body of ranks of which one gets a SIGTERM after step 3."""
-    handler = signal.getsignal(signal.SIGTERM)
+def told_to_stop(rank: int, asked: TrainConfig, told: int, number: signal.Signals) -> tuple[Outcome, bool]:
+    """The body of ranks of which one gets a signal after step 3."""
+    handler = signal.getsignal(number)
 
     def on_step(metrics: StepMetrics) -> None:
         if metrics.step == 3 and rank == told:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     outcome = train(asked, on_step=on_step)
-    return outcome, signal.getsignal(signal.SIGTERM) is handler
+    return outcome, signal.getsignal(number) is handler
 
 
-@pytest.mark.parametrize("told", [0, 1])
-def test_sigterm_on_one_rank_stops_both_after_the_same_step_with_a_checkpoint(tmp_path: Path, told: int) -> None:
+@pytest.mark.parametrize(("told", "number"), [(0, signal.SIGTERM), (1, signal.SIGTERM), (1, signal.SIGHUP)])
+def test_a_signal_on_one_rank_stops_both_after_the_same_step_with_a_checkpoint(
+    tmp_path: Path, told: int, number: signal.Signals
+) -> None:
     (one, restored), (other, _) = run_ranks(
-        told_to_stop, num_ranks=2, args=(config(tmp_path / "stopped", train={"steps": 12}), told)
+        told_to_stop, num_ranks=2, args=(config(tmp_path / "stopped", train={"steps": 12}), told, number)
     )
     assert one.preempted
     assert other.preempted

@@ -11,7 +11,7 @@ SOURCE = Path(shardwise.__file__).parent
 
 # From the bottom up. A row may import itself and the rows before it.
 ROWS: list[set[str]] = [
-    {"errors", "atomic", "toml_file"},
+    {"errors", "atomic", "regular_file", "toml_file"},
     {
         *("placement", "mesh", "policy", "patterns", "dtypes", "layout", "categories", "quantities", "span"),
         *("engine_limits", "plan"),
@@ -75,6 +75,7 @@ WITHOUT_TORCH = [
     "shardwise.spec.shipped",
     "shardwise.train.config",
     "shardwise.launch.failure",
+    "shardwise.launch.folder_lock",
     "shardwise.launch.rank_process",
     "shardwise.train.learning_rate",
 ]

@@ -11,6 +11,7 @@ open on one side only, which gives ndim − 1 each. Every box is contiguous in t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations, pairwise
 from math import prod
 from typing import Any
 
@@ -58,6 +59,43 @@ def cut(shape: Sequence[int], *, start: int, stop: int) -> list[Box]:
 def _in_row(shape: Sequence[int], row: int, *, start: int, stop: int) -> list[Box]:
     inner = cut(shape[1:], start=start, stop=stop)
     return [Box(offsets=(row, *box.offsets), sizes=(1, *box.sizes)) for box in inner]
+
+
+def covers(boxes: Sequence[Box], *, shape: Sequence[int]) -> bool:
+    """Whether boxes inside a tensor of this shape hold each of its elements once.
+
+    Boxes that are contiguous in the flattened tensor, as all that we write are, are laid end to end; others are
+    compared in pairs.
+    """
+    if sum(box.num_elements for box in boxes) != prod(shape):
+        return False
+    filled = [box for box in boxes if box.num_elements]
+    if all(_contiguous(box, shape) for box in filled):
+        spans = sorted((_flat(box.offsets, shape), box.num_elements) for box in filled)
+        return all(start + size <= after for (start, size), (after, _) in pairwise(spans))
+    return not any(_overlap(one, other) for one, other in combinations(filled, 2))
+
+
+def _contiguous(box: Box, shape: Sequence[int]) -> bool:
+    """Single entries in the first dimensions, then a range, then all."""
+    sizes = list(zip(box.sizes, shape, strict=True))
+    while sizes and sizes[0][0] == 1:
+        sizes.pop(0)
+    return all(size == full for size, full in sizes[1:])
+
+
+def _flat(offsets: Sequence[int], shape: Sequence[int]) -> int:
+    index = 0
+    for offset, size in zip(offsets, shape, strict=True):
+        index = index * size + offset
+    return index
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return all(
+        a < b + other_size and b < a + one_size
+        for a, one_size, b, other_size in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )
 
 
 def share(*, start: int, stop: int, copy: int, num_copies: int) -> tuple[int, int]:

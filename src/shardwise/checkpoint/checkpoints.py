@@ -8,7 +8,7 @@ load ◀── boxes of whatever each rank holds now ◀── the same planners
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,10 @@ from shardwise.checkpoint.ranks import Ranks, one_line
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.storage import CheckpointReader, CheckpointWriter
 from shardwise.checkpoint.typed import from_json
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, DiskFailed
+
+# What a user must mend: it is the same when tried again.
+_NOT_THE_DISK = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +72,19 @@ class Loaded:
 class Checkpoints:
     """The checkpoints of one training, in one folder that all ranks see.
 
-    All methods are collective over the job; without a process group, this process is the job. `disk` replaces the
-    real one, for tests.
+    All methods are collective over the job; without a process group, this process is the job. `on_saved` is called on
+    rank 0 with the step of each checkpoint when it is on the disk, in the thread that writes. `disk` replaces the real
+    one, for tests.
     """
 
     def __init__(
-        self, folder: str | Path, *, keep: int = 2, asynchronous: bool = True, disk: Disk | None = None
+        self,
+        folder: str | Path,
+        *,
+        keep: int = 2,
+        asynchronous: bool = True,
+        on_saved: Callable[[int], None] | None = None,
+        disk: Disk | None = None,
     ) -> None:
         if keep < 1:
             raise CheckpointError(f"keep = {keep}: at least one checkpoint must be kept")
@@ -82,6 +92,9 @@ class Checkpoints:
         self._keep = keep
         self._asynchronous = asynchronous
         self._disk = disk or Disk()
+        self._on_saved = on_saved
+        # Names of checkpoints that `latest` read and found damaged.
+        self._damaged: set[str] = set()
         self._staging = Staging()
         self._ranks: Ranks | None = None
         self._thread: threading.Thread | None = None
@@ -95,11 +108,14 @@ class Checkpoints:
         step: int,
         progress: Mapping[str, Any] | None = None,
         own: Mapping[str, Any] | None = None,
+        finite_only: bool = False,
     ) -> Saving:
         """Save this state. Asynchronous: returns when it is copied, and the writing goes on.
 
         progress   the same on every rank: numbers, strings, lists, dicts
         own        this rank's alone, random states for example: the same, and tensors
+        finite_only   refuse parameters with a NaN or Inf; otherwise they are saved, and the last checkpoint without
+                      any is kept however many follow
 
         A save waits for the one before it. What goes wrong in the background is raised by the next call.
         """
@@ -108,14 +124,18 @@ class Checkpoints:
         ranks = self._together()
         taken: list[StateSnapshot] = []
 
-        def take() -> int:
+        def take() -> tuple[int, str | None]:
             now = snapshot(model, optimizer, step=step, progress=progress or {}, own=own or {}, ranks=ranks)
             taken.append(now.copied(self._staging) if self._asynchronous else now)
-            return step
+            return step, now.nonfinite
 
-        steps = ranks.each(take)
+        everyone = ranks.each(take)
+        steps = [theirs for theirs, _ in everyone]
         if set(steps) != {step}:
             raise CheckpointError(f"ranks save different steps: {', '.join(map(str, steps))}")
+        for rank, (_, name) in enumerate(everyone):
+            if name is not None and finite_only:
+                raise CheckpointError(f"step {step} is not saved: on rank {rank} {name} holds a NaN or Inf")
         if self._asynchronous:
             name = f"checkpoint of step {step}"
             self._thread = threading.Thread(target=self._write_noting, args=(taken[0], ranks), name=name)
@@ -146,6 +166,7 @@ class Checkpoints:
             problems = [problem for problem in ranks.each(partial(_problem, path, ranks=ranks)) if problem]
             if not problems:
                 return SavedCheckpoint(path=path, manifest=read_manifest(path))
+            self._damaged.add(name)
             if ranks.index == 0:
                 warnings.warn(f"checkpoint passed over: {problems[0]}", stacklevel=2)
         return None
@@ -196,7 +217,14 @@ class Checkpoints:
             self._failure = error
 
     def _write(self, taken: StateSnapshot, ranks: Ranks) -> None:
-        writer = CheckpointWriter(self.folder, contents=taken.contents, keep=self._keep, disk=self._disk)
+        writer = CheckpointWriter(
+            self.folder,
+            contents=taken.contents,
+            keep=self._keep,
+            disk=self._disk,
+            damaged=frozenset(self._damaged),
+            on_saved=self._on_saved,
+        )
         try:
             _quiet_without_a_group(ranks)
             planned_save(
@@ -206,8 +234,8 @@ class Checkpoints:
                 process_group=ranks.handle,
             )
         except CheckpointException as error:
-            line = _first_failure(error)
-            raise CheckpointError(f"the checkpoint of step {taken.contents.step} was not written: {line}") from error
+            # Every rank has ended its writing, or this would not have been raised.
+            raise _not_written(error, step=taken.contents.step, writer=writer) from error
         except Exception as error:
             # A peer has gone: what was exchanged with it cannot end.
             line = one_line(error)
@@ -229,6 +257,17 @@ def _problem(path: Path, *, ranks: Ranks) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
+
+
+def _not_written(error: CheckpointException, *, step: int, writer: CheckpointWriter) -> CheckpointError:
+    """The error to raise, once what was written is removed."""
+    failures = [failure for _, (failure, _) in sorted(error.failures.items())]
+    line = f"the checkpoint of step {step} was not written: {_first_failure(error)}"
+    # A failure that is no Exception ends the process, which removes nothing.
+    if all(isinstance(failure, Exception) for failure in failures) and not writer.discard():
+        line += "; its half-written folder could not be removed"
+    by_disk = isinstance(failures[0], OSError) and not isinstance(failures[0], _NOT_THE_DISK)
+    return DiskFailed(line) if by_disk else CheckpointError(line)
 
 
 def _first_failure(error: CheckpointException) -> str:

@@ -1,6 +1,7 @@
 """From a model and an optimizer, cut in whatever way, to what a checkpoint holds; and back, into any other cut."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -19,6 +20,8 @@ from shardwise.checkpoint.typed import dtype_name, from_json, to_json
 from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.engine.prepared.slices import OwnedModel, OwnedSlice
 from shardwise.errors import CheckpointError
+
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ class StateSnapshot:
 
     contents: Contents
     pieces: list[StatePiece]
+    # The first parameter of which this rank holds a NaN or Inf.
+    nonfinite: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -69,6 +74,7 @@ def snapshot(
     """This rank's part of a checkpoint, in the memory that is trained."""
     held = holding(model)
     pieces = [_written(MODEL + part.name, part, part.parameter) for part in held.slices]
+    nonfinite = _first_nonfinite(pieces)
     described = None
     if optimizer is not None:
         groups = names_of_groups(model, optimizer)
@@ -90,8 +96,19 @@ def snapshot(
         optimizer=described,
         progress=to_json(dict(progress), what="progress"),
         own=[to_json({key: value for key, value in own.items() if key not in mine}, what="own")],
+        finite=nonfinite is None,
     )
-    return StateSnapshot(contents=contents, pieces=pieces)
+    return StateSnapshot(contents=contents, pieces=pieces, nonfinite=nonfinite)
+
+
+def _first_nonfinite(pieces: Sequence[StatePiece]) -> str | None:
+    """The name of the first piece with a NaN or Inf: its largest magnitude is one. The device is waited for once."""
+    floats = [piece for piece in pieces if piece.elements.numel() and piece.elements.dtype in _FLOATS]
+    if not floats:
+        return None
+    norms = torch._foreach_norm([piece.elements for piece in floats], math.inf)
+    finite = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).isfinite().tolist()
+    return next((piece.name.removeprefix(MODEL) for piece, good in zip(floats, finite, strict=True) if not good), None)
 
 
 def _written(name: str, part: OwnedSlice, tensor: Tensor) -> StatePiece:

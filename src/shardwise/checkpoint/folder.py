@@ -10,7 +10,7 @@ One job at a time saves into a folder: what is left of another one is swept away
 import re
 import secrets
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,10 +27,13 @@ _SAVING, _REMOVING = ".saving-", ".removing-"
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first; whether they are good is not looked at."""
-    if not folder.is_dir():
+    try:
+        paths = list(folder.iterdir())
+    except OSError:
+        # Missing, a file, or not to be read.
         return []
     found = []
-    for path in folder.iterdir():
+    for path in paths:
         match = _NAME.fullmatch(path.name)
         if match and path.is_dir():
             found.append((int(match[1]), int(match[2] or 0), path))
@@ -40,12 +43,27 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def begin(folder: Path, *, step: int, disk: Disk) -> Path:
     """Make the folder in which a checkpoint is written. Its name is of this save alone, so that two never mix."""
     disk.make_folder(folder)
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith((_SAVING, _REMOVING)) and path.is_dir():
-            _remove(path, disk=disk)
+    sweep(folder, disk=disk)
     saving = folder / f"{_SAVING}step-{step:08}-{secrets.token_hex(8)}"
     disk.make_folder(saving)
     return saving
+
+
+def sweep(folder: Path, *, disk: Disk) -> None:
+    """Remove what a crash left of saves and removals. Only the job that holds the folder may."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name.startswith((_SAVING, _REMOVING)) and path.is_dir():
+            _remove(path, disk=disk)
+
+
+def discard(saving: Path, *, disk: Disk) -> bool:
+    """Remove what a save that failed has written; whether that went well. A full disk has room again."""
+    try:
+        if saving.is_dir():
+            _remove(saving, disk=disk)
+    except OSError:
+        return False
+    return True
 
 
 def write_file(path: Path, entries: Mapping[str, TensorEntry], tensors: Iterable[Tensor], *, disk: Disk) -> StoredFile:
@@ -94,10 +112,21 @@ def _free_name(folder: Path, *, step: int) -> Path:
     return path
 
 
-def prune(folder: Path, *, keep: int, newest: Path, disk: Disk) -> None:
-    """Remove all but the last `keep`. One that is seen to be damaged has no place among them, and is left as it is."""
-    others = [path for path in checkpoints_in(folder) if path != newest and _looks_whole(path)]
+def prune(folder: Path, *, keep: int, newest: Path, disk: Disk, damaged: Collection[str] = ()) -> None:
+    """Remove all but the last `keep`, and the last one with finite weights. A damaged one does not count, and stays.
+
+    `damaged` are the names of those that were read and do not have their checksums; others are only looked at.
+    """
+    found = [path for path in checkpoints_in(folder) if path != newest and path.name not in damaged]
+    finite = {path: manifest.contents.finite for path in found if (manifest := _whole(path)) is not None}
+    others = list(finite)
+    kept: Path | None = None
+    if not read_manifest(newest).contents.finite:
+        # The last one with finite weights is what a user goes back to.
+        kept = next((path for path in reversed(others) if finite[path]), None)
     for path in others[: max(0, len(others) - (keep - 1))]:
+        if path == kept:
+            continue
         removing = folder / f"{_REMOVING}{path.name}-{secrets.token_hex(8)}"
         disk.rename(path, removing)
         # Before the first file goes: a folder with some files missing must never have its old name back.
@@ -106,16 +135,21 @@ def prune(folder: Path, *, keep: int, newest: Path, disk: Disk) -> None:
 
 
 def _remove(path: Path, *, disk: Disk) -> None:
+    if path.is_symlink():
+        # What it points to is not ours: a user may have linked a checkpoint of another run.
+        disk.remove_file(path)
+        return
     # The manifest first: without it nothing else in the folder means anything.
     for file in sorted(path.iterdir(), key=lambda file: (file.name != FILE_NAME, file.name)):
         disk.remove_file(file)
     disk.remove_folder(path)
 
 
-def _looks_whole(path: Path) -> bool:
-    """Without reading the tensors: the manifest is good, and the files are as long as it says."""
+def _whole(path: Path) -> Manifest | None:
+    """The manifest, if it is good and the files are as long as it says; the tensors are not read."""
     try:
-        files = read_manifest(path).files
-        return all((path / name).stat().st_size == file.num_bytes for name, file in files.items())
+        manifest = read_manifest(path)
+        lengths = ((path / name).stat().st_size == file.num_bytes for name, file in manifest.files.items())
+        return manifest if all(lengths) else None
     except (CheckpointError, OSError):
-        return False
+        return None

@@ -5,6 +5,7 @@ of reading it. Against somebody who means harm no checksum helps, since whoever 
 """
 
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,10 +22,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardwise.checkpoint.boxes import Box
+from shardwise.checkpoint.boxes import Box, covers
 from shardwise.checkpoint.tensor_file import checksum
 from shardwise.checkpoint.typed import dtype_name, dtype_of
 from shardwise.errors import CheckpointError
+from shardwise.regular_file import open_to_read
 
 FILE_NAME = "manifest.json"
 FORMAT = "shardwise-checkpoint"
@@ -69,6 +71,7 @@ class Contents:
     optimizer   kind, param groups (by names), and each parameter's state but for the tensors' values; None without one
     progress    what the caller gave, the same on every rank
     own         what each rank gave for itself
+    finite      whether no parameter holds a NaN or Inf; written only where it is false
     """
 
     step: int
@@ -80,6 +83,7 @@ class Contents:
     optimizer: dict[str, Any] | None = None
     progress: dict[str, Any] = field(default_factory=dict)
     own: list[dict[str, Any]] = field(default_factory=list)
+    finite: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +96,11 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         body = {
-            "contents": {name: getattr(self.contents, name) for name in Contents.__slots__},
+            "contents": {
+                name: getattr(self.contents, name)
+                for name in Contents.__slots__
+                if name != "finite" or not self.contents.finite
+            },
             "files": {name: {"num_bytes": f.num_bytes, "crc32": f.crc32} for name, f in self.files.items()},
             "tensors": {
                 name: {
@@ -130,7 +138,8 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint; one that is missing, damaged or not ours is refused in one line."""
     path = folder / FILE_NAME
     try:
-        text = path.read_bytes()
+        with os.fdopen(open_to_read(path), "rb") as file:
+            text = file.read()
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder}: is not a checkpoint; it has no {FILE_NAME}") from error
     except OSError as error:
@@ -168,6 +177,8 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         for box in boxes:
             if box.file not in files or Path(box.file).name != box.file or not box.inside(shape):
                 raise ValueError(f"{name} has a box outside of its files or of its shape")
+        if not covers(boxes, shape=shape):
+            raise ValueError(f"the boxes of {name} do not cover it, or overlap")
         tensors[name] = StoredTensor(dtype=dtype_of(values["dtype"]), shape=shape, boxes=boxes)
     return Manifest(contents=Contents(**body["contents"]), files=files, tensors=tensors)
 

@@ -10,6 +10,7 @@ A folder under its own name is therefore whole; whatever a crash leaves bears a 
 
 import os
 from collections import defaultdict
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from torch.futures import Future
 
 from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.disk import Disk
-from shardwise.checkpoint.folder import begin, commit, prune, write_file
+from shardwise.checkpoint.folder import begin, commit, discard, prune, write_file
 from shardwise.checkpoint.manifest import (
     Contents,
     Manifest,
@@ -49,14 +50,27 @@ from shardwise.errors import CheckpointError
 class CheckpointWriter(StorageWriter):
     """Writes one checkpoint into `folder`, and removes all but the last `keep`.
 
-    `contents` is this rank's view of what is not a tensor.
+    contents   this rank's view of what is not a tensor
+    damaged    the names of checkpoints that have no place among those that are kept
+    on_saved   is called on rank 0 when the checkpoint is there, before any other is removed
     """
 
-    def __init__(self, folder: Path, *, contents: Contents, keep: int | None = None, disk: Disk | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        contents: Contents,
+        keep: int | None = None,
+        disk: Disk | None = None,
+        damaged: Collection[str] = (),
+        on_saved: Callable[[int], None] | None = None,
+    ) -> None:
         self._folder = folder
         self._contents = contents
         self._keep = keep
         self._disk = disk or Disk()
+        self._damaged = damaged
+        self._on_saved = on_saved
         self._everyone: list[Contents] = []
         self._saving = Path()
         # Where it lies in the end; known on rank 0.
@@ -120,8 +134,14 @@ class CheckpointWriter(StorageWriter):
             where[result.index] = name
         manifest = Manifest(contents=merged(self._everyone), files=files, tensors=_stored_tensors(metadata, where))
         self.path = commit(self._saving, manifest, disk=self._disk)
+        if self._on_saved is not None:
+            self._on_saved(self._contents.step)
         if self._keep is not None:
-            prune(self._folder, keep=self._keep, newest=self.path, disk=self._disk)
+            prune(self._folder, keep=self._keep, newest=self.path, disk=self._disk, damaged=self._damaged)
+
+    def discard(self) -> bool:
+        """On rank 0, after a save that failed on any rank: remove what was written. Whether nothing of it is left."""
+        return self._saving == Path() or discard(self._saving, disk=self._disk)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -221,4 +241,5 @@ def merged(everyone: list[Contents]) -> Contents:
         states = {name: state for contents in everyone for name, state in (contents.optimizer or {})["state"].items()}
         optimizer = {**optimizer, "state": states}
     own = [given for contents in everyone for given in contents.own]
-    return replace(first, num_ranks=len(everyone), optimizer=optimizer, own=own)
+    finite = all(contents.finite for contents in everyone)
+    return replace(first, num_ranks=len(everyone), optimizer=optimizer, own=own, finite=finite)

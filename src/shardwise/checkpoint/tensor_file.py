@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
+from shardwise.regular_file import open_to_read
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -150,7 +151,7 @@ class TensorFile:
 def opened(path: Path) -> Iterator[TensorFile]:
     """A safetensors file to read from."""
     try:
-        file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed below; what the caller does is not our error
+        file = os.fdopen(open_to_read(path), "rb", buffering=0)
     except OSError as error:
         raise _unreadable(path, error) from error
     with file:
@@ -168,7 +169,7 @@ def checksum(path: Path) -> int:
     """CRC-32 of a file."""
     value = 0
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(open_to_read(path), "rb") as file:
             while block := file.read(4 * 2**20):
                 value = zlib.crc32(block, value)
     except OSError as error:

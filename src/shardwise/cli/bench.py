@@ -166,7 +166,7 @@ def _device(config: TrainConfig) -> tuple[str, int | None]:
     if config.run.device == "cpu" or torch.cuda.device_count() == 0:
         return "cpu", None
     code = "import json, torch; p = torch.cuda.get_device_properties(0); print(json.dumps([p.name, p.total_memory]))"
-    answer = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    answer = subprocess.run([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     name, num_bytes = json.loads(answer.stdout.splitlines()[-1])
     return name, num_bytes
 

@@ -53,6 +53,11 @@ def is_rank() -> bool:
     return _by_torchrun(os.environ) or _by_slurm(os.environ)
 
 
+def by_our_launcher() -> bool:
+    """Whether our launcher started this rank, and so holds its run folder."""
+    return STORE in os.environ and is_rank()
+
+
 def start_of(variables: Mapping[str, str]) -> Start:
     """How this process was started."""
     start = Start()

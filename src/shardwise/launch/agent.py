@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from shardwise.comm.job_environment import STORE
 from shardwise.launch.failure import LAST_WORDS_SECONDS, LOG, Failure, ended, first, reported
 from shardwise.launch.rank_process import LAUNCHER
+from shardwise.regular_file import open_to_append
 
 _MONITOR_SECONDS = 0.05
 # A killed process is gone in milliseconds, unless the kernel holds it (a hung disk or driver).
@@ -122,7 +123,7 @@ class _Environment(LogsSpecs):
         reports = {rank: str(self._files.report(restarts=restarts, rank=rank)) for rank in envs}
         for rank, environment in envs.items():
             log = self._files.log(rank=rank)
-            with log.open("a") as file:
+            with os.fdopen(open_to_append(log), "a") as file:
                 file.write(self._files.head(restarts=restarts))
             environment |= {
                 LAUNCHER: str(os.getpid()),
@@ -166,6 +167,8 @@ class Agent(LocalElasticAgent):
         self._num_starts = 0
         self._pids: dict[int, int] = {}
         self.stopped_by: signal.Signals | None = None
+        # Under nohup.
+        self._ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
     @property
     def restarts(self) -> int:
@@ -175,8 +178,11 @@ class Agent(LocalElasticAgent):
         self._num_starts += 1
         self._pids = super()._start_workers(worker_group)
         # Over torch's own, which break off the agent wherever it is.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._stop)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if not (number == signal.SIGHUP and self._ignores_hangup):
+                signal.signal(number, self._stop)
+            else:
+                signal.signal(number, signal.SIG_IGN)
         if self.stopped_by is not None:
             # It came between two starts.
             self._tell_ranks()
@@ -236,8 +242,15 @@ class Agent(LocalElasticAgent):
                 return None
             cause = first(failures.values())
             if (cause.rank in exits and not cause.echo) or time.monotonic() > deadline or len(exits) == len(self._pids):
-                return cause
+                return self._left_by(failures, exits=exits) if cause.echo and self.stopped_by is None else cause
             time.sleep(_MONITOR_SECONDS)
+
+    def _left_by(self, failures: dict[int, Failure], *, exits: dict[int, int]) -> Failure:
+        """Where failures only tell of a peer: that peer, if it ended with exit code 0 and without a word."""
+        left = [rank for rank, code in sorted(exits.items()) if code == 0 and rank not in failures]
+        if not left:
+            return first(failures.values())
+        return ended(0, rank=left[0], log=self._files.written(restarts=self.restarts, rank=left[0]))
 
     def _exits(self) -> dict[int, int]:
         """The exit codes of the ranks that have ended. They are only looked at: collecting them is the agent's."""

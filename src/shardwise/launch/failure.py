@@ -22,6 +22,7 @@ from typing import Any
 
 from shardwise.atomic import atomic_write
 from shardwise.errors import ShardwiseError
+from shardwise.regular_file import open_to_append
 
 # A rank that has failed ends by itself within this time, whatever its threads and destructors wait for.
 LAST_WORDS_SECONDS = 3.0
@@ -32,7 +33,7 @@ _NOTE = "during "
 _OF_A_PEER = frozenset({"DistError", "RanksDisagree", "RanksMissing"})
 # Gloo has no error of its own, but names its files; ranks that agree on something pass on what one of them said.
 _TELLS_OF_A_PEER = re.compile(r"/gloo/|\brank \d+ could not go on\b")
-_FROM_OUTSIDE = frozenset({"OSError", "AcceleratorError"})
+_FROM_OUTSIDE = frozenset({"OSError", "AcceleratorError", "DiskFailed"})
 # Among these, what is the same when tried again.
 _TO_STAY = frozenset(
     {"FileNotFoundError", "FileExistsError", "NotADirectoryError", "IsADirectoryError", "PermissionError"}
@@ -88,7 +89,8 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
     """What there is to say of an error that has just been raised on this rank."""
     echo = any(_is_a(link, _OF_A_PEER) or _TELLS_OF_A_PEER.search(str(link)) for link in _chain(error))
     outside = _is_a(error, _FROM_OUTSIDE) and not _is_a(error, _TO_STAY)
-    mistake = isinstance(error, ShardwiseError)
+    one_line = isinstance(error, ShardwiseError)
+    mistake = one_line and not outside
     # Notes are added from the inside out, and are read from the outside in.
     notes = [note.removeprefix(_NOTE) for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)]
     module = _module(error)
@@ -97,7 +99,7 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
         seconds=time.monotonic(),
         what=f"{type(error).__name__}: {error}",
         where=", ".join([*reversed(notes), *([module] if module else [])]),
-        traceback="" if mistake else "".join(traceback.format_exception(error)),
+        traceback="" if one_line else "".join(traceback.format_exception(error)),
         mistake=mistake,
         echo=echo,
         passing=(echo or outside) and not mistake,
@@ -128,7 +130,7 @@ def report(error: BaseException, *, rank: int) -> None:
 
 def write_to_log(*descriptors: int) -> None:
     """From now on what is written to `descriptors` (1: output, 2: errors) goes into this rank's log."""
-    log = os.open(os.environ[LOG], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
+    log = open_to_append(Path(os.environ[LOG]))
     for descriptor in descriptors:
         os.dup2(log, descriptor)
     os.close(log)
@@ -147,10 +149,13 @@ def ended(code: int, *, rank: int, log: str) -> Failure:
     """The failure of a rank whose process is gone without a report. `code` < 0: by that signal."""
     by_signal = code < 0
     lines = log.splitlines()[-_NUM_LINES:]
+    early = " while other ranks were still running" if code == 0 else ""
     return Failure(
         rank=rank,
         seconds=time.monotonic(),
-        what=f"the process was killed by {_name(-code)}" if by_signal else f"the process ended with exit code {code}",
+        what=f"the process was killed by {_name(-code)}"
+        if by_signal
+        else f"the process ended with exit code {code}{early}",
         traceback="\n".join(["its last lines:", *lines]) if lines else "",
         mistake=code == 2,
         passing=by_signal,

@@ -6,29 +6,20 @@ Exit codes: 0 all ranks ended well, also after SIGTERM; 1 a rank failed; 2 a use
 128 + signal if a signal ended the job before all ranks had saved.
 """
 
-import fcntl
 import logging
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from shardwise.errors import ShardwiseError
 from shardwise.launch.agent import Agent, Files, JobFailed, JobStopped
+from shardwise.launch.folder_lock import InvalidFolder, locked, private_folder
 
 LOGS = "logs"
 """The folder, in a run's own, of what each rank writes."""
-# How the names of private folders begin.
-_PRIVATE = "shardwise-"
-
-
-class InvalidFolder(ShardwiseError):  # noqa: N818
-    """A run folder that cannot be used: not to be written, or in use by another job."""
 
 
 def launch(
@@ -96,30 +87,14 @@ def run_job(
 
 @contextmanager
 def _claimed(folder: Path) -> Iterator[Path]:
-    """Hold the run folder for this job, and a private one, on a local disk, for what its ranks exchange.
-
-    The kernel gives the lock up when this process ends in whatever way. The lock's file names the private folder, so
-    that the next launch removes what a killed one has left.
-    """
-    with ExitStack() as held:
+    """Hold the run folder for this job, and a private one, on a local disk, for what its ranks exchange."""
+    with locked(folder) as lock:
         try:
-            (folder / LOGS).mkdir(parents=True, exist_ok=True)
-            file = held.enter_context((folder / ".lock").open("a+"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InvalidFolder(f"another job is writing into {folder}: wait for it, or choose another --run") from None
+            (folder / LOGS).mkdir(exist_ok=True)
         except OSError as error:
-            raise InvalidFolder(f"{folder}: cannot be written ({error.strerror}): choose another --run") from error
-        file.seek(0)
-        left = Path(file.read())
-        if left.name.startswith(_PRIVATE):
-            shutil.rmtree(left, ignore_errors=True)
-        file.truncate(0)
-        private = held.enter_context(tempfile.TemporaryDirectory(prefix=_PRIVATE))
-        held.callback(file.truncate, 0)
-        file.write(private)
-        file.flush()
-        yield Path(private)
+            raise InvalidFolder(f"{folder / LOGS}: cannot be written ({error.strerror})") from error
+        with private_folder(lock) as private:
+            yield private
 
 
 @contextmanager

@@ -33,8 +33,8 @@ def main() -> None:
         # What was printed is there also when the process is killed.
         sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable()
-    # It waits until training can take it (preemption.py): while a rank starts up, there is nothing to save yet.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    # They wait until training can take them (preemption.py): while a rank starts up, there is nothing to save yet.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
         run(*sys.argv[1:])
     except SystemExit as end:

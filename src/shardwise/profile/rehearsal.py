@@ -90,7 +90,8 @@ def rehearse_apart(rehearsal: Rehearsal) -> Measured:
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         asked, found = Path(folder, "asked.json"), Path(folder, "found.json")
         asked.write_text(json.dumps(rehearsal.to_data()))
-        command = [sys.executable, "-m", "shardwise.profile.rehearsal_process", str(asked), str(found)]
+        # -P: like our own command, without the working folder among the modules.
+        command = [sys.executable, "-P", "-m", "shardwise.profile.rehearsal_process", str(asked), str(found)]
         ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if ended.returncode != 0 or not found.exists():
             raise _failure(rehearsal, code=ended.returncode, said=ended.stdout)

@@ -110,14 +110,15 @@ def batches_of(
         num_workers=workers,
         pin_memory=device.type == "cuda",
         generator=torch.Generator().manual_seed(sampler.seed),
-        worker_init_fn=_ignore_sigterm,
+        worker_init_fn=_ignore_requests,
     )
     return iter(loader)
 
 
-def _ignore_sigterm(worker: int) -> None:
-    """In a worker process: SIGTERM is for its rank, which needs samples until it has saved."""
+def _ignore_requests(worker: int) -> None:
+    """In a worker process: SIGTERM and SIGHUP are for its rank, which needs samples until it has saved."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -101,6 +101,11 @@ class LoopSection(ConfigSection):
     steps: int | None = key(None, "optimizer steps; this or epochs", least=1)
     epochs: int | None = key(None, "times that every sample is seen; the last step takes what is left", least=1)
     clip_norm: float = key(1.0, "gradients' norm at most; 0: neither clipped nor measured", least=0)
+    nonfinite: str = key(
+        "stop",
+        "on a NaN or Inf in the loss or gradient norm: end the run, skip the step, or only report it",
+        choices=("stop", "skip", "warn"),
+    )
     eval_every: int | None = key(None, "steps between evaluations; without it: at the end; 0: never", least=0)
     eval_samples: int | None = key(None, "evaluate on the first so many; without it on all", least=1)
     log_every: int = key(10, "steps between log lines, and between waits for the device", least=1)
@@ -153,6 +158,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.plan.micro_batch is None:
             raise InvalidConfig("plan.micro_batch is missing: samples a rank and pass")
+        if self.train.nonfinite == "skip" and self.plan.capture:
+            raise InvalidConfig(
+                "train.nonfinite = 'skip': a captured step cannot be skipped; "
+                "set it to stop or warn, or plan.capture = false"
+            )
 
     @property
     def folder(self) -> Path:

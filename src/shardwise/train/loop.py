@@ -1,5 +1,6 @@
 """The training loop: an ordinary one, step after step, on one rank."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ from shardwise.train.batches import Sharing, samples_seen, to_device, tokens_per
 from shardwise.train.config import TrainConfig
 from shardwise.train.evaluation import evaluate
 from shardwise.train.learning_rate import lr_at
-from shardwise.train.metrics import MetricsRecorder, Taken, Window
+from shardwise.train.metrics import MetricsRecorder, StepMetrics, Taken, Window
+from shardwise.train.nonfinite import NonFinite, check_finite
 from shardwise.train.optimizers import set_lr
 from shardwise.train.preemption import Preemption
 from shardwise.train.randomness import random_states
@@ -65,6 +67,7 @@ def run_steps(
         saves = stop or last or _due(training.step, training.config.checkpoint.every)
         if evaluates or saves or _due(training.step, options.log_every):
             steps = window.read()
+            _check_finite(training, steps, window=window, recorder=recorder)
             if evaluates:
                 steps[-1] = replace(steps[-1], evaluation=evaluate_now(training))
             recorder.record(steps)
@@ -72,6 +75,21 @@ def run_steps(
                 save(training, checkpoints)
             window.restart_clock()
     return stop and training.step < training.num_steps
+
+
+def _check_finite(training: Training, steps: list[StepMetrics], *, window: Window, recorder: MetricsRecorder) -> None:
+    try:
+        check_finite(
+            steps,
+            ranks_of=window.ranks_of_nonfinite,
+            policy=training.config.train.nonfinite,
+            scaled=training.scaler.is_enabled(),
+            tells=training.sharing.rank == 0,
+        )
+    except NonFinite:
+        # Its metrics are what the user looks at next.
+        recorder.record(steps)
+        raise
 
 
 Update = Callable[["Training", tuple[float, ...], list[Any]], tuple[Tensor, Tensor | None]]
@@ -120,10 +138,15 @@ def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -
             training.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     grad_norm = None
-    if training.config.train.clip_norm:
+    options = training.config.train
+    # Under fp16 the scaler skips by itself.
+    may_skip = options.nonfinite == "skip" and not training.scaler.is_enabled()
+    if options.clip_norm or may_skip:
         training.scaler.unscale_(training.optimizer)
-        grad_norm = clip_grad_norm_(training.model, training.config.train.clip_norm)
-    training.scaler.step(training.optimizer)
+        grad_norm = clip_grad_norm_(training.model, options.clip_norm or math.inf)
+    # The norm is the same on every rank. Only to skip is it waited for in each step.
+    if grad_norm is None or not may_skip or bool(grad_norm.isfinite()):
+        training.scaler.step(training.optimizer)
     training.scaler.update()
     training.optimizer.zero_grad()
     return total, grad_norm
@@ -153,6 +176,7 @@ def save(training: Training, checkpoints: "Checkpoints") -> None:
         step=training.step,
         progress=training.progress(),
         own=random_states(training.device),
+        finite_only=training.config.train.nonfinite != "warn",
     )
 
 

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.atomic import atomic_write
+from shardwise.comm.agreement import exchange
+from shardwise.regular_file import open_to_append
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,8 @@ class Window:
         self._device = device
         self._num_ranks = num_ranks
         self._taken: list[Taken] = []
+        # Of the steps that were read last, those whose loss was NaN or Inf on this rank.
+        self._nonfinite: list[int] = []
         self._started = time.perf_counter()
 
     def __len__(self) -> int:
@@ -99,9 +103,14 @@ class Window:
         taken, self._taken = self._taken, []
         if not taken:
             return []
-        losses = torch.stack([step.loss.double() for step in taken])
+        mine = torch.stack([step.loss.double() for step in taken])
+        losses = mine.clone()
         dist.all_reduce(losses)
         means = [loss / self._num_ranks for loss in losses.tolist()]
+        self._nonfinite = []
+        if not all(map(math.isfinite, means)):
+            own = zip(taken, mine.tolist(), strict=True)
+            self._nonfinite = [step.step for step, loss in own if not math.isfinite(loss)]
         norms = [None if step.grad_norm is None else step.grad_norm.item() for step in taken]
         seconds = time.perf_counter() - self._started
         num_samples = sum(step.num_samples for step in taken)
@@ -125,6 +134,10 @@ class Window:
             )
             for step, loss, norm in zip(taken, means, norms, strict=True)
         ]
+
+    def ranks_of_nonfinite(self, step: int) -> list[int]:
+        """The ranks on which the loss of a step that was read last was NaN or Inf. Collective."""
+        return [rank for rank, steps in enumerate(exchange(self._nonfinite)) if step in steps]
 
     def restart_clock(self) -> None:
         """What came between two windows is no part of a step."""
@@ -151,8 +164,10 @@ class JsonLines:
     """`metrics.jsonl`, each step exactly once, also after a restart: lines of steps that will be redone are cut off."""
 
     def __init__(self, path: Path, *, last_step: int) -> None:
+        # First, to refuse a link: what is cut or added must be this run's own file. Cutting replaces it.
+        os.close(open_to_append(path))
         cut_after(path, last_step=last_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = os.fdopen(open_to_append(path), "a", encoding="utf-8")
 
     def write(self, steps: Sequence[StepMetrics]) -> None:
         self._file.writelines(metrics.to_json() + "\n" for metrics in steps)

@@ -1,4 +1,4 @@
-"""SIGTERM: the ranks agree after which step to stop, so that all of them come to the last checkpoint.
+"""SIGTERM and SIGHUP: the ranks agree after which step to stop, so that all of them come to the last checkpoint.
 
 A signal may reach one rank alone, or each in another step, and a rank that saved alone would wait for ever. So each
 rank sends "I was told" after every step in an all-reduce of one number on a Gloo group of its own, and reads the answer
@@ -71,15 +71,21 @@ class Preemption:
 
 @contextmanager
 def preemption(*, grace_seconds: float) -> Iterator[Preemption]:
-    """Take SIGTERM for a request to save and stop, within the block. Collective, as it makes a group.
+    """Take SIGTERM and SIGHUP for a request to save and stop, within the block. Collective, as it makes a group.
 
-    Signals can only be taken on a process's main thread; on another one SIGTERM keeps what it does.
+    Signals can only be taken on a process's main thread; on another one they keep what they do. A SIGHUP that is
+    ignored (nohup) stays so.
     """
     request = Preemption(group=dist.new_group(backend="gloo"), grace_seconds=grace_seconds)
     on_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, request.tell) if on_main_thread else None
-    # Our launcher's ranks hold it back until here, and again once they have saved (rank_process.py).
-    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM} if on_main_thread else ())
+    numbers = [signal.SIGTERM, signal.SIGHUP] if on_main_thread else []
+    before = {number: signal.getsignal(number) for number in numbers}
+    if before.get(signal.SIGHUP) is signal.SIG_IGN:
+        del before[signal.SIGHUP]
+    for number in before:
+        signal.signal(number, request.tell)
+    # Our launcher's ranks hold them back until here, and again once they have saved (rank_process.py).
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     try:
         yield request
         request.end()
@@ -87,4 +93,5 @@ def preemption(*, grace_seconds: float) -> Iterator[Preemption]:
         request.cancel_timer()
         if on_main_thread:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+            for number, handler in before.items():
+                signal.signal(number, handler or signal.SIG_DFL)

@@ -1,7 +1,7 @@
 """One rank's run: join the job, claim the folder, set up, go on from the newest checkpoint, train. Then the loop."""
 
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,8 +11,10 @@ from rich.console import Console
 
 from shardwise.checkpoint import Checkpoints, Loaded
 from shardwise.comm.agreement import agree
+from shardwise.comm.job_environment import by_our_launcher
 from shardwise.comm.join import Place, joined
 from shardwise.launch.failure import report
+from shardwise.launch.folder_lock import locked
 from shardwise.train import run_folder
 from shardwise.train.config import TrainConfig
 from shardwise.train.loop import Training, run_steps
@@ -21,6 +23,9 @@ from shardwise.train.preemption import preemption
 from shardwise.train.progress import progress_on
 from shardwise.train.randomness import deterministic_kernels, restore_random_states, seed_everything
 from shardwise.train.setup import open_data, set_up
+
+# A job that is ending may hold the folder a little longer: the worker processes of a killed rank, up to 5 s.
+_LOCK_SECONDS = 10.0
 
 OnStep = Callable[[StepMetrics], None]
 
@@ -51,17 +56,19 @@ def train(
     """
     device = None if config.run.device == "auto" else torch.device(config.run.device)
     with (
+        ExitStack() as held,
         deterministic_kernels(config.train.deterministic),
         joined(device, limit_seconds=config.run.limit_seconds, on_error=report) as place,
         preemption(grace_seconds=config.checkpoint.grace_seconds) as request,
     ):
         console = console or Console()
-        notes = _claim(config, place=place, fresh=fresh, command=command)
+        notes = _claim(config, place=place, fresh=fresh, command=command, held=held)
         training = set_up(config, place=place)
         checkpoints = Checkpoints(
             config.folder / run_folder.CHECKPOINTS,
             keep=config.checkpoint.keep,
             asynchronous=config.checkpoint.asynchronous,
+            on_saved=partial(run_folder.note_saved, config.folder),
         )
         _go_on(training, checkpoints, place=place)
         _tell_start(training, place=place, console=console, notes=notes)
@@ -80,12 +87,17 @@ def train(
     )
 
 
-def _claim(config: TrainConfig, *, place: Place, fresh: bool, command: Sequence[str]) -> list[str]:
-    """Rank 0 claims the folder; what stands against it, or a rank with another config, is told on every rank."""
+def _claim(config: TrainConfig, *, place: Place, fresh: bool, command: Sequence[str], held: ExitStack) -> list[str]:
+    """Rank 0 claims the folder; what stands against it, or a rank with another config, is told on every rank.
+
+    `held` keeps the lock: rank 0's, unless our launcher holds it for the job.
+    """
     notes: list[str] = []
 
     def describe() -> str:
         if place.rank == 0:
+            if not by_our_launcher():
+                held.enter_context(locked(config.folder, wait_seconds=_LOCK_SECONDS))
             environment = run_folder.environment(device=place.device, num_ranks=place.num_ranks, command=command)
             # Ranks that are started again after a failure go on, whatever was asked for at first.
             anew = fresh and place.restarts == 0
@@ -100,7 +112,9 @@ def _go_on(training: Training, checkpoints: Checkpoints, *, place: Place) -> Non
     """Load the newest good checkpoint, if there is one, and open the data where it left off."""
     saved = checkpoints.latest()
     loaded: Loaded | None = None
-    if saved is not None:
+    if saved is None:
+        agree(partial(_check_nothing_saved, training.config, place=place), what="run folders")
+    else:
         loaded = checkpoints.load(saved, training.model, training.optimizer)
         training.step = loaded.step
         training.sampler.load_state_dict(loaded.progress["sampler"])
@@ -112,6 +126,12 @@ def _go_on(training: Training, checkpoints: Checkpoints, *, place: Place) -> Non
         restore_random_states(loaded.own, device=place.device)
     else:
         seed_everything(training.config.train.seed, step=training.step, rank=place.rank)
+
+
+def _check_nothing_saved(config: TrainConfig, *, place: Place) -> str:
+    if place.rank == 0:
+        run_folder.refuse_if_saved(config.folder)
+    return ""
 
 
 def _tell_start(training: Training, *, place: Place, console: Console, notes: list[str]) -> None:

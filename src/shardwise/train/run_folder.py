@@ -5,11 +5,13 @@ plan.toml          its plan, for `--plan` and `shardwise doctor`
 environment.json   versions, devices, number of ranks, command line
 metrics.jsonl      a line a step
 checkpoints/       step-00001000/ …
+saved.json         the step of the newest checkpoint, outside their folder: it may be a volume that is not mounted
 tensorboard/       if it is installed
 logs/              what each rank wrote, where our launcher started them
 """
 
 import json
+import os
 import platform
 import shutil
 from collections.abc import Sequence
@@ -20,11 +22,14 @@ import torch
 
 from shardwise import __version__
 from shardwise.atomic import atomic_write
+from shardwise.checkpoint.disk import Disk
+from shardwise.checkpoint.folder import checkpoints_in, sweep
 from shardwise.errors import InvalidPlan
 from shardwise.train.config import TrainConfig
 from shardwise.train.config_section import InvalidConfig
 
 CHECKPOINTS, METRICS, TENSORBOARD = "checkpoints", "metrics.jsonl", "tensorboard"
+_SAVED = "saved.json"
 _CONFIG, _PLAN, _ENVIRONMENT = "config.toml", "plan.toml", "environment.json"
 # What a checkpoint is of: with another, its weights, its optimizer state or its place in the data mean nothing.
 _IDENTITY = (
@@ -42,15 +47,19 @@ _IDENTITY = (
 def claim(config: TrainConfig, *, fresh: bool, environment: dict[str, Any]) -> list[str]:
     """Make the folder this config's; the notes to show: what goes on with another value than before.
 
-    A folder whose checkpoints are of another model, optimizer or order of data is refused, and nothing is written;
-    `fresh` removes them, and whatever else an earlier run left.
+    A folder whose checkpoints are of another model, optimizer or order of data, or are gone, is refused, and nothing
+    is written; `fresh` removes them, and whatever else an earlier run left.
     """
     folder = config.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if fresh:
             _clear(folder)
+        if not checkpoints_in(folder / CHECKPOINTS):
+            refuse_if_saved(folder)
         changes = _changes(config)
+        # What a killed save has left may be what fills the disk.
+        sweep(folder / CHECKPOINTS, disk=Disk())
         config.save(folder / _CONFIG)
         config.plan.save(folder / _PLAN)
         with atomic_write(folder / _ENVIRONMENT) as file:
@@ -60,11 +69,53 @@ def claim(config: TrainConfig, *, fresh: bool, environment: dict[str, Any]) -> l
     return [f"{name}: {then} → {now}" for name, (then, now) in changes.items()]
 
 
+def note_saved(folder: Path, step: int) -> None:
+    """A checkpoint of this step is on the disk."""
+    with atomic_write(folder / _SAVED) as file:
+        file.write(json.dumps({"step": step}).encode() + b"\n")
+
+
+def refuse_if_saved(folder: Path) -> None:
+    """To be called where there is no checkpoint to go on from: if there should be one, training must not begin at 0."""
+    path = folder / CHECKPOINTS
+    there = len(checkpoints_in(path))
+    step = _saved_step(folder)
+    if step is None and not there:
+        return
+    found = "all its checkpoints are damaged" if there else f"it saved step {step}, but {path} {_state(path)}"
+    raise InvalidConfig(
+        f"{folder} holds a run that cannot be resumed: {found}; restore or mount it, choose another --run, "
+        "or --fresh to start at step 0"
+    )
+
+
+def _state(path: Path) -> str:
+    if not path.exists():
+        return "is missing"
+    return "holds no checkpoint" if os.access(path, os.R_OK | os.X_OK) else "cannot be read"
+
+
+def _saved_step(folder: Path) -> int | None:
+    try:
+        text = (folder / _SAVED).read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return int(json.loads(text)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 0
+
+
 def _clear(folder: Path) -> None:
     for name in (CHECKPOINTS, TENSORBOARD):
-        if (folder / name).exists():
-            shutil.rmtree(folder / name)
-    for name in (METRICS, _CONFIG, _PLAN, _ENVIRONMENT):
+        path = folder / name
+        if path.is_symlink():
+            raise InvalidConfig(
+                f"--fresh: {path} is a link to {path.readlink()}; nothing is removed through a link: remove it"
+            )
+        if path.exists():
+            shutil.rmtree(path)
+    for name in (_SAVED, METRICS, _CONFIG, _PLAN, _ENVIRONMENT):
         (folder / name).unlink(missing_ok=True)
 
 

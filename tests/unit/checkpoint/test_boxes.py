@@ -2,12 +2,13 @@
 
 from math import prod
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from shardwise.checkpoint.boxes import Boxes, cut, share
+from shardwise.checkpoint.boxes import Box, Boxes, covers, cut, share
 
 
 @st.composite
@@ -60,3 +61,26 @@ def test_a_box_is_a_view_of_the_slices_own_memory() -> None:
 
 def test_a_tensor_without_elements_is_one_box() -> None:
     assert [box.sizes for box in Boxes(torch.zeros(0), shape=(0, 3), start=0).boxes] == [(0, 3)]
+
+
+def box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
+    return Box(offsets=offsets, sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "whole"),
+    [
+        ((4, 5), [box((0, 0), (2, 5)), box((2, 0), (1, 5)), box((3, 0), (1, 2)), box((3, 2), (1, 3))], True),
+        ((4, 5), [box((0, 0), (4, 2)), box((0, 2), (4, 3))], True),
+        ((), [box((), ())], True),
+        ((0, 3), [box((0, 0), (0, 3))], True),
+        ((4, 5), [box((0, 0), (3, 5))], False),
+        ((4, 5), [box((0, 0), (2, 5)), box((1, 0), (2, 5))], False),
+        ((4, 5), [box((0, 0), (4, 2)), box((0, 1), (4, 3))], False),
+        ((2,), [], False),
+    ],
+)
+def test_boxes_cover_a_tensor_where_each_element_is_in_one(
+    shape: tuple[int, ...], boxes: list[Box], whole: bool
+) -> None:
+    assert covers(boxes, shape=shape) is whole

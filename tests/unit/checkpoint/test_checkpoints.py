@@ -1,7 +1,9 @@
 """Checkpoints of an ordinary model in one process: what comes back, what is refused, what is passed over."""
 
 import json
+import os
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from shardwise.checkpoint import CheckpointError, Checkpoints, open_checkpoint
 from shardwise.checkpoint.disk import Disk
 from shardwise.checkpoint.tensor_file import opened
 from shardwise.checkpoint.verify import verify
+from shardwise.errors import DiskFailed
 
 
 class Small(nn.Module):
@@ -184,12 +187,55 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: P
     assert verify(tmp_path / "step-00000001").contents.step == 1
 
 
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Its manifest with another body, and the checksum of that."""
+    outer = json.loads((folder / "manifest.json").read_bytes())
+    change(outer["body"])
+    outer["crc32"] = zlib.crc32(json.dumps(outer["body"]).encode())
+    (folder / "manifest.json").write_text(json.dumps(outer))
+
+
+def test_a_tensor_that_its_boxes_do_not_cover_is_not_loaded(tmp_path: Path) -> None:
+    saved_folder(tmp_path)
+    rewritten(tmp_path / "step-00000001", lambda body: body["tensors"]["model.first.weight"]["boxes"].clear())
+    with pytest.raises(CheckpointError, match="the boxes of model.first.weight do not cover it"):
+        open_checkpoint(tmp_path / "step-00000001")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["a FIFO", "a device"])
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str, kind: str) -> None:
+    saved_folder(tmp_path)
+    path = tmp_path / "step-00000001" / name
+    path.unlink()
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=f"{name}: (cannot be read|is missing)"):
+        open_checkpoint(tmp_path / "step-00000001")
+
+
 def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(tmp_path: Path) -> None:
     saved_folder(tmp_path, steps=(1, 2))
     (tmp_path / "step-00000002" / "rank-00000.safetensors").write_bytes(b"")
     model, optimizer = make()
     Checkpoints(tmp_path, asynchronous=False).save(model, optimizer, step=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_a_damaged_checkpoint_of_the_right_size_does_not_push_out_the_good_one_that_was_loaded(tmp_path: Path) -> None:
+    saved_folder(tmp_path, steps=(1, 2))
+    flip(tmp_path / "step-00000002" / "rank-00000.safetensors", at=0.9)
+    model, optimizer = make()
+    checkpoints = Checkpoints(tmp_path, keep=2, asynchronous=False)
+    with pytest.warns(UserWarning, match="passed over"):
+        saved = checkpoints.latest()
+    checkpoints.load(saved, model, optimizer)
+    checkpoints.save(model, optimizer, step=3)
+    assert verify(tmp_path / "step-00000001").contents.step == 1
+    assert verify(tmp_path / "step-00000003").contents.step == 3
 
 
 def test_there_is_none_in_an_empty_or_a_missing_folder(tmp_path: Path) -> None:
@@ -210,6 +256,20 @@ def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call_and_once(t
         checkpoints.save(model, optimizer, step=2)
     checkpoints.wait()
     assert checkpoints.latest() is None
+    assert list(tmp_path.iterdir()) == [], "what was written of it fills no disk"
+
+
+@pytest.mark.parametrize(("code", "kind"), [(5, DiskFailed), (28, DiskFailed), (13, CheckpointError)])
+def test_an_error_of_the_disk_is_told_from_one_that_a_user_must_mend(tmp_path: Path, code: int, kind: type) -> None:
+    class Failing(Disk):
+        def sync_file(self, file: Any) -> None:
+            raise OSError(code, "on purpose")
+
+    model, optimizer = make()
+    with pytest.raises(CheckpointError, match="step 1 was not written: rank 0: .*on purpose") as caught:
+        Checkpoints(tmp_path, disk=Failing(), asynchronous=False).save(model, optimizer, step=1)
+    assert type(caught.value) is kind
+    assert list(tmp_path.iterdir()) == []
 
 
 def refused(tmp_path: Path, model: nn.Module, optimizer: Any) -> str:

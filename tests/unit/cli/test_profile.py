@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -32,8 +33,12 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
-    """In a process of its own, as it is for a user."""
+def test_the_json_is_the_contract(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own, as it is for a user; a torch.py in the working folder is not imported."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torch.py").write_text("raise RuntimeError('not mine')")
     assert run(*SMALL, "--strategy", "fsdp", "--ranks", "8", "--json") == 0
     data = json.loads(capfd.readouterr().out)
     assert {name: data[name] for name in ("model", "device", "ranks", "micro_batch", "seq", "precision")} == {

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardwise.comm.agreement import RanksDisagree, RanksMissing
-from shardwise.errors import InvalidPlan
+from shardwise.errors import CheckpointError, DiskFailed, InvalidPlan
 from shardwise.launch.failure import Failure, during, ended, failure_of, first, report, reported
 
 GLOO = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:13963."
@@ -66,6 +66,8 @@ def test_what_only_tells_of_a_peer_is_an_echo(error: Exception) -> None:
         (RanksMissing("rank 1 did not come"), False),
         (FileNotFoundError(errno.ENOENT, "No such file or directory"), False),
         (OSError(errno.EIO, "Input/output error"), True),
+        (DiskFailed("the checkpoint of step 2 was not written: rank 1: OSError: …"), True),
+        (CheckpointError("the checkpoint does not fit the model"), False),
         (ConnectionResetError("peer"), True),
         (torch.AcceleratorError("CUDA error: uncorrectable ECC error"), True),
         (RuntimeError(GLOO), True),

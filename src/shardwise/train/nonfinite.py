@@ -1,0 +1,56 @@
+"""A NaN or Inf in a step is named, and train.nonfinite says what follows, the same on every rank.
+
+    stop   the run ends before a checkpoint is written (default)
+    skip   the optimizer does not take the step, and a line says so
+    warn   a line says so
+
+The loss and the gradient norm are the same on every rank once they are read, so that no rank decides alone.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+
+from shardwise.errors import ShardwiseError
+from shardwise.train.metrics import StepMetrics
+
+
+class NonFinite(ShardwiseError):  # noqa: N818 - reads as the first word of the line that users see
+    """A loss or gradient norm that is NaN or Inf."""
+
+
+def check_finite(
+    steps: Sequence[StepMetrics],
+    *,
+    ranks_of: Callable[[int], Sequence[int]],
+    policy: str,
+    scaled: bool,
+    tells: bool,
+) -> None:
+    """Stop, or warn on the rank that `tells`, at the first of `steps` that is not finite.
+
+    ranks_of   step → the ranks whose own loss was not finite; collective, called only where there is one
+    scaled     under fp16 a gradient that overflows is how the scaler finds its scale: only the loss counts
+    """
+    bad = [step for step in steps if not _finite(step, scaled=scaled)]
+    if not bad:
+        return
+    first = bad[0]
+    which = ", ".join(map(str, ranks_of(first.step)))
+    where = f" on rank {which}" if which else ", with a finite loss on every rank"
+    norm = "" if first.grad_norm is None else f", gradient norm {first.grad_norm:.4g}"
+    what = f"step {first.step}: loss {first.loss:.4g}{norm}{where}"
+    if policy == "stop":
+        raise NonFinite(
+            f"{what}; nothing was saved since: lower optimizer.lr or check the data, "
+            "or set train.nonfinite to skip or warn"
+        )
+    if tells:
+        skipped = [step for step in bad if step.grad_norm is not None and not math.isfinite(step.grad_norm)]
+        did = f"; {len(skipped)} of {len(steps)} steps were skipped" if policy == "skip" and skipped else ""
+        warnings.warn(f"NaN or Inf in {what}{did}", stacklevel=2)
+
+
+def _finite(step: StepMetrics, *, scaled: bool) -> bool:
+    norm = 0.0 if step.grad_norm is None or scaled else step.grad_norm
+    return math.isfinite(step.loss) and math.isfinite(norm)
