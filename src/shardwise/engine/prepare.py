@@ -235,6 +235,7 @@ def _owned(
         after_step=runner.after_step,
         forget_grads=runner.forget_grads,
         any_optimizer=any_optimizer,
+        flats=flats,
     )
     for flat, old_params in zip(flats, before, strict=True):
         parts = {part.index: part.parameter for part in flat.owned}

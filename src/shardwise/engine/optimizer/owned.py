@@ -4,17 +4,21 @@ Its param groups are rewritten in place: the module's parameters go, the owned s
 made after `prepare`, or was not handed to it, is recognised at its first step by the parameters that it holds.
 """
 
+import itertools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.comm.agreement import meet
 from shardwise.engine.optimizer.scaler import GradScaler
+from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
+from shardwise.engine.params.flat import FlatParams
 from shardwise.errors import InvalidPlan, ShardwiseError
 
 # Each element's update depends on that element's gradient and state alone, so a slice can be updated by itself.
@@ -41,7 +45,7 @@ def check_optimizer(optimizer: Optimizer, *, sharded: Mapping[int, bool], any_op
     if optimizer.state:
         raise StaleOptimizer(
             "the optimizer has stepped before: hand a fresh one to shardwise.prepare, then load the old state "
-            "with shardwise.load_full_state_dict"
+            "with its load_state_dict"
         )
     kinds = {kind.__name__ for kind in type(optimizer).__mro__}
     if any_optimizer or kinds & ELEMENTWISE or not any(sharded[id(p)] for p in held):
@@ -63,7 +67,11 @@ class OwnedParameters:
         after_step: Callable[[], None],
         forget_grads: Callable[..., None],
         any_optimizer: bool,
+        flats: Sequence[FlatParams],
     ) -> None:
+        self._flats = flats
+        # How long a rank waits for the others in a state_dict.
+        self.limit_seconds = 60.0
         self._owned: dict[int, nn.Parameter | None] = {}
         # Held, so that an id stays that of its parameter.
         self._known: list[nn.Parameter] = []
@@ -91,16 +99,22 @@ class OwnedParameters:
         """Rewrite the param groups; their options, and whoever holds them (schedulers), stay."""
         check_optimizer(optimizer, sharded=self._sharded, any_optimizer=self._any_optimizer)
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        self.group_names[optimizer] = [
-            [self._names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups
-        ]
+        self.group_names[optimizer] = []
         for group in optimizer.param_groups:
-            owned = [self._owned[id(parameter)] for parameter in group["params"]]
-            group["params"][:] = [parameter for parameter in owned if parameter is not None]
+            self._rewrite(group, optimizer=optimizer)
         sharded = any(self._sharded[id(parameter)] for parameter in held)
         optimizer.register_step_pre_hook(lambda *_: self.before_step(sharded=sharded))
         optimizer.register_step_post_hook(lambda *_: self._after_step())
-        optimizer.zero_grad = partial(self._zero_grad, weakref.ref(optimizer))  # type: ignore[method-assign]
+        held_weakly = weakref.ref(optimizer)
+        optimizer.zero_grad = partial(self._zero_grad, held_weakly)  # type: ignore[method-assign]
+        optimizer.state_dict = partial(self._state_dict, held_weakly)  # type: ignore[method-assign]
+        optimizer.load_state_dict = partial(self._load_state_dict, held_weakly)  # type: ignore[method-assign]
+
+    def _rewrite(self, group: dict[str, Any], *, optimizer: Optimizer) -> None:
+        """A param group that is new to us: its parameters go, the slices that stand for them come."""
+        self.group_names[optimizer].append([self._names[id(parameter)] for parameter in group["params"]])
+        owned = [self._owned[id(parameter)] for parameter in group["params"]]
+        group["params"][:] = [parameter for parameter in owned if parameter is not None]
 
     def _zero_grad(self, held: "weakref.ref[Optimizer]", set_to_none: bool = True) -> None:
         """The optimizer's own, and what is not in its slices: gradients of an accumulation, `p.grad` of the model."""
@@ -109,6 +123,39 @@ class OwnedParameters:
         type(optimizer).zero_grad(optimizer, set_to_none)
         names = {name for group in self.group_names[optimizer] for name in group}
         self._forget_grads(names, drop=set_to_none)
+
+    def _state_dict(self, held: "weakref.ref[Optimizer]") -> dict[str, Any]:
+        """The optimizer's own, with full tensors under the numbers that a plain optimizer would give. Collective."""
+        optimizer = held()
+        assert optimizer is not None
+        meet("optimizer.state_dict", limit_seconds=self.limit_seconds)
+        state = type(optimizer).state_dict(optimizer)
+        states = whole_states(optimizer, flats=self._flats)
+        groups = numbered(self.group_names[optimizer])
+        of_none = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+        state["state"] = {n: states[name] for group in groups for n, name in group.items() if name in states} | of_none
+        for group, numbers in zip(state["param_groups"], groups, strict=True):
+            group["params"] = list(numbers)
+        return state
+
+    def _load_state_dict(self, held: "weakref.ref[Optimizer]", state_dict: Mapping[str, Any]) -> None:
+        """The optimizer's own, given this rank's slices of full states: torch's numbers or full names."""
+        optimizer = held()
+        assert optimizer is not None
+        states = named_states(state_dict, groups=self.group_names[optimizer])
+        own = own_states(states, flats=self._flats)
+        groups = numbered([group["params"] for group in optimizer.param_groups])
+        known = {name for group in self.group_names[optimizer] for name in group}
+        local: dict[str, Any] = {
+            **state_dict,
+            "state": {n: own[p] for group in groups for n, p in group.items() if p in own}
+            | {key: value for key, value in states.items() if key not in known},
+            "param_groups": [
+                {**saved, "params": list(numbers)}
+                for saved, numbers in zip(state_dict["param_groups"], groups, strict=True)
+            ],
+        }
+        type(optimizer).load_state_dict(optimizer, local)
 
     def before_step(self, *, sharded: bool) -> None:
         """Each rank's GradScaler sees its own slices only: one would skip a step that the others take."""
@@ -121,6 +168,12 @@ class OwnedParameters:
 
     def adopted(self, optimizer: Optimizer) -> bool:
         return optimizer in self.group_names
+
+
+def numbered(groups: Iterable[Sequence[Any]]) -> list[dict[int, Any]]:
+    """Each group's members under numbers that count through all groups, as torch's state dicts do."""
+    count = itertools.count()
+    return [{next(count): member for member in group} for group in groups]
 
 
 def _called_by_torchs_grad_scaler() -> bool:
