@@ -183,6 +183,100 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_slices() -> None:
     run_ranks(not_elementwise, num_ranks=2)
 
 
+class Lars(torch.optim.SGD):
+    """A subclass of a known optimizer that is not elementwise."""
+
+
+class Lion(Whole):
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        torch.optim.Optimizer.__init__(self, parameters, {"lr": 0.1, **options})
+
+
+def not_by_name(rank: int) -> None:
+    def message(kind: Any, strategy: str = "zero1", **options: Any) -> str:
+        model = MODELS["gpt"]()[0]
+        return line(lambda: prepare(model, kind(model.parameters(), lr=0.1, **options), Plan(strategy=strategy)))
+
+    for strategy in ("zero1", "zero2", "fsdp"):
+        assert "Lars is not known to update each element by itself" in message(Lars, strategy)
+        assert "any_optimizer=True" in message(Lars, strategy)
+    assert "Lion is not known to update each element by itself" in message(Lion)
+    Lion.__module__, Lion.__qualname__ = "timm.optim.lion", "Lion"
+    assert "Lion with caution = True looks at whole parameters" in message(Lion, caution=True)
+    model = MODELS["gpt"]()[0]
+    prepare(model, Lion(model.parameters(), caution=False), Plan(strategy="zero1"))
+    model = MODELS["gpt"]()[0]
+    prepare(model, Lars(model.parameters(), lr=0.1), Plan(strategy="fsdp"), any_optimizer=True)
+
+
+def test_a_subclass_or_a_namesake_of_a_known_optimizer_is_refused_slices() -> None:
+    run_ranks(not_by_name, num_ranks=2)
+
+
+class Buffers(nn.Module):
+    def __init__(self, *names: str, size: int = 3) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        for name in names:
+            self.register_buffer(name, torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def differ(rank: int) -> list[str]:
+    def message(kind: Any, **options: Any) -> str:
+        model = MODELS["gpt"]()[0]
+        return line(lambda: prepare(model, kind(model.parameters(), **options), Plan(strategy="ddp")))
+
+    messages = [
+        message(torch.optim.AdamW, lr=1e-3 * (1 + rank)),
+        message(torch.optim.Adam if rank else torch.optim.AdamW, lr=1e-3),
+        message(torch.optim.AdamW, lr=1e-3, amsgrad=bool(rank)),
+        line(lambda: prepare(Buffers(*(("b", "a") if rank else ("a", "b"))), None, Plan())),
+        line(lambda: prepare(Buffers("a", size=3 + rank), None, Plan())),
+    ]
+    # An optimizer that was made later is compared at its first step.
+    model, batch = MODELS["gpt"]()
+    prepare(model, None, Plan(strategy="ddp"))
+    late = torch.optim.SGD(model.parameters(), lr=0.1 + rank)
+    cross_entropy(model, batch(0, rank)).backward()
+    return [*messages, line(late.step)]
+
+
+def test_ranks_with_other_optimizers_or_buffers_say_so() -> None:
+    zero, one = run_ranks(differ, num_ranks=2)
+    assert zero == one
+    assert "lr = 0.001 | optimizer.param_groups[0] lr = 0.002" in zero[0]
+    assert "optimizer = torch.optim.adamw.AdamW | optimizer = torch.optim.adam.Adam" in zero[1]
+    assert "amsgrad = False | optimizer.param_groups[0] amsgrad = True" in zero[2]
+    assert "buffer a [3] torch.float32 | buffer b [3] torch.float32" in zero[3]
+    assert "buffer a [3] torch.float32 | buffer a [4] torch.float32" in zero[4]
+    assert "different optimizers: optimizer.param_groups[0] lr = 0.1 | optimizer.param_groups[0] lr = 1.1" in zero[5]
+
+
+def adds_a_group(rank: int, strategy: str) -> None:
+    model, batch = MODELS["gpt"]()
+    first, *others = model.parameters()
+    optimizer = sgd(others)
+    prepare(model, optimizer, Plan(strategy=strategy))
+    name = next(name for name, p in model.named_parameters() if p is first)
+    before = model.state_dict()[name]
+    optimizer.add_param_group({"params": [first], "lr": 0.2})
+    cross_entropy(model, batch(0, rank)).backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()[name], before)
+    assert optimizer.state_dict()["param_groups"][1]["params"] == [len(others)]
+    assert "it is in another group" in line(lambda: optimizer.add_param_group({"params": first}))
+    new = nn.Parameter(torch.zeros(3))
+    assert "shape (3,): it is not the prepared model's" in line(lambda: optimizer.add_param_group({"params": new}))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_param_group_that_is_added_later_trains(strategy: str) -> None:
+    run_ranks(adds_a_group, num_ranks=2, args=(strategy,))
+
+
 def disagree(rank: int) -> list[str]:
     wide = nn.Sequential(nn.Linear(3, 4 + rank))
     return [
@@ -194,7 +288,8 @@ def disagree(rank: int) -> list[str]:
 
 def test_ranks_that_disagree_say_so_and_do_not_hang() -> None:
     zero, one = run_ranks(disagree, num_ranks=2)
-    assert zero[0] == one[0] == "rank 0 and rank 1 were given different plans or models: prefetch = 0 | prefetch = 1"
+    expected = "rank 0 and rank 1 were given different plans, models or optimizers: prefetch = 0 | prefetch = 1"
+    assert zero[0] == one[0] == expected
     assert "0.weight [4, 3]" in zero[1]
     assert "0.weight [5, 3]" in one[1]
     assert zero[2].startswith("rank 1 could not go on: overrides.x matches no unit")

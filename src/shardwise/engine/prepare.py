@@ -18,7 +18,8 @@ from shardwise.engine.description import asked_device, describe
 from shardwise.engine.engine import Engine, is_prepared, register
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
-from shardwise.engine.optimizer.owned import OwnedParameters, check_optimizer
+from shardwise.engine.optimizer.known import check_optimizer, describe_optimizer
+from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.params.broadcast import broadcast_buffers, fill
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.host import HostCopies
@@ -65,7 +66,7 @@ def prepare(
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
     agree(
         lambda: _description(model, optimizer, plan=plan, mesh=mesh, device=chosen, any_optimizer=any_optimizer),
-        what="plans or models",
+        what="plans, models or optimizers",
     )
     setting = _Setting(
         spec=model_spec(model, policy=plan.units),
@@ -182,6 +183,7 @@ def _description(
             f"offload_states = true with strategy = {plan.strategy!r}: what every rank holds whole stays on the "
             "device; use zero2, shard_grad_op or fsdp"
         )
+    described = describe(model, spec=spec, plan=plan)
     if optimizer is not None:
         parameters = dict(model.named_parameters())
         sharded = {
@@ -190,7 +192,8 @@ def _description(
             for param in unit.params
         }
         check_optimizer(optimizer, sharded=sharded, any_optimizer=any_optimizer)
-    return describe(spec, plan=plan)
+        described += "\n" + describe_optimizer(optimizer, names={id(p): name for name, p in parameters.items()})
+    return described
 
 
 def _collectives(plan: Plan) -> Collectives:

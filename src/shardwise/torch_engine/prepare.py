@@ -18,7 +18,7 @@ from shardwise.comm.agreement import agree
 from shardwise.comm.join import join_job
 from shardwise.engine.description import asked_device, describe
 from shardwise.engine.engine import is_prepared
-from shardwise.engine.optimizer.owned import StaleOptimizer
+from shardwise.engine.optimizer.known import StaleOptimizer
 from shardwise.engine.params.precision import planned_dtype
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.materialize import materialize
@@ -142,7 +142,7 @@ def _description(
         check_replicated(spec)
     if optimizer is not None:
         _check_optimizer(optimizer, names=names)
-    return describe(spec, plan=plan)
+    return describe(model, spec=spec, plan=plan)
 
 
 def to_master_dtype(model: nn.Module, *, plan: Plan) -> None:

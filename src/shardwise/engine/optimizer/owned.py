@@ -15,46 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.comm.agreement import meet
+from shardwise.comm.agreement import agree, meet
+from shardwise.engine.optimizer.known import check_optimizer, describe_optimizer
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
 from shardwise.engine.params.flat import FlatParams
-from shardwise.errors import InvalidPlan, ShardwiseError
-
-# Each element's update depends on that element's gradient and state alone, so a slice can be updated by itself.
-ELEMENTWISE = frozenset(
-    {
-        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-    }
-)  # fmt: skip
-
-
-class StaleOptimizer(ShardwiseError):  # noqa: N818
-    """An optimizer whose state belongs to parameters that are no longer there."""
-
-
-def check_optimizer(optimizer: Optimizer, *, sharded: Mapping[int, bool], any_optimizer: bool) -> None:
-    """Refuse an optimizer that cannot step what `sharded` tells, by id: the model's parameters, and which in slices."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter in held:
-        if id(parameter) not in sharded:
-            raise InvalidPlan(
-                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: "
-                "give it an optimizer of its own"
-            )
-    if optimizer.state:
-        raise StaleOptimizer(
-            "the optimizer has stepped before: hand a fresh one to shardwise.prepare, then load the old state "
-            "with its load_state_dict"
-        )
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-    if any_optimizer or kinds & ELEMENTWISE or not any(sharded[id(p)] for p in held):
-        return
-    raise InvalidPlan(
-        f"{type(optimizer).__name__} is not known to update each element by itself, and under this plan a rank "
-        f"holds slices: use one of {', '.join(sorted(ELEMENTWISE))}, strategy = 'ddp', or say "
-        "prepare(…, any_optimizer=True) if it does"
-    )
+from shardwise.errors import InvalidPlan
 
 
 class OwnedParameters:
@@ -95,6 +61,17 @@ class OwnedParameters:
     def concerns(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._owned for group in optimizer.param_groups for p in group["params"])
 
+    def adopt_alike(self, optimizer: Optimizer) -> None:
+        """Adopt an optimizer of which the ranks have not told each other yet. Collective."""
+
+        def describe() -> str:
+            check_optimizer(optimizer, sharded=self._sharded, any_optimizer=self._any_optimizer)
+            return describe_optimizer(optimizer, names=self._names)
+
+        if not self.adopted(optimizer):
+            agree(describe, what="optimizers")
+            self.adopt(optimizer)
+
     def adopt(self, optimizer: Optimizer) -> None:
         """Rewrite the param groups; their options, and whoever holds them (schedulers), stay."""
         check_optimizer(optimizer, sharded=self._sharded, any_optimizer=self._any_optimizer)
@@ -107,8 +84,24 @@ class OwnedParameters:
         optimizer.register_step_post_hook(lambda *_: self._after_step())
         held_weakly = weakref.ref(optimizer)
         optimizer.zero_grad = partial(self._zero_grad, held_weakly)  # type: ignore[method-assign]
+        optimizer.add_param_group = partial(self._add_param_group, held_weakly)  # type: ignore[method-assign]
         optimizer.state_dict = partial(self._state_dict, held_weakly)  # type: ignore[method-assign]
         optimizer.load_state_dict = partial(self._load_state_dict, held_weakly)  # type: ignore[method-assign]
+
+    def _add_param_group(self, held: "weakref.ref[Optimizer]", param_group: dict[str, Any]) -> None:
+        """The optimizer's own, for parameters of the model that it does not step yet."""
+        optimizer = held()
+        assert optimizer is not None
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        stepped = {name for group in self.group_names[optimizer] for name in group}
+        for parameter in (entry[1] if isinstance(entry, tuple) else entry for entry in params):
+            name = self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
+            if id(parameter) not in self._names or name in stepped:
+                why = "it is in another group" if name in stepped else "it is not the prepared model's"
+                raise InvalidPlan(f"add_param_group with {name}: {why}")
+        type(optimizer).add_param_group(optimizer, {**param_group, "params": params})
+        self._rewrite(optimizer.param_groups[-1], optimizer=optimizer)
 
     def _rewrite(self, group: dict[str, Any], *, optimizer: Optimizer) -> None:
         """A param group that is new to us: its parameters go, the slices that stand for them come."""
@@ -193,7 +186,7 @@ _REGISTRY: weakref.WeakSet[OwnedParameters] = weakref.WeakSet()
 def _before_any_step(optimizer: Optimizer, arguments: Any, options: Any) -> None:
     for owner in list(_REGISTRY):
         if not owner.adopted(optimizer) and owner.concerns(optimizer):
-            owner.adopt(optimizer)
+            owner.adopt_alike(optimizer)
             # The hook that was just registered is not called for the step that is under way.
             owner.before_step(sharded=False)
 

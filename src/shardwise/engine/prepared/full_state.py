@@ -103,8 +103,7 @@ def load_tensors(
 
 
 def _optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
-    if not engine.owned.adopted(optimizer):
-        engine.owned.adopt(optimizer)
+    engine.owned.adopt_alike(optimizer)
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
         for group, names in zip(optimizer.param_groups, engine.owned.group_names[optimizer], strict=True)
@@ -114,8 +113,7 @@ def _optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
 
 @torch.no_grad()
 def _load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    if not engine.owned.adopted(optimizer):
-        engine.owned.adopt(optimizer)
+    engine.owned.adopt_alike(optimizer)
     states = named_states(state, groups=engine.owned.group_names[optimizer])
     own = own_states(states, flats=engine.flats)
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):

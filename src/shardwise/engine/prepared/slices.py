@@ -106,6 +106,5 @@ def slices_filled(model: nn.Module) -> None:
 def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """The full names in each param group, also of what this rank holds nothing of."""
     owned = engine_of(model).owned
-    if not owned.adopted(optimizer):
-        owned.adopt(optimizer)
+    owned.adopt_alike(optimizer)
     return owned.group_names[optimizer]
