@@ -12,6 +12,7 @@ from ranks import run_ranks
 from torch import nn
 from training import line
 
+from shardwise.comm.agreement import exchange
 from shardwise.engine.engine import engine_of
 from shardwise.engine.prepare import prepare
 from shardwise.engine.prepared.clip import clip_grad_norm_
@@ -275,6 +276,53 @@ def adds_a_group(rank: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_a_param_group_that_is_added_later_trains(strategy: str) -> None:
     run_ranks(adds_a_group, num_ranks=2, args=(strategy,))
+
+
+class Stepped(nn.Module):
+    """A model that can be trained through a method other than forward; `own`: it has parameters outside of blocks."""
+
+    def __init__(self, *, own: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.head = nn.Linear(5, 1) if own else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x).square().mean()
+
+    def calls_itself(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).square().mean()
+
+
+def trains_past_forward(rank: int, strategy: str, units: str) -> None:
+    x = torch.full((2, 5), 1.0 + rank)
+    model = Stepped(own=strategy != "fsdp")
+    optimizer = sgd(model.parameters())
+    prepare(model, optimizer, Plan(strategy=strategy, units=units))
+    for _ in range(2):
+        assert "call the model itself, model(x)" in line(lambda: model.training_step(x).backward())
+        optimizer.zero_grad()
+        # A step in between does not hide it, and trains.
+        before = model.state_dict()
+        loss = model.calls_itself(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = model.state_dict()
+        assert not any(torch.equal(before[name], after[name]) for name in before)
+    assert len({str(other) for other in exchange({name: value.tolist() for name, value in after.items()})}) == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "units"), [("ddp", "none"), ("ddp", "auto"), ("zero1", "auto"), ("zero2", "none"), ("fsdp", "auto")]
+)
+def test_training_through_another_method_than_forward_is_refused(strategy: str, units: str) -> None:
+    run_ranks(trains_past_forward, num_ranks=2, args=(strategy, "class:Linear" if units == "auto" else "class:Stepped"))
 
 
 def disagree(rank: int) -> list[str]:

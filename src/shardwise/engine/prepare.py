@@ -111,7 +111,7 @@ def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting,
     if optimizer is not None:
         owned.adopt(optimizer)
     handles = attach_casts(model, plan=plan)
-    runner.hooks.attach()
+    runner.attach()
     return Engine(
         plan=plan,
         groups=setting.groups,

@@ -14,6 +14,7 @@ import torch
 from shardwise.comm.agreement import meet
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
+from shardwise.engine.params.guard import unguarded
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.pass_state import PassState
 from shardwise.engine.step.executor import EngineExecutor
@@ -73,7 +74,16 @@ class Runner:
         # Forwards since the last backward; whether this backward reduces, or leaves that to a later one.
         self.forwards = 0
         self.reduces = True
+        # Whether the model itself was called since the last update.
+        self.called = False
         self._told: set[str] = set()
+
+    def attach(self) -> None:
+        """Listen to the model, from now on also to gradients that come without a forward of the model."""
+        self.hooks.attach()
+        with unguarded():
+            for unit in self.units.values():
+                unit.grads.expect(unit.params())
 
     def _follow(self, program: StepProgram) -> None:
         self.executor = EngineExecutor(
@@ -150,6 +160,7 @@ class Runner:
         self.cursor.restart()
         self.places = {}
         self.forwards += 1
+        self.called = True
         for unit in self.units.values():
             unit.begin()
         changed = any(unit.grads.expected != unit.learned_trainable for unit in self.units.values())
@@ -179,6 +190,13 @@ class Runner:
     def begin_backward(self) -> None:
         if torch.is_grad_enabled():
             raise InvalidModel("backward(create_graph=True): this engine does not give gradients of gradients")
+        # A forward before the last update is torch's own error, if its graph needs what was updated.
+        if not self.called and not self.forwards:
+            raise InvalidModel(
+                "a backward without a forward of the model since the last step: what another method computes "
+                "(model.training_step(x)) is not synchronised; call the model itself, model(x), and have its forward "
+                "call that method"
+            )
         if self.first is not None:
             self._learn(self.first)
         # Buckets that change from step to step hold nothing for the next.
@@ -260,6 +278,7 @@ class Runner:
             unit.wait_gather()
 
     def after_step(self) -> None:
+        self.called = False
         self.cursor.after_step()
         torch.autograd.graph.increment_version([p for unit in self.units.values() for p in unit.params()])
 
