@@ -325,6 +325,84 @@ def test_training_through_another_method_than_forward_is_refused(strategy: str, 
     run_ranks(trains_past_forward, num_ranks=2, args=(strategy, "class:Linear" if units == "auto" else "class:Stepped"))
 
 
+def add_head(model: nn.Module) -> None:
+    model.adapter = nn.Linear(4, 4)
+
+
+def replace_weight(model: nn.Module) -> None:
+    model.norm.weight = nn.Parameter(torch.ones(18))
+
+
+def add_unnoticed(model: nn.Module) -> None:
+    model.norm._parameters["scale"] = nn.Parameter(torch.ones(18))
+
+
+def adds_parameters(rank: int, strategy: str) -> None:
+    for add, name in ((add_head, "adapter.weight (4, 4)"), (replace_weight, "norm.weight (18,)")):
+        for num_steps in (0, 1):
+            model, batch = MODELS["gpt"]()
+            optimizer = sgd(model.parameters())
+            prepare(model, optimizer, Plan(strategy=strategy))
+            for step in range(num_steps):
+                cross_entropy(model, batch(step, rank)).backward()
+                optimizer.step()
+            add(model)
+            message = f"{name} was added to the model after shardwise.prepare"
+            assert message in line(lambda: model(batch(1, rank)[0]))  # noqa: B023
+            assert message in line(model.state_dict)
+    model, batch = MODELS["gpt"]()
+    prepare(model, None, Plan(strategy=strategy))
+    add_unnoticed(model)
+    assert "norm.scale (18,) was added" in line(lambda: model(batch(0, rank)[0]))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_parameters_that_are_added_after_prepare_are_refused(strategy: str) -> None:
+    run_ranks(adds_parameters, num_ranks=2, args=(strategy,))
+
+
+def by_vector(model: nn.Module) -> None:
+    values = torch.zeros(sum(p.numel() for p in model.parameters()))
+    torch.nn.utils.vector_to_parameters(values, model.parameters())
+
+
+def by_data(model: nn.Module) -> None:
+    model.norm.weight.data = torch.zeros(18)
+
+
+def by_set(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.norm.weight.set_(torch.zeros(18))
+
+
+def by_cast(model: nn.Module) -> None:
+    model.norm.double().float()
+
+
+def tears_out(rank: int, strategy: str) -> None:
+    for tear in (by_vector, by_data, by_set, by_cast):
+        model, optimizer, batch = trained(strategy, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        tear(model)
+        for use in (lambda: model(batch(2, rank)[0]), model.state_dict):  # noqa: B023
+            message = line(use)
+            assert "weight was given other memory after shardwise.prepare" in message
+            assert "model.load_state_dict" in message
+    # Values that are put aside and come back are where they were.
+    model, optimizer, batch = trained(strategy, rank)
+    optimizer.step()
+    kept = model.norm.weight.data
+    model.norm.weight.data = torch.zeros(18)
+    model.norm.weight.data = kept
+    cross_entropy(model, batch(2, rank)).backward()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_parameters_that_are_torn_out_of_their_buffers_are_refused(strategy: str) -> None:
+    run_ranks(tears_out, num_ranks=2, args=(strategy,))
+
+
 def disagree(rank: int) -> list[str]:
     wide = nn.Sequential(nn.Linear(3, 4 + rank))
     return [

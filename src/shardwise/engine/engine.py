@@ -44,6 +44,11 @@ class Engine:
                 "(optimizer.zero_grad())"
             )
 
+    def check_state(self, *, what: str) -> None:
+        """Refuse to save what is not the model's state."""
+        self.check_between_steps(what=what)
+        self.runner.managed.check(thorough=True)
+
 
 # An attribute of the model: a table of engines by model would keep both alive, since an engine holds its model.
 _ATTRIBUTE = "_shardwise_engine"

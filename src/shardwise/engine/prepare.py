@@ -23,6 +23,7 @@ from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.params.broadcast import broadcast_buffers, fill
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.host import HostCopies
+from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.precision import attach_casts, check_kept
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.pass_state import PassState
@@ -154,6 +155,7 @@ def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> R
         flags=UsedFlags(units.values(), device=setting.device, groups=groups, collectives=collectives, tape=tape),
         passes=passes,
         land=setting.host.land if setting.host is not None else lambda: None,
+        managed=ManagedParameters(model, flats=[flat for unit in units.values() for flat in unit.flats]),
         tape=tape,
     )
 

@@ -55,7 +55,7 @@ def received_state(state: Mapping[str, Any], *, with_optimizer: bool, from_rank0
 
 def full_tensors(engine: Engine, state: Any, *, keep_vars: bool) -> Any:
     """Replace the parameters in a state dict by their full master values; buffers are detached."""
-    engine.check_between_steps(what="a state_dict")
+    engine.check_state(what="a state_dict")
     meet("state_dict", limit_seconds=engine.limit_seconds)
     values: dict[int, Tensor] = {}
     for flat in engine.flats:

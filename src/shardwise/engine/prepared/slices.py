@@ -49,7 +49,7 @@ def held(model: nn.Module) -> OwnedModel:
     """What this rank's optimizer steps, frozen parameters as well, and the buffers; no gather still writes into it."""
     engine = engine_of(model)
     assert isinstance(model, PreparedModule)
-    engine.check_between_steps(what="a checkpoint")
+    engine.check_state(what="a checkpoint")
     engine.runner.wait_gathers()
     first = {id(p): name for flat in engine.flats for p, name in zip(flat.params, flat.names, strict=True)}
     with unguarded():

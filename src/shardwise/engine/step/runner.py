@@ -15,6 +15,7 @@ from shardwise.comm.agreement import meet
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.params.guard import unguarded
+from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.pass_state import PassState
 from shardwise.engine.step.executor import EngineExecutor
@@ -44,6 +45,7 @@ class Runner:
         flags: UsedFlags,
         passes: PassState,
         land: Callable[[], None],
+        managed: ManagedParameters,
         tape: Tape,
     ) -> None:
         self.spec = spec
@@ -58,6 +60,7 @@ class Runner:
         self.flags = flags
         self.passes = passes
         self.land = land
+        self.managed = managed
         self.any_sharded = any(unit.sharded for unit in units.values())
         # How long this rank waits for the others where it leaves the program.
         self.limit_seconds = 60.0
@@ -156,6 +159,7 @@ class Runner:
                     "optimizer.zero_grad() and begin the step again"
                 )
             self._abandon()
+        self.managed.check(thorough=not self.learned)
         self.executor.drop_reduces()
         self.cursor.restart()
         self.places = {}
