@@ -10,6 +10,10 @@ import torch.utils.checkpoint
 from cases import MODELS, sgd
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 from training import line
 
 from shardwise.comm.agreement import exchange
@@ -401,6 +405,59 @@ def tears_out(rank: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 def test_parameters_that_are_torn_out_of_their_buffers_are_refused(strategy: str) -> None:
     run_ranks(tears_out, num_ranks=2, args=(strategy,))
+
+
+def distributed_already(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = MODELS["gpt"]()[0]
+    fully_shard(sharded, mesh=mesh)
+    assert "is a DTensor (fully_shard, tensor parallel)" in line(lambda: prepare(sharded, None, Plan()))
+    quantized = nn.Sequential(nn.Linear(3, 3))
+    quantized[0].weight = nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)))
+    assert "0.weight is a torch.testing._internal.two_tensor.TwoTensor" in line(
+        lambda: prepare(quantized, None, Plan())
+    )
+    replicated = DistributedDataParallel(MODELS["gpt"]()[0])
+    assert "the model is a DistributedDataParallel" in line(lambda: prepare(replicated, None, Plan()))
+
+
+def test_a_model_that_is_distributed_already_is_refused() -> None:
+    run_ranks(distributed_already, num_ranks=2)
+
+
+def prepared_twice(rank: int, strategy: str) -> None:
+    encoder = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    first = nn.Sequential(encoder, nn.Linear(4, 2))
+    second = nn.Sequential(encoder, nn.Linear(4, 3))
+    prepare(first, None, Plan(strategy=strategy))
+    assert "0.0.weight is part of another model that has been through" in line(
+        lambda: prepare(second, None, Plan(strategy=strategy))
+    )
+    outer = nn.Sequential(nn.Linear(4, 4), first)
+    assert "1 has been through shardwise.prepare already: prepare the outermost" in line(
+        lambda: prepare(outer, None, Plan(strategy=strategy))
+    )
+    for wrapper in (DistributedDataParallel, nn.DataParallel):
+        message = line(lambda: wrapper(first))  # noqa: B023
+        assert f"{wrapper.__name__} around a model that has been through shardwise.prepare" in message
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_preparing_or_wrapping_what_is_prepared_is_refused(strategy: str) -> None:
+    run_ranks(prepared_twice, num_ranks=2, args=(strategy,))
+
+
+def in_float64(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4)).double()
+    assert "0.weight is float64, and precision = 'fp32' would make it float32: set precision = 'native'" in line(
+        lambda: prepare(model, None, Plan())
+    )
+    prepare(model, None, Plan(precision="native"))
+    assert model.state_dict()["0.weight"].dtype is torch.float64
+
+
+def test_a_float64_model_is_not_made_float32_by_default() -> None:
+    run_ranks(in_float64, num_ranks=1)
 
 
 def disagree(rank: int) -> list[str]:

@@ -28,6 +28,7 @@ from shardwise.engine.params.precision import attach_casts, check_kept
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.pass_state import PassState
 from shardwise.engine.prepared.prepared_module import become_prepared
+from shardwise.engine.refuse import check_model
 from shardwise.engine.step.learn import FirstForward
 from shardwise.engine.step.runner import Runner
 from shardwise.engine.tape import Tape
@@ -170,6 +171,7 @@ def _description(
     any_optimizer: bool,
 ) -> str:
     """What ranks must agree on, a line each; raises for what no rank could run, before anything is touched."""
+    check_model(model, plan=plan)
     mesh.check_ranks(dist.get_world_size())
     if plan.engine != "shardwise":
         raise InvalidPlan(f"engine = {plan.engine!r}: shardwise.prepare runs engine = 'shardwise'")
