@@ -505,6 +505,53 @@ def test_torchs_grad_scaler_is_refused_where_it_would_see_a_slice_only() -> None
     run_ranks(scaled, num_ranks=2)
 
 
+def overflows_on_one_rank(rank: int, strategy: str, handed_over: bool) -> None:
+    model, batch = MODELS["gpt"]()
+    optimizer = sgd(model.parameters())
+    prepare(model, optimizer if handed_over else None, Plan(strategy=strategy))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(cross_entropy(model, batch(0, rank))).backward()
+    if rank == 0 and handed_over:
+        part = next(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        part.grad.fill_(float("inf"))
+    # Also where the step would be skipped, and in whatever is called first.
+    assert "GradScaler cannot see an overflow" in line(lambda: scaler.step(optimizer))
+    assert "GradScaler cannot see an overflow" in line(lambda: scaler.unscale_(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "handed_over"), [("zero1", True), ("zero2", True), ("fsdp", True), ("fsdp", False)]
+)
+def test_torchs_grad_scaler_is_refused_on_all_ranks_at_once(strategy: str, handed_over: bool) -> None:
+    run_ranks(overflows_on_one_rank, num_ranks=2, args=(strategy, handed_over))
+
+
+def clips_in_bf16(rank: int, strategy: str) -> None:
+    model, batch = MODELS["gpt"]()
+    optimizer = sgd(model.parameters())
+    prepare(model, optimizer, Plan(strategy=strategy, precision="bf16", keep_fp32=("norm",)))
+    assert model.blocks[0].attention.qkv.weight.grad is None
+    for step in range(2):
+        cross_entropy(model, batch(step, rank)).backward()
+        message = line(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+        assert "torch.float32 and not in p.grad of the torch.bfloat16 parameter" in message
+        assert "shardwise.clip_grad_norm_" in message
+        # What is kept in fp32 shows its gradient, and values can be read.
+        assert model.norm.weight.grad is not None
+        assert model.blocks[0].attention.qkv.weight.detach().isfinite().all()
+        assert clip_grad_norm_(model, 1e9) > 0
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model.blocks[0].attention.qkv.weight.grad is None
+        with torch.no_grad():
+            model(batch(step, rank)[0])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_gradients_that_a_bf16_parameter_does_not_show_are_not_read_as_none(strategy: str) -> None:
+    run_ranks(clips_in_bf16, num_ranks=2, args=(strategy,))
+
+
 def subtle(rank: int) -> None:
     model, optimizer, batch = trained("fsdp", rank)
     optimizer.zero_grad()

@@ -8,9 +8,10 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -57,6 +58,13 @@ class OwnedParameters:
         self._owned[id(parameter)] = owned
         self._sharded[id(parameter)] = sharded
         self._names[id(parameter)] = name
+
+    def in_slices(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer steps, or will step, slices of ours."""
+        if self.adopted(optimizer):
+            sharded = {self._names[key] for key, is_sharded in self._sharded.items() if is_sharded}
+            return any(name in sharded for names in self.group_names[optimizer] for name in names)
+        return any(self._sharded.get(id(p), False) for group in optimizer.param_groups for p in group["params"])
 
     def concerns(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._owned for group in optimizer.param_groups for p in group["params"])
@@ -153,10 +161,7 @@ class OwnedParameters:
     def before_step(self, *, sharded: bool) -> None:
         """Each rank's GradScaler sees its own slices only: one would skip a step that the others take."""
         if sharded and _called_by_torchs_grad_scaler():
-            raise InvalidPlan(
-                "torch's GradScaler cannot see an overflow in another rank's slice: use shardwise.GradScaler, or "
-                "precision = 'bf16', which needs no scaling"
-            )
+            raise _foreign_scaler()
         self._before_step()
 
     def adopted(self, optimizer: Optimizer) -> bool:
@@ -167,6 +172,13 @@ def numbered(groups: Iterable[Sequence[Any]]) -> list[dict[int, Any]]:
     """Each group's members under numbers that count through all groups, as torch's state dicts do."""
     count = itertools.count()
     return [{next(count): member for member in group} for group in groups]
+
+
+def _foreign_scaler() -> InvalidPlan:
+    return InvalidPlan(
+        "torch's GradScaler cannot see an overflow in another rank's slice: use shardwise.GradScaler, or "
+        "precision = 'bf16', which needs no scaling"
+    )
 
 
 def _called_by_torchs_grad_scaler() -> bool:
@@ -192,3 +204,17 @@ def _before_any_step(optimizer: Optimizer, arguments: Any, options: Any) -> None
 
 
 _HOOK = register_optimizer_step_pre_hook(_before_any_step)
+
+
+# torch's scaler looks at gradients here on every rank, also on one that then skips its step for an overflow.
+_TORCHS_UNSCALE = torch.amp.GradScaler._unscale_grads_
+
+
+@wraps(_TORCHS_UNSCALE)
+def _unscale_grads(scaler: torch.amp.GradScaler, optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
+    if not isinstance(scaler, GradScaler) and any(owner.in_slices(optimizer) for owner in list(_REGISTRY)):
+        raise _foreign_scaler()
+    return _TORCHS_UNSCALE(scaler, optimizer, *arguments, **options)
+
+
+torch.amp.GradScaler._unscale_grads_ = _unscale_grads  # type: ignore[assignment, method-assign]
