@@ -1,5 +1,6 @@
 """Mistakes end in one clear line on every rank: never a crash, never silence, never a hang."""
 
+import copy
 import pickle
 from typing import Any
 
@@ -437,6 +438,8 @@ def prepared_twice(rank: int, strategy: str) -> None:
     assert "1 has been through shardwise.prepare already: prepare the outermost" in line(
         lambda: prepare(outer, None, Plan(strategy=strategy))
     )
+    # A copy is an ordinary model.
+    prepare(copy.deepcopy(first), None, Plan(strategy=strategy))
     for wrapper in (DistributedDataParallel, nn.DataParallel):
         message = line(lambda: wrapper(first))  # noqa: B023
         assert f"{wrapper.__name__} around a model that has been through shardwise.prepare" in message

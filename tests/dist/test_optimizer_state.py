@@ -165,6 +165,26 @@ def test_a_state_that_is_not_the_optimizers_is_refused_and_loads_nothing(strateg
     run_ranks(not_its_own, num_ranks=2, args=(strategy,))
 
 
+def loaded_too_early(rank: int, strategy: str) -> None:
+    """An optimizer that is made after `prepare` is not known before its first step, and has full states by then."""
+    model, batch, loss = make("gpt")
+    model, optimizer = shardwise.prepare(model, adamw(model.parameters()), Plan(strategy=strategy))
+    train(model, optimizer, batch, loss, rank=rank, steps=range(1))
+    late = adamw(model.parameters())
+    late.load_state_dict(optimizer.state_dict())
+    loss(model, batch(1, rank)).backward()
+    assert "hand a fresh one to shardwise.prepare, then load the old state" in line(late.step)
+    # Handed over, or known by a call of ours, it takes the state.
+    another = adamw(model.parameters())
+    shardwise.load_full_state_dict(model, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, another)
+    assert_same(another.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_state_that_is_loaded_before_the_optimizer_is_known_is_refused(strategy: str) -> None:
+    run_ranks(loaded_too_early, num_ranks=2, args=(strategy,))
+
+
 def alone(rank: int) -> None:
     model, batch, loss = make("gpt")
     model, optimizer = shardwise.prepare(model, adamw(model.parameters()), Plan(strategy="zero1"))
