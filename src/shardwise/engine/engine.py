@@ -12,6 +12,7 @@ from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import MeshGroups
 from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.params.guard import unguarded
 from shardwise.engine.step.runner import Runner
 from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidModel
@@ -35,6 +36,13 @@ class Engine:
     undo: list[Callable[[], None]]
     # How long a rank waits for the others in what users may call on one rank by mistake.
     limit_seconds: float = 60.0
+
+    def attach(self) -> None:
+        """Listen to the model, also to gradients that come before any forward of it."""
+        self.runner.hooks.attach()
+        with unguarded():
+            for unit in self.runner.units.values():
+                unit.grads.expect(unit.params())
 
     def check_between_steps(self, *, what: str) -> None:
         """Refuse `what` in the middle of an accumulation: gradients that each rank sums alone are part of no state."""

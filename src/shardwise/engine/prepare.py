@@ -113,8 +113,7 @@ def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting,
     if optimizer is not None:
         owned.adopt(optimizer)
     handles = attach_casts(model, plan=plan)
-    runner.attach()
-    return Engine(
+    engine = Engine(
         plan=plan,
         groups=setting.groups,
         collectives=setting.collectives,
@@ -124,8 +123,11 @@ def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting,
         tape=setting.tape,
         device=device,
         handles=handles,
-        undo=wrap_units(model, units=units, plan=plan, device=device),
+        undo=[],
     )
+    engine.attach()
+    engine.undo = wrap_units(model, units=units, plan=plan, device=device)
+    return engine
 
 
 def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> Runner:

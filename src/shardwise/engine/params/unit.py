@@ -1,5 +1,6 @@
 """A unit at work: its module, its flat buffers, and where it stands in the step."""
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 
@@ -38,6 +39,7 @@ class Unit:
         self.grads: UnitGrads[Unit]
         self.used: set[int] = set()
         self.learned_trainable: frozenset[int] = frozenset()
+        self._told = False
         self._num_params = sum(len(flat.params) for flat in flats)
 
     def __str__(self) -> str:
@@ -147,6 +149,16 @@ class Unit:
             refuse(name, is_grad=False)
         for flat in self.flats:
             flat.wait_gather()
+
+    def tell_unannounced(self) -> None:
+        """Say once that nobody will know when backward comes to it."""
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"{self.name} returns an object in which no tensor can be found, so its parameters stay gathered until "
+                "backward is over: return tensors, or tuples, dicts or dataclasses of them",
+                stacklevel=3,
+            )
 
     # The step
 

@@ -4,7 +4,6 @@ It listens to the model's hooks (program/hooks.py) and moves the cursor through 
 rows the executor does on tensors. The first step finds out in which order the units are called (learn.py).
 """
 
-import warnings
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -14,10 +13,9 @@ import torch
 from shardwise.comm.agreement import meet
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
-from shardwise.engine.params.guard import unguarded
 from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.unit import Unit
-from shardwise.engine.pass_state import PassState
+from shardwise.engine.pass_state import PassState, backward_without_forward
 from shardwise.engine.step.executor import EngineExecutor
 from shardwise.engine.step.learn import FirstForward, Observation, learned
 from shardwise.engine.tape import Tape
@@ -79,14 +77,6 @@ class Runner:
         self.reduces = True
         # Whether the model itself was called since the last update.
         self.called = False
-        self._told: set[str] = set()
-
-    def attach(self) -> None:
-        """Listen to the model, from now on also to gradients that come without a forward of the model."""
-        self.hooks.attach()
-        with unguarded():
-            for unit in self.units.values():
-                unit.grads.expect(unit.params())
 
     def _follow(self, program: StepProgram) -> None:
         self.executor = EngineExecutor(
@@ -119,7 +109,7 @@ class Runner:
 
     def after_forward(self, unit: Unit, *, backward: str) -> None:
         if backward == UNANNOUNCED and unit.sharded:
-            self._tell(unit)
+            unit.tell_unannounced()
         if self.first is not None:
             self.first.note_backward(unit, backward)
             if unit is not self.root and unit.placement.reshard_after_forward and backward != UNANNOUNCED:
@@ -140,15 +130,6 @@ class Runner:
             what = f"a gather of {unit.name} that the first step had no place for (dynamic = true agrees on each)"
             meet(what, limit_seconds=self.limit_seconds)
         unit.ensure()
-
-    def _tell(self, unit: Unit) -> None:
-        if unit.name not in self._told:
-            self._told.add(unit.name)
-            warnings.warn(
-                f"{unit.name} returns an object in which no tensor can be found, so its parameters stay gathered until "
-                "backward is over: return tensors, or tuples, dicts or dataclasses of them",
-                stacklevel=2,
-            )
 
     def _begin(self) -> None:
         """A new step; whatever the last one left undone (a backward that raised, or none) is dropped."""
@@ -196,11 +177,7 @@ class Runner:
             raise InvalidModel("backward(create_graph=True): this engine does not give gradients of gradients")
         # A forward before the last update is torch's own error, if its graph needs what was updated.
         if not self.called and not self.forwards:
-            raise InvalidModel(
-                "a backward without a forward of the model since the last step: what another method computes "
-                "(model.training_step(x)) is not synchronised; call the model itself, model(x), and have its forward "
-                "call that method"
-            )
+            raise backward_without_forward()
         if self.first is not None:
             self._learn(self.first)
         # Buckets that change from step to step hold nothing for the next.
