@@ -13,6 +13,7 @@ from shardwise.comm.groups import MeshGroups
 from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.guard import unguarded
+from shardwise.engine.pass_state import backward_without_forward
 from shardwise.engine.step.runner import Runner
 from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidModel
@@ -38,11 +39,17 @@ class Engine:
     limit_seconds: float = 60.0
 
     def attach(self) -> None:
-        """Listen to the model, also to gradients that come before any forward of it."""
+        """Listen to the model; until its first forward, to gradients that come without one."""
         self.runner.hooks.attach()
+        while self.runner.watch:
+            self.runner.watch.pop().remove()
         with unguarded():
-            for unit in self.runner.units.values():
-                unit.grads.expect(unit.params())
+            self.runner.watch += [
+                parameter.register_post_accumulate_grad_hook(_refuse_grad)  # type: ignore[no-untyped-call]
+                for flat in self.flats
+                for parameter in flat.params
+                if parameter.requires_grad
+            ]
 
     def check_between_steps(self, *, what: str) -> None:
         """Refuse `what` in the middle of an accumulation: gradients that each rank sums alone are part of no state."""
@@ -56,6 +63,10 @@ class Engine:
         """Refuse to save what is not the model's state."""
         self.check_between_steps(what=what)
         self.runner.managed.check(thorough=True)
+
+
+def _refuse_grad(parameter: torch.Tensor) -> None:
+    raise backward_without_forward()
 
 
 # An attribute of the model: a table of engines by model would keep both alive, since an engine holds its model.

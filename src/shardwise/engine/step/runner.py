@@ -7,6 +7,7 @@ rows the executor does on tensors. The first step finds out in which order the u
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -77,6 +78,8 @@ class Runner:
         self.reduces = True
         # Whether the model itself was called since the last update.
         self.called = False
+        # Hooks that refuse gradients, until the first forward brings those that take them.
+        self.watch: list[Any] = []
 
     def _follow(self, program: StepProgram) -> None:
         self.executor = EngineExecutor(
@@ -140,6 +143,8 @@ class Runner:
                     "optimizer.zero_grad() and begin the step again"
                 )
             self._abandon()
+        while self.watch:
+            self.watch.pop().remove()
         self.managed.check(thorough=not self.learned)
         self.executor.drop_reduces()
         self.cursor.restart()
