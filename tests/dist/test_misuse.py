@@ -1,5 +1,6 @@
 """Mistakes end in one clear line on every rank: never a crash, never silence, never a hang."""
 
+import copy
 import pickle
 from typing import Any
 
@@ -10,8 +11,14 @@ import torch.utils.checkpoint
 from cases import MODELS, sgd
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 from training import line
 
+import shardwise
+from shardwise.comm.agreement import exchange
 from shardwise.engine.engine import engine_of
 from shardwise.engine.prepare import prepare
 from shardwise.engine.prepared.clip import clip_grad_norm_
@@ -183,6 +190,282 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_slices() -> None:
     run_ranks(not_elementwise, num_ranks=2)
 
 
+class Lars(torch.optim.SGD):
+    """A subclass of a known optimizer that is not elementwise."""
+
+
+class Lion(Whole):
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        torch.optim.Optimizer.__init__(self, parameters, {"lr": 0.1, **options})
+
+
+def not_by_name(rank: int) -> None:
+    def message(kind: Any, strategy: str = "zero1", **options: Any) -> str:
+        model = MODELS["gpt"]()[0]
+        return line(lambda: prepare(model, kind(model.parameters(), lr=0.1, **options), Plan(strategy=strategy)))
+
+    for strategy in ("zero1", "zero2", "fsdp"):
+        assert "Lars is not known to update each element by itself" in message(Lars, strategy)
+        assert "any_optimizer=True" in message(Lars, strategy)
+    assert "Lion is not known to update each element by itself" in message(Lion)
+    Lion.__module__, Lion.__qualname__ = "timm.optim.lion", "Lion"
+    assert "Lion with caution = True looks at whole parameters" in message(Lion, caution=True)
+    model = MODELS["gpt"]()[0]
+    prepare(model, Lion(model.parameters(), caution=False), Plan(strategy="zero1"))
+    model = MODELS["gpt"]()[0]
+    prepare(model, Lars(model.parameters(), lr=0.1), Plan(strategy="fsdp"), any_optimizer=True)
+
+
+def test_a_subclass_or_a_namesake_of_a_known_optimizer_is_refused_slices() -> None:
+    run_ranks(not_by_name, num_ranks=2)
+
+
+class Buffers(nn.Module):
+    def __init__(self, *names: str, size: int = 3) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        for name in names:
+            self.register_buffer(name, torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def differ(rank: int) -> list[str]:
+    def message(kind: Any, *, engine: str = "shardwise", **options: Any) -> str:
+        model, plan = MODELS["gpt"]()[0], Plan(strategy="ddp", engine=engine)
+        return line(lambda: shardwise.prepare(model, kind(model.parameters(), **options), plan))
+
+    messages = [
+        message(torch.optim.AdamW, lr=1e-3 * (1 + rank)),
+        message(torch.optim.Adam if rank else torch.optim.AdamW, lr=1e-3),
+        message(torch.optim.AdamW, lr=1e-3, amsgrad=bool(rank)),
+        line(lambda: prepare(Buffers(*(("b", "a") if rank else ("a", "b"))), None, Plan())),
+        line(lambda: prepare(Buffers("a", size=3 + rank), None, Plan())),
+        message(torch.optim.AdamW, lr=1e-3 * (1 + rank), engine="torch"),
+    ]
+    # An optimizer that was made later is compared at its first step.
+    model, batch = MODELS["gpt"]()
+    prepare(model, None, Plan(strategy="ddp"))
+    late = torch.optim.SGD(model.parameters(), lr=0.1 + rank)
+    cross_entropy(model, batch(0, rank)).backward()
+    return [*messages, line(late.step)]
+
+
+def test_ranks_with_other_optimizers_or_buffers_say_so() -> None:
+    zero, one = run_ranks(differ, num_ranks=2)
+    assert zero == one
+    assert "lr = 0.001 | optimizer.param_groups[0] lr = 0.002" in zero[0]
+    assert "optimizer = torch.optim.adamw.AdamW | optimizer = torch.optim.adam.Adam" in zero[1]
+    assert "amsgrad = False | optimizer.param_groups[0] amsgrad = True" in zero[2]
+    assert "buffer a [3] torch.float32 | buffer b [3] torch.float32" in zero[3]
+    assert "buffer a [3] torch.float32 | buffer a [4] torch.float32" in zero[4]
+    assert zero[5] == zero[0]
+    assert "different optimizers: optimizer.param_groups[0] lr = 0.1 | optimizer.param_groups[0] lr = 1.1" in zero[6]
+
+
+def adds_a_group(rank: int, strategy: str) -> None:
+    model, batch = MODELS["gpt"]()
+    first, *others = model.parameters()
+    optimizer = sgd(others)
+    prepare(model, optimizer, Plan(strategy=strategy))
+    name = next(name for name, p in model.named_parameters() if p is first)
+    before = model.state_dict()[name]
+    optimizer.add_param_group({"params": [first], "lr": 0.2})
+    cross_entropy(model, batch(0, rank)).backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()[name], before)
+    assert optimizer.state_dict()["param_groups"][1]["params"] == [len(others)]
+    assert "it is in another group" in line(lambda: optimizer.add_param_group({"params": first}))
+    new = nn.Parameter(torch.zeros(3))
+    assert "shape (3,): it is not the prepared model's" in line(lambda: optimizer.add_param_group({"params": new}))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_param_group_that_is_added_later_trains(strategy: str) -> None:
+    run_ranks(adds_a_group, num_ranks=2, args=(strategy,))
+
+
+class Stepped(nn.Module):
+    """A model that can be trained through a method other than forward; `own`: it has parameters outside of blocks."""
+
+    def __init__(self, *, own: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.head = nn.Linear(5, 1) if own else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x).square().mean()
+
+    def calls_itself(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).square().mean()
+
+
+def trains_past_forward(rank: int, strategy: str, units: str) -> None:
+    x = torch.full((2, 5), 1.0 + rank)
+    model = Stepped(own=strategy != "fsdp")
+    optimizer = sgd(model.parameters())
+    prepare(model, optimizer, Plan(strategy=strategy, units=units))
+    for _ in range(2):
+        assert "call the model itself, model(x)" in line(lambda: model.training_step(x).backward())
+        optimizer.zero_grad()
+        # A step in between does not hide it, and trains.
+        before = model.state_dict()
+        loss = model.calls_itself(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = model.state_dict()
+        assert not any(torch.equal(before[name], after[name]) for name in before)
+    assert len({str(other) for other in exchange({name: value.tolist() for name, value in after.items()})}) == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "units"), [("ddp", "none"), ("ddp", "auto"), ("zero1", "auto"), ("zero2", "none"), ("fsdp", "auto")]
+)
+def test_training_through_another_method_than_forward_is_refused(strategy: str, units: str) -> None:
+    run_ranks(trains_past_forward, num_ranks=2, args=(strategy, "class:Linear" if units == "auto" else "class:Stepped"))
+
+
+def add_head(model: nn.Module) -> None:
+    model.adapter = nn.Linear(4, 4)
+
+
+def replace_weight(model: nn.Module) -> None:
+    model.norm.weight = nn.Parameter(torch.ones(18))
+
+
+def add_unnoticed(model: nn.Module) -> None:
+    model.norm._parameters["scale"] = nn.Parameter(torch.ones(18))
+
+
+def adds_parameters(rank: int, strategy: str) -> None:
+    for add, name in ((add_head, "adapter.weight (4, 4)"), (replace_weight, "norm.weight (18,)")):
+        for num_steps in (0, 1):
+            model, batch = MODELS["gpt"]()
+            optimizer = sgd(model.parameters())
+            prepare(model, optimizer, Plan(strategy=strategy))
+            for step in range(num_steps):
+                cross_entropy(model, batch(step, rank)).backward()
+                optimizer.step()
+            add(model)
+            message = f"{name} was added to the model after shardwise.prepare"
+            assert message in line(lambda: model(batch(1, rank)[0]))  # noqa: B023
+            assert message in line(model.state_dict)
+    model, batch = MODELS["gpt"]()
+    prepare(model, None, Plan(strategy=strategy))
+    add_unnoticed(model)
+    assert "norm.scale (18,) was added" in line(lambda: model(batch(0, rank)[0]))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_parameters_that_are_added_after_prepare_are_refused(strategy: str) -> None:
+    run_ranks(adds_parameters, num_ranks=2, args=(strategy,))
+
+
+def by_vector(model: nn.Module) -> None:
+    values = torch.zeros(sum(p.numel() for p in model.parameters()))
+    torch.nn.utils.vector_to_parameters(values, model.parameters())
+
+
+def by_data(model: nn.Module) -> None:
+    model.norm.weight.data = torch.zeros(18)
+
+
+def by_set(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.norm.weight.set_(torch.zeros(18))
+
+
+def by_cast(model: nn.Module) -> None:
+    model.norm.double().float()
+
+
+def tears_out(rank: int, strategy: str) -> None:
+    for tear in (by_vector, by_data, by_set, by_cast):
+        model, optimizer, batch = trained(strategy, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        tear(model)
+        for use in (lambda: model(batch(2, rank)[0]), model.state_dict):  # noqa: B023
+            message = line(use)
+            assert "weight was given other memory after shardwise.prepare" in message
+            assert "model.load_state_dict" in message
+    # Values that are put aside and come back are where they were.
+    model, optimizer, batch = trained(strategy, rank)
+    optimizer.step()
+    kept = model.norm.weight.data
+    model.norm.weight.data = torch.zeros(18)
+    model.norm.weight.data = kept
+    cross_entropy(model, batch(2, rank)).backward()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_parameters_that_are_torn_out_of_their_buffers_are_refused(strategy: str) -> None:
+    run_ranks(tears_out, num_ranks=2, args=(strategy,))
+
+
+def distributed_already(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = MODELS["gpt"]()[0]
+    fully_shard(sharded, mesh=mesh)
+    assert "is a DTensor (fully_shard, tensor parallel)" in line(lambda: prepare(sharded, None, Plan()))
+    quantized = nn.Sequential(nn.Linear(3, 3))
+    quantized[0].weight = nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)))
+    assert "0.weight is a torch.testing._internal.two_tensor.TwoTensor" in line(
+        lambda: prepare(quantized, None, Plan())
+    )
+    replicated = DistributedDataParallel(MODELS["gpt"]()[0])
+    assert "the model is a DistributedDataParallel" in line(lambda: prepare(replicated, None, Plan()))
+
+
+def test_a_model_that_is_distributed_already_is_refused() -> None:
+    run_ranks(distributed_already, num_ranks=2)
+
+
+def prepared_twice(rank: int, strategy: str) -> None:
+    encoder = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    first = nn.Sequential(encoder, nn.Linear(4, 2))
+    second = nn.Sequential(encoder, nn.Linear(4, 3))
+    prepare(first, None, Plan(strategy=strategy))
+    assert "0.0.weight is part of another model that has been through" in line(
+        lambda: prepare(second, None, Plan(strategy=strategy))
+    )
+    outer = nn.Sequential(nn.Linear(4, 4), first)
+    assert "1 has been through shardwise.prepare already: prepare the outermost" in line(
+        lambda: prepare(outer, None, Plan(strategy=strategy))
+    )
+    # A copy is an ordinary model.
+    prepare(copy.deepcopy(first), None, Plan(strategy=strategy))
+    for wrapper in (DistributedDataParallel, nn.DataParallel):
+        message = line(lambda: wrapper(first))  # noqa: B023
+        assert f"{wrapper.__name__} around a model that has been through shardwise.prepare" in message
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_preparing_or_wrapping_what_is_prepared_is_refused(strategy: str) -> None:
+    run_ranks(prepared_twice, num_ranks=2, args=(strategy,))
+
+
+def in_float64(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4)).double()
+    assert "0.weight is float64, and precision = 'fp32' would make it float32: set precision = 'native'" in line(
+        lambda: prepare(model, None, Plan())
+    )
+    prepare(model, None, Plan(precision="native"))
+    assert model.state_dict()["0.weight"].dtype is torch.float64
+
+
+def test_a_float64_model_is_not_made_float32_by_default() -> None:
+    run_ranks(in_float64, num_ranks=1)
+
+
 def disagree(rank: int) -> list[str]:
     wide = nn.Sequential(nn.Linear(3, 4 + rank))
     return [
@@ -194,7 +477,8 @@ def disagree(rank: int) -> list[str]:
 
 def test_ranks_that_disagree_say_so_and_do_not_hang() -> None:
     zero, one = run_ranks(disagree, num_ranks=2)
-    assert zero[0] == one[0] == "rank 0 and rank 1 were given different plans or models: prefetch = 0 | prefetch = 1"
+    expected = "rank 0 and rank 1 were given different plans, models or optimizers: prefetch = 0 | prefetch = 1"
+    assert zero[0] == one[0] == expected
     assert "0.weight [4, 3]" in zero[1]
     assert "0.weight [5, 3]" in one[1]
     assert zero[2].startswith("rank 1 could not go on: overrides.x matches no unit")
@@ -225,6 +509,53 @@ def scaled(rank: int) -> None:
 
 def test_torchs_grad_scaler_is_refused_where_it_would_see_a_slice_only() -> None:
     run_ranks(scaled, num_ranks=2)
+
+
+def overflows_on_one_rank(rank: int, strategy: str, handed_over: bool) -> None:
+    model, batch = MODELS["gpt"]()
+    optimizer = sgd(model.parameters())
+    prepare(model, optimizer if handed_over else None, Plan(strategy=strategy))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(cross_entropy(model, batch(0, rank))).backward()
+    if rank == 0 and handed_over:
+        part = next(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        part.grad.fill_(float("inf"))
+    # Also where the step would be skipped, and in whatever is called first.
+    assert "GradScaler cannot see an overflow" in line(lambda: scaler.step(optimizer))
+    assert "GradScaler cannot see an overflow" in line(lambda: scaler.unscale_(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "handed_over"), [("zero1", True), ("zero2", True), ("fsdp", True), ("fsdp", False)]
+)
+def test_torchs_grad_scaler_is_refused_on_all_ranks_at_once(strategy: str, handed_over: bool) -> None:
+    run_ranks(overflows_on_one_rank, num_ranks=2, args=(strategy, handed_over))
+
+
+def clips_in_bf16(rank: int, strategy: str) -> None:
+    model, batch = MODELS["gpt"]()
+    optimizer = sgd(model.parameters())
+    prepare(model, optimizer, Plan(strategy=strategy, precision="bf16", keep_fp32=("norm",)))
+    assert model.blocks[0].attention.qkv.weight.grad is None
+    for step in range(2):
+        cross_entropy(model, batch(step, rank)).backward()
+        message = line(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+        assert "torch.float32 and not in p.grad of the torch.bfloat16 parameter" in message
+        assert "shardwise.clip_grad_norm_" in message
+        # What is kept in fp32 shows its gradient, and values can be read.
+        assert model.norm.weight.grad is not None
+        assert model.blocks[0].attention.qkv.weight.detach().isfinite().all()
+        assert clip_grad_norm_(model, 1e9) > 0
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model.blocks[0].attention.qkv.weight.grad is None
+        with torch.no_grad():
+            model(batch(step, rank)[0])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_gradients_that_a_bf16_parameter_does_not_show_are_not_read_as_none(strategy: str) -> None:
+    run_ranks(clips_in_bf16, num_ranks=2, args=(strategy,))
 
 
 def subtle(rank: int) -> None:

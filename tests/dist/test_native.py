@@ -18,7 +18,7 @@ from ranks import run_ranks, shut_down
 from torch import Tensor, nn
 from training import Case, Result, assert_close, build
 
-from shardwise.engine.optimizer.owned import StaleOptimizer
+from shardwise.engine.optimizer.known import StaleOptimizer
 from shardwise.engines import clip_grad_norm_, full_state_dict, load_full_state_dict, prepare
 from shardwise.errors import InvalidModel, InvalidPlan, ShardwiseError
 from shardwise.mesh import Mesh

@@ -16,7 +16,7 @@ from whole import whole
 
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
-from shardwise.tasks import Task
+from shardwise.tasks import Task, cross_entropy
 from shardwise.train.batches import Sharing
 from shardwise.train.config import TrainConfig
 from shardwise.train.evaluation import evaluate
@@ -206,6 +206,11 @@ def without_data() -> Task:
     return replace(gpt(), dataset=None)
 
 
+def past_forward() -> Task:
+    """A task whose loss does not call the model itself."""
+    return replace(gpt(), loss=lambda model, batch: cross_entropy(model.forward, batch))
+
+
 def refused(rank: int, asked: TrainConfig) -> str:
     try:
         train(asked)
@@ -226,6 +231,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no data": (
         {"task": {"model": f"python:{__file__}:without_data"}},
         "brings no dataset: set task.dataset",
+    ),
+    "a loss through another method, ddp": (
+        {"task": {"model": f"python:{__file__}:past_forward"}, "plan": {"strategy": "ddp"}},
+        "a backward without a forward of the model",
+    ),
+    "a loss through another method, zero2": (
+        {"task": {"model": f"python:{__file__}:past_forward"}, "plan": {"strategy": "zero2"}},
+        "a backward without a forward of the model",
     ),
     "nothing to compile": (
         {"plan": {"units": "none"}, "train": {"compile": "aot_eager"}},

@@ -11,5 +11,6 @@ step/           runner.py listens to the model's hooks and moves the program's c
                 tensors, learn.py finds the order of units in the first step
 engine.py       what the model carries
 prepared/       what is asked of a prepared model: state dicts, clipping, accumulation, capture, what it holds
-prepare.py      puts it together; agreement.py: what ranks must have been given alike
+prepare.py      puts it together; description.py: what ranks must have been given alike; refuse.py: models that it
+                does not take
 """

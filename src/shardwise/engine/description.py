@@ -20,9 +20,10 @@ def asked_device(model: nn.Module, *, device: torch.device | str | None) -> torc
     return found.pop() if found else None
 
 
-def describe(spec: ModelSpec, *, plan: Plan) -> str:
+def describe(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> str:
     """A plan and a model, a line each thing: equal on all ranks, or they would wait for each other in vain."""
     lines = [f"{name} = {value}" for name, value in plan.to_dict().items()]
     for unit in spec.units:
         lines += [f"{p.name} {list(p.shape)} {p.dtype} trainable={p.trainable}" for p in unit.params]
+    lines += [f"buffer {name} {list(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
     return "\n".join(lines)

@@ -12,6 +12,8 @@ from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import MeshGroups
 from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.params.guard import unguarded
+from shardwise.engine.pass_state import backward_without_forward
 from shardwise.engine.step.runner import Runner
 from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidModel
@@ -36,6 +38,19 @@ class Engine:
     # How long a rank waits for the others in what users may call on one rank by mistake.
     limit_seconds: float = 60.0
 
+    def attach(self) -> None:
+        """Listen to the model; until its first forward, to gradients that come without one."""
+        self.runner.hooks.attach()
+        while self.runner.watch:
+            self.runner.watch.pop().remove()
+        with unguarded():
+            self.runner.watch += [
+                parameter.register_post_accumulate_grad_hook(_refuse_grad)  # type: ignore[no-untyped-call]
+                for flat in self.flats
+                for parameter in flat.params
+                if parameter.requires_grad
+            ]
+
     def check_between_steps(self, *, what: str) -> None:
         """Refuse `what` in the middle of an accumulation: gradients that each rank sums alone are part of no state."""
         if self.runner.passes.accumulating or self.runner.executor.holds_grads:
@@ -43,6 +58,15 @@ class Engine:
                 f"{what} in the middle of an accumulation: do it after the step, or clear the gradients first "
                 "(optimizer.zero_grad())"
             )
+
+    def check_state(self, *, what: str) -> None:
+        """Refuse to save what is not the model's state."""
+        self.check_between_steps(what=what)
+        self.runner.managed.check(thorough=True)
+
+
+def _refuse_grad(parameter: torch.Tensor) -> None:
+    raise backward_without_forward()
 
 
 # An attribute of the model: a table of engines by model would keep both alive, since an engine holds its model.

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from shardwise.errors import InvalidModel
+
 
 @dataclass(slots=True, kw_only=True)
 class PassState:
@@ -24,3 +26,12 @@ class PassState:
         if not self.counts:
             return 0.0
         return 1.0 if self.num_counting is None else num_ranks / self.num_counting
+
+
+def backward_without_forward() -> InvalidModel:
+    """The error for gradients of a step in which the model itself was not called."""
+    return InvalidModel(
+        "a backward without a forward of the model since the last step: what another method computes "
+        "(model.training_step(x)) is not synchronised; call the model itself, model(x), and have its forward call "
+        "that method"
+    )

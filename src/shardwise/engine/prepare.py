@@ -18,14 +18,17 @@ from shardwise.engine.description import asked_device, describe
 from shardwise.engine.engine import Engine, is_prepared, register
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
-from shardwise.engine.optimizer.owned import OwnedParameters, check_optimizer
+from shardwise.engine.optimizer.known import check_optimizer, describe_optimizer
+from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.params.broadcast import broadcast_buffers, fill
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.host import HostCopies
+from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.precision import attach_casts, check_kept
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.pass_state import PassState
 from shardwise.engine.prepared.prepared_module import become_prepared
+from shardwise.engine.refuse import check_model
 from shardwise.engine.step.learn import FirstForward
 from shardwise.engine.step.runner import Runner
 from shardwise.engine.tape import Tape
@@ -65,7 +68,7 @@ def prepare(
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
     agree(
         lambda: _description(model, optimizer, plan=plan, mesh=mesh, device=chosen, any_optimizer=any_optimizer),
-        what="plans or models",
+        what="plans, models or optimizers",
     )
     setting = _Setting(
         spec=model_spec(model, policy=plan.units),
@@ -110,8 +113,7 @@ def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting,
     if optimizer is not None:
         owned.adopt(optimizer)
     handles = attach_casts(model, plan=plan)
-    runner.hooks.attach()
-    return Engine(
+    engine = Engine(
         plan=plan,
         groups=setting.groups,
         collectives=setting.collectives,
@@ -121,8 +123,11 @@ def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting,
         tape=setting.tape,
         device=device,
         handles=handles,
-        undo=wrap_units(model, units=units, plan=plan, device=device),
+        undo=[],
     )
+    engine.attach()
+    engine.undo = wrap_units(model, units=units, plan=plan, device=device)
+    return engine
 
 
 def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> Runner:
@@ -153,6 +158,7 @@ def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> R
         flags=UsedFlags(units.values(), device=setting.device, groups=groups, collectives=collectives, tape=tape),
         passes=passes,
         land=setting.host.land if setting.host is not None else lambda: None,
+        managed=ManagedParameters(model, flats=[flat for unit in units.values() for flat in unit.flats]),
         tape=tape,
     )
 
@@ -167,6 +173,7 @@ def _description(
     any_optimizer: bool,
 ) -> str:
     """What ranks must agree on, a line each; raises for what no rank could run, before anything is touched."""
+    check_model(model, plan=plan)
     mesh.check_ranks(dist.get_world_size())
     if plan.engine != "shardwise":
         raise InvalidPlan(f"engine = {plan.engine!r}: shardwise.prepare runs engine = 'shardwise'")
@@ -182,6 +189,7 @@ def _description(
             f"offload_states = true with strategy = {plan.strategy!r}: what every rank holds whole stays on the "
             "device; use zero2, shard_grad_op or fsdp"
         )
+    described = describe(model, spec=spec, plan=plan)
     if optimizer is not None:
         parameters = dict(model.named_parameters())
         sharded = {
@@ -190,7 +198,8 @@ def _description(
             for param in unit.params
         }
         check_optimizer(optimizer, sharded=sharded, any_optimizer=any_optimizer)
-    return describe(spec, plan=plan)
+        described += "\n" + describe_optimizer(optimizer, names={id(p): name for name, p in parameters.items()})
+    return described
 
 
 def _collectives(plan: Plan) -> Collectives:
@@ -235,6 +244,7 @@ def _owned(
         after_step=runner.after_step,
         forget_grads=runner.forget_grads,
         any_optimizer=any_optimizer,
+        flats=flats,
     )
     for flat, old_params in zip(flats, before, strict=True):
         parts = {part.index: part.parameter for part in flat.owned}

@@ -18,7 +18,7 @@ from shardwise.comm.agreement import agree
 from shardwise.comm.join import join_job
 from shardwise.engine.description import asked_device, describe
 from shardwise.engine.engine import is_prepared
-from shardwise.engine.optimizer.owned import StaleOptimizer
+from shardwise.engine.optimizer.known import StaleOptimizer, describe_optimizer
 from shardwise.engine.params.precision import planned_dtype
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.materialize import materialize
@@ -51,7 +51,7 @@ def prepare_native(
     chosen = join_job(asked_device(model, device=device))
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    agree(lambda: _description(model, optimizer, plan=plan, mesh=mesh, names=names), what="plans or models")
+    agree(lambda: _description(model, optimizer, plan=plan, mesh=mesh, names=names), what="plans, models or optimizers")
     placements = plan.placements(unit_modules(model, policy=plan.units))
     materialize(model, device=chosen)
     model.to(chosen)
@@ -140,9 +140,11 @@ def _description(
         check_sharded(spec, plan=plan)
     else:
         check_replicated(spec)
+    described = describe(model, spec=spec, plan=plan)
     if optimizer is not None:
         _check_optimizer(optimizer, names=names)
-    return describe(spec, plan=plan)
+        described += "\n" + describe_optimizer(optimizer, names=names)
+    return described
 
 
 def to_master_dtype(model: nn.Module, *, plan: Plan) -> None:

@@ -4,53 +4,24 @@ Its param groups are rewritten in place: the module's parameters go, the owned s
 made after `prepare`, or was not handed to it, is recognised at its first step by the parameters that it holds.
 """
 
+import itertools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, wraps
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.comm.agreement import agree, meet
+from shardwise.engine.optimizer.known import check_optimizer, describe_optimizer
 from shardwise.engine.optimizer.scaler import GradScaler
-from shardwise.errors import InvalidPlan, ShardwiseError
-
-# Each element's update depends on that element's gradient and state alone, so a slice can be updated by itself.
-ELEMENTWISE = frozenset(
-    {
-        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-    }
-)  # fmt: skip
-
-
-class StaleOptimizer(ShardwiseError):  # noqa: N818
-    """An optimizer whose state belongs to parameters that are no longer there."""
-
-
-def check_optimizer(optimizer: Optimizer, *, sharded: Mapping[int, bool], any_optimizer: bool) -> None:
-    """Refuse an optimizer that cannot step what `sharded` tells, by id: the model's parameters, and which in slices."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter in held:
-        if id(parameter) not in sharded:
-            raise InvalidPlan(
-                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: "
-                "give it an optimizer of its own"
-            )
-    if optimizer.state:
-        raise StaleOptimizer(
-            "the optimizer has stepped before: hand a fresh one to shardwise.prepare, then load the old state "
-            "with shardwise.load_full_state_dict"
-        )
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-    if any_optimizer or kinds & ELEMENTWISE or not any(sharded[id(p)] for p in held):
-        return
-    raise InvalidPlan(
-        f"{type(optimizer).__name__} is not known to update each element by itself, and under this plan a rank "
-        f"holds slices: use one of {', '.join(sorted(ELEMENTWISE))}, strategy = 'ddp', or say "
-        "prepare(…, any_optimizer=True) if it does"
-    )
+from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
+from shardwise.engine.params.flat import FlatParams
+from shardwise.errors import InvalidPlan
 
 
 class OwnedParameters:
@@ -63,7 +34,11 @@ class OwnedParameters:
         after_step: Callable[[], None],
         forget_grads: Callable[..., None],
         any_optimizer: bool,
+        flats: Sequence[FlatParams],
     ) -> None:
+        self._flats = flats
+        # How long a rank waits for the others in a state_dict.
+        self.limit_seconds = 60.0
         self._owned: dict[int, nn.Parameter | None] = {}
         # Held, so that an id stays that of its parameter.
         self._known: list[nn.Parameter] = []
@@ -84,23 +59,63 @@ class OwnedParameters:
         self._sharded[id(parameter)] = sharded
         self._names[id(parameter)] = name
 
+    def in_slices(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer steps, or will step, slices of ours."""
+        if self.adopted(optimizer):
+            sharded = {self._names[key] for key, is_sharded in self._sharded.items() if is_sharded}
+            return any(name in sharded for names in self.group_names[optimizer] for name in names)
+        return any(self._sharded.get(id(p), False) for group in optimizer.param_groups for p in group["params"])
+
     def concerns(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._owned for group in optimizer.param_groups for p in group["params"])
+
+    def adopt_alike(self, optimizer: Optimizer) -> None:
+        """Adopt an optimizer of which the ranks have not told each other yet. Collective."""
+
+        def describe() -> str:
+            check_optimizer(optimizer, sharded=self._sharded, any_optimizer=self._any_optimizer)
+            return describe_optimizer(optimizer, names=self._names)
+
+        if not self.adopted(optimizer):
+            agree(describe, what="optimizers")
+            self.adopt(optimizer)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Rewrite the param groups; their options, and whoever holds them (schedulers), stay."""
         check_optimizer(optimizer, sharded=self._sharded, any_optimizer=self._any_optimizer)
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        self.group_names[optimizer] = [
-            [self._names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups
-        ]
+        self.group_names[optimizer] = []
         for group in optimizer.param_groups:
-            owned = [self._owned[id(parameter)] for parameter in group["params"]]
-            group["params"][:] = [parameter for parameter in owned if parameter is not None]
+            self._rewrite(group, optimizer=optimizer)
         sharded = any(self._sharded[id(parameter)] for parameter in held)
         optimizer.register_step_pre_hook(lambda *_: self.before_step(sharded=sharded))
         optimizer.register_step_post_hook(lambda *_: self._after_step())
-        optimizer.zero_grad = partial(self._zero_grad, weakref.ref(optimizer))  # type: ignore[method-assign]
+        held_weakly = weakref.ref(optimizer)
+        optimizer.zero_grad = partial(self._zero_grad, held_weakly)  # type: ignore[method-assign]
+        optimizer.add_param_group = partial(self._add_param_group, held_weakly)  # type: ignore[method-assign]
+        optimizer.state_dict = partial(self._state_dict, held_weakly)  # type: ignore[method-assign]
+        optimizer.load_state_dict = partial(self._load_state_dict, held_weakly)  # type: ignore[method-assign]
+
+    def _add_param_group(self, held: "weakref.ref[Optimizer]", param_group: dict[str, Any]) -> None:
+        """The optimizer's own, for parameters of the model that it does not step yet."""
+        optimizer = held()
+        assert optimizer is not None
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        stepped = {name for group in self.group_names[optimizer] for name in group}
+        for parameter in (entry[1] if isinstance(entry, tuple) else entry for entry in params):
+            name = self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
+            if id(parameter) not in self._names or name in stepped:
+                why = "it is in another group" if name in stepped else "it is not the prepared model's"
+                raise InvalidPlan(f"add_param_group with {name}: {why}")
+        type(optimizer).add_param_group(optimizer, {**param_group, "params": params})
+        self._rewrite(optimizer.param_groups[-1], optimizer=optimizer)
+
+    def _rewrite(self, group: dict[str, Any], *, optimizer: Optimizer) -> None:
+        """A param group that is new to us: its parameters go, the slices that stand for them come."""
+        self.group_names[optimizer].append([self._names[id(parameter)] for parameter in group["params"]])
+        owned = [self._owned[id(parameter)] for parameter in group["params"]]
+        group["params"][:] = [parameter for parameter in owned if parameter is not None]
 
     def _zero_grad(self, held: "weakref.ref[Optimizer]", set_to_none: bool = True) -> None:
         """The optimizer's own, and what is not in its slices: gradients of an accumulation, `p.grad` of the model."""
@@ -110,17 +125,60 @@ class OwnedParameters:
         names = {name for group in self.group_names[optimizer] for name in group}
         self._forget_grads(names, drop=set_to_none)
 
+    def _state_dict(self, held: "weakref.ref[Optimizer]") -> dict[str, Any]:
+        """The optimizer's own, with full tensors under the numbers that a plain optimizer would give. Collective."""
+        optimizer = held()
+        assert optimizer is not None
+        meet("optimizer.state_dict", limit_seconds=self.limit_seconds)
+        state = type(optimizer).state_dict(optimizer)
+        states = whole_states(optimizer, flats=self._flats)
+        groups = numbered(self.group_names[optimizer])
+        of_none = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+        state["state"] = {n: states[name] for group in groups for n, name in group.items() if name in states} | of_none
+        for group, numbers in zip(state["param_groups"], groups, strict=True):
+            group["params"] = list(numbers)
+        return state
+
+    def _load_state_dict(self, held: "weakref.ref[Optimizer]", state_dict: Mapping[str, Any]) -> None:
+        """The optimizer's own, given this rank's slices of full states: torch's numbers or full names."""
+        optimizer = held()
+        assert optimizer is not None
+        states = named_states(state_dict, groups=self.group_names[optimizer])
+        own = own_states(states, flats=self._flats)
+        groups = numbered([group["params"] for group in optimizer.param_groups])
+        known = {name for group in self.group_names[optimizer] for name in group}
+        local: dict[str, Any] = {
+            **state_dict,
+            "state": {n: own[p] for group in groups for n, p in group.items() if p in own}
+            | {key: value for key, value in states.items() if key not in known},
+            "param_groups": [
+                {**saved, "params": list(numbers)}
+                for saved, numbers in zip(state_dict["param_groups"], groups, strict=True)
+            ],
+        }
+        type(optimizer).load_state_dict(optimizer, local)
+
     def before_step(self, *, sharded: bool) -> None:
         """Each rank's GradScaler sees its own slices only: one would skip a step that the others take."""
         if sharded and _called_by_torchs_grad_scaler():
-            raise InvalidPlan(
-                "torch's GradScaler cannot see an overflow in another rank's slice: use shardwise.GradScaler, or "
-                "precision = 'bf16', which needs no scaling"
-            )
+            raise _foreign_scaler()
         self._before_step()
 
     def adopted(self, optimizer: Optimizer) -> bool:
         return optimizer in self.group_names
+
+
+def numbered(groups: Iterable[Sequence[Any]]) -> list[dict[int, Any]]:
+    """Each group's members under numbers that count through all groups, as torch's state dicts do."""
+    count = itertools.count()
+    return [{next(count): member for member in group} for group in groups]
+
+
+def _foreign_scaler() -> InvalidPlan:
+    return InvalidPlan(
+        "torch's GradScaler cannot see an overflow in another rank's slice: use shardwise.GradScaler, or "
+        "precision = 'bf16', which needs no scaling"
+    )
 
 
 def _called_by_torchs_grad_scaler() -> bool:
@@ -140,9 +198,23 @@ _REGISTRY: weakref.WeakSet[OwnedParameters] = weakref.WeakSet()
 def _before_any_step(optimizer: Optimizer, arguments: Any, options: Any) -> None:
     for owner in list(_REGISTRY):
         if not owner.adopted(optimizer) and owner.concerns(optimizer):
-            owner.adopt(optimizer)
+            owner.adopt_alike(optimizer)
             # The hook that was just registered is not called for the step that is under way.
             owner.before_step(sharded=False)
 
 
 _HOOK = register_optimizer_step_pre_hook(_before_any_step)
+
+
+# torch's scaler looks at gradients here on every rank, also on one that then skips its step for an overflow.
+_TORCHS_UNSCALE = torch.amp.GradScaler._unscale_grads_
+
+
+@wraps(_TORCHS_UNSCALE)
+def _unscale_grads(scaler: torch.amp.GradScaler, optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
+    if not isinstance(scaler, GradScaler) and any(owner.in_slices(optimizer) for owner in list(_REGISTRY)):
+        raise _foreign_scaler()
+    return _TORCHS_UNSCALE(scaler, optimizer, *arguments, **options)
+
+
+torch.amp.GradScaler._unscale_grads_ = _unscale_grads  # type: ignore[assignment, method-assign]

@@ -1,12 +1,13 @@
 """A unit at work: its module, its flat buffers, and where it stands in the step."""
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 
 from torch import nn
 
 from shardwise.engine.params.flat import FlatParams
-from shardwise.engine.params.guard import refuse, rest, unguarded, wake
+from shardwise.engine.params.guard import ShardedParameter, refuse, rest, unguarded, wake
 from shardwise.engine.tape import Tape
 from shardwise.placement import SHARDED, Placement
 from shardwise.program import Kind
@@ -26,6 +27,8 @@ class Unit:
         self.tape = tape
         # Whether there is anything to gather and free.
         self.sharded = placement.params is SHARDED and bool(flats)
+        # Where `p.grad` does not show the gradient, which is sharded or of another dtype.
+        self.hides_grads = [flat for flat in flats if not flat.shows_grads]
         self.whole = True
         self.arrived = True
         self.at_rest = False
@@ -36,6 +39,7 @@ class Unit:
         self.grads: UnitGrads[Unit]
         self.used: set[int] = set()
         self.learned_trainable: frozenset[int] = frozenset()
+        self._told = False
         self._num_params = sum(len(flat.params) for flat in flats)
 
     def __str__(self) -> str:
@@ -112,7 +116,7 @@ class Unit:
         """Once the buffers are filled: as a step finds it. What is sharded is freed, and noticed when it is read."""
         for flat in self.flats:
             for index, (parameter, name) in enumerate(zip(flat.params, flat.names, strict=True)):
-                parameter._touched = partial(self._touched, name)  # type: ignore[attr-defined]
+                parameter._touched = partial(self._touched, flat, name)  # type: ignore[attr-defined]
                 parameter._drop_grad = partial(flat.drop_grads, {index})  # type: ignore[attr-defined]
             flat.stage()
         self.whole = self.arrived = not self.sharded
@@ -129,17 +133,32 @@ class Unit:
         rest(self.params())
         self.at_rest = True
 
-    def _touched(self, name: str, is_grad: bool) -> None:
+    def _touched(self, flat: FlatParams, name: str, is_grad: bool) -> None:
         """Somebody reads a parameter at rest."""
         if is_grad:
             # Before a backward there is no gradient, and None is the truth.
-            if any(flat.has_grads() for flat in self.flats):
+            if flat.shows_grads or not any(flat.has_grads() for flat in self.flats):
+                return
+            if self.placement.grads is SHARDED:
                 refuse(name, is_grad=True)
-            return
+            raise ShardedParameter(
+                f"the gradient of {name} is {flat.master_dtype} and not in p.grad of the {flat.full.dtype} parameter: "
+                "for its norm call shardwise.clip_grad_norm_(model, max_norm); it is in optimizer.param_groups"
+            )
         if self.sharded and not self.whole:
             refuse(name, is_grad=False)
         for flat in self.flats:
             flat.wait_gather()
+
+    def tell_unannounced(self) -> None:
+        """Say once that nobody will know when backward comes to it."""
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"{self.name} returns an object in which no tensor can be found, so its parameters stay gathered until "
+                "backward is over: return tensors, or tuples, dicts or dataclasses of them",
+                stacklevel=3,
+            )
 
     # The step
 
@@ -177,7 +196,8 @@ class Unit:
             flat.hide_grads()
 
     def end_backward(self) -> None:
-        """Where gradients are sharded, `p.grad` has nothing to show, and says so."""
+        """Where gradients are sharded or of another dtype, `p.grad` has nothing to show, and says so."""
         self.free()
-        if self.placement.grads is SHARDED and not self.at_rest:
-            self._rest()
+        if self.hides_grads and not self.at_rest:
+            rest(parameter for flat in self.hides_grads for parameter in flat.params)
+            self.at_rest = True

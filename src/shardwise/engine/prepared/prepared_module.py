@@ -62,7 +62,7 @@ class PreparedModule(nn.Module):
             self.__class__ = prepared
             register(self, engine)
             engine.handles = attach_casts(self, plan=engine.plan)
-            engine.runner.hooks.attach()
+            engine.attach()
             engine.undo = wrap_units(self, units=engine.runner.units, plan=engine.plan, device=engine.device)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

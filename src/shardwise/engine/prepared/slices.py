@@ -49,7 +49,7 @@ def held(model: nn.Module) -> OwnedModel:
     """What this rank's optimizer steps, frozen parameters as well, and the buffers; no gather still writes into it."""
     engine = engine_of(model)
     assert isinstance(model, PreparedModule)
-    engine.check_between_steps(what="a checkpoint")
+    engine.check_state(what="a checkpoint")
     engine.runner.wait_gathers()
     first = {id(p): name for flat in engine.flats for p, name in zip(flat.params, flat.names, strict=True)}
     with unguarded():
@@ -106,6 +106,5 @@ def slices_filled(model: nn.Module) -> None:
 def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """The full names in each param group, also of what this rank holds nothing of."""
     owned = engine_of(model).owned
-    if not owned.adopted(optimizer):
-        owned.adopt(optimizer)
+    owned.adopt_alike(optimizer)
     return owned.group_names[optimizer]

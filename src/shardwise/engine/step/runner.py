@@ -4,18 +4,19 @@ It listens to the model's hooks (program/hooks.py) and moves the cursor through 
 rows the executor does on tensors. The first step finds out in which order the units are called (learn.py).
 """
 
-import warnings
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from shardwise.comm.agreement import meet
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
+from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.unit import Unit
-from shardwise.engine.pass_state import PassState
+from shardwise.engine.pass_state import PassState, backward_without_forward
 from shardwise.engine.step.executor import EngineExecutor
 from shardwise.engine.step.learn import FirstForward, Observation, catch_up, learned
 from shardwise.engine.tape import Tape
@@ -43,6 +44,7 @@ class Runner:
         flags: UsedFlags,
         passes: PassState,
         land: Callable[[], None],
+        managed: ManagedParameters,
         tape: Tape,
     ) -> None:
         self.spec = spec
@@ -57,6 +59,7 @@ class Runner:
         self.flags = flags
         self.passes = passes
         self.land = land
+        self.managed = managed
         self.any_sharded = any(unit.sharded for unit in units.values())
         # How long this rank waits for the others where it leaves the program.
         self.limit_seconds = 60.0
@@ -73,7 +76,10 @@ class Runner:
         # Forwards since the last backward; whether this backward reduces, or leaves that to a later one.
         self.forwards = 0
         self.reduces = True
-        self._told: set[str] = set()
+        # Whether the model itself was called since the last update.
+        self.called = False
+        # Hooks that refuse gradients, until the first forward brings those that take them.
+        self.watch: list[Any] = []
 
     def _follow(self, program: StepProgram) -> None:
         self.executor = EngineExecutor(
@@ -106,7 +112,7 @@ class Runner:
 
     def after_forward(self, unit: Unit, *, backward: str) -> None:
         if backward == UNANNOUNCED and unit.sharded:
-            self._tell(unit)
+            unit.tell_unannounced()
         if self.first is not None:
             self.first.note_backward(unit, backward)
             if unit is not self.root and unit.placement.reshard_after_forward and backward != UNANNOUNCED:
@@ -128,15 +134,6 @@ class Runner:
             meet(what, limit_seconds=self.limit_seconds)
         unit.ensure()
 
-    def _tell(self, unit: Unit) -> None:
-        if unit.name not in self._told:
-            self._told.add(unit.name)
-            warnings.warn(
-                f"{unit.name} returns an object in which no tensor can be found, so its parameters stay gathered until "
-                "backward is over: return tensors, or tuples, dicts or dataclasses of them",
-                stacklevel=2,
-            )
-
     def _begin(self) -> None:
         """A new step; whatever the last one left undone (a backward that raised, or none) is dropped."""
         if self.hooks.in_backward:
@@ -146,10 +143,14 @@ class Runner:
                     "optimizer.zero_grad() and begin the step again"
                 )
             self._abandon()
+        while self.watch:
+            self.watch.pop().remove()
+        self.managed.check(thorough=not self.learned)
         self.executor.drop_reduces()
         self.cursor.restart()
         self.places = {}
         self.forwards += 1
+        self.called = True
         for unit in self.units.values():
             unit.begin()
         changed = any(unit.grads.expected != unit.learned_trainable for unit in self.units.values())
@@ -184,6 +185,9 @@ class Runner:
     def begin_backward(self) -> None:
         if torch.is_grad_enabled():
             raise InvalidModel("backward(create_graph=True): this engine does not give gradients of gradients")
+        # A forward before the last update is torch's own error, if its graph needs what was updated.
+        if not self.called and not self.forwards:
+            raise backward_without_forward()
         if self.first is not None:
             self._learn(self.first)
         # Buckets that change from step to step hold nothing for the next.
@@ -267,6 +271,7 @@ class Runner:
             unit.wait_gather()
 
     def after_step(self) -> None:
+        self.called = False
         self.cursor.after_step()
         torch.autograd.graph.increment_version([p for unit in self.units.values() for p in unit.params()])
 

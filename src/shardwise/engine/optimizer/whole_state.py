@@ -1,0 +1,189 @@
+"""An optimizer's state, whole: from the slices that ranks hold to full tensors by name, and back.
+
+Two formats go in. torch's: states under numbers that count the parameters through the groups, as the user gave them
+to the optimizer. Ours (`shardwise.full_state_dict`): states under the parameters' full names.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwise.comm.agreement import exchange
+from shardwise.comm.collectives import own_slice
+from shardwise.engine.params.flat import FlatParams, Owned
+from shardwise.errors import InvalidData
+from shardwise.placement import SHARDED
+
+States = Mapping[Any, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Uncut:
+    """A tensor of which a rank's part cannot be told: neither as large as its slice, nor one number."""
+
+    shape: tuple[int, ...]
+
+
+@torch.no_grad()
+def whole_states(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[str, dict[str, Any]]:
+    """Name → full states, on every rank. Collective."""
+    kinds = _state_keys(optimizer, flats=flats)
+    states: dict[str, dict[str, Any]] = {}
+    for number, flat in enumerate(flats):
+        for key in dict.fromkeys(key for (n, _, key) in kinds if n == number):
+            whole: list[Tensor] | None = None
+            for index, name in enumerate(flat.names):
+                if (number, index, key) not in kinds:
+                    continue
+                kind = kinds[number, index, key]
+                if isinstance(kind, torch.dtype):
+                    if whole is None:
+                        whole = flat.views(_gather_state(flat, optimizer, key=key, dtype=kind))
+                    states.setdefault(name, {})[key] = whole[index].clone()
+                else:
+                    states.setdefault(name, {})[key] = kind
+    return states
+
+
+def _state_keys(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[tuple[int, int, str], Any]:
+    """(flat, parameter, key) → the dtype of a state that is as large as the parameter, or the value of a number.
+
+    A rank knows only the states of what it owns, so the ranks of a shard group tell each other.
+    """
+    mine: dict[tuple[int, int, str], Any] = {}
+    for number, flat in enumerate(flats):
+        for part in flat.owned:
+            for key, value in optimizer.state.get(part.parameter, {}).items():
+                mine[number, part.index, key] = _kind(flat, part, value)
+    everyone = exchange(mine, group=flats[0].groups.gather) if flats else []
+    kinds = {key: value for theirs in everyone for key, value in theirs.items()}
+    for (number, index, key), kind in kinds.items():
+        if isinstance(kind, _Uncut):
+            raise InvalidData(
+                f"the optimizer's {key} of {flats[number].names[index]} has shape {kind.shape} on one rank: neither "
+                "its slice's nor one number, so it cannot be put together; use strategy = 'ddp' for this optimizer"
+            )
+    return kinds
+
+
+def _kind(flat: FlatParams, part: Owned, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == part.parameter.shape and value.dim() > 0:
+        return value.dtype
+    if value.numel() != 1 and flat.placement.optim is SHARDED:
+        return _Uncut(tuple(value.shape))
+    return value.detach().cpu().clone()
+
+
+def _gather_state(flat: FlatParams, optimizer: Optimizer, *, key: str, dtype: torch.dtype) -> Tensor:
+    """One kind of state of all of a flat buffer's parameters, in its layout."""
+    whole = torch.zeros(flat.layout.num_elements, dtype=dtype, device=flat.device)
+    sharded = flat.placement.optim is SHARDED
+    mine = own_slice(whole, group=flat.groups.gather) if sharded else whole
+    for part in flat.owned:
+        value = optimizer.state.get(part.parameter, {}).get(key)
+        if isinstance(value, Tensor):
+            mine[part.start : part.stop].copy_(value.reshape(-1))
+    if sharded:
+        flat.collectives.all_gather(whole, group=flat.groups.gather).wait()
+    return whole
+
+
+def named_states(state: Mapping[str, Any], *, groups: Sequence[Sequence[str]]) -> dict[Any, Mapping[str, Any]]:
+    """Name → full states, of a state in torch's format or ours; refused where it is not this optimizer's.
+
+    `groups`: the full names in each of the optimizer's param groups. What torch keeps under no parameter stays.
+    """
+    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+        raise InvalidData('this is not the state of an optimizer: it must have "state" and "param_groups"')
+    if len(state["param_groups"]) != len(groups):
+        raise InvalidData(f"the state has {len(state['param_groups'])} param groups, the optimizer {len(groups)}")
+    names: dict[Any, str] = {}
+    for number, (saved, ours) in enumerate(zip(state["param_groups"], groups, strict=True)):
+        names |= _names_in_group(saved["params"], ours, number=number)
+    unknown = [key for key in state["state"] if key not in names and isinstance(key, int | str)]
+    if unknown:
+        raise InvalidData(
+            f"the state has {_first(unknown)}, which no param group of it holds; the optimizer begins with "
+            f"{_first(name for group in groups for name in group)}"
+        )
+    return {names.get(key, key): value for key, value in state["state"].items()}
+
+
+def _names_in_group(saved: Sequence[Any], ours: Sequence[str], *, number: int) -> dict[Any, str]:
+    """What a saved param group calls its parameters → their names here."""
+    if not any(isinstance(key, str) for key in saved):
+        if len(saved) != len(ours):
+            raise InvalidData(
+                f"param group {number} of the state has {len(saved)} parameters, the optimizer's {len(ours)}: save "
+                "the state of an optimizer of the same parameters, in the same order"
+            )
+        return dict(zip(saved, ours, strict=True))
+    different = set(saved) ^ set(ours)
+    if different:
+        name = min(different, key=str)
+        where = "state" if name in saved else "optimizer"
+        raise InvalidData(f"param group {number} holds {name} only in the {where}: {len(saved)} | {len(ours)} names")
+    return {name: name for name in ours}
+
+
+def _first(names: Iterable[Any]) -> str:
+    return next((repr(name) for name in names), "nothing")
+
+
+@torch.no_grad()
+def own_states(states: Mapping[Any, Mapping[str, Any]], *, flats: Sequence[FlatParams]) -> dict[Tensor, dict[str, Any]]:
+    """What this rank keeps of full states: those of the slices that it owns."""
+    _check_shapes(states, flats=flats)
+    numbers = _keys_of_numbers(states, flats=flats)
+    return {
+        part.parameter: {
+            key: _own_part(flat, part, value, is_number=key in numbers)
+            for key, value in states[flat.names[part.index]].items()
+        }
+        for flat in flats
+        for part in flat.owned
+        if flat.names[part.index] in states
+    }
+
+
+def _keys_of_numbers(states: States, *, flats: Sequence[FlatParams]) -> set[str]:
+    """The keys under which one number is kept: of a parameter without dimensions every state looks like one."""
+    with_dims = {name for flat in flats for name, shape in zip(flat.names, flat.layout.shapes, strict=True) if shape}
+    return {"step"} | {
+        key
+        for name in with_dims & states.keys()
+        for key, value in states[name].items()
+        if isinstance(value, Tensor) and value.dim() == 0
+    }
+
+
+def _check_shapes(states: States, *, flats: Sequence[FlatParams]) -> None:
+    """Refuse what cannot be cut; on every rank, also on those that own no part of it."""
+    for flat in flats:
+        if flat.placement.optim is not SHARDED:
+            continue
+        for name, shape in zip(flat.names, flat.layout.shapes, strict=True):
+            for key, value in states.get(name, {}).items():
+                if isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != shape:
+                    raise InvalidData(
+                        f"{key} of {name} has shape {tuple(value.shape)} in the state, the parameter {shape}: save "
+                        "the state with state_dict() of the prepared optimizer, called on every rank"
+                    )
+
+
+def _own_part(flat: FlatParams, part: Owned, value: Any, *, is_number: bool) -> Any:
+    """This rank's slice of a tensor as large as the parameter; all of a number."""
+    if not isinstance(value, Tensor):
+        return value
+    if is_number or tuple(value.shape) != flat.layout.shapes[part.index]:
+        return value.clone()
+    if flat.placement.optim is not SHARDED:
+        return value.to(part.parameter.device, copy=True).view_as(part.parameter)
+    first = flat.groups.gather.index * flat.layout.slice_elements - flat.layout.offsets[part.index]
+    return value.reshape(-1)[first + part.start : first + part.stop].to(part.parameter.device, copy=True)

@@ -1,0 +1,79 @@
+"""Whether the parameters of a prepared model are still those that `prepare` put into buffers.
+
+A parameter that was added later would be trained by each rank alone; one that was torn out of its buffer (`p.data = …`)
+would train on with values that no state dict shows.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.params.guard import unguarded
+from shardwise.errors import InvalidModel
+from shardwise.placement import SHARDED
+
+
+class ManagedParameters:
+    """The parameters that are in buffers, compared with those that the model has now."""
+
+    def __init__(self, model: nn.Module, *, flats: Sequence[FlatParams]) -> None:
+        self._model = model
+        self._ids = {id(parameter) for flat in flats for parameter in flat.params}
+        # Where those lie that are never freed. A sharded one is at rest, and nobody gets at its data.
+        whole = [flat for flat in flats if flat.placement.params is not SHARDED]
+        self._params = [parameter for flat in whole for parameter in flat.params]
+        self._names = [name for flat in whole for name in flat.names]
+        self._pointers = [view.data_ptr() for flat in whole for view in flat.full_views]
+        self._seen = -1
+
+    def check(self, *, thorough: bool) -> None:
+        """Refuse a parameter that is new, or no longer in its buffer.
+
+        The modules are walked through only if any module of this process got a parameter or a child since the last
+        time, or with `thorough`.
+        """
+        if thorough or self._seen != len(_REGISTERED):
+            self._check_added()
+            self._seen = len(_REGISTERED)
+        with unguarded():
+            found = [parameter.data_ptr() for parameter in self._params]
+        if found != self._pointers:
+            torn = next(n for n, here, ours in zip(self._names, found, self._pointers, strict=True) if here != ours)
+            raise InvalidModel(
+                f"{torn} was given other memory after shardwise.prepare (p.data = …, set_, vector_to_parameters, "
+                "a cast of its module): write new values with model.load_state_dict"
+            )
+
+    def _check_added(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            if id(parameter) not in self._ids:
+                raise InvalidModel(
+                    f"{name} {tuple(parameter.shape)} was added to the model after shardwise.prepare, so that ranks "
+                    "would train it apart: add it before, to the model that is handed to shardwise.prepare"
+                )
+
+
+class _Count:
+    """How many parameters and modules were registered in this process; its length, so that it can only grow."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def note(self, *_: Any) -> None:
+        self._count += 1
+
+
+_REGISTERED = _Count()
+_HOOKS = (
+    register_module_parameter_registration_hook(_REGISTERED.note),
+    register_module_module_registration_hook(_REGISTERED.note),
+)
