@@ -53,9 +53,9 @@ def prepare(
         )
     if collectives is not None:
         raise InvalidPlan("engine = 'torch' has collectives of its own: leave collectives out of prepare")
-    from shardwise.torch_engine.prepare import prepare_native
+    from shardwise.torch_engine.prepare import prepare_on_torch
 
-    return prepare_native(model, optimizer, plan, device=device)
+    return prepare_on_torch(model, optimizer, plan, device=device)
 
 
 def capture(step: Step, model: nn.Module, optimizer: Optimizer) -> Step:
@@ -76,9 +76,9 @@ def capture(step: Step, model: nn.Module, optimizer: Optimizer) -> Step:
     """
     if is_prepared(model):
         return engine_capture.capture(step, model, optimizer)
-    from shardwise.torch_engine.prepare import check_native
+    from shardwise.torch_engine.prepare import check_on_torch
 
-    check_native(model)
+    check_on_torch(model)
     return step
 
 
@@ -95,11 +95,11 @@ def accumulate(model: nn.Module, *, enabled: bool = True) -> AbstractContextMana
     """
     if is_prepared(model):
         return engine_accumulate.accumulate(model, enabled=enabled)
-    from shardwise.torch_engine.passes import accumulate_native
-    from shardwise.torch_engine.prepare import check_native
+    from shardwise.torch_engine.accumulate import accumulate_on_torch
+    from shardwise.torch_engine.prepare import check_on_torch
 
-    check_native(model)
-    return accumulate_native(model, enabled=enabled)
+    check_on_torch(model)
+    return accumulate_on_torch(model, enabled=enabled)
 
 
 def mean_count(model: nn.Module, count: float) -> float:
@@ -112,11 +112,11 @@ def mean_count(model: nn.Module, count: float) -> float:
     """
     if is_prepared(model):
         return engine_uneven.mean_count(model, count)
-    from shardwise.torch_engine.passes import mean_count_native
-    from shardwise.torch_engine.prepare import check_native
+    from shardwise.torch_engine.accumulate import mean_count_on_torch
+    from shardwise.torch_engine.prepare import check_on_torch
 
-    check_native(model)
-    return mean_count_native(model, count)
+    check_on_torch(model)
+    return mean_count_on_torch(model, count)
 
 
 def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -146,9 +146,9 @@ def clip_grad_norm_(
     """
     if is_prepared(model):
         return engine_clip.clip_grad_norm_(model, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-    from shardwise.torch_engine.full_state import clip_grad_norm_native
+    from shardwise.torch_engine.full_state import clip_grad_norm_on_torch
 
-    return clip_grad_norm_native(model, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    return clip_grad_norm_on_torch(model, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
 
 def full_state_dict(
@@ -160,9 +160,9 @@ def full_state_dict(
     """
     if is_prepared(model):
         return engine_state.full_state_dict(model, optimizer, rank0_only=rank0_only)
-    from shardwise.torch_engine.full_state import full_state_dict_native
+    from shardwise.torch_engine.full_state import full_state_dict_on_torch
 
-    return full_state_dict_native(model, optimizer, rank0_only=rank0_only)
+    return full_state_dict_on_torch(model, optimizer, rank0_only=rank0_only)
 
 
 def load_full_state_dict(
@@ -174,6 +174,6 @@ def load_full_state_dict(
     """
     if is_prepared(model):
         return engine_state.load_full_state_dict(model, state, optimizer, from_rank0=from_rank0)
-    from shardwise.torch_engine.full_state import load_full_state_dict_native
+    from shardwise.torch_engine.full_state import load_full_state_dict_on_torch
 
-    return load_full_state_dict_native(model, state, optimizer, from_rank0=from_rank0)
+    return load_full_state_dict_on_torch(model, state, optimizer, from_rank0=from_rank0)

@@ -50,9 +50,9 @@ def local(tensor: Tensor) -> Tensor:
 
 def _held_by_torch(model: nn.Module) -> OwnedModel:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        from shardwise.torch_engine.prepare import check_native
+        from shardwise.torch_engine.prepare import check_on_torch
 
-        check_native(model)
+        check_on_torch(model)
     bare = _bare(model)
     # First: it makes fully_shard put its shards back in place of what a forward has gathered.
     state = bare.state_dict(keep_vars=True)

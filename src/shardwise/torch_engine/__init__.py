@@ -2,6 +2,6 @@
 
 prepare.py      a plan → DistributedDataParallel, or fully_shard unit by unit
 refuse.py       models and plans that torch's engines cannot run, one line each (engine_limits.py)
-passes.py       accumulation and uneven counts
+accumulate.py   accumulation and uneven counts
 full_state.py   the gradients' norm and full state dicts of a model that was prepared so
 """

@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.engine.prepared.full_state import received_state
 from shardwise.errors import InvalidData
-from shardwise.torch_engine.prepare import check_native
+from shardwise.torch_engine.prepare import check_on_torch
 
 
 @torch.no_grad()
-def clip_grad_norm_native(
+def clip_grad_norm_on_torch(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
     """torch's own `clip_grad_norm_`, with a plain tensor for the norm that the gradients had. Collective."""
-    check_native(model)
+    check_on_torch(model)
     parameters = list(model.parameters())
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = nn.utils.get_total_norm(grads, norm_type)
@@ -38,14 +38,14 @@ def clip_grad_norm_native(
     return whole
 
 
-def full_state_dict_native(
+def full_state_dict_on_torch(
     model: nn.Module, optimizer: Optimizer | None = None, *, rank0_only: bool = False
 ) -> dict[str, Any]:
     """{"model": names → full tensors, "optimizer": names → full states, and groups}. Collective.
 
     With `rank0_only`, the other ranks take part and get an empty dict.
     """
-    check_native(model)
+    check_on_torch(model)
     options = StateDictOptions(full_state_dict=True)
     state: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
     if optimizer is not None:
@@ -53,14 +53,14 @@ def full_state_dict_native(
     return {} if rank0_only and dist.get_rank() != 0 else _copy(state)
 
 
-def load_full_state_dict_native(
+def load_full_state_dict_on_torch(
     model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None = None, *, from_rank0: bool = False
 ) -> None:
     """Load what `full_state_dict` gave, under any plan, engine and number of ranks. Collective.
 
     With `from_rank0`, only rank 0's `state` is read.
     """
-    check_native(model)
+    check_on_torch(model)
     state = received_state(state, with_optimizer=optimizer is not None, from_rank0=from_rank0)
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, dict(state["model"]), options=options)

@@ -1,4 +1,4 @@
-"""`prepare_native`: a plan on torch's own DistributedDataParallel or `fully_shard`.
+"""`prepare_on_torch`: a plan on torch's own DistributedDataParallel or `fully_shard`.
 
 prefetch and reduces_in_flight are not read: both of torch's engines have a schedule of their own.
 """
@@ -32,7 +32,7 @@ from shardwise.units import model_spec, unit_modules
 AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None)
 
 
-def prepare_native(
+def prepare_on_torch(
     model: nn.Module, optimizer: AnyOptimizer, plan: Plan, *, device: torch.device | str | None = None
 ) -> tuple[nn.Module, AnyOptimizer]:
     """Make `model` and `optimizer` run `plan` on torch's own engine; train what is returned with an ordinary loop.
@@ -46,7 +46,7 @@ def prepare_native(
     A model on the meta device is filled whole on every rank before it is sharded. The optimizer keeps its options,
     and gets the new parameters by name.
     """
-    if is_prepared(model) or is_native(model):
+    if is_prepared(model) or is_on_torch(model):
         raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
     chosen = join_job(asked_device(model, device=device))
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
@@ -66,14 +66,14 @@ def prepare_native(
     return prepared, optimizer
 
 
-def is_native(model: nn.Module) -> bool:
-    """Whether `model` is what `prepare_native` returned, or might have."""
+def is_on_torch(model: nn.Module) -> bool:
+    """Whether `model` is what `prepare_on_torch` returned, or might have."""
     return isinstance(model, DistributedDataParallel | FSDPModule)
 
 
-def check_native(model: nn.Module) -> None:
+def check_on_torch(model: nn.Module) -> None:
     """Refuse what no engine has prepared."""
-    if not is_native(model):
+    if not is_on_torch(model):
         raise InvalidModel(f"this {type(model).__name__} has not been through shardwise.prepare")
 
 

@@ -12,7 +12,7 @@ from shardwise.engine.prepared.uneven import summed
 
 
 @contextmanager
-def accumulate_native(model: nn.Module, *, enabled: bool = True) -> Iterator[None]:
+def accumulate_on_torch(model: nn.Module, *, enabled: bool = True) -> Iterator[None]:
     """DDP's `no_sync`, `fully_shard`'s `set_requires_gradient_sync(False)`. The forward has to run in here too."""
     if not enabled:
         yield
@@ -28,6 +28,6 @@ def accumulate_native(model: nn.Module, *, enabled: bool = True) -> Iterator[Non
             model.set_requires_gradient_sync(True)
 
 
-def mean_count_native(model: nn.Module, count: float) -> float:
+def mean_count_on_torch(model: nn.Module, count: float) -> float:
     device = next(model.parameters()).device
     return summed(count, device=device) / dist.get_world_size()
