@@ -44,6 +44,15 @@ class FlatSpec:
 
 def flat_specs(unit: UnitSpec, *, plan: Plan) -> tuple[FlatSpec, ...]:
     """The flat buffers of a unit, in the order of their first parameters."""
+    return _flat_specs(unit, plan.precision, plan.keep_fp32, plan.reduce_dtype)
+
+
+@lru_cache(maxsize=4096)
+def _flat_specs(
+    unit: UnitSpec, precision: str, keep_fp32: tuple[str, ...], planned_reduce: str
+) -> tuple[FlatSpec, ...]:
+    """By all of a plan that matters here: the planner asks for the same unit under thousands of plans."""
+    plan = Plan(precision=precision, keep_fp32=keep_fp32, reduce_dtype=planned_reduce)
     by_dtypes: dict[tuple[str, str], list[TensorSpec]] = {}
     for param in unit.params:
         by_dtypes.setdefault(param_dtypes(param, plan=plan), []).append(param)

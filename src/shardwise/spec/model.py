@@ -33,6 +33,10 @@ class UnitSpec:
     params: tuple[TensorSpec, ...] = ()
     buffers: tuple[TensorSpec, ...] = ()
 
+    def __hash__(self) -> int:
+        # Not over all it holds: units are keys of caches, and nearly always the very same object.
+        return hash((self.name, self.class_name, len(self.params)))
+
     @property
     def num_params(self) -> int:
         return sum(param.num_elements for param in self.params)
