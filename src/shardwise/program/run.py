@@ -32,6 +32,13 @@ class Executor(Protocol):
         ...
 
 
+def run_in_order(program: StepProgram, do: Callable[[Operation, Row], object]) -> None:
+    """All rows of a program from its first to its last: what a rank does that comes by every one of them."""
+    for row in program.rows:
+        for operation in row.operations:
+            do(operation, row)
+
+
 class Compiled:
     """A program in the actions of one executor, row by row."""
 

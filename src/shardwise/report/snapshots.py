@@ -14,6 +14,7 @@ from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
 from shardwise.program import Kind, Operation, Row, StepProgram, build, crossing_buckets
+from shardwise.program.run import run_in_order
 from shardwise.spec import ModelSpec, UnitSpec
 
 STATES = ("params", "grads", "optim")
@@ -92,10 +93,12 @@ def snapshots_of(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> StepSnapshot
     )
     state.begin_after(program.operations())
     snapshots = [state.snapshot(None, None)]
-    for row in program.rows:
-        for operation in row.operations:
-            state.do(operation)
-            snapshots.append(state.snapshot(row, operation))
+
+    def do(operation: Operation, row: Row) -> None:
+        state.do(operation)
+        snapshots.append(state.snapshot(row, operation))
+
+    run_in_order(program, do)
     return StepSnapshots(program=program, placements=state.placements, snapshots=tuple(snapshots), mesh=mesh)
 
 
