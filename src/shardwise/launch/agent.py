@@ -246,7 +246,7 @@ class Agent(LocalElasticAgent):
             time.sleep(_MONITOR_SECONDS)
 
     def _left_by(self, failures: dict[int, Failure], *, exits: dict[int, int]) -> Failure:
-        """Where failures only tell of a peer: that peer, if it ended with exit code 0 and without a word."""
+        """Where failures only tell of a peer: that peer, if it ended with exit code 0 and reported nothing."""
         left = [rank for rank, code in sorted(exits.items()) if code == 0 and rank not in failures]
         if not left:
             return first(failures.values())

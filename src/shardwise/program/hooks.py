@@ -162,7 +162,7 @@ class StepHooks(Generic[UnitT]):
         self.abandon_backward()
 
     def abandon_backward(self) -> None:
-        """No backward is under way: it is over, or it raised and nobody goes on with it."""
+        """No backward is under way: it is over, or it raised and was given up."""
         self.in_backward = False
         for grads in self.grads.values():
             grads.closed = True

@@ -27,8 +27,9 @@ _ALL_UNITS = (Trigger.BACKWARD_DONE, Trigger.AFTER_STEP)
 class TimeExecutor:
     """Writes the instructions of one job.
 
-    `works` is what they compute beside the model's own pieces, which are `num_pieces` and come before them. `members`:
-    the units of each bucket.
+    works        what they compute in addition to the model's own pieces
+    num_pieces   how many those are; they come before `works`
+    members      the units of each bucket
     """
 
     job: Job
@@ -238,7 +239,7 @@ class TimeExecutor:
             if job.placements[unit.name].optim is SHARDED:
                 elements, tensors = elements // job.num_slices, min(tensors, tensors // job.num_slices + 1)
             elif self.overhead.refreshes and sizes.is_cast:
-                # The parameters in the dtype that computes are made anew.
+                # The parameters in the dtype that computes are made again.
                 refreshed += weight * (sizes.compute_bytes + MASTER_BYTES * sizes.elements)
             num_elements, num_tensors = num_elements + weight * elements, num_tensors + weight * tensors
         if self.clips:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from shardwise.placement import SHARDED, Placement
@@ -65,3 +66,8 @@ class Rules:
     name: str
     by_trigger: Mapping[Trigger, Rule]
     first_state: Callable[[StepContext], Any]
+
+
+def one_per_trigger(*rules: Rule) -> Mapping[Trigger, Rule]:
+    """Rules in the order of the triggers: before and after forward, before backward, grads ready, and the two ends."""
+    return MappingProxyType(dict(zip(Trigger, rules, strict=True)))

@@ -7,8 +7,8 @@ buckets before it are under way; backward ends when all have been waited for.
 
 from dataclasses import dataclass, replace
 
-from shardwise.program.operations import Bucket, Kind, Operation, Trigger
-from shardwise.program.rules.context import Rules, StepContext, StepEvent
+from shardwise.program.operations import Bucket, Kind, Operation
+from shardwise.program.rules.context import Rules, StepContext, StepEvent, one_per_trigger
 from shardwise.spec import ROOT
 
 
@@ -69,14 +69,7 @@ def first_state(context: StepContext) -> DdpState:
 
 DDP = Rules(
     name="ddp",
-    by_trigger={
-        Trigger.BEFORE_FORWARD: before_forward,
-        Trigger.AFTER_FORWARD: after_forward,
-        Trigger.BEFORE_BACKWARD: before_backward,
-        Trigger.GRADS_READY: grads_ready,
-        Trigger.BACKWARD_DONE: backward_done,
-        Trigger.AFTER_STEP: after_step,
-    },
+    by_trigger=one_per_trigger(before_forward, after_forward, before_backward, grads_ready, backward_done, after_step),
     first_state=first_state,
 )
 

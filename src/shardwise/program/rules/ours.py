@@ -5,8 +5,8 @@ under way, and when each is waited for.
 from dataclasses import dataclass, replace
 
 from shardwise.placement import SHARDED
-from shardwise.program.operations import Bucket, Kind, Operation, Trigger
-from shardwise.program.rules.context import Rules, StepContext, StepEvent
+from shardwise.program.operations import Bucket, Kind, Operation
+from shardwise.program.rules.context import Rules, StepContext, StepEvent, one_per_trigger
 from shardwise.spec import NONE, ROOT, UNANNOUNCED
 
 
@@ -121,14 +121,7 @@ def first_state(context: StepContext) -> State:
 
 OURS = Rules(
     name="shardwise",
-    by_trigger={
-        Trigger.BEFORE_FORWARD: before_forward,
-        Trigger.AFTER_FORWARD: after_forward,
-        Trigger.BEFORE_BACKWARD: before_backward,
-        Trigger.GRADS_READY: grads_ready,
-        Trigger.BACKWARD_DONE: backward_done,
-        Trigger.AFTER_STEP: after_step,
-    },
+    by_trigger=one_per_trigger(before_forward, after_forward, before_backward, grads_ready, backward_done, after_step),
     first_state=first_state,
 )
 

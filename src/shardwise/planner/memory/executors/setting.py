@@ -18,7 +18,7 @@ class MemoryExecutor(PlannedExecutor, Protocol):
     changes: list[MemoryChange]
 
     def at_rest(self) -> Mapping[str, int]:
-        """What the engine holds between steps beside parameters and the optimizer's state: bytes by category."""
+        """Bytes by category that the engine holds between steps, less parameters and optimizer state."""
         ...
 
     def buffers_at_rest(self) -> list[int]:
@@ -45,7 +45,7 @@ class MemorySetting:
         return self.weights.get(unit, 1)
 
     def left_out(self, unit: str) -> int:
-        """How many units this one stands for beside itself."""
+        """How many units this one stands for in addition to itself."""
         return self.weights.get(unit, 1) - 1
 
 
