@@ -4,7 +4,7 @@ torch's engine is imported when a plan asks for it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from shardwise.engine.prepared import accumulate as engine_accumulate
 from shardwise.engine.prepared import capture as engine_capture
 from shardwise.engine.prepared import clip as engine_clip
 from shardwise.engine.prepared import full_state as engine_state
+from shardwise.engine.prepared import slices as engine_slices
 from shardwise.engine.prepared import uneven as engine_uneven
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
@@ -135,6 +136,25 @@ def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
     raise InvalidPlan(
         "shardwise.join needs engine = 'shardwise'; on torch's, DistributedDataParallel has a join() of its own"
     )
+
+
+def edit(model: nn.Module) -> AbstractContextManager[None]:
+    """Write into what the optimizer steps, outside of its step: every copy on every rank follows. Collective.
+
+        with shardwise.edit(model), torch.no_grad():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:      # this rank's slices
+                    parameter.mul_(0.9)
+
+    Without it such a write is refused where other ranks would keep the old values.
+    """
+    if is_prepared(model):
+        return engine_slices.edit(model)
+    from shardwise.torch_engine.prepare import check_on_torch
+
+    # Each of torch's shards lies on one rank, and DDP's parameters are the optimizer's.
+    check_on_torch(model)
+    return nullcontext()
 
 
 def clip_grad_norm_(

@@ -63,6 +63,7 @@ class Engine:
         """Refuse to save what is not the model's state."""
         self.check_between_steps(what=what)
         self.runner.managed.check(thorough=True)
+        self.runner.writes.settle()
 
 
 def _refuse_grad(parameter: torch.Tensor) -> None:

@@ -23,12 +23,15 @@ from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.params.broadcast import broadcast_buffers, fill
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.host import HostCopies
+from shardwise.engine.params.loading import attach_loads
 from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.precision import attach_casts, check_kept
 from shardwise.engine.params.unit import Unit
+from shardwise.engine.params.written import Writes
 from shardwise.engine.pass_state import PassState
 from shardwise.engine.prepared.prepared_module import become_prepared
 from shardwise.engine.refuse import check_model
+from shardwise.engine.step.edit import editing
 from shardwise.engine.step.learn import FirstForward
 from shardwise.engine.step.runner import Runner
 from shardwise.engine.tape import Tape
@@ -112,7 +115,7 @@ def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting,
     owned = _owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
     if optimizer is not None:
         owned.adopt(optimizer)
-    handles = attach_casts(model, plan=plan)
+    handles = [*attach_casts(model, plan=plan), *attach_loads(model, flats=flats)]
     engine = Engine(
         plan=plan,
         groups=setting.groups,
@@ -133,6 +136,7 @@ def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting,
 def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> Runner:
     plan, groups, collectives, tape = setting.plan, setting.groups, setting.collectives, setting.tape
     passes = PassState()
+    flats = [flat for unit in units.values() for flat in unit.flats]
 
     def make_bucket(bucket: Bucket) -> ReduceBucket:
         return ReduceBucket(
@@ -158,7 +162,8 @@ def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> R
         flags=UsedFlags(units.values(), device=setting.device, groups=groups, collectives=collectives, tape=tape),
         passes=passes,
         land=setting.host.land if setting.host is not None else lambda: None,
-        managed=ManagedParameters(model, flats=[flat for unit in units.values() for flat in unit.flats]),
+        managed=ManagedParameters(model, flats=flats),
+        writes=Writes(flats),
         tape=tape,
     )
 
@@ -243,6 +248,7 @@ def _owned(
         before_step=runner.before_step,
         after_step=runner.after_step,
         forget_grads=runner.forget_grads,
+        edit=lambda: editing(runner),
         any_optimizer=any_optimizer,
         flats=flats,
     )

@@ -8,6 +8,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import Any
 
@@ -33,6 +34,7 @@ class OwnedParameters:
         before_step: Callable[[], None],
         after_step: Callable[[], None],
         forget_grads: Callable[..., None],
+        edit: Callable[[], AbstractContextManager[None]],
         any_optimizer: bool,
         flats: Sequence[FlatParams],
     ) -> None:
@@ -49,6 +51,7 @@ class OwnedParameters:
         self._before_step = before_step
         self._after_step = after_step
         self._forget_grads = forget_grads
+        self._edit = edit
         self._any_optimizer = any_optimizer
         _REGISTRY.add(self)
 
@@ -95,6 +98,16 @@ class OwnedParameters:
         optimizer.add_param_group = partial(self._add_param_group, held_weakly)  # type: ignore[method-assign]
         optimizer.state_dict = partial(self._state_dict, held_weakly)  # type: ignore[method-assign]
         optimizer.load_state_dict = partial(self._load_state_dict, held_weakly)  # type: ignore[method-assign]
+        for switch in ("train", "eval"):
+            if callable(getattr(optimizer, switch, None)):
+                setattr(optimizer, switch, partial(self._switch, held_weakly, switch))
+
+    def _switch(self, held: "weakref.ref[Optimizer]", switch: str) -> None:
+        """`train` and `eval` of a schedule-free optimizer: it exchanges the parameters' values. Collective."""
+        optimizer = held()
+        assert optimizer is not None
+        with self._edit():
+            getattr(type(optimizer), switch)(optimizer)
 
     def _add_param_group(self, held: "weakref.ref[Optimizer]", param_group: dict[str, Any]) -> None:
         """The optimizer's own, for parameters of the model that it does not step yet."""

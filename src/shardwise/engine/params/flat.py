@@ -19,6 +19,7 @@ from shardwise.comm.groups import MeshGroups
 from shardwise.engine.params.guard import unguarded
 from shardwise.engine.params.host import HostCopies
 from shardwise.engine.params.precision import torch_dtype
+from shardwise.engine.params.slice_writes import MasterWrites
 from shardwise.placement import SHARDED, Placement
 from shardwise.program.buffers import FlatSpec
 
@@ -69,6 +70,9 @@ class FlatParams:
         if host is not None and compute_dtype != self.master_dtype:
             self.staged = host.zeros(self.master.numel(), dtype=compute_dtype)
         self.owned = self._own()
+        # What somebody else wrote into the master; whether somebody got hold of the module's parameters.
+        self.writes = MasterWrites(self.master)
+        self.touched = False
         # Gap, part, gap, part … of the owned slice, as the layout's pieces are of everything.
         ends = [0, *(part.stop for part in self.owned)]
         gaps = [part.start - end for part, end in zip(self.owned, ends, strict=False)]
@@ -83,6 +87,8 @@ class FlatParams:
         # The averaged gradients that `p.grad` showed before this backward, which are to be added to.
         self.hidden: list[Tensor | None] = [None] * len(params)
         self.awaits_grads = False
+        # The parameters whose averaged gradients `p.grad` shows.
+        self.shown: set[int] = set()
         # The parameters whose gradients this backward alone has made.
         self.with_new_grads: set[int] = set()
 
@@ -94,7 +100,8 @@ class FlatParams:
             return self.host.zeros(size, dtype=self.master_dtype)
         if self.placement.params is SHARDED or self.full.dtype != self.master_dtype:
             return torch.zeros(size, dtype=self.master_dtype, device=self.device)
-        return own_slice(self.full, group=self.groups.gather) if optim_sharded else self.full
+        # As `data`: what a gather writes into the full buffer does not count as a write into the slice.
+        return own_slice(self.full, group=self.groups.gather).data if optim_sharded else self.full
 
     def _own(self) -> list[Owned]:
         """What the optimizer steps: 1-D views of the owned slice, or whole parameters in their own shape.
@@ -127,6 +134,7 @@ class FlatParams:
     @torch.no_grad()
     def fill(self, index: int, value: Tensor) -> None:
         """Take the values of one parameter, given whole, into the master (and what is whole of the full buffer)."""
+        self.writes.before_own()
         flat = value.detach().reshape(-1)
         offset, size = self.layout.offsets[index], prod(self.layout.shapes[index])
         if self.placement.optim is SHARDED:
@@ -138,6 +146,23 @@ class FlatParams:
             self.master[offset : offset + size].copy_(flat)
         if self.placement.params is not SHARDED:
             self.full[offset : offset + size].copy_(flat)
+        self.writes.after_own()
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Values that were written into the module's parameters into the master, which keeps its digits elsewhere."""
+        self.wait_gather()
+        self.writes.before_own()
+        full = own_slice(self.full, group=self.groups.gather) if self.placement.optim is SHARDED else self.full
+        master = self.master.to(self.device)
+        self.master.copy_(torch.where(full != master.to(full.dtype), full.to(master.dtype), master))
+        self.stage()
+        self.writes.after_own()
+
+    def lend_master(self) -> None:
+        """Somebody gets at the master's memory in a way that torch does not count."""
+        self.wait_gather()
+        self.writes.lend()
 
     @torch.no_grad()
     def stage(self) -> None:
@@ -225,6 +250,7 @@ class FlatParams:
                 else:
                     self.with_new_grads.add(index)
                 parameter.grad = (view if old is None else old) if parameter.requires_grad else None
+                self.shown.add(index)
         if self.master is not self.full:
             owned_grads = self._owned_grads(average) if self.placement.optim is SHARDED else whole
             with unguarded():
@@ -283,6 +309,20 @@ class FlatParams:
         added_to = (part.index not in self.with_new_grads for part in self.owned if part.parameter.grad is not None)
         return self.awaits_grads or not any(added_to)
 
+    def follow_shown_grads(self) -> None:
+        """Before an update: where `p.grad` was replaced, the owned part's gradient is cut out of the new one."""
+        first = self.groups.gather.index * self.layout.slice_elements
+        for part in self.owned:
+            shown, owned = self.params[part.index].grad, part.parameter.grad
+            if shown is None:
+                # Cleared, if it was there; else somebody gave the slice a gradient.
+                if part.index in self.shown:
+                    part.parameter.grad = None
+                continue
+            start = first + part.start - self.layout.offsets[part.index]
+            if owned is None or owned.data_ptr() != shown.data_ptr() + start * shown.element_size():
+                part.parameter.grad = shown.reshape(-1)[start : start + part.stop - part.start]
+
     def drop_stale_grads(self) -> None:
         """Before forward: a gradient that was cleared in the optimizer is cleared in the model, and the reverse."""
         if not self.shows_grads or self.master is self.full:
@@ -308,6 +348,7 @@ class FlatParams:
         for part in self.owned:
             if part.index in indices:
                 part.parameter.grad = None
+        self.shown.difference_update(indices)
         with unguarded():
             for index in indices:
                 self.params[index].grad = None

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from functools import partial
 
 from torch import nn
@@ -120,7 +121,7 @@ class Unit:
                 parameter._drop_grad = partial(flat.drop_grads, {index})  # type: ignore[attr-defined]
             flat.stage()
         self.whole = self.arrived = not self.sharded
-        if self.placement.grads is SHARDED:
+        if self.hides_grads:
             self._rest()
 
     def refilled(self) -> None:
@@ -147,8 +148,10 @@ class Unit:
             )
         if self.sharded and not self.whole:
             refuse(name, is_grad=False)
-        for flat in self.flats:
-            flat.wait_gather()
+        for other in self.flats:
+            other.wait_gather()
+        # It may be written to in ways that torch does not count.
+        flat.touched = True
 
     def tell_unannounced(self) -> None:
         """Say once that nobody will know when backward comes to it."""
@@ -201,3 +204,19 @@ class Unit:
         if self.hides_grads and not self.at_rest:
             rest(parameter for flat in self.hides_grads for parameter in flat.params)
             self.at_rest = True
+
+    def undo_grads(self) -> None:
+        """After a backward that raised: the gradients of before it."""
+        self.used.clear()
+        for flat in self.flats:
+            flat.undo_grads()
+
+    def forget_grads(self, names: AbstractSet[str], *, drop: bool) -> None:
+        """Somebody clears the gradients of these parameters; with `drop`, also those that are reduced."""
+        for flat in self.flats:
+            cleared = {index for index, name in enumerate(flat.names) if name in names}
+            if drop:
+                flat.drop_grads(cleared)
+            # Of these nothing is left that was there before.
+            flat.with_new_grads |= cleared
+            self.used.difference_update(id(flat.params[index]) for index in cleared)

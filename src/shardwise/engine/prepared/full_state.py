@@ -79,8 +79,9 @@ def load_tensors(
     unexpected = [name for name in state if name not in own]
     if strict and (missing or unexpected):
         raise InvalidData(f"the state does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}")
-    # Nothing may still be on its way into what is filled.
+    # Nothing may still be on its way into what is filled; and not every name need be in the state.
     engine.runner.wait_gathers()
+    engine.runner.writes.settle()
     places = {id(p): (flat, index) for flat in engine.flats for index, p in enumerate(flat.params)}
     for name in own:
         if name not in state:
@@ -99,6 +100,7 @@ def load_tensors(
                 own[name].copy_(state[name])
     for unit in engine.runner.units.values():
         unit.refilled()
+    engine.runner.writes.settled()
     return _IncompatibleKeys(missing, unexpected)
 
 

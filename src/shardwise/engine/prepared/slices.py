@@ -1,5 +1,7 @@
 """What a rank holds of a prepared model, by full names: for whoever saves it, or fills it again."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch.optim import Optimizer
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.params.guard import unguarded
 from shardwise.engine.prepared.prepared_module import PreparedModule
+from shardwise.engine.step.edit import distribute, editing
 from shardwise.placement import SHARDED
 
 
@@ -88,19 +91,18 @@ def _owned_slices(engine: Engine) -> list[OwnedSlice]:
     return slices
 
 
-@torch.no_grad()
 def slices_filled(model: nn.Module) -> None:
     """New values have come into the owned slices: whatever else holds them follows. Collective."""
-    for unit in engine_of(model).runner.units.values():
-        unit.refilled()
-        for flat in unit.flats:
-            if flat.placement.params is SHARDED:
-                continue
-            if flat.placement.optim is SHARDED:
-                flat.gather()
-                flat.wait_gather()
-            else:
-                flat.refresh()
+    distribute(engine_of(model).runner)
+
+
+@contextmanager
+def edit(model: nn.Module) -> Iterator[None]:
+    """What is written into `optimizer.param_groups` in here reaches every rank. Collective."""
+    engine = engine_of(model)
+    engine.check_between_steps(what="shardwise.edit")
+    with editing(engine.runner):
+        yield
 
 
 def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:

@@ -16,6 +16,7 @@ from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.unit import Unit
+from shardwise.engine.params.written import Writes
 from shardwise.engine.pass_state import PassState, backward_without_forward
 from shardwise.engine.step.executor import EngineExecutor
 from shardwise.engine.step.learn import FirstForward, Observation, catch_up, learned
@@ -45,6 +46,7 @@ class Runner:
         passes: PassState,
         land: Callable[[], None],
         managed: ManagedParameters,
+        writes: Writes,
         tape: Tape,
     ) -> None:
         self.spec = spec
@@ -60,6 +62,7 @@ class Runner:
         self.passes = passes
         self.land = land
         self.managed = managed
+        self.writes = writes
         self.any_sharded = any(unit.sharded for unit in units.values())
         # How long this rank waits for the others where it leaves the program.
         self.limit_seconds = 60.0
@@ -123,6 +126,8 @@ class Runner:
     def without_gradients(self, unit: Unit, *, begins: bool) -> None:
         """No part of a step: a unit is gathered when it is needed, and freed at once."""
         if begins:
+            if unit is self.root:
+                self.writes.settle()
             unit.ensure()
         else:
             unit.end_backward()
@@ -146,6 +151,7 @@ class Runner:
         while self.watch:
             self.watch.pop().remove()
         self.managed.check(thorough=not self.learned)
+        self.writes.settle()
         self.executor.drop_reduces()
         self.cursor.restart()
         self.places = {}
@@ -166,9 +172,7 @@ class Runner:
     def _abandon(self) -> None:
         """A backward raised: what it left is part of a gradient."""
         for unit in self.units.values():
-            unit.used.clear()
-            for flat in unit.flats:
-                flat.undo_grads()
+            unit.undo_grads()
         self.hooks.abandon_backward()
 
     def _forget_program(self, *, changed: bool) -> None:
@@ -242,13 +246,7 @@ class Runner:
         """Somebody clears the gradients of these parameters; with `drop`, also those that are reduced."""
         self.executor.forget_grads(names)
         for unit in self.units.values():
-            for flat in unit.flats:
-                cleared = {index for index, name in enumerate(flat.names) if name in names}
-                if drop:
-                    flat.drop_grads(cleared)
-                # Of these nothing is left that was there before.
-                flat.with_new_grads |= cleared
-                unit.used.difference_update(id(flat.params[index]) for index in cleared)
+            unit.forget_grads(names, drop=drop)
         if self.hooks.in_backward and self._can_abandon():
             self.executor.drop_reduces()
             self._abandon()
@@ -265,6 +263,7 @@ class Runner:
         self.cursor.before_step()
         # Also what the program expects a forward to have waited for, if there was none.
         self.wait_gathers()
+        self.writes.before_step()
 
     def wait_gathers(self) -> None:
         for unit in self.units.values():
@@ -274,6 +273,7 @@ class Runner:
         self.called = False
         self.cursor.after_step()
         torch.autograd.graph.increment_version([p for unit in self.units.values() for p in unit.params()])
+        self.writes.settled()
 
     # The first step
 

@@ -1,0 +1,327 @@
+"""Writes outside of an update: into parameters, gradients and slices. Every copy follows, or the write is refused."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from cases import MODELS, adamw, sgd
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from training import line, make_collectives
+
+import shardwise
+from shardwise.plan import Plan
+from shardwise.tasks import cross_entropy
+
+REPLICATED = ["ddp", "zero1", "zero2"]
+IN_SLICES = ["zero1", "zero2"]
+FREED = ["shard_grad_op", "fsdp"]
+
+Write = Callable[[nn.Module, Optimizer], None]
+
+
+def slices(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def train(
+    rank: int,
+    plan: Plan,
+    *,
+    after_prepare: Write | None = None,
+    before_step: Write | None = None,
+    between: Write | None = None,
+    make_optimizer: Callable[[Any], Optimizer] = adamw,
+) -> dict[str, Tensor]:
+    """Four steps under the late backend, with writes at three points; the weights at the end."""
+    torch.manual_seed(0)
+    model, batch = MODELS["gpt"]()
+    optimizer = make_optimizer(model.parameters())
+    collectives = make_collectives(late=True, rank=rank)
+    shardwise.prepare(model, optimizer, plan, collectives=collectives, any_optimizer=True)
+    if after_prepare is not None:
+        after_prepare(model, optimizer)
+    for step in range(4):
+        cross_entropy(model, batch(step, rank)).backward()
+        if before_step is not None:
+            before_step(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if between is not None:
+            between(model, optimizer)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    different = [name for name, value in one.items() if not torch.equal(value, other[name])]
+    assert not different
+
+
+# Into the module's parameters
+
+
+@torch.no_grad()
+def write_into_module(model: nn.Module, optimizer: Optimizer) -> None:
+    first, second = model.blocks[0], model.blocks[1]
+    nn.init.constant_(first.attention.qkv.bias, 0.25)
+    first.norm1.weight.mul_(0.5)
+    second.norm1.weight.data.mul_(0.5)
+    second.norm2.bias[:3] = 2.0
+    loaded = {name: torch.full(p.shape, 1 / 3) for name, p in second.norm2.named_parameters()}
+    first.norm2.load_state_dict(loaded)
+
+
+def write_by_state(model: nn.Module, optimizer: Optimizer) -> None:
+    """The same, announced: in the values that a whole state holds."""
+    state = model.state_dict()
+
+    def put(name: str, change: Callable[[Tensor], Any]) -> None:
+        before, after = state[name].bfloat16(), state[name].bfloat16()
+        change(after)
+        # An element that has the value already keeps the digits that bf16 does not show.
+        state[name] = torch.where(after != before, after.float(), state[name])
+
+    put("blocks.0.attention.qkv.bias", lambda value: value.fill_(0.25))
+    put("blocks.0.norm1.weight", lambda value: value.mul_(0.5))
+    put("blocks.1.norm1.weight", lambda value: value.mul_(0.5))
+    put("blocks.1.norm2.bias", lambda value: value[:3].fill_(2.0))
+    for name in ("blocks.0.norm2.weight", "blocks.0.norm2.bias"):
+        # What is loaded arrives with all its digits.
+        state[name].fill_(1 / 3)
+    model.load_state_dict(state)
+
+
+def written_in_bf16(rank: int, strategy: str, when: str) -> None:
+    plan = Plan(strategy=strategy, precision="bf16")
+    write: dict[str, Any] = {when: write_into_module}
+    announced: dict[str, Any] = {when: write_by_state}
+    assert_same(train(rank, plan, **write), train(rank, plan, **announced))
+
+
+@pytest.mark.parametrize("when", ["after_prepare", "before_step", "between"])
+@pytest.mark.parametrize("strategy", REPLICATED)
+def test_what_is_written_into_bf16_parameters_is_trained_on(strategy: str, when: str) -> None:
+    run_ranks(written_in_bf16, num_ranks=2, args=(strategy, when))
+
+
+def read_in_bf16(rank: int, strategy: str) -> None:
+    """A parameter that is only looked at keeps every digit of its master."""
+
+    def look(model: nn.Module, optimizer: Optimizer) -> None:
+        assert all(p.data.float().norm() >= 0 for p in model.parameters())
+        assert all(p.data.norm() >= 0 for p in slices(optimizer))
+
+    plan = Plan(strategy=strategy, precision="bf16")
+    assert_same(train(rank, plan, between=look), train(rank, plan))
+
+
+@pytest.mark.parametrize("strategy", REPLICATED)
+def test_reading_bf16_parameters_changes_nothing(strategy: str) -> None:
+    run_ranks(read_in_bf16, num_ranks=2, args=(strategy,))
+
+
+def state_after_a_write(rank: int, strategy: str) -> None:
+    torch.manual_seed(0)
+    model, _ = MODELS["gpt"]()
+    shardwise.prepare(model, adamw(model.parameters()), Plan(strategy=strategy, precision="bf16"))
+    before = model.state_dict()
+    model.blocks[0].norm1.weight.data.fill_(3.0)
+    after = model.state_dict()
+    assert after.pop("blocks.0.norm1.weight").eq(3.0).all()
+    assert_same(after, before)
+
+
+@pytest.mark.parametrize("strategy", REPLICATED)
+def test_a_state_dict_shows_what_was_written_into_bf16_parameters(strategy: str) -> None:
+    run_ranks(state_after_a_write, num_ranks=2, args=(strategy,))
+
+
+# Into gradients
+
+
+def replaces_grads(rank: int) -> None:
+    def halve(model: nn.Module, optimizer: Optimizer) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad * 0.5
+        model.blocks[0].norm1.weight.grad = None
+
+    expected = train(rank, Plan(strategy="ddp"), before_step=halve)
+    assert_same(train(rank, Plan(strategy="zero1"), before_step=halve), expected)
+    # A gradient that was given to a slice is no less true.
+    torch.manual_seed(0)
+    model, _ = MODELS["gpt"]()
+    _, optimizer = shardwise.prepare(model, sgd(model.parameters()), Plan(strategy="zero1"))
+    before = model.state_dict()
+    for parameter in slices(optimizer):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_gradients_that_are_replaced_under_zero1_count() -> None:
+    run_ranks(replaces_grads, num_ranks=2)
+
+
+# Into slices
+
+
+@torch.no_grad()
+def shrink(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.mul_(0.75)
+
+
+def shrink_data(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.data.copy_(parameter.data * 0.75)
+
+
+def shrink_module(model: nn.Module, optimizer: Optimizer) -> None:
+    shrink(model.parameters())
+
+
+def shrinks_slices(rank: int, strategy: str, precision: str) -> None:
+    """Right as it is: where each value lies in one place, or everything is gathered before it is read."""
+    plan = Plan(strategy=strategy, precision=precision)
+    unsharded = Plan(strategy="ddp", precision=precision)
+
+    def by_slices(model: nn.Module, optimizer: Optimizer) -> None:
+        shrink(slices(optimizer))
+
+    def by_data(model: nn.Module, optimizer: Optimizer) -> None:
+        shrink_data(slices(optimizer))
+
+    def edited(model: nn.Module, optimizer: Optimizer) -> None:
+        with shardwise.edit(model):
+            shrink_data(slices(optimizer))
+
+    expected = train(rank, unsharded, before_step=by_slices)
+    assert_same(train(rank, plan, before_step=by_slices), expected)
+    assert_same(train(rank, plan, before_step=by_data), expected)
+    expected = train(rank, unsharded, between=edited)
+    if precision == "fp32":
+        assert_same(train(rank, unsharded, between=shrink_module), expected)
+    assert_same(train(rank, plan, between=edited), expected)
+    if strategy in IN_SLICES:
+        for write in (by_slices, by_data):
+            said = line(lambda write=write: train(rank, plan, between=write))  # type: ignore[misc]
+            assert "shardwise.edit" in said
+            assert "optimizer.param_groups" in said
+    else:
+        assert_same(train(rank, plan, between=by_slices), expected)
+        assert_same(train(rank, plan, between=by_data), expected)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["ddp", *IN_SLICES, *FREED])
+def test_what_is_written_into_slices_reaches_every_rank_or_is_refused(strategy: str, precision: str) -> None:
+    run_ranks(shrinks_slices, num_ranks=2, args=(strategy, precision))
+
+
+def evaluates_after_a_write(rank: int, strategy: str) -> None:
+    torch.manual_seed(0)
+    model, batch = MODELS["gpt"]()
+    _, optimizer = shardwise.prepare(model, adamw(model.parameters()), Plan(strategy=strategy))
+    shrink(slices(optimizer))
+    with torch.no_grad():
+        assert "shardwise.edit" in line(lambda: model(batch(0, rank)[0]))
+    assert "shardwise.edit" in line(model.state_dict)
+
+
+@pytest.mark.parametrize("strategy", IN_SLICES)
+def test_evaluation_and_state_dict_after_an_unannounced_write_are_refused(strategy: str) -> None:
+    run_ranks(evaluates_after_a_write, num_ranks=2, args=(strategy,))
+
+
+def tears_out(rank: int, strategy: str) -> None:
+    model, _ = MODELS["gpt"]()
+    _, optimizer = shardwise.prepare(model, adamw(model.parameters()), Plan(strategy=strategy))
+    parameter = slices(optimizer)[0]
+
+    def replace() -> None:
+        parameter.data = torch.zeros_like(parameter)
+
+    assert "p.copy_" in line(replace)
+    assert "p.copy_" in line(lambda: nn.utils.vector_to_parameters(torch.zeros(parameter.numel()), [parameter]))
+
+
+@pytest.mark.parametrize("strategy", [*IN_SLICES, *FREED])
+def test_a_slice_cannot_be_given_other_memory(strategy: str) -> None:
+    run_ranks(tears_out, num_ranks=2, args=(strategy,))
+
+
+def offloads(rank: int, strategy: str) -> None:
+    def between(model: nn.Module, optimizer: Optimizer) -> None:
+        with shardwise.edit(model):
+            shrink_data(slices(optimizer))
+
+    def unannounced(model: nn.Module, optimizer: Optimizer) -> None:
+        shrink_data(slices(optimizer))
+
+    plan = Plan(strategy=strategy, precision="bf16", offload_states=True)
+    expected = train(rank, Plan(strategy=strategy, precision="bf16"), between=between)
+    assert_same(train(rank, plan, between=between), expected)
+    if strategy in FREED:
+        assert_same(train(rank, plan, between=unannounced), expected)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_slices_in_host_memory_can_be_written_as_well(strategy: str) -> None:
+    run_ranks(offloads, num_ranks=2, args=(strategy,))
+
+
+class Averaging(torch.optim.SGD):
+    """As schedule-free optimizers: `eval` puts averages in place of the parameters, `train` puts them back."""
+
+    training = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["average"] = (
+                    parameter.clone() if "average" not in state else state["average"].lerp(parameter, 0.5)
+                )
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        if self.training:
+            for parameter, state in self.state.items():
+                state["latest"] = parameter.clone()
+                parameter.copy_(state["average"])
+        self.training = False
+
+    @torch.no_grad()
+    def train(self) -> None:
+        if not self.training:
+            for parameter, state in self.state.items():
+                parameter.copy_(state["latest"])
+        self.training = True
+
+
+def averaging(parameters: Any) -> Optimizer:
+    return Averaging(parameters, lr=0.1)
+
+
+def swaps(rank: int, strategy: str) -> None:
+    def swap(model: Any, optimizer: Any) -> None:
+        optimizer.eval()
+        with torch.no_grad():
+            losses.append(cross_entropy(model, MODELS["gpt"]()[1](9, rank)).item())
+        optimizer.train()
+
+    losses: list[float] = []
+    expected = train(rank, Plan(strategy="ddp"), between=swap, make_optimizer=averaging)
+    evaluated, losses = losses, []
+    assert_same(train(rank, Plan(strategy=strategy), between=swap, make_optimizer=averaging), expected)
+    assert losses == evaluated
+
+
+@pytest.mark.parametrize("strategy", [*IN_SLICES, *FREED])
+def test_an_optimizer_that_swaps_values_for_evaluation_does_so_on_every_rank(strategy: str) -> None:
+    run_ranks(swaps, num_ranks=2, args=(strategy,))
