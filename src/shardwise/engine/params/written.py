@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.params.guard import unguarded
 from shardwise.engine.params.slice_writes import Slice
 from shardwise.errors import InvalidModel
 from shardwise.placement import SHARDED
@@ -44,7 +45,7 @@ class Writes:
 
     def settled(self) -> None:
         """From here on a write is not the engine's."""
-        self._counts = [parameter._version for parameter in self._params]
+        self._counts = self._count()
         for flat in self._copied:
             flat.touched = False
         for flat in self._sliced:
@@ -85,9 +86,13 @@ class Writes:
                 )
         self.settled()
 
+    def _count(self) -> list[int]:
+        with unguarded():
+            return [parameter._version for parameter in self._params]
+
     def _take_over(self, *, but: Sequence[FlatParams]) -> bool:
         """The masters of written parameters follow; refused where slices of the same buffer were written as well."""
-        counts = [parameter._version for parameter in self._params]
+        counts = self._count()
         if counts == self._counts and not any(flat.touched for flat in self._copied):
             return False
         changed = {id(p) for p, now, then in zip(self._params, counts, self._counts, strict=True) if now != then}
