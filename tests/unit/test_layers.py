@@ -12,6 +12,7 @@ SOURCE = Path(shardwise.__file__).parent
 # From the bottom up. A row may import itself and the rows before it.
 ROWS: list[set[str]] = [
     {"errors", "atomic", "regular_file", "toml_file"},
+    {"autopsy"},
     {
         *("placement", "mesh", "policy", "patterns", "dtypes", "layout", "categories", "quantities", "span"),
         *("engine_limits", "plan"),
@@ -40,6 +41,8 @@ ROWS: list[set[str]] = [
 ]
 WITHOUT_TORCH = [
     "shardwise",
+    "shardwise.autopsy.record_folder",
+    "shardwise.autopsy.findings",
     "shardwise.cli.app",
     "shardwise.comm.job_environment",
     "shardwise.data.sampler",

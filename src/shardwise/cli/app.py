@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from shardwise import __version__
+from shardwise.cli.autopsy import autopsy
 from shardwise.cli.bench import bench
 from shardwise.cli.calibrate import calibrate
 from shardwise.cli.checkpoint import checkpoint
@@ -40,6 +41,7 @@ app.command()(profile)
 app.command()(train)
 app.command()(bench)
 app.command()(report)
+app.command()(autopsy)
 app.add_typer(checkpoint, name="checkpoint")
 
 

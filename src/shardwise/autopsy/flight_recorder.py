@@ -1,0 +1,94 @@
+"""Dumps of PyTorch's flight recorder: a ring of the collectives that a process has issued, one file per rank.
+
+With TORCH_FR_BUFFER_SIZE set, NCCL's watchdog writes one when a collective times out. The files are pickles (or JSON),
+and may come from anybody: only plain values are read.
+"""
+
+import io
+import json
+import os
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.autopsy.record import GroupRecord, Issued, RankRecord
+from shardwise.errors import InvalidData
+from shardwise.regular_file import open_to_read
+
+# A ring of 2,000 collectives with their stacks takes about 2 MiB.
+_MOST_BYTES = 1 << 28
+# Frames of the libraries between the user's code and the backend.
+_NOT_THE_USERS = re.compile(r"[/\\](torch|shardwise)[/\\]")
+
+
+class _PlainValues(pickle.Unpickler):
+    """Reads numbers, text, lists and dicts; a dump has nothing else in it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module}.{name}, and a dump holds plain values only")
+
+
+def read_dump(path: Path) -> RankRecord:
+    """One rank's record. Its rank is the number at the end of the file's name, as PyTorch names them."""
+    number = re.search(r"(\d+)$", path.name.removesuffix(".json").removesuffix(".pickle"))
+    if number is None:
+        raise InvalidData(f"{path}: a flight recorder's dump ends in its rank, as nccl_trace_rank_0 does")
+    try:
+        with os.fdopen(open_to_read(path), "rb") as file:
+            found = _values(file.read(_MOST_BYTES))
+        return RankRecord(rank=int(number[1]), groups=_groups(found))
+    except OSError as error:
+        raise InvalidData(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, pickle.UnpicklingError) as error:
+        raise InvalidData(f"{path} is not a dump of PyTorch's flight recorder: {error}") from error
+
+
+def _values(content: bytes) -> dict[str, Any]:
+    found = json.loads(content) if content[:1] == b"{" else _PlainValues(io.BytesIO(content)).load()
+    if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
+        raise ValueError("it has no entries")
+    return found
+
+
+def _groups(found: Mapping[str, Any]) -> dict[str, GroupRecord]:
+    issued: dict[str, dict[int, Issued]] = {}
+    for entry in found["entries"]:
+        if entry.get("is_p2p"):
+            # Sends and receives are between two ranks; their numbers are not the group's.
+            continue
+        name, description = entry["process_group"]
+        one = Issued(
+            number=int(entry["collective_seq_id"]),
+            name=_name(entry),
+            ended=entry.get("state") == "completed" or bool(entry.get("retired")),
+            place=_place(entry.get("frames") or []),
+        )
+        issued.setdefault(str(description or name), {})[one.number] = one
+    members = {str(config.get("desc") or key): config for key, config in (found.get("pg_config") or {}).items()}
+    return {
+        group: GroupRecord(ranks=_ranks(members.get(group, {})), issued=[numbered[key] for key in sorted(numbered)])
+        for group, numbered in issued.items()
+    }
+
+
+def _ranks(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """torch writes them as text, `[0, 1]`."""
+    ranks = config.get("ranks", ())
+    return tuple(map(int, re.findall(r"\d+", ranks) if isinstance(ranks, str) else ranks))
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    operation = str(entry["profiling_name"]).rpartition(":")[2]
+    sizes = [" × ".join(map(str, size)) or "one number" for size in entry.get("input_sizes") or ()]
+    dtypes = [str(dtype) for dtype in entry.get("input_dtypes") or ()]
+    return " ".join([operation, ", ".join(sizes), "/".join(sorted(set(dtypes)))]).strip()
+
+
+def _place(frames: list[Mapping[str, Any]]) -> str:
+    """The innermost line that is not a library's: frames begin with the innermost."""
+    for frame in frames:
+        if not _NOT_THE_USERS.search(str(frame["filename"])):
+            return f"{Path(str(frame['filename'])).name}:{frame['line']} in {frame['name']}"
+    return ""
