@@ -93,6 +93,9 @@ def plan(
         print(json.dumps(_data(shown), indent=2))
     else:
         _show(shown)
+    if chosen.reason is Reason.NOTHING_FITS:
+        # So that a script does not go on with a plan that is none.
+        raise typer.Exit(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

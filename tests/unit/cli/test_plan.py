@@ -57,8 +57,8 @@ def test_the_table_says_what_fits_and_which_to_take(capfd: pytest.CaptureFixture
     assert lines == {"no", "yes"}
 
 
-def test_what_does_not_fit_names_a_way_out(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "2") == 0
+def test_what_does_not_fit_names_a_way_out_and_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "2") == 1
     assert "fits with --recompute" in capfd.readouterr().out
 
 
@@ -68,6 +68,9 @@ def test_the_timeline_is_shown_and_in_the_json(capfd: pytest.CaptureFixture[str]
     lanes = [line for line in capfd.readouterr().out.splitlines() if line.startswith(("compute", "gather", "reduce"))]
     assert [len(lane) for lane in lanes] == [80, 80, 80]
     assert set("FB") <= set(lanes[0])
+    # Short as they are, they are to be seen.
+    assert set(lanes[1][8:]) - {"·"}
+    assert set(lanes[2][8:]) - {"·"}
     data = as_json(capfd, *arguments)
     (candidate,) = data["candidates"]
     assert {span["queue"] for span in data["timeline"]} == {"compute", "gather", "reduce"}

@@ -1,6 +1,6 @@
 """Plans for a cluster, each at its best batch and mesh: what they cost, and what would fit if none does."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log2
 
@@ -203,46 +203,62 @@ def way_out(
     spec_for: SpecFor, *, plan: Plan, strategies: Sequence[str], cluster: Cluster, optimizer: str
 ) -> Candidate | None:
     """The smallest change of the plan or the cluster that fits; None where nothing that is known helps."""
-    for changed, changed_strategies, changed_cluster in _changes(plan, strategies=strategies, cluster=cluster):
-        for strategy in changed_strategies:
-            chosen = replace(changed, strategy=strategy, mesh=Mesh(shard=changed_cluster.num_ranks))
-            if LIMITS[plan.engine].why_not(chosen) is not None:
-                continue
-            found = cost(spec_for(chosen), plan=chosen, cluster=changed_cluster, optimizer=optimizer)
-            if found.fits == "yes":
-                return found
-    return None
+
+    def fitting(changes: Iterable[Changed]) -> Iterator[Candidate]:
+        for changed, changed_strategies, changed_cluster in changes:
+            for strategy in changed_strategies:
+                chosen = replace(changed, strategy=strategy, mesh=Mesh(shard=changed_cluster.num_ranks))
+                if LIMITS[plan.engine].why_not(chosen) is not None:
+                    continue
+                spec = spec_for(chosen)
+                if chosen.micro_batch is None:
+                    most = largest_batch(spec, plan=chosen, cluster=changed_cluster, optimizer=optimizer)
+                    chosen = replace(chosen, micro_batch=min(most, max(1, (plan.micro_batch or 1) - 1)))
+                found = cost(spec, plan=chosen, cluster=changed_cluster, optimizer=optimizer)
+                if found.fits == "yes":
+                    yield found
+
+    of_plan = next(fitting(_changes(plan, strategies=strategies, cluster=cluster)), None)
+    if of_plan is not None:
+        return of_plan
+    for change in _smaller(plan, cluster=cluster):
+        smaller = max(fitting([change]), key=lambda found: found.batch, default=None)
+        if smaller is not None:
+            return smaller
+    return next(fitting(_larger(plan, cluster=cluster)), None)
 
 
 Changed = tuple[Plan, Sequence[str], Cluster]
-"""A plan, the strategies to try with it, and a cluster."""
+"""A plan, the strategies to try with it, and a cluster. Without a micro-batch: the largest that fits."""
 
 
 def _changes(plan: Plan, *, strategies: Sequence[str], cluster: Cluster) -> list[Changed]:
-    """Changes from the smallest to the largest; each with a batch."""
-    batch = plan.micro_batch or 1
-    at = replace(plan, micro_batch=batch)
-    # The last one shards the most.
+    """Other plans of the same batch, from the smallest change to the largest."""
+    at = replace(plan, micro_batch=plan.micro_batch or 1)
     every = strategies_of(plan.engine)
     found: list[Changed] = [(at, [name for name in every if name not in strategies], cluster)]
     if plan.precision == "fp32":
         found.append((replace(at, precision="bf16"), every, cluster))
-    found += [(replace(at, recompute=recompute), every, cluster) for recompute in ("selective", "full")]
-    for recompute in (plan.recompute, "full"):
-        for smaller in _halves(batch):
-            found.append((replace(plan, micro_batch=smaller, recompute=recompute), every, cluster))
-    for recompute in (plan.recompute, "full"):
-        for larger in _doubles(cluster):
-            found.append((replace(plan, micro_batch=1, recompute=recompute), every[-1:], larger))
-    return found
+    return found + [(replace(at, recompute=recompute), every, cluster) for recompute in ("selective", "full")]
 
 
-def _halves(batch: int) -> list[int]:
-    found = []
-    while batch > 1:
-        batch //= 2
-        found.append(batch)
-    return found
+def _smaller(plan: Plan, *, cluster: Cluster) -> list[Changed]:
+    """The same with a smaller batch, if there is one."""
+    if (plan.micro_batch or 1) == 1:
+        return []
+    every = strategies_of(plan.engine)
+    return [
+        (replace(plan, micro_batch=None, recompute=recompute), every, cluster) for recompute in (plan.recompute, "full")
+    ]
+
+
+def _larger(plan: Plan, *, cluster: Cluster) -> list[Changed]:
+    """More devices, with the strategy that shards the most: the last one."""
+    return [
+        (replace(plan, micro_batch=1, recompute=recompute), strategies_of(plan.engine)[-1:], larger)
+        for recompute in (plan.recompute, "full")
+        for larger in _doubles(cluster)
+    ]
 
 
 def _doubles(cluster: Cluster) -> list[Cluster]:

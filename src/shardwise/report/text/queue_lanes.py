@@ -11,13 +11,19 @@ _OTHER = "c"
 
 
 def as_lanes(spans: Sequence[Span], *, width: int = _WIDTH) -> str:
-    """One line per queue; a column shows what most of its time went to, a dot that the queue was idle."""
+    """One line per queue; a column shows what took most of it, `:` that the queue was busy for less than half of it."""
     end = max((span.end for span in spans), default=0.0)
     if not end:
         return ""
     lines = [f"{queue:8}{_lane([s for s in spans if s.queue == queue], end=end, width=width)}" for queue in QUEUES]
     scale = f"{'':8}0{seconds_text(end):>{width - 1}}"
-    return "\n".join([*lines, scale, "F forward  B backward  U update  c copy  g gather  r reduce  · idle"])
+    return "\n".join(
+        [
+            *lines,
+            scale,
+            "F forward  B backward  U update  c copy  g gather  r reduce  : less than half of a column  · idle",
+        ]
+    )
 
 
 def _lane(spans: Sequence[Span], *, end: float, width: int) -> str:
@@ -32,9 +38,10 @@ def _lane(spans: Sequence[Span], *, end: float, width: int) -> str:
 
 
 def _sign(column: dict[str, float]) -> str:
-    """What took most of a column, if anything took half of it."""
-    if sum(column.values()) < 0.5:
-        return "·"
+    """What took most of a column, if the queue was busy for half of it."""
+    busy = sum(column.values())
+    if busy < 0.5:
+        return ":" if busy else "·"
     return max(column, key=lambda letter: column[letter])
 
 

@@ -1,5 +1,7 @@
 """The search: the most that fits, the meshes that are tried, and what would fit if nothing does."""
 
+from dataclasses import replace
+
 import pytest
 from planned_specs import spec_for
 
@@ -107,6 +109,17 @@ def test_a_way_out_fits_and_changes_as_little_as_can_be(
     differs |= {"strategy"} if found.plan.strategy not in strategies else set()
     differs |= {"devices"} if found.cluster.num_ranks != on(cluster).num_ranks else set()
     assert differs == changed
+
+
+def test_the_smaller_micro_batch_of_a_way_out_is_the_largest_that_fits() -> None:
+    source, cluster = Source("llama-3.1-8b"), on("8xh100-80gb")
+    plan = Plan(precision="bf16", recompute="full", micro_batch=6)
+    found = way_out(source.spec_for, plan=plan, strategies=EVERY, cluster=cluster, optimizer="adamw")
+    assert found is not None
+    larger = replace(found.plan, micro_batch=found.batch + 1)
+    assert cost(source.spec_for(larger), plan=larger, cluster=cluster, optimizer="adamw").fits != "yes"
+    # Halving would have gone from 6 to 3.
+    assert found.batch == 4
 
 
 def test_torchs_engine_finds_no_way_out_that_it_cannot_run() -> None:
