@@ -1,10 +1,13 @@
 """One plan of one model, ready for the replay: bytes of states, peaks of streams, and what its engine allocates."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 from shardwise.categories import CATEGORIES
+from shardwise.dtypes import PRECISIONS
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
 from shardwise.planner.engine_model import EngineModel, engine_model_of
@@ -57,6 +60,17 @@ class Job:
     @cached_property
     def engine(self) -> EngineModel:
         return engine_model_of(self.plan)
+
+    @cached_property
+    def precision(self) -> str:
+        """What most of the model multiplies in: the plan's; under `native` that of most parameters."""
+        if self.plan.precision != "native":
+            return self.plan.precision
+        num_elements: Counter[str] = Counter()
+        for param in (param for unit in self.spec.units for param in unit.params):
+            num_elements[param.dtype] += prod(param.shape)
+        words = {dtype: word for word, dtype in PRECISIONS.items()}
+        return words.get(max(num_elements, key=lambda dtype: num_elements[dtype], default="float32"), "fp32")
 
     @cached_property
     def placements(self) -> Mapping[str, Placement]:

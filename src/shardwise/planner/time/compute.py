@@ -110,19 +110,18 @@ def op_seconds(op: Op, *, batch: int, seq: int | None, precision: str, device: D
 
 def kernel_of(op: Op, *, batch: int, seq: int | None, precision: str, backward: bool = False) -> Kernel:
     """The kernel that does an operation."""
-    dtype = precision if precision in ("bf16", "fp16") else "fp32"
     num_flops, line = float(op.num_flops.at(batch=batch, seq=seq)), op.num_bytes.line(seq)
     num_bytes = float(line.at(batch))
     name = _KERNELS.get(op.name, op.name)
     dims = tuple(float(dim.at(batch=batch, seq=seq)) for dim in op.dims)
     if name == "matmul":
         role = "weight" if any(op.dims[-1].terms[3:]) else "input" if backward else "forward"
-        return product(dtype, dims if len(dims) == 4 else (1.0, *dims), role=role, num_bytes=num_bytes)
+        return product(precision, dims if len(dims) == 4 else (1.0, *dims), role=role, num_bytes=num_bytes)
     if name.startswith("_scaled_dot_product") and dims:
         is_backward = name.endswith("_backward")
-        return attention(dtype, dims, backward=is_backward, num_flops=num_flops, num_bytes=num_bytes)
+        return attention(precision, dims, backward=is_backward, num_flops=num_flops, num_bytes=num_bytes)
     if name.startswith("convolution") and num_flops:
-        return _convolution(name, dtype, num_flops=num_flops, num_bytes=num_bytes, weight_bytes=line.const)
+        return _convolution(name, precision, num_flops=num_flops, num_bytes=num_bytes, weight_bytes=line.const)
     columns = 1.0
     if name in _COLUMN_BYTES:
         # What does not grow with the batch is there once a column.
@@ -132,8 +131,8 @@ def kernel_of(op: Op, *, batch: int, seq: int | None, precision: str, backward: 
         num_bytes = 2.0 * line.per_sample * batch
     num_bytes *= _MOVED.get(op.name, 1.0)
     # A batch norm is bound by its elements, and found among those that were measured by their bytes in 16 bits.
-    size = num_bytes / 2 if name.startswith("batch_norm") and dtype == "fp32" else num_bytes
-    return Kernel(name, dtype if num_flops else "", num_flops, num_bytes, (max(size, 1.0), columns))
+    size = num_bytes / 2 if name.startswith("batch_norm") and precision == "fp32" else num_bytes
+    return Kernel(name, precision if num_flops else "", num_flops, num_bytes, (max(size, 1.0), columns))
 
 
 def _convolution(name: str, dtype: str, *, num_flops: float, num_bytes: float, weight_bytes: float) -> Kernel:

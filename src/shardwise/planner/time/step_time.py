@@ -229,8 +229,7 @@ def _step(queues: Queues, *, schedule: Schedule, works: list[Work], plan: Plan) 
 
 def _mfu(prepared: _Prepared, *, samples: int, step_seconds: float) -> float | None:
     """Three times the operations of forward, over what the device could have done; nothing is counted twice."""
-    plan, device = prepared.job.plan, prepared.cluster.device
-    peak = device.flops_per_s(plan.precision if plan.precision in ("bf16", "fp16") else "fp32")
+    peak = prepared.cluster.device.flops_per_s(prepared.job.precision)
     if peak is None:
         return None
     return 3 * prepared.pieces.forward_flops.at(samples) / (step_seconds * peak.value)

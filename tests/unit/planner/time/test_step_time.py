@@ -22,6 +22,7 @@ from shardwise.planner.time.step_time import (
     why_not_timed,
 )
 from shardwise.planner.traffic import sent_bytes
+from shardwise.spec import UnitSpec
 
 FULL = Plan(precision="bf16", recompute="full")
 SPEC = spec_for("gpt2-1.5b", FULL, Plan(precision="bf16", strategy="ddp", engine="torch"))
@@ -197,3 +198,14 @@ def test_what_cannot_be_timed_says_why() -> None:
     offloaded = replace(plan, offload_activations=True)
     assert "offloading" in str(why_not_timed(SPEC, plan=offloaded, cluster=node))
     assert estimate_time(SPEC, plan=offloaded, cluster=node) is None
+
+
+def test_a_bf16_model_that_keeps_its_own_dtypes_is_timed_as_bf16() -> None:
+    def in_bf16(unit: UnitSpec) -> UnitSpec:
+        return replace(unit, params=tuple(replace(param, dtype="bfloat16") for param in unit.params))
+
+    own = replace(SPEC, units=tuple(map(in_bf16, SPEC.units)))
+    native = estimate_time(own, plan=plan_of("ddp", precision="native"), cluster=cluster_of("8xh100-80gb"))
+    assert native is not None
+    # There is no master to update besides; products take as long.
+    assert 0.8 < native.step_seconds / timed(plan_of("ddp")).step_seconds <= 1.0
