@@ -14,7 +14,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from whole import whole
 
 from shardwise.comm.absent import absent_group, leave_out_reduce
-from shardwise.engines import prepare
+from shardwise.engines import accumulate, prepare
 from shardwise.mesh import Mesh
 from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, Shape, ViTShape
 from shardwise.placement import STRATEGIES
@@ -106,8 +106,10 @@ def _measure(name: str, plan: Plan) -> tuple[int, int]:
         batch = task.make_batch(SHAPES[name][1])
         for _ in range(NUM_STEPS):
             with live.phase("step"):
-                loss = task.loss(model, batch)
-                loss.backward()
+                for number in range(1, plan.accumulate + 1):
+                    with accumulate(model, enabled=number < plan.accumulate):
+                        loss = task.loss(model, batch)
+                        loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
             del loss
@@ -135,7 +137,9 @@ def compare(name: str, plans: list[Plan], results: list[tuple[int, int]], *, num
         predicted = predict(name, plan, num_ranks=num_ranks)
         what = (name, plan.strategy, plan.precision, plan.recompute, predicted.peak_at, predicted.breakdown_bytes)
         assert predicted.allocated_bytes == pytest.approx(peak, rel=0.01), what
-        assert predicted.at_rest_bytes == pytest.approx(rest, rel=0.01), what
+        # In an accumulation it is what the last pass begins with.
+        if plan.accumulate == 1:
+            assert predicted.at_rest_bytes == pytest.approx(rest, rel=0.01), what
 
 
 @pytest.mark.parametrize("num_ranks", [2, *whole(1)])
@@ -175,6 +179,14 @@ def rehearsed(rank: int, name: str, plans: list[Plan], num_ranks: int) -> list[t
 def test_and_of_torchs_own_engines(num_ranks: int) -> None:
     plans = [Plan(strategy=strategy, engine="torch") for strategy in ("ddp", "shard_grad_op", "fsdp")]
     compare("llama", plans, run_ranks(rehearsed, num_ranks=1, args=("llama", plans, num_ranks))[0], num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("engine", ["shardwise", "torch"])
+def test_and_of_several_passes(engine: str, num_ranks: int) -> None:
+    strategies = ("ddp", "shard_grad_op", "fsdp") if engine == "torch" else STRATEGIES
+    plans = [Plan(strategy=strategy, engine=engine, accumulate=3) for strategy in strategies]
+    compare("gpt", plans, run_ranks(rehearsed, num_ranks=1, args=("gpt", plans, num_ranks))[0], num_ranks=num_ranks)
 
 
 def test_slices_that_are_under_way_over_a_second_axis_are_predicted_to_the_byte() -> None:

@@ -73,7 +73,8 @@ class UnitStates:
     held      the single allocations of the rest of `params` and `optim`
 
     Where a gather is copied out of a buffer (fully_shard): `flat`, that buffer; `copy_in`, what it is filled from; and
-    `outputs`, the single allocations of `full`.
+    `outputs`, the single allocations of `full`. Of torch's engines: `gradients`, whole and one by one, as DDP puts them
+    into buckets, and as fully_shard keeps them between the passes of a step.
     """
 
     full: int
@@ -90,6 +91,7 @@ class UnitStates:
     flat: int = 0
     copy_in: int = 0
     outputs: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
 
 
 def unit_states(

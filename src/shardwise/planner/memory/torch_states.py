@@ -38,6 +38,7 @@ def ddp_states(
         owned=sum(trainable),
         largest=max(trainable, default=0),
         buffers=sum(rounded(buffer.num_bytes, rules=rules) for buffer in unit.buffers),
+        gradients=tuple(rounded(size, rules=rules) for size in trainable),
     )
 
 
@@ -56,9 +57,9 @@ def fully_shard_states(
     trainable = [size for param, size in stepped if param.trainable]
     computes = [(count, _compute_bytes(param, plan=plan)) for param, count in shards]
     casts = any(size != _master_bytes(param, plan=plan) for (_, size), param in zip(computes, unit.params, strict=True))
-    reduced = (
-        sum(count for param, count in shards if param.trainable) * BYTES_PER_ELEMENT[PRECISIONS[plan.reduce_dtype]]
-    )
+    reduce_bytes = BYTES_PER_ELEMENT[PRECISIONS[plan.reduce_dtype]]
+    reduced = sum(count for param, count in shards if param.trainable) * reduce_bytes
+    whole = [param.num_elements * reduce_bytes for param in unit.params if param.trainable]
     held = tuple(rounded(size, rules=rules) for _, size in stepped)
     moments = moment_bytes(trainable, optimizer=optimizer, rules=rules)
     outputs = tuple(rounded(num_slices * count * size, rules=rules) for count, size in computes)
@@ -81,6 +82,7 @@ def fully_shard_states(
         flat=flat,
         copy_in=copy_in if casts else 0,
         outputs=outputs,
+        gradients=tuple(rounded(size, rules=rules) for size in whole),
     )
 
 

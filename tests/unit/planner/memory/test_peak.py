@@ -18,8 +18,10 @@ from shardwise.planner.memory.constants import RULES
 from shardwise.planner.memory.peak import _traces
 from shardwise.planner.memory.states import optimizer_of
 from shardwise.sources import states_only
+from shardwise.spec import UnitSpec
 
 PLANS = [
+    *(Plan(precision="bf16", strategy=name, engine="torch", accumulate=3) for name in ("ddp", "shard_grad_op", "fsdp")),
     *(Plan(strategy=strategy, precision="bf16") for strategy in STRATEGIES),
     Plan(precision="bf16", recompute="full", prefetch=3),
     Plan(precision="bf16", recompute="selective", reduces_in_flight=2),
@@ -147,3 +149,15 @@ def test_torchs_engines_are_replayed_without_a_trace(strategy: str) -> None:
     found = estimate(states_only("params:350m"), plan=Plan(strategy=strategy, engine="torch"), num_ranks=8, batch=1)
     assert sum(found.breakdown_bytes.values()) == found.allocated_bytes
     assert bool(found.breakdown_bytes["gathered"]) is (strategy != "ddp")
+
+
+def test_ddp_reserves_no_buckets_for_frozen_parameters() -> None:
+    def frozen(unit: UnitSpec) -> UnitSpec:
+        return replace(unit, params=tuple(replace(param, trainable=False) for param in unit.params))
+
+    plan = Plan(strategy="ddp", engine="torch", precision="bf16")
+    spec = spec_for("gpt2-124m", plan)
+    adapted = replace(spec, units=tuple(frozen(unit) if unit.name != "blocks.0" else unit for unit in spec.units))
+    predicted = estimate(adapted, plan=plan, num_ranks=2, batch=1)
+    # A bucket's place for each of the frozen ones would add a quarter.
+    assert predicted.reserved_bytes < 1.1 * predicted.allocated_bytes

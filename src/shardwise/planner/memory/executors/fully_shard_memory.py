@@ -2,7 +2,8 @@
 
 A gather fills one flat buffer, which is then copied out, parameter by parameter. In forward the flat buffer stays until
 the next unit's has come; in backward it goes at once. Gradients are copied into one buffer in the reduce dtype, which
-stays until the next unit's are there. One rank gathers nothing.
+stays until the next unit's are there. Between the passes of a step they are kept whole, each by itself, in the reduce
+dtype. One rank gathers nothing.
 """
 
 from collections.abc import Mapping
@@ -66,10 +67,17 @@ class FullyShardMemory:
         return unit in self.ready
 
     def at_rest(self) -> Mapping[str, int]:
-        return {}
+        setting = self.setting
+        return {"grads": sum(setting.weight(unit) * self._kept_grads(unit) for unit in setting.states)}
 
     def buffers_at_rest(self) -> list[int]:
-        return []
+        if self.setting.plan.accumulate == 1:
+            return []
+        return [size for states in self.setting.states.values() for size in states.gradients]
+
+    def _kept_grads(self, unit: str) -> int:
+        """Gradients of earlier passes."""
+        return sum(self.setting.states[unit].gradients) if self.setting.plan.accumulate > 1 else 0
 
     # Parameters
 
@@ -131,7 +139,13 @@ class FullyShardMemory:
     # Gradients
 
     def _take_grads(self, unit: str) -> None:
-        self.changes += (Change("reduce", self.setting.states[unit].reduce), TakeGrads(unit=unit))
+        kept, buffer = self._kept_grads(unit), Change("reduce", self.setting.states[unit].reduce)
+        if not kept:
+            self.changes += (buffer, TakeGrads(unit=unit))
+            return
+        # Added to those of earlier passes, which go into the buffer.
+        self.changes += (TakeGrads(unit=unit), buffer, Change("grads", -kept))
+        self.changes.append(Change("grads", -self.setting.left_out(unit) * kept, is_beside=True))
 
     def _reduce(self, bucket: str) -> None:
         for unit in self._members[bucket]:
