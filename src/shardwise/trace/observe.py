@@ -22,6 +22,7 @@ from shardwise.trace.fake import COMPUTE_DTYPES, fake_batch, fake_model
 from shardwise.trace.gpu_kernels import IN_FP32, SCRATCH, GpuKernels
 from shardwise.trace.patch import replaced_forward
 from shardwise.trace.recorder import OpRecorder, TraceEntry
+from shardwise.trace.values import KnownValues, answers_as_eager
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +64,19 @@ def observe(task: TracedTask, *, way: Way, batch_size: int, runs: Sequence[Run])
     kernels = GpuKernels(recorder) if way.device == "cuda" else nullcontext()
     skipper = Skipper(task.units, runs=runs)
     marks = _Marks(recorder, skipper=skipper)
+    values = KnownValues()
     with ExitStack() as stack:
         stack.enter_context(fake_model(task.model, mode=mode, computes_in=way.computes_in, without=skipper.skipped))
-        batch = fake_batch(_made(task, batch_size), mode=mode)
+        made = _made(task, batch_size)
+        batch = fake_batch(made, mode=mode)
+        values.know(batch, made)
         batch_bytes = _ignore_what_is_there(task, batch, recorder=recorder)
         stack.enter_context(_recomputing(task, how=way.recompute, kernels=kernels))
         stack.enter_context(skipper.at_work())
         stack.enter_context(_casting(task.model, way=way))
+        stack.enter_context(answers_as_eager())
         stack.enter_context(mode)
+        stack.enter_context(values)
         stack.enter_context(recorder)
         stack.enter_context(kernels)
         if way.recompute == "selective":
