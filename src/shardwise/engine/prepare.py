@@ -29,6 +29,7 @@ from shardwise.engine.params.unit import Unit
 from shardwise.engine.pass_state import PassState
 from shardwise.engine.prepared.prepared_module import become_prepared
 from shardwise.engine.refuse import check_model
+from shardwise.engine.step.first_inputs import FirstInputs
 from shardwise.engine.step.learn import FirstForward
 from shardwise.engine.step.runner import Runner
 from shardwise.engine.tape import Tape
@@ -112,7 +113,7 @@ def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting,
     owned = _owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
     if optimizer is not None:
         owned.adopt(optimizer)
-    handles = attach_casts(model, plan=plan)
+    handles = [*attach_casts(model, plan=plan), *runner.inputs.watch(model)]
     engine = Engine(
         plan=plan,
         groups=setting.groups,
@@ -154,6 +155,7 @@ def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> R
         make_bucket=make_bucket,
         make_first_forward=lambda: FirstForward(units, exchange=partial(exchange, group=groups.gather)),
         gather_seen=exchange,
+        inputs=FirstInputs(),
         broadcast_buffers=broadcast,
         flags=UsedFlags(units.values(), device=setting.device, groups=groups, collectives=collectives, tape=tape),
         passes=passes,

@@ -19,11 +19,15 @@ _END = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What one rank saw in its first forward: its calls, how backward will come to each unit, what is whole now."""
+    """What one rank saw in its first forward: its calls, how backward will come to each unit, what is whole now.
+
+    inputs   a digest of what the model was given (first_inputs.py)
+    """
 
     calls: tuple[str, ...]
     backward: Mapping[str, str]
     whole: frozenset[str]
+    inputs: str | None = None
 
 
 class FirstForward:
