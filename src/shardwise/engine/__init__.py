@@ -3,7 +3,8 @@
 From the bottom up; each imports only what stands above it here.
 
 tape.py         the operations that a run issued; pass_state.py: how a pass counts; transfer.py: copies to the host
-params/         flat buffers (flat.py), guards against reading what is freed, casts; unit.py: a unit at work
+params/         flat buffers (flat.py), guards against reading what is freed, casts, what a quantised weight carries;
+                unit.py: a unit at work
 grads/          the buffers that gradients are reduced in (segment.py, bucket.py), and which parameters were used
 activations/    recompute and offload
 optimizer/      what a rank's optimizer steps; the fp16 scaler

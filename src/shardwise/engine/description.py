@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from shardwise.engine.params.carried import describe_carried
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.spec import ModelSpec
@@ -26,4 +27,5 @@ def describe(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> str:
     for unit in spec.units:
         lines += [f"{p.name} {list(p.shape)} {p.dtype} trainable={p.trainable}" for p in unit.params]
     lines += [f"buffer {name} {list(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
+    lines += describe_carried(model)
     return "\n".join(lines)
