@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.agreement import agree
 from shardwise.comm.join import join_job
-from shardwise.engine.description import asked_device, describe
+from shardwise.engine.description import asked_device, check_precision, describe
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.optimizer.known import StaleOptimizer, describe_optimizer
 from shardwise.engine.params.carried import broadcast_carried
@@ -138,6 +138,7 @@ def _description(
     spec = model_spec(model, policy=plan.units)
     placements = plan.placements(unit.name for unit in spec.units)
     check_plan(plan, placements=placements)
+    check_precision(model, plan=plan)
     if placements[ROOT].params is SHARDED:
         check_sharded(spec, plan=plan)
     else:
