@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -454,15 +455,17 @@ def test_preparing_or_wrapping_what_is_prepared_is_refused(strategy: str) -> Non
 
 
 def in_float64(rank: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 4)).double()
-    assert "0.weight is float64, and precision = 'fp32' would make it float32: set precision = 'native'" in line(
-        lambda: prepare(model, None, Plan())
-    )
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    for engine in ("shardwise", "torch"):
+        for precision in ("fp32", "bf16", "fp16"):
+            refused = line(partial(shardwise.prepare, model, None, Plan(precision=precision, engine=engine)))
+            assert refused.startswith(f"1.weight is float64, and precision = '{precision}' would make it float32")
+            assert "set precision = 'native'" in refused
     prepare(model, None, Plan(precision="native"))
-    assert model.state_dict()["0.weight"].dtype is torch.float64
+    assert model.state_dict()["1.weight"].dtype is torch.float64
 
 
-def test_a_float64_model_is_not_made_float32_by_default() -> None:
+def test_a_float64_model_is_made_float32_under_no_precision() -> None:
     run_ranks(in_float64, num_ranks=1)
 
 

@@ -11,7 +11,7 @@ SOURCE = Path(shardwise.__file__).parent
 
 # From the bottom up. A row may import itself and the rows before it.
 ROWS: list[set[str]] = [
-    {"errors", "atomic", "regular_file", "toml_file"},
+    {"errors", "atomic", "regular_file", "toml_file", "json_form"},
     {"autopsy"},
     {
         *("placement", "mesh", "policy", "patterns", "dtypes", "layout", "categories", "quantities", "span"),

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.atomic import atomic_write
+from shardwise.bench.results_form import check_bench
 from shardwise.errors import ShardwiseError
+from shardwise.json_form import WrongForm
 from shardwise.profile.memory_ledger import MemoryLedger
 from shardwise.span import Span
 
@@ -234,10 +236,9 @@ class Bench:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "Bench":
+        """Of data that are known to be of the right form (results_form.py)."""
         values = {name: value for name, value in data.items() if name != "format"}
         equivalence = values["equivalence"]
-        if values["recommended"] not in (None, *range(len(values["cases"]))):
-            raise ValueError(f"case {values['recommended']} of {len(values['cases'])} is recommended")
         return cls(
             **{
                 **values,
@@ -262,15 +263,17 @@ def load_bench(folder: Path) -> Bench:
         raise InvalidBench(
             f"{folder}: there is no {FILE} ({error.strerror}); `shardwise bench … --out DIR` makes one"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidBench(f"{path}: is not JSON ({error})") from error
     found = data.get("format") if isinstance(data, dict) else None
-    if found != _FORMAT:
-        raise InvalidBench(f"{path}: is of format {found}, and this Shardwise reads {_FORMAT}: run the bench again")
+    if isinstance(found, bool) or found != _FORMAT:
+        shown = found if isinstance(found, int) and abs(found) < 2**63 else f"{found!r:.40}"
+        raise InvalidBench(f"{path}: is of format {shown}, and this Shardwise reads {_FORMAT}: run the bench again")
     try:
-        return Bench.from_data(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InvalidBench(f"{path}: is damaged ({error!r})") from error
+        check_bench(data)
+    except WrongForm as error:
+        raise InvalidBench(f"{path}: is damaged: {error}; run the bench again") from error
+    return Bench.from_data(data)
 
 
 def _case(row: Mapping[str, Any]) -> CaseResult:

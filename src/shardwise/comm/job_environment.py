@@ -107,7 +107,7 @@ def _torchrun_rendezvous(start: Start, *, variables: Mapping[str, str]) -> Rende
     if STORE in variables:
         return Rendezvous(file=variables[STORE])
     return Rendezvous(
-        address=_text("MASTER_ADDR", variables),
+        address=_host(_text("MASTER_ADDR", variables)),
         port=_number("MASTER_PORT", variables),
         # Else the agent serves the store.
         serves=start.rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
@@ -137,7 +137,7 @@ def _slurm_rendezvous(start: Start, *, variables: Mapping[str, str]) -> Rendezvo
     port = 15000 + (job + 131 * step) % 16000
     local = start.num_nodes == 1
     return Rendezvous(
-        address=variables.get("MASTER_ADDR") or ("127.0.0.1" if local else _first_node(variables)),
+        address=_host(variables.get("MASTER_ADDR", "")) or ("127.0.0.1" if local else _first_node(variables)),
         port=_number("MASTER_PORT", variables, default=port),
         serves=start.rank == 0,
         local=local,
@@ -152,6 +152,11 @@ def _first_node(variables: Mapping[str, str]) -> str:
     if first is None:
         return _text("SLURM_LAUNCH_NODE_IPADDR", variables)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+
+
+def _host(address: str) -> str:
+    """An IPv6 address may stand in brackets, as in a URL."""
+    return address[1:-1] if address.startswith("[") and address.endswith("]") else address
 
 
 def _text(name: str, variables: Mapping[str, str]) -> str:

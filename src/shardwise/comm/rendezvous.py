@@ -3,6 +3,7 @@
 import errno
 import json
 import socket
+import threading
 import time
 from datetime import timedelta
 from uuid import uuid4
@@ -58,24 +59,73 @@ def _store(rendezvous: Rendezvous, *, num_ranks: int, limit_seconds: float) -> S
         return FileStore(rendezvous.file, num_ranks)
     if not rendezvous.address:
         return HashStore()
-    where = f"{rendezvous.address}:{rendezvous.port}"
     try:
-        listening = _listen(rendezvous) if rendezvous.serves and rendezvous.local else None
-        return TCPStore(
-            rendezvous.address,
-            rendezvous.port,
-            num_ranks,
-            is_master=rendezvous.serves,
-            timeout=timedelta(seconds=limit_seconds),
-            wait_for_workers=False,
-            # A process that joins again still serves its first store, as long as anything holds on to it.
-            multi_tenant=True,
-            master_listen_fd=listening,
-        )
+        if not rendezvous.serves:
+            return _connect(rendezvous, num_ranks=num_ranks, limit_seconds=limit_seconds)
+        listening = _listen(rendezvous) if rendezvous.local else None
+        return _tcp_store(rendezvous, num_ranks=num_ranks, limit_seconds=limit_seconds, listening=listening)
     except (OSError, dist.DistNetworkError) as error:
+        where = _where(rendezvous)
         if rendezvous.serves:
             raise InvalidJob(f"rank 0 cannot listen on {where}: set MASTER_PORT to a port that is free") from error
         raise RanksMissing(f"rank 0 of {num_ranks} was not at {where} within {limit_seconds:g} s: {_HINT}") from error
+
+
+def _tcp_store(
+    rendezvous: Rendezvous, *, num_ranks: int, limit_seconds: float, listening: int | None = None
+) -> TCPStore:
+    return TCPStore(
+        rendezvous.address,
+        rendezvous.port,
+        num_ranks,
+        is_master=rendezvous.serves,
+        timeout=timedelta(seconds=limit_seconds),
+        wait_for_workers=False,
+        # A process that joins again still serves its first store, as long as anything holds on to it.
+        multi_tenant=True,
+        master_listen_fd=listening,
+    )
+
+
+def _connect(rendezvous: Rendezvous, *, num_ranks: int, limit_seconds: float) -> TCPStore:
+    """The store that another process serves.
+
+    torch's own timeout does not hold where something takes the connection and never answers, and is waited for twice
+    where nobody does. So it connects in a thread, which is left to itself when the time is up.
+    """
+    outcome: list[TCPStore | BaseException] = []
+
+    def connect() -> None:
+        try:
+            outcome.append(_tcp_store(rendezvous, num_ranks=num_ranks, limit_seconds=limit_seconds))
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=connect, name="shardwise-connect", daemon=True)
+    thread.start()
+    thread.join(limit_seconds)
+    found = outcome[0] if outcome else TimeoutError(f"no answer within {limit_seconds:g} s")
+    if isinstance(found, TCPStore):
+        return found
+    if _takes_connections(rendezvous):
+        raise InvalidJob(
+            f"what listens on {_where(rendezvous)} did not answer as a store of rank 0 within {limit_seconds:g} s: "
+            "set MASTER_PORT to a port that nothing else uses, on all ranks"
+        ) from found
+    raise found
+
+
+def _takes_connections(rendezvous: Rendezvous) -> bool:
+    try:
+        socket.create_connection((rendezvous.address, rendezvous.port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _where(rendezvous: Rendezvous) -> str:
+    host = f"[{rendezvous.address}]" if ":" in rendezvous.address else rendezvous.address
+    return f"{host}:{rendezvous.port}"
 
 
 def _listen(rendezvous: Rendezvous) -> int | None:
@@ -84,7 +134,10 @@ def _listen(rendezvous: Rendezvous) -> int | None:
     None where the port is taken: if by an earlier store of this process, that one is shared.
     """
     try:
-        return socket.create_server((rendezvous.address, rendezvous.port)).detach()
+        known = socket.getaddrinfo(rendezvous.address, rendezvous.port, type=socket.SOCK_STREAM)
+        families = {family for family, *_ in known}
+        family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+        return socket.create_server((rendezvous.address, rendezvous.port), family=family).detach()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None

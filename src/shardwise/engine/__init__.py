@@ -3,13 +3,14 @@
 From the bottom up; each imports only what stands above it here.
 
 tape.py         the operations that a run issued; pass_state.py: how a pass counts; transfer.py: copies to the host
-params/         flat buffers (flat.py), guards against reading what is freed, what users write (written.py), casts;
+params/         flat buffers (flat.py), guards against reading what is freed, what users write (written.py), what a
+                quantised weight carries, casts;
                 unit.py: a unit at work
 grads/          the buffers that gradients are reduced in (segment.py, bucket.py), and which parameters were used
 activations/    recompute and offload
 optimizer/      what a rank's optimizer steps; the fp16 scaler
 step/           runner.py listens to the model's hooks and moves the program's cursor, executor.py does the rows on
-                tensors, learn.py finds the order of units in the first step
+                tensors, learn.py finds the order of units in the first step, first_inputs.py ranks with equal batches
 engine.py       what the model carries
 prepared/       what is asked of a prepared model: state dicts, clipping, accumulation, capture, what it holds
 prepare.py      puts it together; description.py: what ranks must have been given alike; refuse.py: models that it

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from shardwise.engine.params.carried import describe_carried
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.spec import ModelSpec
@@ -20,10 +21,23 @@ def asked_device(model: nn.Module, *, device: torch.device | str | None) -> torc
     return found.pop() if found else None
 
 
+def check_precision(model: nn.Module, *, plan: Plan) -> None:
+    """Refuse a float64 parameter unless the plan leaves dtypes alone: what the optimizer steps would be float32."""
+    if plan.precision == "native":
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.dtype is torch.float64:
+            raise InvalidModel(
+                f"{name} is float64, and precision = {plan.precision!r} would make it float32: set precision = "
+                "'native', or cast the model first (model.float())"
+            )
+
+
 def describe(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> str:
     """A plan and a model, a line each thing: equal on all ranks, or they would wait for each other in vain."""
     lines = [f"{name} = {value}" for name, value in plan.to_dict().items()]
     for unit in spec.units:
         lines += [f"{p.name} {list(p.shape)} {p.dtype} trainable={p.trainable}" for p in unit.params]
     lines += [f"buffer {name} {list(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
+    lines += describe_carried(model)
     return "\n".join(lines)

@@ -13,6 +13,8 @@ from shardwise.comm.groups import MeshGroups
 from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.guard import unguarded
+from shardwise.engine.params.loading import attach_loads
+from shardwise.engine.params.precision import attach_casts
 from shardwise.engine.pass_state import backward_without_forward
 from shardwise.engine.step.runner import Runner
 from shardwise.engine.tape import Tape
@@ -38,8 +40,13 @@ class Engine:
     # How long a rank waits for the others in what users may call on one rank by mistake.
     limit_seconds: float = 60.0
 
-    def attach(self) -> None:
+    def attach(self, model: nn.Module) -> None:
         """Listen to the model; until its first forward, to gradients that come without one."""
+        self.handles = [
+            *attach_casts(model, plan=self.plan),
+            *attach_loads(model, flats=self.flats),
+            *self.runner.inputs.watch(model),
+        ]
         self.runner.hooks.attach()
         while self.runner.watch:
             self.runner.watch.pop().remove()
@@ -63,7 +70,6 @@ class Engine:
         """Refuse to save what is not the model's state."""
         self.check_between_steps(what=what)
         self.runner.managed.check(thorough=True)
-        self.runner.writes.settle()
 
 
 def _refuse_grad(parameter: torch.Tensor) -> None:

@@ -23,15 +23,14 @@ from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.params.broadcast import broadcast_buffers, fill
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.host import HostCopies
-from shardwise.engine.params.loading import attach_loads
 from shardwise.engine.params.managed import ManagedParameters
-from shardwise.engine.params.precision import attach_casts, check_kept
+from shardwise.engine.params.precision import check_kept
 from shardwise.engine.params.unit import Unit
-from shardwise.engine.params.written import Writes
 from shardwise.engine.pass_state import PassState
 from shardwise.engine.prepared.prepared_module import become_prepared
 from shardwise.engine.refuse import check_model
 from shardwise.engine.step.edit import editing
+from shardwise.engine.step.first_inputs import FirstInputs
 from shardwise.engine.step.learn import FirstForward
 from shardwise.engine.step.runner import Runner
 from shardwise.engine.tape import Tape
@@ -115,7 +114,6 @@ def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting,
     owned = _owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
     if optimizer is not None:
         owned.adopt(optimizer)
-    handles = [*attach_casts(model, plan=plan), *attach_loads(model, flats=flats)]
     engine = Engine(
         plan=plan,
         groups=setting.groups,
@@ -125,10 +123,10 @@ def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting,
         owned=owned,
         tape=setting.tape,
         device=device,
-        handles=handles,
+        handles=[],
         undo=[],
     )
-    engine.attach()
+    engine.attach(model)
     engine.undo = wrap_units(model, units=units, plan=plan, device=device)
     return engine
 
@@ -158,12 +156,12 @@ def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> R
         make_bucket=make_bucket,
         make_first_forward=lambda: FirstForward(units, exchange=partial(exchange, group=groups.gather)),
         gather_seen=exchange,
+        inputs=FirstInputs(),
         broadcast_buffers=broadcast,
         flags=UsedFlags(units.values(), device=setting.device, groups=groups, collectives=collectives, tape=tape),
         passes=passes,
         land=setting.host.land if setting.host is not None else lambda: None,
         managed=ManagedParameters(model, flats=flats),
-        writes=Writes(flats),
         tape=tape,
     )
 

@@ -9,6 +9,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.comm.dtensor import dtensor_types
+from shardwise.engine.description import check_precision
 from shardwise.engine.engine import is_prepared
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
@@ -33,13 +34,7 @@ def check_model(model: nn.Module, *, plan: Plan) -> None:
                 f"{name} is part of another model that has been through shardwise.prepare: put both into one module "
                 "and prepare that"
             )
-    if plan.precision == "fp32":
-        for name, parameter in model.named_parameters():
-            if parameter.dtype is torch.float64:
-                raise InvalidModel(
-                    f"{name} is float64, and precision = 'fp32' would make it float32: set precision = 'native', or "
-                    "cast the model first (model.float())"
-                )
+    check_precision(model, plan=plan)
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from math import isfinite
 from types import MappingProxyType
 from typing import Any
 
@@ -32,6 +31,11 @@ NUM_SIZES: Mapping[str, int] = MappingProxyType({"matmul": 4, "attention": 5, "c
 
 _NUMBERS = ("kernel_seconds",)
 _TABLES = ("reach", "points", "launch_seconds", "update")
+# What stands for operations and optimizers that a table does not name.
+_STANDS_FOR_OTHERS = {"launch_seconds": "other", "update": "adamw-fused"}
+# Above any size, time and ratio; of larger ones the predictions would be no numbers.
+_MOST = 1e18
+_MOST_LOG2 = 128.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,6 +72,9 @@ def read_calibration(table: object, *, key: str) -> Calibration:
     if given["kind"] not in KINDS:
         raise InvalidCluster(f"{key}.kind = {given['kind']!r}: must be one of {', '.join(KINDS)}")
     reach, points, launch_seconds, update = (_table(f"{key}.{name}", given[name]) for name in _TABLES)
+    for name, needed in _STANDS_FOR_OTHERS.items():
+        if needed not in given[name]:
+            raise InvalidCluster(f"{key}.{name}.{needed} is missing: `shardwise calibrate` writes it")
     return Calibration(
         source=str(given["source"]),
         kind=given["kind"],
@@ -100,6 +107,9 @@ def _points(key: str, rows: object, *, kernel: str) -> Points:
         raise InvalidCluster(f"{key} = {rows!r}: must be a list of rows")
     count = NUM_SIZES.get(kernel.split()[0].removesuffix("_backward"), 2) + 1
     found = [_numbers(key, row, count=count) for row in rows]
+    for *sizes, _ in found:
+        if max(sizes) > _MOST_LOG2:
+            raise InvalidCluster(f"{key} = {max(sizes):g}: must be the log2 of a size, at most {_MOST_LOG2:g}")
     return tuple((tuple(sizes), _above_0(key, ratio)) for *sizes, ratio in found)
 
 
@@ -125,6 +135,6 @@ def _numbers(key: str, value: object, *, count: int) -> list[float]:
     if not isinstance(value, list) or len(value) != count:
         raise InvalidCluster(f"{key} = {value!r}: must be {count} numbers")
     for number in value:
-        if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number) or number < 0:
-            raise InvalidCluster(f"{key} = {number!r}: must be a number that is not below 0")
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= _MOST:
+            raise InvalidCluster(f"{key} = {number!r}: must be a number that is not below 0, at most {_MOST:g}")
     return [float(number) for number in value]

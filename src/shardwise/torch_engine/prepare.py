@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from shardwise.comm.agreement import agree
 from shardwise.comm.join import join_job
-from shardwise.engine.description import asked_device, describe
+from shardwise.engine.description import asked_device, check_precision, describe
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.optimizer.known import StaleOptimizer, describe_optimizer
+from shardwise.engine.params.carried import broadcast_carried
 from shardwise.engine.params.precision import planned_dtype
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.materialize import materialize
@@ -56,6 +57,7 @@ def prepare_on_torch(
     materialize(model, device=chosen)
     model.to(chosen)
     to_master_dtype(model, plan=plan)
+    broadcast_carried(model, device=chosen)
     prepared = model
     if placements[ROOT].params is SHARDED:
         shard_units(model, plan=plan, placements=placements, mesh=_device_mesh(mesh, device=chosen))
@@ -136,6 +138,7 @@ def _description(
     spec = model_spec(model, policy=plan.units)
     placements = plan.placements(unit.name for unit in spec.units)
     check_plan(plan, placements=placements)
+    check_precision(model, plan=plan)
     if placements[ROOT].params is SHARDED:
         check_sharded(spec, plan=plan)
     else:

@@ -17,6 +17,7 @@ from shardwise.tasks import Task
 from shardwise.train.batches import Sharing, samples_seen, to_device, tokens_per_sample
 from shardwise.train.config import TrainConfig
 from shardwise.train.evaluation import evaluate
+from shardwise.train.first_nonfinite import FirstNonFinite, find_first_nonfinite
 from shardwise.train.learning_rate import lr_at
 from shardwise.train.metrics import MetricsRecorder, StepMetrics, Taken, Window
 from shardwise.train.nonfinite import NonFinite, check_finite
@@ -45,6 +46,8 @@ class Training:
     num_steps: int
     # `update`, perhaps as one CUDA graph.
     update: "Update"
+    # Of the steps that were not read yet.
+    nonfinite: FirstNonFinite | None = None
 
     def progress(self) -> dict[str, Any]:
         """What is the same on every rank: the schedule is a function of the step, so this is all."""
@@ -65,7 +68,8 @@ def run_steps(
         last = training.step == training.num_steps
         evaluates = _evaluates(training, last=last)
         saves = stop or last or _due(training.step, training.config.checkpoint.every)
-        if evaluates or saves or _due(training.step, options.log_every):
+        stops = training.nonfinite is not None and options.nonfinite == "stop"
+        if evaluates or saves or stops or _due(training.step, options.log_every):
             steps = window.read()
             _check_finite(training, steps, window=window, recorder=recorder)
             if evaluates:
@@ -82,6 +86,7 @@ def _check_finite(training: Training, steps: list[StepMetrics], *, window: Windo
         check_finite(
             steps,
             ranks_of=window.ranks_of_nonfinite,
+            found=training.nonfinite,
             policy=training.config.train.nonfinite,
             scaled=training.scaler.is_enabled(),
             tells=training.sharing.rank == 0,
@@ -90,6 +95,7 @@ def _check_finite(training: Training, steps: list[StepMetrics], *, window: Windo
         # Its metrics are what the user looks at next.
         recorder.record(steps)
         raise
+    training.nonfinite = None
 
 
 Update = Callable[["Training", tuple[float, ...], list[Any]], tuple[Tensor, Tensor | None]]
@@ -131,12 +137,7 @@ def take_step(training: Training) -> Taken:
 
 def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -> tuple[Tensor, Tensor | None]:
     """All passes and the optimizer's step: this rank's part of the loss, times the number of ranks; and the norm."""
-    total = torch.zeros((), device=training.device)
-    for number, (weight, batch) in enumerate(zip(weights, batches, strict=True)):
-        with accumulate(training.model, enabled=number + 1 < len(batches)):
-            loss = training.task.loss(training.model, to_device(batch, training.device)) * weight
-            training.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
+    total = _passes(training, weights, batches)
     grad_norm = None
     options = training.config.train
     # Under fp16 the scaler skips by itself.
@@ -144,12 +145,39 @@ def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -
     if options.clip_norm or may_skip:
         training.scaler.unscale_(training.optimizer)
         grad_norm = clip_grad_norm_(training.model, options.clip_norm or math.inf)
-    # The norm is the same on every rank. Only to skip is it waited for in each step.
-    if grad_norm is None or not may_skip or bool(grad_norm.isfinite()):
+    # The norm is the same on every rank. On a GPU it is waited for in each step only to skip.
+    may_stop = options.nonfinite == "stop" and training.device.type == "cpu" and not training.scaler.is_enabled()
+    if grad_norm is None or not (may_skip or may_stop) or bool(grad_norm.isfinite()):
         training.scaler.step(training.optimizer)
+    elif training.nonfinite is None:
+        training.nonfinite = _find_first_nonfinite(training, weights, batches)
     training.scaler.update()
     training.optimizer.zero_grad()
     return total, grad_norm
+
+
+def _passes(training: Training, weights: tuple[float, ...], batches: list[Any]) -> Tensor:
+    """Forward and backward of each pass: this rank's part of the loss, times the number of ranks."""
+    total = torch.zeros((), device=training.device)
+    for number, (weight, batch) in enumerate(zip(weights, batches, strict=True)):
+        with accumulate(training.model, enabled=number + 1 < len(batches)):
+            loss = training.task.loss(training.model, to_device(batch, training.device)) * weight
+            training.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    return total
+
+
+def _find_first_nonfinite(training: Training, weights: tuple[float, ...], batches: list[Any]) -> FirstNonFinite:
+    # The gradients that are there would be added to.
+    training.optimizer.zero_grad()
+    return find_first_nonfinite(
+        training.task.model,
+        training.optimizer,
+        step=training.step,
+        batches=batches,
+        device=training.device,
+        run_again=lambda: _passes(training, weights, batches),
+    )
 
 
 def evaluate_now(training: Training) -> dict[str, float]:

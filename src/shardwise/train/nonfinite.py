@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from shardwise.errors import ShardwiseError
+from shardwise.train.first_nonfinite import FirstNonFinite
 from shardwise.train.metrics import StepMetrics
 
 
@@ -23,6 +24,7 @@ def check_finite(
     steps: Sequence[StepMetrics],
     *,
     ranks_of: Callable[[int], Sequence[int]],
+    found: FirstNonFinite | None,
     policy: str,
     scaled: bool,
     tells: bool,
@@ -30,16 +32,18 @@ def check_finite(
     """Stop, or warn on the rank that `tells`, at the first of `steps` that is not finite.
 
     ranks_of   step → the ranks whose own loss was not finite; collective, called only where there is one
+    found      what a look at the first such step has found, where one was taken (first_nonfinite.py)
     scaled     under fp16 a gradient that overflows is how the scaler finds its scale: only the loss counts
     """
     bad = [step for step in steps if not _finite(step, scaled=scaled)]
     if not bad:
         return
     first = bad[0]
-    which = ", ".join(map(str, ranks_of(first.step)))
-    where = f" on rank {which}" if which else ", with a finite loss on every rank"
+    ranks = tuple(ranks_of(first.step))
+    where = f" on {_ranks(ranks)}" if ranks else ", with a finite loss on every rank"
     norm = "" if first.grad_norm is None else f", gradient norm {first.grad_norm:.4g}"
-    what = f"step {first.step}: loss {first.loss:.4g}{norm}{where}"
+    source = _source(found if found is not None and found.step == first.step else None, ranks=ranks, scaled=scaled)
+    what = f"step {first.step}: loss {first.loss:.4g}{norm}{where}, {source}"
     if policy == "stop":
         raise NonFinite(
             f"{what}; nothing was saved since: lower optimizer.lr or check the data, "
@@ -49,6 +53,20 @@ def check_finite(
         skipped = [step for step in bad if step.grad_norm is not None and not math.isfinite(step.grad_norm)]
         did = f"; {len(skipped)} of {len(steps)} steps were skipped" if policy == "skip" and skipped else ""
         warnings.warn(f"NaN or Inf in {what}{did}", stacklevel=2)
+
+
+def _source(found: FirstNonFinite | None, *, ranks: tuple[int, ...], scaled: bool) -> str:
+    """Where it came up first, or that this is not known."""
+    if found is None:
+        # On a GPU a step is read after its update, and then every weight may be NaN.
+        return "in a module that is not known" + ("" if scaled else " (train.nonfinite = skip looks for it)")
+    if found.place is None:
+        return "but not when the step was run again"
+    return f"first in {found.place}" + (f" on {_ranks(found.ranks)}" if found.ranks != ranks else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"
 
 
 def _finite(step: StepMetrics, *, scaled: bool) -> bool:

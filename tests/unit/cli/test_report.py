@@ -58,7 +58,7 @@ def test_text_that_utf8_cannot_say_does_not_stop_the_page(tmp_path: Path, capfd:
         (["missing"], "InvalidBench: missing: there is no bench.json"),
         (["empty"], "InvalidBench: empty: there is no bench.json"),
         (["damaged"], "is not JSON"),
-        (["wrong"], "wrong/bench.json: is damaged (ValueError('case 99 of"),
+        (["wrong"], "wrong/bench.json: is damaged: case 99 of"),
         (
             ["good", "--out", "nowhere/report.html"],
             "InvalidData: --out nowhere/report.html: there is no folder nowhere",

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,6 +34,24 @@ def test_says_where_rank_0_was_not(capfd: pytest.CaptureFixture[str]) -> None:
         free = taken.getsockname()[1]
     with pytest.raises(RanksMissing, match=f"rank 0 of 2 was not at 127.0.0.1:{free} within 0.2 s"):
         wait_for_ranks(Rendezvous(address="127.0.0.1", port=free), rank=1, num_ranks=2, limit_seconds=0.2)
+
+
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("accepts", [True, False])
+def test_what_listens_and_never_answers_is_named_within_the_limit(local: bool, accepts: bool) -> None:
+    began = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor() as threads:
+        port = silent.getsockname()[1]
+        taken = threads.submit(silent.accept) if accepts else None
+        there = Rendezvous(address="127.0.0.1", port=port, local=local)
+        with pytest.raises(
+            InvalidJob, match=rf"what listens on 127.0.0.1:{port} did not answer .* MASTER_PORT"
+        ) as raised:
+            wait_for_ranks(there, rank=1, num_ranks=2, limit_seconds=0.5)
+        if taken is not None:
+            taken.result()[0].close()
+    assert "\n" not in str(raised.value)
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("interface", ["", "127.0.0.1"])

@@ -192,6 +192,10 @@ def test_a_calibration_is_written_and_read() -> None:
         ("launch_seconds", {"other": [1.0]}, "must be 2 numbers"),
         ("points", {"add": [[float("nan"), 1.0, 1.0]]}, "must be a number"),
         ("points", {"matmul forward bf16": [[1.0, 1.0]]}, "must be 5 numbers"),
+        ("points", {"add": [[1e300, 1.0, 1.0]]}, "must be a number"),
+        ("points", {"add": [[129.0, 1.0, 1.0]]}, "must be the log2 of a size"),
+        ("launch_seconds", {"addmm": [1.0, 1.0]}, "other is missing"),
+        ("update", {"sgd": [1.0, 1.0, 1.0, 1.0]}, "adamw-fused is missing"),
         ("reach", {"add": 0}, "must be above 0"),
     ],
 )

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import MeshGroups
+from shardwise.engine.params.carried import broadcast_carried
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.tape import Tape
 from shardwise.materialize import materialize_module
@@ -22,6 +23,7 @@ def fill(model: nn.Module, *, flats: list[FlatParams], groups: MeshGroups, devic
     real: dict[int, Tensor] = {}
     filled: set[int] = set()
     everyone = groups.reduce_world.handle
+    broadcast_carried(model, device=device, group=everyone)
     for path, module in model.named_modules():
         before = {name: id(parameter) for name, parameter in module._parameters.items() if parameter is not None}
         materialize_module(module, path=path, device=device, real=real)

@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
 
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.guard import unguarded
+from shardwise.engine.params.written import Writes
 from shardwise.errors import InvalidModel
 from shardwise.placement import SHARDED
 
@@ -31,9 +32,10 @@ class ManagedParameters:
         self._names = [name for flat in whole for name in flat.names]
         self._pointers = [view.data_ptr() for flat in whole for view in flat.full_views]
         self._seen = -1
+        self.writes = Writes(flats)
 
     def check(self, *, thorough: bool) -> None:
-        """Refuse a parameter that is new, or no longer in its buffer.
+        """Refuse a parameter that is new, or no longer in its buffer; take over, or refuse, what was written.
 
         The modules are walked through only if any module of this process got a parameter or a child since the last
         time, or with `thorough`.
@@ -49,6 +51,7 @@ class ManagedParameters:
                 f"{torn} was given other memory after shardwise.prepare (p.data = …, set_, vector_to_parameters, "
                 "a cast of its module): write new values with model.load_state_dict"
             )
+        self.writes.settle()
 
     def _check_added(self) -> None:
         for name, parameter in self._model.named_parameters():

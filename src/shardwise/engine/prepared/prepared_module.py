@@ -9,8 +9,6 @@ from torch import nn
 from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.engine import engine_of, register, unregister
 from shardwise.engine.params.guard import unguarded
-from shardwise.engine.params.loading import attach_loads
-from shardwise.engine.params.precision import attach_casts
 from shardwise.engine.prepared.full_state import full_tensors, load_tensors
 from shardwise.errors import InvalidModel
 
@@ -62,8 +60,7 @@ class PreparedModule(nn.Module):
         finally:
             self.__class__ = prepared
             register(self, engine)
-            engine.handles = [*attach_casts(self, plan=engine.plan), *attach_loads(self, flats=engine.flats)]
-            engine.attach()
+            engine.attach(self)
             engine.undo = wrap_units(self, units=engine.runner.units, plan=engine.plan, device=engine.device)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -7,6 +7,7 @@ has come to the end of its forward goes on taking part until all have.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
@@ -19,11 +20,15 @@ _END = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What one rank saw in its first forward: its calls, how backward will come to each unit, what is whole now."""
+    """What one rank saw in its first forward: its calls, how backward will come to each unit, what is whole now.
+
+    inputs   a digest of what the model was given (first_inputs.py)
+    """
 
     calls: tuple[str, ...]
     backward: Mapping[str, str]
     whole: frozenset[str]
+    inputs: str | None = None
 
 
 class FirstForward:
@@ -83,8 +88,10 @@ class FirstForward:
         return bool(wishes)
 
 
-def learned(spec: ModelSpec, *, seen: Sequence[Observation], sharded: Iterable[str]) -> ModelSpec:
-    """The spec with what all ranks together saw.
+def learned(
+    spec: ModelSpec, *, seen: Sequence[Observation], sharded: Iterable[str], trainable: AbstractSet[str]
+) -> ModelSpec:
+    """The spec with what all ranks together saw, and with the parameters that are trained now.
 
     A sharded unit that nobody called has its place all the same, so that every rank gathers it should one of them
     call it in a later step.
@@ -100,7 +107,11 @@ def learned(spec: ModelSpec, *, seen: Sequence[Observation], sharded: Iterable[s
         order.insert(place + 1, name)
     answers = {name: [other.backward[name] for other in seen if name in other.backward] for name in names}
     units = tuple(
-        replace(unit, backward=most_demanding(*answers[unit.name]) if answers[unit.name] else ANNOUNCED)
+        replace(
+            unit,
+            backward=most_demanding(*answers[unit.name]) if answers[unit.name] else ANNOUNCED,
+            params=tuple(replace(param, trainable=param.name in trainable) for param in unit.params),
+        )
         for unit in spec.units
     )
     return replace(spec, call_order=tuple(order), units=units)

@@ -16,9 +16,9 @@ from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.unit import Unit
-from shardwise.engine.params.written import Writes
 from shardwise.engine.pass_state import PassState, backward_without_forward
 from shardwise.engine.step.executor import EngineExecutor
+from shardwise.engine.step.first_inputs import FirstInputs
 from shardwise.engine.step.learn import FirstForward, Observation, catch_up, learned
 from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidData, InvalidModel
@@ -41,12 +41,12 @@ class Runner:
         make_bucket: Callable[[Bucket], ReduceBucket],
         make_first_forward: Callable[[], FirstForward],
         gather_seen: Callable[[Observation], list[Observation]],
+        inputs: FirstInputs,
         broadcast_buffers: Callable[[], None],
         flags: UsedFlags,
         passes: PassState,
         land: Callable[[], None],
         managed: ManagedParameters,
-        writes: Writes,
         tape: Tape,
     ) -> None:
         self.spec = spec
@@ -57,12 +57,13 @@ class Runner:
         self.make_bucket = make_bucket
         self.make_first_forward = make_first_forward
         self.gather_seen = gather_seen
+        self.inputs = inputs
         self.broadcast_buffers = broadcast_buffers
         self.flags = flags
         self.passes = passes
         self.land = land
         self.managed = managed
-        self.writes = writes
+        self.writes = managed.writes
         self.any_sharded = any(unit.sharded for unit in units.values())
         # How long this rank waits for the others where it leaves the program.
         self.limit_seconds = 60.0
@@ -151,7 +152,6 @@ class Runner:
         while self.watch:
             self.watch.pop().remove()
         self.managed.check(thorough=not self.learned)
-        self.writes.settle()
         self.executor.drop_reduces()
         self.cursor.restart()
         self.places = {}
@@ -279,16 +279,13 @@ class Runner:
 
     def _learn(self, first: FirstForward) -> None:
         """The first forward is over on all ranks: its calls are the program's order."""
-        seen = self.gather_seen(first.end())
+        seen = self.gather_seen(replace(first.end(), inputs=self.inputs.digest))
+        self.inputs.compare([observation.inputs for observation in seen])
         sharded = [unit.name for unit in self.units.values() if unit.sharded]
         for unit in self.units.values():
             unit.learned_trainable = unit.grads.expected
         trainable = {name for unit in self.units.values() for name in unit.trainable_names()}
-        units = tuple(
-            replace(unit, params=tuple(replace(param, trainable=param.name in trainable) for param in unit.params))
-            for unit in self.spec.units
-        )
-        self.spec = learned(replace(self.spec, units=units), seen=seen, sharded=sharded)
+        self.spec = learned(self.spec, seen=seen, sharded=sharded, trainable=trainable)
         program = build(self.spec, plan=self.plan)
         self._follow(program)
         self.learned = True

@@ -90,7 +90,8 @@ def _mesh(bench: Bench) -> Mesh:
 
 def _placements(case: CaseResult, *, bench: Bench) -> dict[str, Placement]:
     overrides = bench.settings.get("plan.overrides") or {}
-    return Plan(strategy=case.strategy, overrides=overrides).placements(unit.name for unit in case.units)
+    plan = Plan.from_dict({"strategy": case.strategy, "overrides": overrides})
+    return plan.placements(unit.name for unit in case.units)
 
 
 def _case(case: CaseResult, *, placements: Mapping[str, Placement], mesh: Mesh) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def saw(*calls: str, **backward: str) -> Observation:
 
 
 def order_of(*seen: Observation, sharded: Sequence[str] = ()) -> tuple[str, ...]:
-    return learned(spec_of(*NAMES), seen=seen, sharded=sharded).call_order
+    return learned(spec_of(*NAMES), seen=seen, sharded=sharded, trainable=set()).call_order
 
 
 # The order of all ranks
@@ -65,7 +65,7 @@ def test_a_replicated_unit_that_nobody_called_has_no_place() -> None:
 )
 def test_backward_comes_to_a_unit_as_the_most_demanding_rank_says(answers: list[str], expected: str) -> None:
     seen = [saw("a", a=answer) for answer in answers] or [saw()]
-    assert learned(spec_of(*NAMES), seen=seen, sharded=()).unit("a").backward == expected
+    assert learned(spec_of(*NAMES), seen=seen, sharded=(), trainable=set()).unit("a").backward == expected
 
 
 calls = st.lists(st.sampled_from(NAMES[1:]), max_size=8).map(lambda names: saw(*names))

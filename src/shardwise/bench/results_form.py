@@ -1,0 +1,142 @@
+"""The form of `bench.json`: what each value is, from where to where, and how values belong together.
+
+Checked where a bench is read (results.py), so that tables and the page can take what they find.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardwise.categories import CATEGORIES
+from shardwise.errors import ShardwiseError
+from shardwise.json_form import (
+    WrongForm,
+    any_number,
+    anything,
+    each,
+    number,
+    one_of,
+    optional,
+    record,
+    row,
+    table,
+    text,
+    whole,
+)
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan
+from shardwise.span import QUEUES
+
+_MOST_RANKS = 2**24
+_SECONDS = number(most=1e9)
+# Measured, and divided by.
+_TOOK = number(least=1e-12, most=1e9)
+_BYTES = table(whole(), keys=CATEGORIES)
+_SPREAD = optional(record(values=each(_TOOK, least=1)))
+
+_PREDICTED = record(
+    allocated_bytes=whole(),
+    breakdown_bytes=_BYTES,
+    entries=each(row(text, _BYTES)),
+    step_seconds=optional(_TOOK),
+    exposed_seconds=optional(_SECONDS),
+    spans=each(row(one_of(QUEUES), text, _SECONDS, _SECONDS)),
+)
+
+_CASE = record(
+    may_lack=("why_not", "why_not_silent", "sent_bytes", "calls"),
+    engine=text,
+    strategy=text,
+    why_not=text,
+    losses=each(any_number),
+    grad_norms=each(any_number),
+    param_norms=table(any_number),
+    dtypes=table(each(text)),
+    step_seconds=_SPREAD,
+    silent_seconds=_SPREAD,
+    why_not_silent=text,
+    first_step_seconds=_SPREAD,
+    allocated_bytes=each(whole(least=1)),
+    reserved_bytes=each(whole()),
+    ledgers=each(record(entries=each(row(text, _BYTES, optional(whole())), least=1), at_rest=_BYTES)),
+    sent_bytes=optional(whole()),
+    calls=table(whole()),
+    units=each(record(name=text, num_params=whole(), num_trained=whole())),
+    buckets=table(each(text, least=1)),
+    tape=each(row(text, text, whole(), _SECONDS, whole())),
+    predicted=optional(_PREDICTED),
+)
+
+# As report/text/costs.scaling_data writes them; what the page does not show may be anything.
+_SCALED = record(
+    others=True,
+    num_ranks=whole(least=1, most=_MOST_RANKS),
+    efficiency=optional(number()),
+    strategy=text,
+    mesh=record(replicate=whole(least=1, most=_MOST_RANKS), shard=whole(least=1, most=_MOST_RANKS)),
+    micro_batch=whole(),
+    peak_bytes=record(others=True, device=whole()),
+    step_seconds=optional(_TOOK),
+    samples_per_s=optional(number()),
+    exposed_comm_seconds=optional(_SECONDS),
+)
+
+_BENCH = record(
+    format=whole(),
+    name=text,
+    command=text,
+    made=text,
+    num_ranks=whole(least=1, most=_MOST_RANKS),
+    step_samples=whole(),
+    step_tokens=optional(whole(least=1)),
+    settings=table(anything),
+    machine=table(anything),
+    cases=each(_CASE),
+    equivalence=record(differences=each(record(case=text, text=text, excess=any_number)), largest=any_number),
+    recommended=optional(whole()),
+    why=text,
+    capacity_bytes=optional(whole(least=1)),
+    scaling=each(_SCALED),
+)
+
+
+def check_bench(data: Any) -> None:
+    """Raise `WrongForm`, one line, where `data` is not a bench."""
+    _BENCH(data, "")
+    for problem in _at_odds(data):
+        raise WrongForm(problem)
+
+
+def _at_odds(data: Mapping[str, Any]) -> Iterator[str]:
+    """Values that cannot be true together."""
+    cases = data["cases"]
+    if data["recommended"] is not None:
+        if data["recommended"] >= len(cases):
+            yield f"case {data['recommended']} of {len(cases)} is recommended"
+        elif cases[data["recommended"]]["step_seconds"] is None:
+            yield f"case {data['recommended']} is recommended, which did not run"
+    # A bench that has only begun knows of no samples yet.
+    if data["step_samples"] == 0 and any(case["step_seconds"] is not None for case in cases):
+        yield "step_samples is 0, though cases ran"
+    for index, case in enumerate(cases):
+        for problem in _case_at_odds(case):
+            yield f"cases[{index}]: {problem}"
+    for index, scaled in enumerate(data["scaling"]):
+        if scaled["step_seconds"] is not None and None in (scaled["efficiency"], scaled["samples_per_s"]):
+            yield f"scaling[{index}] has a step time, but no throughput"
+    try:
+        found = data["settings"].get("plan.mesh")
+        mesh = Plan.from_dict({"mesh": found}).mesh if found is not None else None
+        (mesh or Mesh(shard=data["num_ranks"])).check_ranks(data["num_ranks"])
+        Plan.from_dict({"overrides": data["settings"].get("plan.overrides") or {}})
+    except ShardwiseError as error:
+        yield f"settings: {error}"
+
+
+def _case_at_odds(case: Mapping[str, Any]) -> Iterator[str]:
+    units = [unit["name"] for unit in case["units"]]
+    if len(set(units)) < len(units):
+        yield "two units have the same name"
+    for name, members in case["buckets"].items():
+        unknown = [member for member in members if member not in units]
+        if unknown:
+            yield f"bucket {name!r} is of {unknown[0]!r}, which is no unit"
