@@ -14,6 +14,7 @@ from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.guard import unguarded
 from shardwise.engine.pass_state import backward_without_forward
+from shardwise.engine.step.first_inputs import FirstInputs
 from shardwise.engine.step.runner import Runner
 from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidModel
@@ -29,6 +30,7 @@ class Engine:
     collectives: Collectives
     flats: list[FlatParams]
     runner: Runner
+    inputs: FirstInputs
     owned: OwnedParameters
     tape: Tape
     device: torch.device

@@ -107,19 +107,21 @@ def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting,
     # Parameters on the meta device are replaced; an optimizer may hold those that were there before.
     before = [list(flat.params) for flat in flats]
     fill(model, flats=flats, groups=setting.groups, device=device)
-    runner = _runner(model, units=units, setting=setting)
+    inputs = FirstInputs()
+    runner = _runner(model, units=units, inputs=inputs, setting=setting)
     for unit in units.values():
         unit.settle()
     owned = _owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
     if optimizer is not None:
         owned.adopt(optimizer)
-    handles = [*attach_casts(model, plan=plan), *runner.inputs.watch(model)]
+    handles = [*attach_casts(model, plan=plan), *inputs.watch(model)]
     engine = Engine(
         plan=plan,
         groups=setting.groups,
         collectives=setting.collectives,
         flats=flats,
         runner=runner,
+        inputs=inputs,
         owned=owned,
         tape=setting.tape,
         device=device,
@@ -131,7 +133,7 @@ def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting,
     return engine
 
 
-def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> Runner:
+def _runner(model: nn.Module, *, units: dict[str, Unit], inputs: FirstInputs, setting: _Setting) -> Runner:
     plan, groups, collectives, tape = setting.plan, setting.groups, setting.collectives, setting.tape
     passes = PassState()
 
@@ -154,8 +156,7 @@ def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> R
         units=units,
         make_bucket=make_bucket,
         make_first_forward=lambda: FirstForward(units, exchange=partial(exchange, group=groups.gather)),
-        gather_seen=exchange,
-        inputs=FirstInputs(),
+        gather_seen=inputs.gather_seen,
         broadcast_buffers=broadcast,
         flags=UsedFlags(units.values(), device=setting.device, groups=groups, collectives=collectives, tape=tape),
         passes=passes,

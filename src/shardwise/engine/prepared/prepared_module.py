@@ -61,7 +61,7 @@ class PreparedModule(nn.Module):
         finally:
             self.__class__ = prepared
             register(self, engine)
-            engine.handles = [*attach_casts(self, plan=engine.plan), *engine.runner.inputs.watch(self)]
+            engine.handles = [*attach_casts(self, plan=engine.plan), *engine.inputs.watch(self)]
             engine.attach()
             engine.undo = wrap_units(self, units=engine.runner.units, plan=engine.plan, device=engine.device)
 
