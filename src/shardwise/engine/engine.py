@@ -16,6 +16,7 @@ from shardwise.engine.params.guard import unguarded
 from shardwise.engine.params.loading import attach_loads
 from shardwise.engine.params.precision import attach_casts
 from shardwise.engine.pass_state import backward_without_forward
+from shardwise.engine.step.first_inputs import FirstInputs
 from shardwise.engine.step.runner import Runner
 from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidModel
@@ -31,6 +32,7 @@ class Engine:
     collectives: Collectives
     flats: list[FlatParams]
     runner: Runner
+    inputs: FirstInputs
     owned: OwnedParameters
     tape: Tape
     device: torch.device
@@ -45,7 +47,7 @@ class Engine:
         self.handles = [
             *attach_casts(model, plan=self.plan),
             *attach_loads(model, flats=self.flats),
-            *self.runner.inputs.watch(model),
+            *self.inputs.watch(model),
         ]
         self.runner.hooks.attach()
         while self.runner.watch:

@@ -108,7 +108,8 @@ def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting,
     # Parameters on the meta device are replaced; an optimizer may hold those that were there before.
     before = [list(flat.params) for flat in flats]
     fill(model, flats=flats, groups=setting.groups, device=device)
-    runner = _runner(model, units=units, setting=setting)
+    inputs = FirstInputs()
+    runner = _runner(model, units=units, inputs=inputs, setting=setting)
     for unit in units.values():
         unit.settle()
     owned = _owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
@@ -120,6 +121,7 @@ def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting,
         collectives=setting.collectives,
         flats=flats,
         runner=runner,
+        inputs=inputs,
         owned=owned,
         tape=setting.tape,
         device=device,
@@ -131,7 +133,7 @@ def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting,
     return engine
 
 
-def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> Runner:
+def _runner(model: nn.Module, *, units: dict[str, Unit], inputs: FirstInputs, setting: _Setting) -> Runner:
     plan, groups, collectives, tape = setting.plan, setting.groups, setting.collectives, setting.tape
     passes = PassState()
     flats = [flat for unit in units.values() for flat in unit.flats]
@@ -155,8 +157,7 @@ def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> R
         units=units,
         make_bucket=make_bucket,
         make_first_forward=lambda: FirstForward(units, exchange=partial(exchange, group=groups.gather)),
-        gather_seen=exchange,
-        inputs=FirstInputs(),
+        gather_seen=inputs.gather_seen,
         broadcast_buffers=broadcast,
         flags=UsedFlags(units.values(), device=setting.device, groups=groups, collectives=collectives, tape=tape),
         passes=passes,

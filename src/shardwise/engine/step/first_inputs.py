@@ -6,6 +6,7 @@ Looked at in the first step only, whose observations the ranks exchange anyway (
 import hashlib
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
+
+from shardwise.comm.agreement import exchange
+from shardwise.engine.step.learn import Observation
 
 # Elements of a tensor that are looked at, evenly spread: a batch of images is not copied from a GPU for this.
 _MOST_ELEMENTS = 1 << 16
@@ -22,7 +26,7 @@ class FirstInputs:
     """What this rank's model was given in the first step."""
 
     def __init__(self) -> None:
-        self.digest: str | None = None
+        self._digest: str | None = None
         # In a rehearsal (comm/absent.py) every other rank has what this one has.
         self._compares = dist.get_world_size() > 1 and dist.get_backend() != "fake"
         self._handle: Any = None
@@ -34,7 +38,13 @@ class FirstInputs:
         self._handle = model.register_forward_pre_hook(self._look, with_kwargs=True, prepend=True)
         return [self._handle]
 
-    def compare(self, digests: Sequence[str | None]) -> None:
+    def gather_seen(self, seen: Observation) -> list[Observation]:
+        """What each rank saw in the first step, its inputs with it. Collective."""
+        everyone: list[Observation] = exchange(replace(seen, inputs=self._digest))
+        self._compare([other.inputs for other in everyone])
+        return everyone
+
+    def _compare(self, digests: Sequence[str | None]) -> None:
         """Warn, on rank 0, where all ranks were given the same; then look no more."""
         if not self._compares:
             return
@@ -51,7 +61,7 @@ class FirstInputs:
     @_disable_dynamo
     def _look(self, module: nn.Module, inputs: Any, options: Any) -> None:
         if torch.is_grad_enabled():
-            self.digest = digest((inputs, options))
+            self._digest = digest((inputs, options))
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ rows the executor does on tensors. The first step finds out in which order the u
 
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.pass_state import PassState, backward_without_forward
 from shardwise.engine.step.executor import EngineExecutor
-from shardwise.engine.step.first_inputs import FirstInputs
 from shardwise.engine.step.learn import FirstForward, Observation, catch_up, learned
 from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidData, InvalidModel
@@ -41,7 +39,6 @@ class Runner:
         make_bucket: Callable[[Bucket], ReduceBucket],
         make_first_forward: Callable[[], FirstForward],
         gather_seen: Callable[[Observation], list[Observation]],
-        inputs: FirstInputs,
         broadcast_buffers: Callable[[], None],
         flags: UsedFlags,
         passes: PassState,
@@ -57,7 +54,6 @@ class Runner:
         self.make_bucket = make_bucket
         self.make_first_forward = make_first_forward
         self.gather_seen = gather_seen
-        self.inputs = inputs
         self.broadcast_buffers = broadcast_buffers
         self.flags = flags
         self.passes = passes
@@ -279,8 +275,7 @@ class Runner:
 
     def _learn(self, first: FirstForward) -> None:
         """The first forward is over on all ranks: its calls are the program's order."""
-        seen = self.gather_seen(replace(first.end(), inputs=self.inputs.digest))
-        self.inputs.compare([observation.inputs for observation in seen])
+        seen = self.gather_seen(first.end())
         sharded = [unit.name for unit in self.units.values() if unit.sharded]
         for unit in self.units.values():
             unit.learned_trainable = unit.grads.expected
