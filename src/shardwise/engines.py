@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.collectives import Collectives
+from shardwise.comm.watch import WATCH_SECONDS
 from shardwise.engine import prepare as engine_prepare
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.prepared import accumulate as engine_accumulate
@@ -35,6 +36,7 @@ def prepare(
     device: torch.device | str | None = None,
     any_optimizer: bool = False,
     collectives: Collectives | None = None,
+    watch_seconds: float = WATCH_SECONDS,
 ) -> tuple[nn.Module, AnyOptimizer]:
     """Make `model` and `optimizer` run `plan`; then train what is returned with an ordinary loop.
 
@@ -44,12 +46,19 @@ def prepare(
     made later.
 
     engine = 'shardwise'   the same two objects come back. `any_optimizer` admits an optimizer that is not known to
-                           be elementwise; `collectives` replaces the plan's, for tests.
+                           be elementwise; `collectives` replaces the plan's, for tests; when a rank has held up
+                           the others for `watch_seconds`, it is named and the job ends (0: nobody watches).
     engine = 'torch'       under ddp the model comes back inside a DistributedDataParallel.
     """
     if plan.engine != "torch":
         return engine_prepare.prepare(
-            model, optimizer, plan, device=device, any_optimizer=any_optimizer, collectives=collectives
+            model,
+            optimizer,
+            plan,
+            device=device,
+            any_optimizer=any_optimizer,
+            collectives=collectives,
+            watch_seconds=watch_seconds,
         )
     if collectives is not None:
         raise InvalidPlan("engine = 'torch' has collectives of its own: leave collectives out of prepare")

@@ -13,6 +13,7 @@ from shardwise.comm.agreement import agree, exchange
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups import MeshGroups, mesh_groups
 from shardwise.comm.join import join_job
+from shardwise.comm.watch import WATCH_SECONDS, check_watch_seconds, watch_over
 from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.description import asked_device, describe
 from shardwise.engine.engine import Engine, is_prepared, register
@@ -52,6 +53,7 @@ def prepare(
     device: torch.device | str | None = None,
     any_optimizer: bool = False,
     collectives: Collectives | None = None,
+    watch_seconds: float = WATCH_SECONDS,
 ) -> tuple[nn.Module, AnyOptimizer]:
     """Make `model` and `optimizer` run `plan`; then train with an ordinary loop.
 
@@ -60,14 +62,23 @@ def prepare(
     filled straight into shards. `device` moves the model; without it the model stays where it is (from meta: this
     rank's GPU, or the CPU).
     `optimizer` may be None, and be made later. `any_optimizer` admits one that is not known to be elementwise.
-    `collectives` replaces the plan's, for tests.
+    `collectives` replaces the plan's, for tests. The job ends when a rank has held up the others for `watch_seconds`
+    (comm/watch.py); 0: nobody watches.
     """
     if is_prepared(model):
         raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
     chosen = join_job(asked_device(model, device=device))
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
     agree(
-        lambda: _description(model, optimizer, plan=plan, mesh=mesh, device=chosen, any_optimizer=any_optimizer),
+        lambda: _description(
+            model,
+            optimizer,
+            plan=plan,
+            mesh=mesh,
+            device=chosen,
+            any_optimizer=any_optimizer,
+            watch_seconds=watch_seconds,
+        ),
         what="plans, models or optimizers",
     )
     setting = _Setting(
@@ -82,6 +93,12 @@ def prepare(
     engine = _engine(model, optimizer, setting=setting, any_optimizer=any_optimizer)
     register(model, engine)
     become_prepared(model)
+    watch_over(
+        engine.runner,
+        limit_seconds=watch_seconds,
+        waits_on_host=chosen.type == "cpu",
+        issues=engine.runner.flags.same_order.history,
+    )
     return model, optimizer
 
 
@@ -171,6 +188,7 @@ def _description(
     mesh: Mesh,
     device: torch.device,
     any_optimizer: bool,
+    watch_seconds: float,
 ) -> str:
     """What ranks must agree on, a line each; raises for what no rank could run, before anything is touched."""
     check_model(model, plan=plan)
@@ -189,7 +207,8 @@ def _description(
             f"offload_states = true with strategy = {plan.strategy!r}: what every rank holds whole stays on the "
             "device; use zero2, shard_grad_op or fsdp"
         )
-    described = describe(model, spec=spec, plan=plan)
+    check_watch_seconds(watch_seconds)
+    described = describe(model, spec=spec, plan=plan) + f"\nwatch_seconds = {watch_seconds:g}"
     if optimizer is not None:
         parameters = dict(model.named_parameters())
         sharded = {

@@ -139,6 +139,7 @@ class RunSection(ConfigSection):
     folder: str = key(..., "where all that a run writes goes (--run); in NAME.toml without it runs/NAME")
     device: str = key("auto", "auto: a GPU a rank where there are some", choices=("auto", "cpu", "cuda"))
     limit_seconds: float = key(600.0, "how long a rank waits for the others to join", above=0)
+    watch_seconds: float = key(300.0, "a rank that holds up the others for as long ends the run; 0: never", least=0)
     tensorboard: bool = key(True, "write TensorBoard's files as well, if it is installed")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.agreement import meet
+from shardwise.comm.rank_progress import BACKWARD, EVALUATION, FORWARD, PROGRESS
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.params.managed import ManagedParameters
@@ -123,9 +124,20 @@ class Runner:
     def without_gradients(self, unit: Unit, *, begins: bool) -> None:
         """No part of a step: a unit is gathered when it is needed, and freed at once."""
         if begins:
-            unit.ensure()
+            self._evaluate(unit)
         else:
             unit.end_backward()
+
+    def _evaluate(self, unit: Unit) -> None:
+        """Of no step, so not compared: on a mesh with two axes, ranks that gather together may evaluate more often."""
+        PROGRESS.phase = EVALUATION
+        log, count = self.flags.groups.gather.log, PROGRESS.count
+        mark = log.mark()
+        unit.ensure()
+        log.forget_since(mark)
+        PROGRESS.evaluated += PROGRESS.count - count
+        PROGRESS.count = count
+        PROGRESS.kind, PROGRESS.unit = Kind.FORWARD, unit.name
 
     def serve(self, unit: Unit) -> None:
         """Where the program did not see to it, a unit is gathered now: by all ranks, or not at all."""
@@ -143,6 +155,8 @@ class Runner:
                     "optimizer.zero_grad() and begin the step again"
                 )
             self._abandon()
+        PROGRESS.phase = FORWARD
+        PROGRESS.evaluated = 0
         while self.watch:
             self.watch.pop().remove()
         self.managed.check(thorough=not self.learned)
@@ -188,6 +202,7 @@ class Runner:
         # A forward before the last update is torch's own error, if its graph needs what was updated.
         if not self.called and not self.forwards:
             raise backward_without_forward()
+        PROGRESS.phase = BACKWARD
         if self.first is not None:
             self._learn(self.first)
         # Buckets that change from step to step hold nothing for the next.
@@ -262,6 +277,7 @@ class Runner:
                 "the gradients of an accumulation are not reduced yet: run its last backward outside "
                 "shardwise.accumulate"
             )
+        self.flags.same_order.look()
         self.cursor.before_step()
         # Also what the program expects a forward to have waited for, if there was none.
         self.wait_gathers()
@@ -273,6 +289,7 @@ class Runner:
     def after_step(self) -> None:
         self.called = False
         self.cursor.after_step()
+        PROGRESS.end_step()
         torch.autograd.graph.increment_version([p for unit in self.units.values() for p in unit.params()])
 
     # The first step
@@ -280,6 +297,8 @@ class Runner:
     def _learn(self, first: FirstForward) -> None:
         """The first forward is over on all ranks: its calls are the program's order."""
         seen = self.gather_seen(first.end())
+        # What was gathered so far the ranks of a group have agreed on, each group by itself.
+        self.flags.groups.gather.log.restart()
         sharded = [unit.name for unit in self.units.values() if unit.sharded]
         for unit in self.units.values():
             unit.learned_trainable = unit.grads.expected
