@@ -68,7 +68,7 @@ def started(fault: str, strategy: str, folder: Path, **more: str) -> list[Rank]:
     for process in processes:
         process.start()
     ends: dict[int, float] = {}
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + 100
     while len(ends) < 2 and time.monotonic() < deadline:
         ends |= {rank: time.time() for rank in (0, 1) if rank not in ends and not processes[rank].is_alive()}
         if ends and fault == "stopped":

@@ -26,6 +26,7 @@ from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.host import HostCopies
 from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.precision import attach_casts, check_kept
+from shardwise.engine.params.replicas import COMPARE_EVERY, Replicas, check_compare_every
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.pass_state import PassState
 from shardwise.engine.prepared.prepared_module import become_prepared
@@ -54,6 +55,7 @@ def prepare(
     any_optimizer: bool = False,
     collectives: Collectives | None = None,
     watch_seconds: float = WATCH_SECONDS,
+    compare_every: int = COMPARE_EVERY,
 ) -> tuple[nn.Module, AnyOptimizer]:
     """Make `model` and `optimizer` run `plan`; then train with an ordinary loop.
 
@@ -63,7 +65,8 @@ def prepare(
     rank's GPU, or the CPU).
     `optimizer` may be None, and be made later. `any_optimizer` admits one that is not known to be elementwise.
     `collectives` replaces the plan's, for tests. The job ends when a rank has held up the others for `watch_seconds`
-    (comm/watch.py); 0: nobody watches.
+    (comm/watch.py); 0: nobody watches. Every `compare_every` steps ranks compare what they should hold alike, bit by
+    bit (params/replicas.py); 0: never.
     """
     if is_prepared(model):
         raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
@@ -78,6 +81,7 @@ def prepare(
             device=chosen,
             any_optimizer=any_optimizer,
             watch_seconds=watch_seconds,
+            compare_every=compare_every,
         ),
         what="plans, models or optimizers",
     )
@@ -89,6 +93,7 @@ def prepare(
         tape=Tape(),
         device=chosen,
         host=HostCopies(chosen) if plan.offload_states else None,
+        compare_every=compare_every,
     )
     engine = _engine(model, optimizer, setting=setting, any_optimizer=any_optimizer)
     register(model, engine)
@@ -113,6 +118,7 @@ class _Setting:
     tape: Tape
     device: torch.device
     host: HostCopies | None
+    compare_every: int
 
 
 def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting, any_optimizer: bool) -> Engine:
@@ -150,6 +156,7 @@ def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting,
 def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> Runner:
     plan, groups, collectives, tape = setting.plan, setting.groups, setting.collectives, setting.tape
     passes = PassState()
+    flats = [flat for unit in units.values() for flat in unit.flats]
 
     def make_bucket(bucket: Bucket) -> ReduceBucket:
         return ReduceBucket(
@@ -175,7 +182,8 @@ def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> R
         flags=UsedFlags(units.values(), device=setting.device, groups=groups, collectives=collectives, tape=tape),
         passes=passes,
         land=setting.host.land if setting.host is not None else lambda: None,
-        managed=ManagedParameters(model, flats=[flat for unit in units.values() for flat in unit.flats]),
+        managed=ManagedParameters(model, flats=flats),
+        replicas=Replicas(flats, groups=groups, every=setting.compare_every),
         tape=tape,
     )
 
@@ -189,6 +197,7 @@ def _description(
     device: torch.device,
     any_optimizer: bool,
     watch_seconds: float,
+    compare_every: int,
 ) -> str:
     """What ranks must agree on, a line each; raises for what no rank could run, before anything is touched."""
     check_model(model, plan=plan)
@@ -208,7 +217,9 @@ def _description(
             "device; use zero2, shard_grad_op or fsdp"
         )
     check_watch_seconds(watch_seconds)
-    described = describe(model, spec=spec, plan=plan) + f"\nwatch_seconds = {watch_seconds:g}"
+    check_compare_every(compare_every)
+    described = describe(model, spec=spec, plan=plan)
+    described += f"\nwatch_seconds = {watch_seconds:g}\ncompare_every = {compare_every}"
     if optimizer is not None:
         parameters = dict(model.named_parameters())
         sharded = {

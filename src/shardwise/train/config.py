@@ -110,6 +110,7 @@ class LoopSection(ConfigSection):
     eval_samples: int | None = key(None, "evaluate on the first so many; without it on all", least=1)
     log_every: int = key(10, "steps between log lines, and between waits for the device", least=1)
     seed: int = key(0, "of weights, order and dropout", least=0, most=2**32 - 1)
+    compare_every: int = key(1000, "steps between comparisons of what all ranks hold alike; 0: never", least=0)
     deterministic: bool = key(False, "only kernels that give the same bits each time, or an error")
     compile: str = key("none", "torch.compile of each unit, by backend", choices=("none", "inductor", "aot_eager"))
 

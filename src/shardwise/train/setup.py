@@ -50,6 +50,7 @@ def by_plan(
         device=device,
         collectives=collectives,
         watch_seconds=config.run.watch_seconds,
+        compare_every=config.train.compare_every,
     )
     return model, optimizer, capture(update, model, optimizer)
 

@@ -55,6 +55,8 @@ class SameOrder:
     def send(self, used: int) -> None:
         """Write the first flag: whether its parameter was used (0 or 1), and what was issued up to here."""
         if not self._coefficient:
+            for log in self._logs.values():
+                log.restart()
             return
         value = (fold_all(self._logs.values()) >> _COUNT_BITS) * self._coefficient
         value = (value << _COUNT_BITS) + used & _MASK

@@ -86,6 +86,7 @@ class CapturedStep:
             if isinstance(place, Tensor):
                 place.copy_(value, non_blocking=True)
         assert self._graph is not None
+        self.engine.runner.replicas.count_step()
         self._graph.replay()
         PROGRESS.end_step()
         # The next replay writes over them.

@@ -16,6 +16,7 @@ from shardwise.comm.rank_progress import BACKWARD, EVALUATION, FORWARD, PROGRESS
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.params.managed import ManagedParameters
+from shardwise.engine.params.replicas import Replicas
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.pass_state import PassState, backward_without_forward
 from shardwise.engine.step.executor import EngineExecutor
@@ -46,6 +47,7 @@ class Runner:
         passes: PassState,
         land: Callable[[], None],
         managed: ManagedParameters,
+        replicas: Replicas,
         tape: Tape,
     ) -> None:
         self.spec = spec
@@ -61,6 +63,7 @@ class Runner:
         self.passes = passes
         self.land = land
         self.managed = managed
+        self.replicas = replicas
         self.any_sharded = any(unit.sharded for unit in units.values())
         # How long this rank waits for the others where it leaves the program.
         self.limit_seconds = 60.0
@@ -281,6 +284,7 @@ class Runner:
         self.cursor.before_step()
         # Also what the program expects a forward to have waited for, if there was none.
         self.wait_gathers()
+        self.replicas.count_step()
 
     def wait_gathers(self) -> None:
         for unit in self.units.values():
