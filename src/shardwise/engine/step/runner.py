@@ -11,15 +11,18 @@ from typing import Any
 import torch
 
 from shardwise.comm.agreement import meet
+from shardwise.comm.issued import of_no_step
+from shardwise.comm.rank_progress import BACKWARD, FORWARD, PROGRESS
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.params.managed import ManagedParameters
+from shardwise.engine.params.replicas import Replicas
 from shardwise.engine.params.unit import Unit
-from shardwise.engine.pass_state import PassState, backward_without_forward
+from shardwise.engine.pass_state import PassState, accumulation_failed, backward_without_forward, not_reduced_yet
 from shardwise.engine.step.executor import EngineExecutor
 from shardwise.engine.step.learn import FirstForward, Observation, catch_up, learned
 from shardwise.engine.tape import Tape
-from shardwise.errors import InvalidData, InvalidModel
+from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.program import Bucket, Kind, StepProgram, Trigger, build
 from shardwise.program.hooks import StepHooks
@@ -44,6 +47,7 @@ class Runner:
         passes: PassState,
         land: Callable[[], None],
         managed: ManagedParameters,
+        replicas: Replicas,
         tape: Tape,
     ) -> None:
         self.spec = spec
@@ -60,6 +64,7 @@ class Runner:
         self.land = land
         self.managed = managed
         self.writes = managed.writes
+        self.replicas = replicas
         self.any_sharded = any(unit.sharded for unit in units.values())
         # How long this rank waits for the others where it leaves the program.
         self.limit_seconds = 60.0
@@ -125,7 +130,9 @@ class Runner:
         if begins:
             if unit is self.root:
                 self.writes.settle()
-            unit.ensure()
+            with of_no_step(self.flags.groups.gather.log):
+                unit.ensure()
+            PROGRESS.kind, PROGRESS.unit = Kind.FORWARD, unit.name
         else:
             unit.end_backward()
 
@@ -140,11 +147,10 @@ class Runner:
         """A new step; whatever the last one left undone (a backward that raised, or none) is dropped."""
         if self.hooks.in_backward:
             if not self._can_abandon():
-                raise InvalidData(
-                    "a backward failed in the middle of an accumulation, so the gradients so far are not whole: call "
-                    "optimizer.zero_grad() and begin the step again"
-                )
+                raise accumulation_failed()
             self._abandon()
+        PROGRESS.phase = FORWARD
+        PROGRESS.evaluated = 0
         while self.watch:
             self.watch.pop().remove()
         self.managed.check(thorough=not self.learned)
@@ -188,6 +194,7 @@ class Runner:
         # A forward before the last update is torch's own error, if its graph needs what was updated.
         if not self.called and not self.forwards:
             raise backward_without_forward()
+        PROGRESS.phase = BACKWARD
         if self.first is not None:
             self._learn(self.first)
         # Buckets that change from step to step hold nothing for the next.
@@ -252,14 +259,13 @@ class Runner:
     def before_step(self) -> None:
         """The update writes into what a gather after the last update may still read."""
         if self.executor.holds_grads:
-            raise InvalidModel(
-                "the gradients of an accumulation are not reduced yet: run its last backward outside "
-                "shardwise.accumulate"
-            )
+            raise not_reduced_yet()
+        self.flags.same_order.look()
         self.cursor.before_step()
         # Also what the program expects a forward to have waited for, if there was none.
         self.wait_gathers()
         self.writes.before_step()
+        self.replicas.count_step()
 
     def wait_gathers(self) -> None:
         for unit in self.units.values():
@@ -268,6 +274,7 @@ class Runner:
     def after_step(self) -> None:
         self.called = False
         self.cursor.after_step()
+        PROGRESS.end_step()
         torch.autograd.graph.increment_version([p for unit in self.units.values() for p in unit.params()])
         self.writes.settled()
 
@@ -276,6 +283,8 @@ class Runner:
     def _learn(self, first: FirstForward) -> None:
         """The first forward is over on all ranks: its calls are the program's order."""
         seen = self.gather_seen(first.end())
+        # What was gathered so far the ranks of a group have agreed on, each group by itself.
+        self.flags.groups.gather.log.restart()
         sharded = [unit.name for unit in self.units.values() if unit.sharded]
         for unit in self.units.values():
             unit.learned_trainable = unit.grads.expected
