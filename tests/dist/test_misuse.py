@@ -558,6 +558,43 @@ def test_gradients_that_a_bf16_parameter_does_not_show_are_not_read_as_none(stra
     run_ranks(clips_in_bf16, num_ranks=2, args=(strategy,))
 
 
+def steps_after_a_failure(rank: int, strategy: str, when: int) -> None:
+    model, batch = MODELS["gpt"]()
+    optimizer = sgd(model.parameters())
+    prepare(model, optimizer, Plan(strategy=strategy))
+
+    def step(number: int) -> None:
+        cross_entropy(model, batch(number, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    for number in range(when):
+        step(number)
+    before = model.state_dict()
+    part = model.blocks[1].feed_forward.register_forward_hook(lambda *call: call[-1].register_hook(fail) and None)
+    loss = cross_entropy(model, batch(when, rank))
+    part.remove()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    assert "a step right after a backward that raised: the gradients are not whole" in line(optimizer.step)
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    # Cleared, the step can be run again, on every rank alike.
+    optimizer.zero_grad()
+    step(when)
+    sums = {name: value.sum().item() for name, value in model.state_dict().items()}
+    assert exchange(sums) == [sums, sums]
+
+
+@pytest.mark.parametrize("when", [0, 1], ids=["the first step", "a later step"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_a_step_right_after_a_backward_that_raised_is_refused(strategy: str, when: int) -> None:
+    run_ranks(steps_after_a_failure, num_ranks=2, args=(strategy, when))
+
+
 def subtle(rank: int) -> None:
     model, optimizer, batch = trained("fsdp", rank)
     optimizer.zero_grad()
