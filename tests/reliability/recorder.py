@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from reliability.cost import cost_section
 from reliability.findings import NEEDS_GPU, Finding, readable, rows
 from reliability.ledger import LISTS, claims
 from reliability.page import ROOT, cases_section, write
@@ -35,7 +36,8 @@ class Recorder:
             print("\nnot all tests ran: the page is left as it was")
             return
         found = {title: rows(cases, findings=list(self.findings.values())) for title, cases in LISTS.items()}
-        write({"cases": cases_section(found, torch_version=torch.__version__.partition("+")[0])})
+        cases = cases_section(found, torch_version=torch.__version__.partition("+")[0])
+        write({"cases": cases, "cost": cost_section()})
         missing = [f"{row.case}: {row.outcome}" for of_list in found.values() for row in of_list if not row.shown]
         if missing:
             print("\n" + "\n".join(missing))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from reliability.cost import cost_section
 from reliability.findings import NEEDS_GPU, UNTESTED, Finding, Row, readable, rows
 from reliability.ledger import CASES, OUTCOMES, Claim, claims
 from reliability.page import FRAME, PAGE, fill, listed, table
@@ -47,6 +48,9 @@ class TestCommittedPage:
     def test_nothing_is_silent_or_failed(self) -> None:
         for case, outcomes in listed(PAGE.read_text()).items():
             assert outcomes <= {*OUTCOMES, NEEDS_GPU} or case in AWAITED
+
+    def test_shows_the_cost_that_was_measured(self) -> None:
+        assert f"\n{cost_section()}\n" in PAGE.read_text(), "make reliability"
 
     def test_no_path_of_a_run_is_on_it(self) -> None:
         assert not re.search(r"/(tmp|home|root|work|Users)/|pytest-of-", PAGE.read_text())

@@ -260,7 +260,7 @@ class Runner:
                 "shardwise.accumulate"
             )
         if self.hooks.in_backward:
-            raise backward_raised("a step right after a backward that raised: the gradients")
+            raise backward_raised("a step right after a backward that raised, whose gradients")
         self.cursor.before_step()
         # Also what the program expects a forward to have waited for, if there was none.
         self.wait_gathers()
