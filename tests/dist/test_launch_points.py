@@ -8,6 +8,7 @@ import pytest
 from processes import processes_with
 from whole import whole
 
+from reliability.said import say
 from shardwise.launch.launch import launch
 
 POINTS = Path(__file__).parent / "points.py"
@@ -58,7 +59,16 @@ SHOWN = {
 SLOW = ("sticks_in_a_handler", "leaves_a_daemon")
 
 
-@pytest.mark.parametrize("point", [*(name for name in SHOWN if name not in SLOW), *whole(*SLOW)])
+LISTED = {"exits_with_0": pytest.mark.ledger("rank-exits-with-0", outcome="refused")}
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        *(pytest.param(name, marks=LISTED.get(name, ())) for name in SHOWN if name not in SLOW),
+        *whole(*SLOW),
+    ],
+)
 def test_a_rank_that_goes_wrong_ends_the_job_with_its_own_message(
     point: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,7 +79,7 @@ def test_a_rank_that_goes_wrong_ends_the_job_with_its_own_message(
         [point, str(failing), str(tmp_path)], num_ranks=3, max_restarts=0, folder=tmp_path / "run", program=str(POINTS)
     )
     seconds = time.monotonic() - float((tmp_path / "failed-at").read_text())
-    errors = capfd.readouterr().err
+    errors = say(capfd.readouterr().err)
     assert errors.startswith(f"rank {failing} failed first{shown.where}: {shown.line}"), errors
     assert shown.below in errors
     assert "RanksDisagree" not in errors, "the peer that noticed is in its log"

@@ -2,7 +2,8 @@
 
 From the bottom up; each imports only what stands above it here.
 
-tape.py         the operations that a run issued; pass_state.py: how a pass counts; transfer.py: copies to the host
+tape.py         the operations that a run issued; pass_state.py: how a pass counts; step_errors.py: what is wrong with a
+                step; transfer.py: copies to the host
 params/         flat buffers (flat.py), guards against reading what is freed, what users write (written.py), what a
                 quantised weight carries, casts;
                 unit.py: a unit at work

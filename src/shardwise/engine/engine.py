@@ -15,9 +15,9 @@ from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.guard import unguarded
 from shardwise.engine.params.loading import attach_loads
 from shardwise.engine.params.precision import attach_casts
-from shardwise.engine.pass_state import backward_without_forward
 from shardwise.engine.step.first_inputs import FirstInputs
 from shardwise.engine.step.runner import Runner
+from shardwise.engine.step_errors import backward_without_forward
 from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from shardwise.errors import InvalidData, InvalidModel
-
 
 @dataclass(slots=True, kw_only=True)
 class PassState:
@@ -26,27 +24,3 @@ class PassState:
         if not self.counts:
             return 0.0
         return 1.0 if self.num_counting is None else num_ranks / self.num_counting
-
-
-def backward_without_forward() -> InvalidModel:
-    """The error for gradients of a step in which the model itself was not called."""
-    return InvalidModel(
-        "a backward without a forward of the model since the last step: what another method computes "
-        "(model.training_step(x)) is not synchronised; call the model itself, model(x), and have its forward call "
-        "that method"
-    )
-
-
-def accumulation_failed() -> InvalidData:
-    """The error for a forward after a backward that raised, where earlier passes have left gradients."""
-    return InvalidData(
-        "a backward failed in the middle of an accumulation, so the gradients so far are not whole: call "
-        "optimizer.zero_grad() and begin the step again"
-    )
-
-
-def not_reduced_yet() -> InvalidModel:
-    """The error for an update in the middle of an accumulation."""
-    return InvalidModel(
-        "the gradients of an accumulation are not reduced yet: run its last backward outside shardwise.accumulate"
-    )

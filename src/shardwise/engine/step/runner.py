@@ -13,12 +13,13 @@ import torch
 from shardwise.comm.agreement import meet
 from shardwise.comm.issued import of_no_step
 from shardwise.comm.rank_progress import BACKWARD, FORWARD, PROGRESS
+from shardwise.engine import step_errors
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.replicas import Replicas
 from shardwise.engine.params.unit import Unit
-from shardwise.engine.pass_state import PassState, accumulation_failed, backward_without_forward, not_reduced_yet
+from shardwise.engine.pass_state import PassState
 from shardwise.engine.step.executor import EngineExecutor
 from shardwise.engine.step.learn import FirstForward, Observation, catch_up, learned
 from shardwise.engine.tape import Tape
@@ -147,7 +148,7 @@ class Runner:
         """A new step; whatever the last one left undone (a backward that raised, or none) is dropped."""
         if self.hooks.in_backward:
             if not self._can_abandon():
-                raise accumulation_failed()
+                raise step_errors.accumulation_failed()
             self._abandon()
         PROGRESS.phase = FORWARD
         PROGRESS.evaluated = 0
@@ -193,7 +194,7 @@ class Runner:
             raise InvalidModel("backward(create_graph=True): this engine does not give gradients of gradients")
         # A forward before the last update is torch's own error, if its graph needs what was updated.
         if not self.called and not self.forwards:
-            raise backward_without_forward()
+            raise step_errors.backward_without_forward()
         PROGRESS.phase = BACKWARD
         if self.first is not None:
             self._learn(self.first)
@@ -219,10 +220,7 @@ class Runner:
     def recompute(self, unit: Unit) -> None:
         if torch.is_grad_enabled() and not unit.calls:
             # Its forward ran without gradients, so nothing of the program knows of it.
-            raise InvalidModel(
-                f"{unit.name} is recomputed by a reentrant checkpoint: say use_reentrant=False in "
-                "torch.utils.checkpoint"
-            )
+            raise step_errors.reentrant_recompute(unit.name)
         self.serve(unit)
 
     def grads_ready(self, unit: Unit) -> None:
@@ -259,7 +257,9 @@ class Runner:
     def before_step(self) -> None:
         """The update writes into what a gather after the last update may still read."""
         if self.executor.holds_grads:
-            raise not_reduced_yet()
+            raise step_errors.not_reduced_yet()
+        if self.hooks.in_backward:
+            raise step_errors.backward_raised()
         self.flags.same_order.look()
         self.cursor.before_step()
         # Also what the program expects a forward to have waited for, if there was none.

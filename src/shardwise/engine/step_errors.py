@@ -1,0 +1,42 @@
+"""What is wrong with a step, in one line each."""
+
+from shardwise.errors import InvalidData, InvalidModel
+
+
+def backward_without_forward() -> InvalidModel:
+    """The error for gradients of a step in which the model itself was not called."""
+    return InvalidModel(
+        "a backward without a forward of the model since the last step: what another method computes "
+        "(model.training_step(x)) is not synchronised; call the model itself, model(x), and have its forward call "
+        "that method"
+    )
+
+
+def backward_raised() -> InvalidData:
+    """The error for an update by the gradients of a backward that raised. They differ between ranks."""
+    return InvalidData(
+        "a step right after a backward that raised, whose gradients are not whole: call optimizer.zero_grad() and "
+        "begin the step again"
+    )
+
+
+def accumulation_failed() -> InvalidData:
+    """The error for a forward after a backward that raised, where earlier passes have left gradients."""
+    return InvalidData(
+        "a backward failed in the middle of an accumulation, so the gradients so far are not whole: call "
+        "optimizer.zero_grad() and begin the step again"
+    )
+
+
+def not_reduced_yet() -> InvalidModel:
+    """The error for an update in the middle of an accumulation."""
+    return InvalidModel(
+        "the gradients of an accumulation are not reduced yet: run its last backward outside shardwise.accumulate"
+    )
+
+
+def reentrant_recompute(unit: str) -> InvalidModel:
+    """The error for a unit whose forward ran without gradients, and runs again in backward."""
+    return InvalidModel(
+        f"{unit} is recomputed by a reentrant checkpoint: say use_reentrant=False in torch.utils.checkpoint"
+    )
