@@ -51,7 +51,7 @@ def _finding(item: pytest.Item, report: pytest.TestReport, *, before: Finding | 
     elif report.skipped:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         trouble = NEEDS_GPU if item.get_closest_marker("gpu") else f"skipped: {reason.removeprefix('Skipped: ')}"
-    places = {ROOT: "", Path.home(): "~"}
+    places: dict[Path, str] = {ROOT: ""}
     if isinstance(item, pytest.Function) and "tmp_path" in item.funcargs:
         places[item.funcargs["tmp_path"]] = "DIR"
     lines = tuple(readable(line, places=places) for line in take())
