@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from reliability.said import say
+
 pytest.importorskip("accelerate")
 
 SCRIPT = """
@@ -35,6 +37,7 @@ Path(sys.argv[1], os.environ["RANK"] + ".json").write_text(json.dumps(lines))
 """
 
 
+@pytest.mark.ledger("accelerate-device-placement", outcome="refused", under=("ddp", "fsdp"))
 @pytest.mark.timeout(120)
 def test_accelerate_does_not_wrap_a_prepared_model(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -58,6 +61,6 @@ def test_accelerate_does_not_wrap_a_prepared_model(tmp_path: Path) -> None:
         assert list(lines) == ["ddp False", "ddp True", "fsdp False", "fsdp True"]
         for asked, (kind, line) in lines.items():
             assert kind == "InvalidModel"
-            assert len(line.splitlines()) == 1
+            assert len(say(line).splitlines()) == 1
             wraps, moves = "do not hand it to accelerator.prepare", "cannot be moved or cast"
             assert (moves if asked.endswith("True") else wraps) in line

@@ -86,6 +86,7 @@ def outputs(rank: int, strategy: str, engine: str) -> tuple[list[float], list[fl
     return got.detach().flatten().tolist(), expected.flatten().tolist()
 
 
+@pytest.mark.ledger("nf4-state", outcome="right")
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_the_state_of_a_quantised_weight_comes_from_rank_0(strategy: str) -> None:
     for got, expected in run_ranks(outputs, num_ranks=2, args=(strategy, "shardwise")):

@@ -8,6 +8,7 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
+from reliability.said import say
 from shardwise.comm.absent import AbsentCollectives, absent_group
 from shardwise.engine.prepare import prepare
 from shardwise.engine.step.first_inputs import digest
@@ -55,6 +56,7 @@ def warned(rank: int, given: str, strategy: str = "fsdp", dynamic: bool = False)
     return [str(item.message) for item in caught if "same batch" in str(item.message)]
 
 
+@pytest.mark.ledger("same-data", outcome="warned")
 @pytest.mark.parametrize("given", ["the same", "the same in a list"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -62,7 +64,7 @@ def test_rank_0_tells_once_that_all_ranks_have_the_same_batch(given: str, strate
     told, quiet = run_ranks(warned, num_ranks=2, args=(given, strategy, dynamic))
     assert quiet == []
     assert len(told) == 1
-    assert told[0].startswith("all 2 ranks were given the same batch in the first step")
+    assert say(told[0]).startswith("all 2 ranks were given the same batch in the first step")
     assert "DistributedSampler" in told[0]
     assert "\n" not in told[0]
 

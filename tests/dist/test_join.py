@@ -66,6 +66,7 @@ def test_under_torchruns_variables_the_ranks_are_one_job_on_torchs_engine_too() 
     check_one_job(run_ranks(started_with, num_ranks=2, args=(variables, "torch")))
 
 
+@pytest.mark.ledger("ipv6-address", outcome="right")
 @pytest.mark.parametrize("address", ["::1", "[::1]"])
 @pytest.mark.parametrize("num_nodes", ["1", "0"])
 def test_the_ranks_meet_at_an_ipv6_address(address: str, num_nodes: str) -> None:

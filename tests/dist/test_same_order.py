@@ -58,6 +58,7 @@ def swaps(rank: int, fault: str, strategy: str, late: bool) -> str:
     return refused
 
 
+@pytest.mark.ledger("gathers-swapped", outcome="refused")
 @pytest.mark.parametrize(
     ("fault", "strategy", "late"),
     [

@@ -17,6 +17,7 @@ from stalling import run_rank
 from whole import whole
 from wrong import WIDTH, Blocks
 
+from reliability.said import say
 from shardwise.comm.watch import EXIT_CODE
 from shardwise.engine.prepare import prepare
 from shardwise.launch.launch import launch
@@ -86,6 +87,7 @@ def started(fault: str, strategy: str, folder: Path, **more: str) -> list[Rank]:
     ]
 
 
+@pytest.mark.ledger("stopped-rank", outcome="refused")
 @pytest.mark.parametrize(("fault", "strategy"), [("stopped", "fsdp"), *whole(("stopped", "ddp"))])
 def test_a_process_that_is_stopped_is_named_by_the_others(fault: str, strategy: str, tmp_path: Path) -> None:
     waiting, stopped = started(fault, strategy, tmp_path)
@@ -94,6 +96,7 @@ def test_a_process_that_is_stopped_is_named_by_the_others(fault: str, strategy: 
         rf"rank 1 stopped \(has not answered for \d s\): at or before {operation}, step 4", waiting.verdict
     )
     assert re.search(rf"rank 0 waiting in {operation}, step 4", waiting.verdict)
+    say(re.sub(r"\d+ s\b", "60 s", waiting.verdict))
     assert waiting.code == EXIT_CODE
     assert stopped.code is None
     assert waiting.seconds < WATCH_SECONDS + 5
