@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from kills_task import NUM_SAMPLES, Counting
+from kills_task import NUM_SAMPLES, PASS_SECONDS, Counting
 from torch import Tensor
 
 from shardwise.checkpoint import Checkpoints
@@ -57,26 +57,36 @@ JOBS = {
     3: Job(num_ranks=3, strategy="zero2", optimizer="adamw"),
     4: Job(num_ranks=4, strategy="shard_grad_op", optimizer="sgd"),
 }
-CONFIG = f"""
+CONFIG = """
 [task]
-model = "python:{Path(__file__).resolve().with_name("kills_task.py")}:task"
+model = "python:{task}:task"
 [plan]
-micro_batch = {MICRO_BATCH}
+micro_batch = {micro_batch}
 units = "class:Sequential"
 [optimizer]
-lr = {LR}
+lr = {lr}
 [schedule]
 name = "constant"
 [train]
-epochs = {NUM_EPOCHS}
+epochs = {epochs}
 clip_norm = 0
 log_every = 1
 [checkpoint]
-every = 3
+every = {checkpoint_every}
 [run]
 device = "cpu"
 tensorboard = false
 """
+
+
+def write_config(folder: Path, *, epochs: int = NUM_EPOCHS, checkpoint_every: int = 3) -> Path:
+    """The config of all jobs."""
+    task = Path(__file__).resolve().with_name("kills_task.py")
+    path = folder / "kills.toml"
+    path.write_text(
+        CONFIG.format(task=task, micro_batch=MICRO_BATCH, lr=LR, epochs=epochs, checkpoint_every=checkpoint_every)
+    )
+    return path
 
 
 class Wrong(Exception):  # noqa: N818 - what is wrong with the project, not with this script
@@ -94,9 +104,10 @@ class Result:
 class Run:
     """One training in one folder, started as often as it takes."""
 
-    def __init__(self, job: Job, *, config: Path, folder: Path) -> None:
+    def __init__(self, job: Job, *, config: Path, folder: Path, pass_seconds: float) -> None:
         self.job = job
         self.folder = folder
+        self._pass_seconds = pass_seconds
         self._command = job.command(config, folder=folder)
         folder.mkdir()
         self._output = (folder / "output.txt").open("ab")
@@ -108,7 +119,12 @@ class Run:
             self._command,
             stdout=self._output,
             stderr=self._output,
-            env=os.environ | {"KILLS_FOLDER": str(self.folder), "OMP_NUM_THREADS": "1"},
+            env=os.environ
+            | {
+                "KILLS_FOLDER": str(self.folder),
+                "KILLS_PASS_SECONDS": str(self._pass_seconds),
+                "OMP_NUM_THREADS": "1",
+            },
         )
 
     def ranks(self) -> dict[int, int]:
@@ -129,6 +145,17 @@ class Run:
             with suppress(ValueError):
                 return int(json.loads(line)["step"])
         return 0
+
+    def useful_seconds(self) -> float:
+        """The time of the steps that stand in metrics.jsonl, each once, however often it had to be repeated."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        seconds = {}
+        for line in lines:
+            with suppress(ValueError):
+                step = json.loads(line)
+                seconds[step["step"]] = step["num_samples"] / step["samples_per_s"]
+        return sum(seconds.values())
 
     def being_saved(self) -> set[Path]:
         """The checkpoints that are being written, less those that a kill has left half-written."""
@@ -170,8 +197,8 @@ class Run:
 
 
 @contextmanager
-def running(job: Job, *, config: Path, folder: Path) -> Iterator[Run]:
-    run = Run(job, config=config, folder=folder)
+def running(job: Job, *, config: Path, folder: Path, pass_seconds: float = PASS_SECONDS) -> Iterator[Run]:
+    run = Run(job, config=config, folder=folder, pass_seconds=pass_seconds)
     try:
         yield run
     finally:
@@ -232,31 +259,60 @@ def compare(result: Result, reference: Result, *, job: Job) -> None:
             raise Wrong(f"samples were not seen equally often: {result.weights['seen']}")
 
 
-def kill_job(job: Job, *, num_kills: int, config: Path, folder: Path, chance: random.Random) -> int:
-    """Runs of one job until `num_kills` have hit; how many runs that took."""
-    print(f"{job.num_ranks} ranks, {job.strategy}, {job.optimizer}: a run left alone …", flush=True)
-    with running(job, config=config, folder=folder / "alone") as run:
+def left_alone(job: Job, *, config: Path, folder: Path, pass_seconds: float = PASS_SECONDS) -> Result:
+    """What the job gives when nobody kills it."""
+    with running(job, config=config, folder=folder / "alone", pass_seconds=pass_seconds) as run:
         while not run.ended():
             time.sleep(0.05)
         reference = run.result()
     compare(reference, reference, job=job)
+    return reference
+
+
+def killed_run(
+    job: Job,
+    *,
+    reference: Result,
+    num_kills: int,
+    config: Path,
+    folder: Path,
+    chance: random.Random,
+    hits: list[str],
+) -> None:
+    """One run with up to `num_kills` kills, each of which is added to `hits`; Wrong if it ends in other bits."""
+    with running(job, config=config, folder=folder) as run:
+        while len(hits) < num_kills:
+            (moment,) = chance.choices(list(MOMENTS), list(MOMENTS.values()))
+            (victim,) = chance.choices(list(VICTIMS), list(VICTIMS.values()))
+            if not wait_until(run, moment, chance=chance):
+                break
+            if (hit := kill(run, victim, chance=chance)) is not None:
+                hits.append(hit)
+                print(f"  killed {hit}", flush=True)
+        while not run.ended():
+            time.sleep(0.05)
+        compare(run.result(), reference, job=job)
+
+
+def kill_job(job: Job, *, num_kills: int, config: Path, folder: Path, chance: random.Random) -> int:
+    """Runs of one job until `num_kills` have hit; how many runs that took."""
+    print(f"{job.num_ranks} ranks, {job.strategy}, {job.optimizer}: a run left alone …", flush=True)
+    reference = left_alone(job, config=config, folder=folder)
     done = num_runs = 0
     while done < num_kills:
         num_runs += 1
-        before = done
-        with running(job, config=config, folder=folder / f"run-{num_runs}") as run:
-            while done < num_kills:
-                (moment,) = chance.choices(list(MOMENTS), list(MOMENTS.values()))
-                (victim,) = chance.choices(list(VICTIMS), list(VICTIMS.values()))
-                if not wait_until(run, moment, chance=chance):
-                    break
-                if (hit := kill(run, victim, chance=chance)) is not None:
-                    done += 1
-                    print(f"  kill {done}/{num_kills}: {hit}", flush=True)
-            while not run.ended():
-                time.sleep(0.05)
-            compare(run.result(), reference, job=job)
-        print(f"  run {num_runs}: {done - before} kills, {len(reference.steps)} steps, bit-identical", flush=True)
+        hits: list[str] = []
+        killed_run(
+            job,
+            reference=reference,
+            num_kills=num_kills - done,
+            config=config,
+            folder=folder / f"run-{num_runs}",
+            chance=chance,
+            hits=hits,
+        )
+        done += len(hits)
+        print(f"  run {num_runs}: {len(hits)} kills, {len(reference.steps)} steps, bit-identical", flush=True)
     return num_runs
 
 
@@ -269,8 +325,7 @@ def main() -> int:
     chance = random.Random(args.seed)
     num_runs = 0
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
-        config = Path(name, "kills.toml")
-        config.write_text(CONFIG)
+        config = write_config(Path(name))
         for index, num_ranks in enumerate(args.ranks):
             num_kills = len(range(index, args.kills, len(args.ranks)))
             folder = Path(name, str(num_ranks))
