@@ -30,7 +30,6 @@ def find_rows() -> list["Row"]:
 
 def run_rows(rows: Iterable["Row"], *, long: bool, seed: int) -> bool:
     """Whether all of them held. Results are written after each, so that an interrupt loses one."""
-    results = read_results()
     ok = True
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         for row in rows:
@@ -42,8 +41,7 @@ def run_rows(rows: Iterable["Row"], *, long: bool, seed: int) -> bool:
             finally:
                 # Ranks that a row has used hold memory and time that the next one's should not be charged for.
                 shut_down()
-            results[row.number] = result
-            write_results(results)
+            write_results(read_results() | {row.number: result})
             ok = ok and held(result)
             shown = result["not_run"] or f"{result['held']:,} of {result['tried']:,} held"
             print(f"   {'ok   ' if held(result) else 'WRONG'} {shown}, {result['seconds']:.0f} s", flush=True)

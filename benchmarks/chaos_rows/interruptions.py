@@ -15,7 +15,7 @@ _STEPS_PER_EPOCH = kills.NUM_SAMPLES // (kills.MICRO_BATCH * 2)
 
 def random_moments(asked: Asked) -> Tally:
     tally = Tally()
-    total = asked.pick(short=9, long=50)
+    total = asked.pick(short=6, long=50)
     config = kills.write_config(asked.folder)
     num_runs = 0
     for index, (num_ranks, job) in enumerate(kills.JOBS.items()):
