@@ -16,7 +16,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "chaos.json"
 PAGE = ROOT / "docs" / "reliability.md"
-BEGIN, END = "<!-- chaos -->", "<!-- /chaos -->"
+BEGIN, END = "<!-- section chaos -->", "<!-- end of chaos -->"
 _MOST_LINES_SHOWN = 20
 _INTRODUCTION = """## The chaos scorecard
 
@@ -104,6 +104,10 @@ def run_row(row: Row, *, long: bool, seed: int, folder: Path) -> dict[str, Any]:
         tally = row.run(asked)
     except CannotRun as error:
         tally, why_not = Tally(), str(error)
+    except Exception as error:
+        # A row that breaks has not shown that anything holds; the others still run.
+        traceback.print_exc()
+        tally = Tally(failures=[" ".join(f"the row itself: {type(error).__name__}: {error}".split())])
     if why_not is None and not tally.tried:
         tally.failures.append("nothing was tried")
     return {
@@ -138,7 +142,7 @@ def write_results(results: Mapping[int, Mapping[str, Any]]) -> None:
     """Into chaos.json, and as a table into docs/reliability.md; all that is not between our marks there stays."""
     ordered = [results[number] for number in sorted(results)]
     RESULTS.write_text(json.dumps(ordered, indent=2, ensure_ascii=False) + "\n")
-    section = f"{BEGIN}\n{_INTRODUCTION}\n{table(ordered)}\n{END}"
+    section = f"{BEGIN}\n\n{_INTRODUCTION}\n{table(ordered)}\n{END}"
     text = PAGE.read_text() if PAGE.exists() else f"# Reliability\n\n{BEGIN}\n{END}\n"
     if BEGIN not in text:
         text = f"{text.rstrip()}\n\n{BEGIN}\n{END}\n"
