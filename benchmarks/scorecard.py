@@ -22,9 +22,10 @@ _INTRODUCTION = """## The chaos scorecard
 
 Each row injects faults into real jobs on this machine's CPU and counts how many came out as they must.
 `make chaos` runs a short form of every row in at most 15 minutes on 2 quiet cores; `make chaos-long` runs the full
-numbers in at most 60. `python benchmarks/chaos.py --only 3,4 --seed 7` runs some rows with other faults: the seed decides
-what is drawn, and the same seed draws the same again as far as timing allows. *Tried* is the number of faults that were
-really injected in the last run of that row, and *held* is how many of them came out right. A row that did not run says why.
+numbers in at most 60. `python benchmarks/chaos.py --only 3,4 --seed 7` runs some rows with other faults: the seed
+decides what is drawn, and the same seed draws the same again as far as timing allows. *Tried* is the number of faults
+that were really injected in the last run of that row, and *held* is how many of them came out right. A row that did
+not run says why.
 """
 
 

@@ -100,9 +100,7 @@ def endurance(asked: Asked) -> Tally:
     for strategy in ("fsdp", "ddp"):
         with tally.trying(f"step time against units, {strategy}"):
             ran = {
-                num_units: run_ranks(
-                    many_steps, num_ranks=2, args=(strategy, num_units, 20), timeout_seconds=600.0
-                )[0]
+                num_units: run_ranks(many_steps, num_ranks=2, args=(strategy, num_units, 20), timeout_seconds=600.0)[0]
                 for num_units in (NUM_UNITS // 4, NUM_UNITS)
             }
             few, many = ran.values()

@@ -4,25 +4,27 @@ import time
 from dataclasses import dataclass
 
 import kills
+from kills_run import JOBS, MICRO_BATCH, Job, Run, running, write_config
+from kills_task import NUM_SAMPLES
 from scorecard import Asked, Row, Tally
 
 _SECONDS_BETWEEN_KILLS = (15.0, 25.0)
 # The most that a pass of the slow run takes; half of it on average, and the slower of two ranks two thirds.
 _PASS_SECONDS = 0.4
 _STEP_SECONDS = _PASS_SECONDS * 2 / 3
-_STEPS_PER_EPOCH = kills.NUM_SAMPLES // (kills.MICRO_BATCH * 2)
+_STEPS_PER_EPOCH = NUM_SAMPLES // (MICRO_BATCH * 2)
 
 
 def random_moments(asked: Asked) -> Tally:
     tally = Tally()
     total = asked.pick(short=6, long=50)
-    config = kills.write_config(asked.folder)
+    config = write_config(asked.folder)
     num_runs = 0
-    for index, (num_ranks, job) in enumerate(kills.JOBS.items()):
+    for index, (num_ranks, job) in enumerate(JOBS.items()):
         folder = asked.folder / str(num_ranks)
         folder.mkdir()
         reference = kills.left_alone(job, config=config, folder=folder)
-        left = len(range(index, total, len(kills.JOBS)))
+        left = len(range(index, total, len(JOBS)))
         while left > 0:
             num_runs += 1
             hits: list[str] = []
@@ -57,12 +59,12 @@ def every_20_seconds(asked: Asked) -> Tally:
     tally = Tally()
     period = asked.pick(short=60, long=600)
     epochs = max(1, round(0.7 * period / _STEP_SECONDS / _STEPS_PER_EPOCH))
-    config = kills.write_config(asked.folder, epochs=epochs, checkpoint_every=10)
+    config = write_config(asked.folder, epochs=epochs, checkpoint_every=10)
     # With AdamW a step more or less than it should be shows in every weight.
-    job = kills.Job(num_ranks=2, strategy="fsdp", optimizer="adamw")
+    job = Job(num_ranks=2, strategy="fsdp", optimizer="adamw")
     reference = kills.left_alone(job, config=config, folder=asked.folder, pass_seconds=0.0)
     with tally.trying("the run", count=0):
-        with kills.running(job, config=config, folder=asked.folder / "killed", pass_seconds=_PASS_SECONDS) as run:
+        with running(job, config=config, folder=asked.folder / "killed", pass_seconds=_PASS_SECONDS) as run:
             steady = _kill_steadily(run, period=period, asked=asked)
             tally.tried = steady.num_kills
             while not run.ended():
@@ -74,7 +76,7 @@ def every_20_seconds(asked: Asked) -> Tally:
     return tally
 
 
-def _kill_steadily(run: kills.Run, *, period: float, asked: Asked) -> SteadyKills:
+def _kill_steadily(run: Run, *, period: float, asked: Asked) -> SteadyKills:
     begun = time.monotonic()
     num_kills = 0
     while (left := begun + period - time.monotonic()) > 0 and not run.ended():

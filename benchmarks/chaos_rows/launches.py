@@ -25,9 +25,7 @@ def ten_at_once(asked: Asked) -> Tally:
     for repeat in range(asked.pick(short=1, long=3)):
         folder = asked.folder / str(repeat)
         folder.mkdir()
-        codes = run_ranks(
-            launch_one, num_ranks=NUM_LAUNCHES, args=(str(folder), joins.__file__), timeout_seconds=400.0
-        )
+        codes = run_ranks(launch_one, num_ranks=NUM_LAUNCHES, args=(str(folder), joins.__file__), timeout_seconds=400.0)
         for number, code in enumerate(codes):
             with tally.trying(f"launch {number}"):
                 logs = "".join(path.read_text()[-300:] for path in (folder / str(number)).glob("run/logs/*.txt"))

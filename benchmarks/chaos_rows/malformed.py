@@ -75,7 +75,9 @@ def bad_configs(path: Path, *, chance: random.Random) -> Iterator[Mistake]:
     ]
     for key in keys:
         for value in NO_VALUES:
-            yield Mistake(what=f"{key} = {value}", arguments=(*train, "--set", f"{key}={value}"), content=CONFIG.encode())
+            yield Mistake(
+                what=f"{key} = {value}", arguments=(*train, "--set", f"{key}={value}"), content=CONFIG.encode()
+            )
         at = chance.randrange(len(key) - 1)
         typo = key[:at] + chance.choice("qxz") + key[at:]
         yield Mistake(what=f"{typo} = 1", arguments=(*train, "--set", f"{typo}=1"), content=CONFIG.encode())

@@ -1,15 +1,15 @@
-"""Rows 8 and 9: which samples a run has seen when it was stopped and resumed; evaluation of few samples on many ranks."""
+"""Rows 8 and 9: which samples a run has seen that was stopped and resumed; evaluation of few samples on many ranks."""
 
 from typing import Any
 
-import shardwise
 import torch
 from ranks import run_ranks
 from scorecard import Asked, Row, Tally
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from train_tasks import assert_seen_once_per_epoch, config, lines, reference, trained
+from train_tasks import assert_seen_once_per_epoch, config, reference, trained
 
+import shardwise
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.train.batches import Sharing

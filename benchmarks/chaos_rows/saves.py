@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import test_checkpoint_matrix as matrix
 import torch
 import torch.distributed as dist
@@ -103,10 +104,8 @@ def crashes(asked: Asked) -> Tally:
     for rank, at in points:
         with tally.trying(f"2 ranks, rank {rank} killed at effect {at}"):
             folder = asked.folder / f"killed-{rank}-{at}"
-            try:
+            with pytest.raises(RankFailed, match="exit code -9"):
                 run_ranks(save_two, num_ranks=2, args=(str(folder), rank, at), timeout_seconds=120.0)
-            except RankFailed as error:
-                assert "exit code -9" in str(error), str(error)
             # The rename is the last but one effect of rank 0; what it has named is whole.
             committed = rank == 0 and at == results[0][1]
             assert check_loaded(folder, weights=weights) == (2 if committed else 1)
@@ -145,12 +144,8 @@ def damage(path: Path, *, place: int, flip: int) -> None:
 
 def check_damaged(folder: Path, name: str, *, weights: Weights) -> None:
     """The damaged one is refused by its file, and the one before it is used and that is said."""
-    try:
+    with pytest.raises(CheckpointError, match=f"step-00000002/{name}"):
         open_checkpoint(folder / "step-00000002")
-    except CheckpointError as error:
-        assert f"step-00000002/{name}" in str(error), f"{name} is not named: {error}"
-    else:
-        raise AssertionError("it was not noticed")
     checkpoints = Checkpoints(folder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -164,7 +159,7 @@ def check_damaged(folder: Path, name: str, *, weights: Weights) -> None:
 
 
 def save_on_full_disks(rank: int, folder: str, shares: list[float]) -> list[str]:
-    """For each share: a save on a disk of one rank that has room for that share of it. "" where it was as it must be."""
+    """For each share: a save on a disk of one rank that has room for that share of it. "" where it was as it must."""
     model, optimizer, batch = prepared()
     checkpoints = Checkpoints(folder)
     step(model, optimizer, batch, rank=rank, number=1)

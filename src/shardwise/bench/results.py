@@ -11,16 +11,19 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from shardwise.atomic import atomic_write
 from shardwise.errors import ShardwiseError
 from shardwise.profile.memory_ledger import MemoryLedger
-from shardwise.span import Span
+from shardwise.regular_file import read_at_most
+from shardwise.span import QUEUES, Span
 
 FILE = "bench.json"
 """What a bench leaves in its folder, next to `runs/`."""
 _FORMAT = 1
+_MOST_BYTES = 512 * 2**20
 
 
 class InvalidBench(ShardwiseError):  # noqa: N818
@@ -238,6 +241,8 @@ class Bench:
         equivalence = values["equivalence"]
         if values["recommended"] not in (None, *range(len(values["cases"]))):
             raise ValueError(f"case {values['recommended']} of {len(values['cases'])} is recommended")
+        if type(values["capacity_bytes"]) not in (int, NoneType):
+            raise ValueError(f"capacity_bytes = {values['capacity_bytes']!r}")
         return cls(
             **{
                 **values,
@@ -257,12 +262,12 @@ def load_bench(folder: Path) -> Bench:
     """What a bench left in a folder; `folder` may be the file itself."""
     path = folder / FILE if folder.is_dir() else folder
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_at_most(path, _MOST_BYTES))
     except OSError as error:
         raise InvalidBench(
             f"{folder}: there is no {FILE} ({error.strerror}); `shardwise bench … --out DIR` makes one"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidBench(f"{path}: is not JSON ({error})") from error
     found = data.get("format") if isinstance(data, dict) else None
     if found != _FORMAT:
@@ -313,4 +318,6 @@ def _happening(data: Sequence[Any]) -> Happening:
 def _predicted(data: Mapping[str, Any]) -> PredictedCase:
     entries = tuple((label, parts) for label, parts in data["entries"])
     spans = tuple(Span(*one) for one in data["spans"])
+    if unknown := {span.queue for span in spans} - set(QUEUES):
+        raise ValueError(f"a span of the queue {min(unknown)!r}")
     return PredictedCase(**{**data, "entries": entries, "spans": spans})

@@ -173,9 +173,7 @@ def test_a_save_syncs_all_it_wrote_before_it_takes_its_name_and_removes_the_olde
 
 
 @pytest.mark.parametrize("power", [False, True])
-def test_after_a_crash_at_any_effect_the_last_good_checkpoint_loads(
-    past: Past, tmp_path: Path, power: bool
-) -> None:
+def test_after_a_crash_at_any_effect_the_last_good_checkpoint_loads(past: Past, tmp_path: Path, power: bool) -> None:
     effects = effects_of_a_save(past, tmp_path / "all")
     found = [
         crash_at(past, tmp_path / str(at), at=at, power=power)  # one after the other, each in a copy of its own
