@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.comm.groups import Group
+from shardwise.comm.rank_progress import waiting_in
 from shardwise.errors import ShardwiseError
 
 
@@ -26,7 +27,9 @@ class RanksMissing(ShardwiseError):  # noqa: N818
 def exchange(value: Any, *, group: Group | None = None) -> list[Any]:
     """What each rank of the group (of the job, without one) gave, in rank order. Collective."""
     everyone = [None] * (dist.get_world_size() if group is None else group.size)
-    dist.all_gather_object(everyone, value, group=None if group is None else group.handle)
+    # Groups of a mesh may do this more or less often than others.
+    with waiting_in("an exchange between ranks", counts=group is None):
+        dist.all_gather_object(everyone, value, group=None if group is None else group.handle)
     return everyone
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.groups import Group
+from shardwise.comm.issued import NotedWork
 
 # torch 2.13 renamed them and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,23 +47,27 @@ def own_slice(buffer: Tensor, *, group: Group) -> Tensor:
 
 
 class BackendCollectives:
-    """The process group's own collectives."""
+    """The process group's own collectives, each noted down in its group as it is issued."""
 
     def all_gather(self, buffer: Tensor, *, group: Group) -> Work:
+        name = group.log.note(buffer)
         work: Work = _all_gather(buffer, own_slice(buffer, group=group), group=group.handle, async_op=True)
-        return work
+        return NotedWork(work, name)
 
     def reduce_scatter(self, buffer: Tensor, *, group: Group) -> Work:
         if buffer.device.type == "cpu":
             # Gloo's reduce-scatter takes twice as long as its all-reduce of the same buffer.
             return self.all_reduce(buffer, group=group)
+        name = group.log.note(buffer)
         work: Work = _reduce_scatter(own_slice(buffer, group=group), buffer, group=group.handle, async_op=True)
-        return work
+        return NotedWork(work, name)
 
     def all_reduce(self, buffer: Tensor, *, group: Group) -> Work:
+        name = group.log.note(buffer)
         work: Work = dist.all_reduce(buffer, group=group.handle, async_op=True)
-        return work
+        return NotedWork(work, name)
 
     def broadcast(self, buffer: Tensor, *, source: int, group: Group) -> Work:
+        name = group.log.note(buffer)
         work: Work = dist.broadcast(buffer, src=group.ranks[source], group=group.handle, async_op=True)
-        return work
+        return NotedWork(work, name)

@@ -5,21 +5,23 @@ which they were issued, so in one group a gather that is needed now would wait b
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from shardwise.comm.issued import IssueLog
 from shardwise.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Ranks that communicate together, and this process's place among them."""
+    """Ranks that communicate together, this process's place among them, and what it has issued there."""
 
     handle: dist.ProcessGroup
     ranks: tuple[int, ...]
     index: int
+    log: IssueLog = field(default_factory=IssueLog, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -42,6 +44,14 @@ class MeshGroups:
     replicate: Group
     reduce_world: Group
 
+    def by_name(self) -> dict[str, Group]:
+        return {
+            "gather": self.gather,
+            "reduce": self.reduce,
+            "replicate": self.replicate,
+            "world": self.reduce_world,
+        }
+
 
 _MADE: dict[Mesh, MeshGroups] = {}
 
@@ -60,7 +70,7 @@ def mesh_groups(mesh: Mesh) -> MeshGroups:
 def _still_there(groups: MeshGroups) -> bool:
     """Whether nobody has destroyed them since (the job was torn down and started again)."""
     try:
-        for group in (groups.gather, groups.reduce, groups.replicate, groups.reduce_world):
+        for group in groups.by_name().values():
             dist.get_process_group_ranks(group.handle)
     except (ValueError, RuntimeError, KeyError):
         return False
@@ -84,14 +94,14 @@ def _mine(everyone: Iterable[int], *, rank: int, group_of: Callable[[int], tuple
     """Make all groups of one kind, as torch demands of every rank, and keep the one that holds this rank."""
     mine: Group | None = None
     for ranks in dict.fromkeys(map(group_of, everyone)):
-        handle = dist.new_group(list(ranks), timeout=_timeout())
+        handle = dist.new_group(list(ranks), timeout=group_timeout())
         if rank in ranks:
             mine = Group(handle=handle, ranks=ranks, index=ranks.index(rank))
     assert mine is not None
     return mine
 
 
-def _timeout() -> timedelta | None:
+def group_timeout() -> timedelta | None:
     """The default group's own time-out; None, which is torch's default, for a backend that does not tell.
 
     new_group would take torch's default also where init_process_group was given another.

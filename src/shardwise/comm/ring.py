@@ -26,6 +26,7 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Work
 from shardwise.comm.groups import Group
+from shardwise.comm.issued import NotedWork
 
 # Small enough that one piece is added while the next arrives, large enough that the cost of a message does not show.
 _PIECE_BYTES = 4 * 2**20
@@ -250,12 +251,13 @@ class RingCollectives:
     def _issue(self, buffer: Tensor, *, group: Group, call: Callable[[], None]) -> Work:
         # Here, not on the thread: the caller's mistake is raised where it is made, and breaks no group.
         _check_contiguous(buffer)
+        name = group.log.note(buffer)
         if buffer.device.type != "cpu":
             call()
-            return _StreamWork(device=buffer.device)
+            return NotedWork(_StreamWork(device=buffer.device), name)
         if group.handle not in self._lanes:
             self._lanes[group.handle] = _Lane()
-        return self._lanes[group.handle].issue(call)
+        return NotedWork(self._lanes[group.handle].issue(call), name)
 
 
 class _Lane:

@@ -13,6 +13,7 @@ from shardwise.comm.agreement import agree, exchange
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups import MeshGroups, mesh_groups
 from shardwise.comm.join import join_job
+from shardwise.comm.watch import WATCH_SECONDS, check_watch_seconds, watch_over
 from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.description import asked_device, describe
 from shardwise.engine.engine import Engine, is_prepared, register
@@ -26,6 +27,7 @@ from shardwise.engine.params.host import HostCopies
 from shardwise.engine.params.loading import attach_loads
 from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.precision import attach_casts, check_kept
+from shardwise.engine.params.replicas import COMPARE_EVERY, Replicas, check_compare_every
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.params.written import Writes
 from shardwise.engine.pass_state import PassState
@@ -55,6 +57,8 @@ def prepare(
     device: torch.device | str | None = None,
     any_optimizer: bool = False,
     collectives: Collectives | None = None,
+    watch_seconds: float = WATCH_SECONDS,
+    compare_every: int = COMPARE_EVERY,
 ) -> tuple[nn.Module, AnyOptimizer]:
     """Make `model` and `optimizer` run `plan`; then train with an ordinary loop.
 
@@ -63,14 +67,25 @@ def prepare(
     filled straight into shards. `device` moves the model; without it the model stays where it is (from meta: this
     rank's GPU, or the CPU).
     `optimizer` may be None, and be made later. `any_optimizer` admits one that is not known to be elementwise.
-    `collectives` replaces the plan's, for tests.
+    `collectives` replaces the plan's, for tests. The job ends when a rank has held up the others for `watch_seconds`
+    (comm/watch.py); 0: nobody watches. Every `compare_every` steps ranks compare what they should hold alike, bit by
+    bit (params/replicas.py); 0: never.
     """
     if is_prepared(model):
         raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
     chosen = join_job(asked_device(model, device=device))
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
     agree(
-        lambda: _description(model, optimizer, plan=plan, mesh=mesh, device=chosen, any_optimizer=any_optimizer),
+        lambda: _description(
+            model,
+            optimizer,
+            plan=plan,
+            mesh=mesh,
+            device=chosen,
+            any_optimizer=any_optimizer,
+            watch_seconds=watch_seconds,
+            compare_every=compare_every,
+        ),
         what="plans, models or optimizers",
     )
     setting = _Setting(
@@ -81,10 +96,17 @@ def prepare(
         tape=Tape(),
         device=chosen,
         host=HostCopies(chosen) if plan.offload_states else None,
+        compare_every=compare_every,
     )
     engine = _engine(model, optimizer, setting=setting, any_optimizer=any_optimizer)
     register(model, engine)
     become_prepared(model)
+    watch_over(
+        engine.runner,
+        limit_seconds=watch_seconds,
+        waits_on_host=chosen.type == "cpu",
+        issues=engine.runner.flags.same_order.history,
+    )
     return model, optimizer
 
 
@@ -99,6 +121,7 @@ class _Setting:
     tape: Tape
     device: torch.device
     host: HostCopies | None
+    compare_every: int
 
 
 def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting, any_optimizer: bool) -> Engine:
@@ -164,6 +187,7 @@ def _runner(model: nn.Module, *, units: dict[str, Unit], setting: _Setting) -> R
         land=setting.host.land if setting.host is not None else lambda: None,
         managed=ManagedParameters(model, flats=flats),
         writes=Writes(flats),
+        replicas=Replicas(flats, groups=groups, every=setting.compare_every),
         tape=tape,
     )
 
@@ -176,6 +200,8 @@ def _description(
     mesh: Mesh,
     device: torch.device,
     any_optimizer: bool,
+    watch_seconds: float,
+    compare_every: int,
 ) -> str:
     """What ranks must agree on, a line each; raises for what no rank could run, before anything is touched."""
     check_model(model, plan=plan)
@@ -194,7 +220,10 @@ def _description(
             f"offload_states = true with strategy = {plan.strategy!r}: what every rank holds whole stays on the "
             "device; use zero2, shard_grad_op or fsdp"
         )
+    check_watch_seconds(watch_seconds)
+    check_compare_every(compare_every)
     described = describe(model, spec=spec, plan=plan)
+    described += f"\nwatch_seconds = {watch_seconds:g}\ncompare_every = {compare_every}"
     if optimizer is not None:
         parameters = dict(model.named_parameters())
         sharded = {

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.atomic import atomic_write
+from shardwise.comm.rank_progress import PROGRESS
 from shardwise.errors import ShardwiseError
 from shardwise.regular_file import open_to_append
 
@@ -33,7 +34,7 @@ _NOTE = "during "
 _OF_A_PEER = frozenset({"DistError", "RanksDisagree", "RanksMissing"})
 # Gloo has no error of its own, but names its files; ranks that agree on something pass on what one of them said.
 _TELLS_OF_A_PEER = re.compile(r"/gloo/|\brank \d+ could not go on\b")
-_FROM_OUTSIDE = frozenset({"OSError", "AcceleratorError", "DiskFailed"})
+_FROM_OUTSIDE = frozenset({"OSError", "AcceleratorError", "DiskFailed", "RankStopped"})
 # Among these, what is the same when tried again.
 _TO_STAY = frozenset(
     {"FileNotFoundError", "FileExistsError", "NotADirectoryError", "IsADirectoryError", "PermissionError"}
@@ -126,6 +127,16 @@ def report(error: BaseException, *, rank: int) -> None:
         write_to_log(2)
     # A thread of C that needs no interpreter lock: a group's destructor may wait for peers that never come.
     faulthandler.dump_traceback_later(LAST_WORDS_SECONDS, exit=True)
+
+
+@contextmanager
+def stalls_reported() -> Iterator[None]:
+    """In here the watchdog (comm/watch.py) reports the rank that stopped before it ends this process."""
+    before, PROGRESS.on_stall = PROGRESS.on_stall, lambda error, rank: report(error, rank=rank)
+    try:
+        yield
+    finally:
+        PROGRESS.on_stall = before
 
 
 def write_to_log(*descriptors: int) -> None:

@@ -16,7 +16,7 @@ import sys
 
 from shardwise.comm.job_environment import start_of
 from shardwise.errors import ShardwiseError
-from shardwise.launch.failure import report, write_to_log
+from shardwise.launch.failure import report, stalls_reported, write_to_log
 
 # The variable that holds the launcher's process id.
 LAUNCHER = "SHARDWISE_LAUNCHER"
@@ -36,7 +36,8 @@ def main() -> None:
     # They wait until training can take them (preemption.py): while a rank starts up, there is nothing to save yet.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
-        run(*sys.argv[1:])
+        with stalls_reported():
+            run(*sys.argv[1:])
     except SystemExit as end:
         # The command line has turned a user's mistake into a line and an exit code.
         if isinstance(end.__context__, ShardwiseError):

@@ -110,6 +110,7 @@ class LoopSection(ConfigSection):
     eval_samples: int | None = key(None, "evaluate on the first so many; without it on all", least=1)
     log_every: int = key(10, "steps between log lines, and between waits for the device", least=1)
     seed: int = key(0, "of weights, order and dropout", least=0, most=2**32 - 1)
+    compare_every: int = key(1000, "steps between comparisons of what all ranks hold alike; 0: never", least=0)
     deterministic: bool = key(False, "only kernels that give the same bits each time, or an error")
     compile: str = key("none", "torch.compile of each unit, by backend", choices=("none", "inductor", "aot_eager"))
 
@@ -139,6 +140,7 @@ class RunSection(ConfigSection):
     folder: str = key(..., "where all that a run writes goes (--run); in NAME.toml without it runs/NAME")
     device: str = key("auto", "auto: a GPU a rank where there are some", choices=("auto", "cpu", "cuda"))
     limit_seconds: float = key(600.0, "how long a rank waits for the others to join", above=0)
+    watch_seconds: float = key(300.0, "a rank that holds up the others for as long ends the run; 0: never", least=0)
     tensorboard: bool = key(True, "write TensorBoard's files as well, if it is installed")
 
 

@@ -13,7 +13,8 @@ from shardwise.checkpoint import Checkpoints, Loaded
 from shardwise.comm.agreement import agree
 from shardwise.comm.job_environment import by_our_launcher
 from shardwise.comm.join import Place, joined
-from shardwise.launch.failure import report
+from shardwise.comm.rank_progress import PROGRESS
+from shardwise.launch.failure import report, stalls_reported
 from shardwise.launch.folder_lock import locked
 from shardwise.train import run_folder
 from shardwise.train.config import TrainConfig
@@ -59,6 +60,7 @@ def train(
         ExitStack() as held,
         deterministic_kernels(config.train.deterministic),
         joined(device, limit_seconds=config.run.limit_seconds, on_error=report) as place,
+        stalls_reported(),
         preemption(grace_seconds=config.checkpoint.grace_seconds) as request,
     ):
         console = console or Console()
@@ -117,6 +119,7 @@ def _go_on(training: Training, checkpoints: Checkpoints, *, place: Place) -> Non
     else:
         loaded = checkpoints.load(saved, training.model, training.optimizer)
         training.step = loaded.step
+        PROGRESS.step = loaded.step + 1
         training.sampler.load_state_dict(loaded.progress["sampler"])
         if loaded.progress["scaler"]:  # empty where the run was not in fp16 before
             training.scaler.load_state_dict(loaded.progress["scaler"])

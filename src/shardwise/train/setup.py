@@ -43,7 +43,15 @@ def by_plan(
     collectives: Collectives | None = None,
 ) -> tuple[nn.Module, Optimizer, Update]:
     """On the engine that the plan names. `collectives` replaces those of ours, to measure without a wire."""
-    model, optimizer = prepare(model, optimizer, config.plan, device=device, collectives=collectives)
+    model, optimizer = prepare(
+        model,
+        optimizer,
+        config.plan,
+        device=device,
+        collectives=collectives,
+        watch_seconds=config.run.watch_seconds,
+        compare_every=config.train.compare_every,
+    )
     return model, optimizer, capture(update, model, optimizer)
 
 

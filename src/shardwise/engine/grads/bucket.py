@@ -11,6 +11,7 @@ import torch
 
 from shardwise.comm.collectives import Collectives, own_slice
 from shardwise.comm.groups import MeshGroups
+from shardwise.comm.issued import CollectiveName
 from shardwise.engine.grads.segment import Segment
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.unit import Unit
@@ -34,6 +35,8 @@ class ReduceBucket:
         passes: PassState,
     ) -> None:
         self.name = bucket.name
+        self._reduces = CollectiveName(f"{Kind.REDUCE.value} {bucket.name}")
+        self._reduces_slice = CollectiveName(f"{Kind.REDUCE_SLICE.value} {bucket.name}")
         self.units = units
         self.groups = groups
         self.collectives = collectives
@@ -100,13 +103,15 @@ class ReduceBucket:
     @torch.no_grad()
     def start(self) -> None:
         """Sum over the ranks."""
+        group = self.groups.reduce if self.sharded else self.groups.reduce_world
+        group.log.name = self._reduces
         for segment in self.segments:
             buffer = segment.buffer
             assert buffer is not None
             if self.sharded:
-                segment.work = self.collectives.reduce_scatter(buffer, group=self.groups.reduce)
+                segment.work = self.collectives.reduce_scatter(buffer, group=group)
             else:
-                segment.work = self.collectives.all_reduce(buffer, group=self.groups.reduce_world)
+                segment.work = self.collectives.all_reduce(buffer, group=group)
         self.tape.record(Kind.REDUCE, self.name, self._num_bytes)
 
     @torch.no_grad()
@@ -124,6 +129,7 @@ class ReduceBucket:
     @torch.no_grad()
     def start_slice(self) -> None:
         """Sum this rank's slice over `replicate`: a copy of it, so that the buffer can go meanwhile."""
+        self.groups.replicate.log.name = self._reduces_slice
         for segment in self.segments:
             assert segment.buffer is not None
             mine = own_slice(segment.buffer, group=self.groups.reduce).clone()

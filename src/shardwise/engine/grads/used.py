@@ -2,7 +2,7 @@
 
 AdamW moves a parameter whose gradient is zero. One flag a parameter is summed over the ranks at the end of a
 backward. A rank that used all of its parameters knows the answer without reading it, so that the usual step waits
-for nothing on a GPU.
+for nothing on a GPU. What the ranks have issued is compared along with them (same_order.py).
 """
 
 from collections.abc import Iterable
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Collectives, Work
 from shardwise.comm.groups import MeshGroups
+from shardwise.comm.issued import CollectiveName
+from shardwise.engine.grads.same_order import SameOrder
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.tape import Tape
@@ -32,7 +34,9 @@ class UsedFlags:
         self.places: list[tuple[Unit, FlatParams, int]] = [
             (unit, flat, index) for unit in self.units for flat in unit.flats for index in range(len(flat.params))
         ]
-        self.flags: Tensor = torch.ones(len(self.places), device=device)
+        self.flags: Tensor = torch.ones(len(self.places), dtype=torch.int32, device=device)
+        self.same_order = SameOrder(self.flags[:1], groups=groups)
+        self._name = CollectiveName(f"{Kind.REDUCE_FLAGS.value} {ROOT}")
         self.unused: list[int] = []
         self.work: Work | None = None
 
@@ -43,6 +47,8 @@ class UsedFlags:
         self.flags.fill_(1)
         if self.unused:
             self.flags[self.unused] = 0
+        self.same_order.send(int(0 not in self.unused))
+        self.groups.reduce_world.log.name = self._name
         self.work = self.collectives.all_reduce(self.flags, group=self.groups.reduce_world)
         self.tape.record(Kind.REDUCE_FLAGS, ROOT, lambda: self.flags.nbytes)
 
@@ -54,12 +60,16 @@ class UsedFlags:
         ]
 
     def settle(self) -> None:
-        """Once the gradients are there: take them from the parameters that no rank used."""
+        """Once the gradients are there: take them from the parameters that no rank used.
+
+        Refuses gradients of ranks that have issued different collectives.
+        """
         assert self.work is not None
         self.work.wait()
+        self.same_order.read()
         if self.unused:
-            for place, num_users in zip(self.unused, self.flags[self.unused].tolist(), strict=True):
-                if num_users == 0:
+            for place, summed in zip(self.unused, self.flags[self.unused].tolist(), strict=True):
+                if self.same_order.users(summed) == 0:
                     _, flat, index = self.places[place]
                     flat.drop_new_grad(index)
         for unit in self.units:

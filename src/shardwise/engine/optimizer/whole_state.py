@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.agreement import exchange
 from shardwise.comm.collectives import own_slice
-from shardwise.engine.params.flat import FlatParams, Owned
+from shardwise.engine.params.flat import FOR_STATE, FlatParams, Owned
 from shardwise.errors import InvalidData
 from shardwise.placement import SHARDED
 
@@ -90,6 +90,7 @@ def _gather_state(flat: FlatParams, optimizer: Optimizer, *, key: str, dtype: to
         if isinstance(value, Tensor):
             mine[part.start : part.stop].copy_(value.reshape(-1))
     if sharded:
+        flat.groups.gather.log.name = FOR_STATE
         flat.collectives.all_gather(whole, group=flat.groups.gather).wait()
     return whole
 

@@ -6,11 +6,14 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import MeshGroups
+from shardwise.comm.issued import CollectiveName
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.tape import Tape
 from shardwise.materialize import materialize_module
 from shardwise.program import Kind
 from shardwise.spec import ROOT
+
+_BUFFERS = CollectiveName(f"{Kind.BROADCAST.value} {ROOT}")
 
 
 def fill(model: nn.Module, *, flats: list[FlatParams], groups: MeshGroups, device: torch.device) -> None:
@@ -54,6 +57,7 @@ def broadcast_buffers(
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
     for buffers in by_dtype.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        groups.reduce_world.log.name = _BUFFERS
         collectives.broadcast(flat, source=source, group=groups.reduce_world).wait()
         parts = torch.split(flat, [buffer.numel() for buffer in buffers])
         torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])

@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import Collectives, Work, own_slice
 from shardwise.comm.groups import MeshGroups
+from shardwise.comm.issued import CollectiveName
 from shardwise.engine.params.guard import unguarded
 from shardwise.engine.params.host import HostCopies
 from shardwise.engine.params.precision import torch_dtype
 from shardwise.engine.params.slice_writes import MasterWrites
 from shardwise.placement import SHARDED, Placement
 from shardwise.program.buffers import FlatSpec
+
+FOR_STATE = CollectiveName("gather for a state dict")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,6 +84,8 @@ class FlatParams:
         # Made while there is storage behind them: a view of freed storage can be kept, but not made.
         self.full_views = self.views(self.full)
         self.gathering: Work | None = None
+        # As ranks know it when they compare what they have issued; its unit's.
+        self.gathers = FOR_STATE
         self.whole = True
         if placement.params is SHARDED:
             self.free()
@@ -186,6 +191,7 @@ class FlatParams:
             self.whole = True
         if not self.aliased:
             own_slice(self.full, group=self.groups.gather).copy_(self.staged, non_blocking=True)
+        self.groups.gather.log.name = self.gathers
         self.gathering = self.collectives.all_gather(self.full, group=self.groups.gather)
 
     def wait_gather(self) -> None:
@@ -213,6 +219,7 @@ class FlatParams:
             return self.master.clone()
         whole = torch.zeros(self.layout.num_elements, dtype=self.master_dtype, device=self.device)
         own_slice(whole, group=self.groups.gather).copy_(self.master)
+        self.groups.gather.log.name = FOR_STATE
         self.collectives.all_gather(whole, group=self.groups.gather).wait()
         return whole
 

@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import nn
 
+from shardwise.comm.issued import CollectiveName
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.guard import ShardedParameter, refuse, rest, unguarded, wake
 from shardwise.engine.tape import Tape
@@ -25,6 +26,9 @@ class Unit:
         self.module = module
         self.placement = placement
         self.flats = flats
+        gathers = CollectiveName(f"{Kind.GATHER.value} {name}")
+        for flat in flats:
+            flat.gathers = gathers
         self.tape = tape
         # Whether there is anything to gather and free.
         self.sharded = placement.params is SHARDED and bool(flats)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from shardwise.comm.rank_progress import PROGRESS
 from shardwise.engine.activations.recompute import without_random_numbers
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.errors import InvalidModel, InvalidPlan
@@ -85,7 +86,9 @@ class CapturedStep:
             if isinstance(place, Tensor):
                 place.copy_(value, non_blocking=True)
         assert self._graph is not None
+        self.engine.runner.replicas.count_step()
         self._graph.replay()
+        PROGRESS.end_step()
         # The next replay writes over them.
         return tree_map_only(Tensor, Tensor.clone, self._result)
 

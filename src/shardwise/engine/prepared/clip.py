@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.comm.rank_progress import waiting_in
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.errors import InvalidData
 from shardwise.placement import SHARDED
@@ -51,7 +52,8 @@ def _norm(everywhere: list[Tensor], slices: list[Tensor], *, engine: Engine, nor
     if any(flat.placement.optim is SHARDED for flat in engine.flats):
         others = _power_sum(slices, norm_type=norm_type, device=engine.device)
         operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-        dist.all_reduce(others, op=operation, group=engine.groups.reduce.handle)
+        with waiting_in("clip_grad_norm_"):
+            dist.all_reduce(others, op=operation, group=engine.groups.reduce.handle)
         total = torch.maximum(total, others) if math.isinf(norm_type) else total + others
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
 

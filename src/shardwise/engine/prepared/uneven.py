@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.comm.agreement import exchange
+from shardwise.comm.rank_progress import waiting_in
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.errors import InvalidData, InvalidModel
 
@@ -35,7 +36,8 @@ def mean_count(model: nn.Module, count: float) -> float:
 def summed(count: float, *, device: torch.device) -> float:
     """Over all ranks of the job."""
     total = torch.tensor(float(count), dtype=torch.float64, device=device)
-    dist.all_reduce(total)
+    with waiting_in("mean_count"):
+        dist.all_reduce(total)
     if not total.item() > 0:
         raise InvalidData(f"all ranks together hold a count of {total.item():g}: there is nothing to take the mean of")
     return total.item()

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from shardwise.comm.agreement import meet
+from shardwise.comm.rank_progress import BACKWARD, EVALUATION, FORWARD, PROGRESS
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.params.managed import ManagedParameters
+from shardwise.engine.params.replicas import Replicas
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.params.written import Writes
 from shardwise.engine.pass_state import PassState, backward_without_forward
@@ -47,6 +49,7 @@ class Runner:
         land: Callable[[], None],
         managed: ManagedParameters,
         writes: Writes,
+        replicas: Replicas,
         tape: Tape,
     ) -> None:
         self.spec = spec
@@ -63,6 +66,7 @@ class Runner:
         self.land = land
         self.managed = managed
         self.writes = writes
+        self.replicas = replicas
         self.any_sharded = any(unit.sharded for unit in units.values())
         # How long this rank waits for the others where it leaves the program.
         self.limit_seconds = 60.0
@@ -128,9 +132,20 @@ class Runner:
         if begins:
             if unit is self.root:
                 self.writes.settle()
-            unit.ensure()
+            self._evaluate(unit)
         else:
             unit.end_backward()
+
+    def _evaluate(self, unit: Unit) -> None:
+        """Of no step, so not compared: on a mesh with two axes, ranks that gather together may evaluate more often."""
+        PROGRESS.phase = EVALUATION
+        log, count = self.flags.groups.gather.log, PROGRESS.count
+        mark = log.mark()
+        unit.ensure()
+        log.forget_since(mark)
+        PROGRESS.evaluated += PROGRESS.count - count
+        PROGRESS.count = count
+        PROGRESS.kind, PROGRESS.unit = Kind.FORWARD, unit.name
 
     def serve(self, unit: Unit) -> None:
         """Where the program did not see to it, a unit is gathered now: by all ranks, or not at all."""
@@ -148,6 +163,8 @@ class Runner:
                     "optimizer.zero_grad() and begin the step again"
                 )
             self._abandon()
+        PROGRESS.phase = FORWARD
+        PROGRESS.evaluated = 0
         while self.watch:
             self.watch.pop().remove()
         self.managed.check(thorough=not self.learned)
@@ -192,6 +209,7 @@ class Runner:
         # A forward before the last update is torch's own error, if its graph needs what was updated.
         if not self.called and not self.forwards:
             raise backward_without_forward()
+        PROGRESS.phase = BACKWARD
         if self.first is not None:
             self._learn(self.first)
         # Buckets that change from step to step hold nothing for the next.
@@ -260,10 +278,12 @@ class Runner:
                 "the gradients of an accumulation are not reduced yet: run its last backward outside "
                 "shardwise.accumulate"
             )
+        self.flags.same_order.look()
         self.cursor.before_step()
         # Also what the program expects a forward to have waited for, if there was none.
         self.wait_gathers()
         self.writes.before_step()
+        self.replicas.count_step()
 
     def wait_gathers(self) -> None:
         for unit in self.units.values():
@@ -272,6 +292,7 @@ class Runner:
     def after_step(self) -> None:
         self.called = False
         self.cursor.after_step()
+        PROGRESS.end_step()
         torch.autograd.graph.increment_version([p for unit in self.units.values() for p in unit.params()])
         self.writes.settled()
 
@@ -280,6 +301,8 @@ class Runner:
     def _learn(self, first: FirstForward) -> None:
         """The first forward is over on all ranks: its calls are the program's order."""
         seen = self.gather_seen(first.end())
+        # What was gathered so far the ranks of a group have agreed on, each group by itself.
+        self.flags.groups.gather.log.restart()
         sharded = [unit.name for unit in self.units.values() if unit.sharded]
         for unit in self.units.values():
             unit.learned_trainable = unit.grads.expected

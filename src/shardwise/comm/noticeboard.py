@@ -1,0 +1,57 @@
+"""Where ranks write for each other how they stand: keys in the job's store, on a connection of their own.
+
+A blocked call of the main thread would hold up whoever shares its connection. A store that is served by a process that
+has stopped does not answer at all, so only a thread that may hang can use this.
+"""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from shardwise.comm.rank_progress import Standing
+from shardwise.comm.stall import Stall
+
+# What a rank has issued: by the comparison of ranks that it is part of, then by group, in order.
+History = dict[str, dict[str, list[str]]]
+
+
+class Noticeboard:
+    """One rank's view of what all have written."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore("shardwise/watch", store.clone())  # type: ignore[attr-defined]
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._num_written = 0
+
+    def write_standing(self, standing: Standing) -> None:
+        self._num_written += 1
+        self._store.set(f"standing/{self._rank}", json.dumps([self._num_written, asdict(standing)]))
+
+    def read_standings(self) -> dict[int, tuple[int, Standing]]:
+        """Rank → (how often it has written, what it wrote last), of those that have."""
+        return {rank: (number, Standing(**fields)) for rank, (number, fields) in self._read("standing").items()}
+
+    def write_history(self, history: History) -> None:
+        self._store.set(f"history/{self._rank}", json.dumps(history))
+
+    def read_histories(self) -> dict[int, History]:
+        return self._read("history")
+
+    def write_verdict(self, stall: Stall) -> None:
+        """The first one counts."""
+        if self.read_verdict() is None:
+            self._store.set("verdict", json.dumps(asdict(stall)))
+
+    def read_verdict(self) -> Stall | None:
+        return Stall(**json.loads(self._store.get("verdict"))) if self._store.check(["verdict"]) else None
+
+    def _read(self, topic: str) -> dict[int, Any]:
+        keys = {rank: f"{topic}/{rank}" for rank in range(self._num_ranks) if rank != self._rank}
+        extended = self._store.has_extended_api()  # type: ignore[attr-defined]
+        if extended and self._store.check(list(keys.values())):
+            # One question instead of one for each rank.
+            return dict(zip(keys, map(json.loads, self._store.multi_get(list(keys.values()))), strict=True))
+        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}

@@ -1,0 +1,316 @@
+"""The watchdog: when a rank stops, every rank that is still alive says which one, and the job ends.
+
+A thread in each process compares how far the ranks have come (rank_progress.py, stall.py). They tell each other over
+the job's store, on a connection of their own and from a second thread: a store in a process that has stopped does not
+answer, and whoever asks it waits for ever. The main thread may be stuck in a backend's wait, and has no part in it.
+
+    each second          has this rank issued anything?
+    every few seconds    it writes down where it stands
+    once it is idle      it reads where the others stand; if it waits, also what they have issued, and compares that
+    a fifth of the limit a line says who is waited for
+    the limit            a line says who stopped, where; the process ends with exit code 124
+"""
+
+import atexit
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from uuid import uuid4
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from shardwise.comm.agreement import RanksDisagree, exchange
+from shardwise.comm.groups import group_timeout
+from shardwise.comm.issued import disagreement, first_difference
+from shardwise.comm.noticeboard import History, Noticeboard
+from shardwise.comm.rank_progress import PROGRESS, Standing
+from shardwise.comm.stall import Stall, find_stall
+from shardwise.errors import InvalidPlan, ShardwiseError
+
+# A rank alone may save, evaluate or download for minutes while the others wait; NCCL gives up after 600 s.
+WATCH_SECONDS = 300.0
+EXIT_CODE = 124
+# Before so many steps were taken, compilers may hold up a rank: the limit is so many times as long.
+_FIRST_STEPS = 2
+_FIRST_FACTOR = 4.0
+# Never less than so many times the slowest of the last steps.
+_NUM_STEPS = 8
+_STEP_FACTOR = 3.0
+
+Issues = Callable[[], dict[int, dict[str, list[str]]]]
+"""What a rank has issued lately: by the number of the comparison that it is part of, then by group."""
+
+
+class RankStopped(ShardwiseError):  # noqa: N818
+    """A rank did not come to its next operation in time."""
+
+
+def check_watch_seconds(seconds: float) -> None:
+    if not seconds >= 0:
+        raise InvalidPlan(f"watch_seconds = {seconds!r}: must be a number of seconds, or 0 to turn the watchdog off")
+
+
+def watch_over(user: object, *, limit_seconds: float, waits_on_host: bool, issues: Issues) -> None:
+    """Watch this job as long as `user` exists. Collective: every rank calls it at one point of its program."""
+    PROGRESS.restart()
+    if not limit_seconds or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return
+    store = dist.distributed_c10d._get_default_store()
+    if _RUNNING and not _RUNNING[-1].watches(store):
+        _RUNNING[-1].stop()
+    if not _RUNNING:
+        _RUNNING.append(Watch(store, limit_seconds=limit_seconds, waits_on_host=waits_on_host))
+        _RUNNING[-1].start()
+    # What an earlier model of this job has left in the store is not for this one.
+    token = exchange(uuid4().hex)[0]
+    _RUNNING[-1].add(user, issues=issues, token=token)
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """What another rank wrote last, and when that was new here."""
+
+    number: int
+    standing: Standing
+    seconds: float
+
+
+class Watch:
+    """One process's watchdog."""
+
+    def __init__(self, store: Store, *, limit_seconds: float, waits_on_host: bool) -> None:
+        self._job_store = store
+        self._board = Noticeboard(store)
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._waits_on_host = waits_on_host
+        timeout = group_timeout()
+        # The backend's own time-out stays the last word. A little earlier than that, a name can still be told.
+        most = timeout.total_seconds() if timeout is not None else float("inf")
+        self._most_seconds = most - min(5.0, most / 10)
+        self._seconds = min(limit_seconds, self._most_seconds)
+        self._tick_seconds = min(1.0, self._seconds / 10)
+        self._write_seconds = min(10.0, self._seconds / 6)
+        self._silence_seconds = 3 * self._write_seconds + self._tick_seconds
+        self._quiet_seconds = min(5.0, self._seconds / 3)
+        self._users: dict[int, Callable[[], History]] = {}
+        self._stopped = threading.Event()
+        self._hurry = threading.Event()
+        self._pid = os.getpid()
+        # This rank: its position, since when, and what its last steps took.
+        self._position = (0, 0, 0)
+        self._since = self._step_since = time.monotonic()
+        self._step_seconds: list[float] = []
+        self._taken = 0
+        self._warned_at = (0, 0, 0)
+        # The others, and when the store last answered.
+        self._heard: dict[int, _Heard] = {}
+        self._answered = time.monotonic()
+        self._failing = False
+        self._difference = ""
+        # What is found out here, and what another rank has found out.
+        self._found: Stall | None = None
+        self._told: Stall | None = None
+        self._threads = [
+            threading.Thread(target=target, name=f"shardwise-watch-{name}", daemon=True)
+            for name, target in (("clock", self._look), ("store", self._talk))
+        ]
+
+    def start(self) -> None:
+        PROGRESS.explain = self._explain
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Without waiting for its threads: a garbage collection may call it on any of them."""
+        if os.getpid() != self._pid:
+            return
+        self._stopped.set()
+        self._hurry.set()
+        if self in _RUNNING:
+            _RUNNING.remove(self)
+            PROGRESS.explain = None
+
+    def join(self) -> None:
+        """Until its threads have ended, unless the store holds one."""
+        self.stop()
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+
+    def watches(self, store: Store) -> bool:
+        return store is self._job_store and not self._stopped.is_set()
+
+    def add(self, user: object, *, issues: Issues, token: str) -> None:
+        """`token`: the same on all ranks for the same user."""
+        self._users[id(user)] = lambda: {f"{token}/{number}": logs for number, logs in issues().items()}
+        weakref.finalize(user, _gone, weakref.ref(self), id(user)).atexit = False
+
+    def drop(self, user: int) -> None:
+        self._users.pop(user, None)
+        if not self._users:
+            self.stop()
+
+    # The clock's thread
+
+    def _look(self) -> None:
+        while not self._stopped.wait(self._tick_seconds):
+            self._note_position()
+            if self._told is not None:
+                self._end(self._told)
+            idle = time.monotonic() - self._since
+            warns = max(self._seconds / 5, self._quiet_seconds + self._write_seconds + self._tick_seconds)
+            limit = self._limit()
+            ends = idle >= limit
+            if idle < warns or (not ends and self._warned_at == self._position):
+                continue
+            stall = find_stall(
+                self._ranks(),
+                limit_seconds=limit if ends else warns,
+                silence_seconds=self._silence_seconds,
+                waits_on_host=self._waits_on_host,
+            )
+            if stall is not None and ends:
+                self._end(stall)
+            elif stall is not None:
+                self._warned_at = self._position
+                self._say(f"{stall.text}; the job ends if this lasts {limit:.0f} s (watch_seconds)")
+
+    def _note_position(self) -> None:
+        position = PROGRESS.step, PROGRESS.count, PROGRESS.evaluated
+        now = time.monotonic()
+        taken, steps = PROGRESS.taken, PROGRESS.taken - self._taken
+        if steps:
+            # The first is compiled and learned in, and is no measure.
+            if self._taken and steps > 0:
+                self._step_seconds = [*self._step_seconds[1 - _NUM_STEPS :], (now - self._step_since) / steps]
+            self._taken, self._step_since = taken, now
+        if position != self._position:
+            self._position, self._since = position, now
+
+    def _limit(self) -> float:
+        first = _FIRST_FACTOR if self._taken < _FIRST_STEPS else 1.0
+        return min(max(first * self._seconds, _STEP_FACTOR * self._slowest()), self._most_seconds)
+
+    def _slowest(self) -> float:
+        return max(self._step_seconds, default=0.0)
+
+    def _ranks(self) -> list[Standing]:
+        """Where all stand. One of which nothing was heard yet has been silent since we wait."""
+        now = time.monotonic()
+        unheard = now - self._answered
+        # A store that does not answer hides all ranks; most often it is in the process of rank 0.
+        deaf = unheard >= self._silence_seconds
+        found = []
+        for rank in range(self._num_ranks):
+            heard = self._heard.get(rank) or _Heard(0, Standing(rank=rank), self._since)
+            age = now - heard.seconds
+            silent = (unheard if rank == 0 else 0.0) if deaf else age
+            idle = heard.standing.idle_seconds + age
+            found.append(replace(heard.standing, idle_seconds=idle, silent_seconds=silent))
+        found[self._rank] = PROGRESS.standing(self._rank, idle_seconds=now - self._since)
+        return found
+
+    def _say(self, text: str) -> None:
+        # Past Python's own buffers and locks, which a thread that is stuck may hold.
+        os.write(2, f"shardwise [rank {self._rank}]: {text}\n".encode())
+
+    def _end(self, stall: Stall) -> None:
+        """Say what was found, give the others time to read it, and end this process, whatever its main thread does."""
+        self._say(f"{stall.text}; this process ends with exit code {EXIT_CODE}")
+        self._found = stall
+        self._hurry.set()
+        time.sleep(3 * self._tick_seconds)
+        if PROGRESS.on_stall is not None:
+            PROGRESS.on_stall(RankStopped(stall.text), stall.rank)
+        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing.start()
+        flushing.join(timeout=1.0)
+        os._exit(EXIT_CODE)
+
+    # The store's thread
+
+    def _talk(self) -> None:
+        next_write = 0.0
+        try:
+            while not self._stopped.is_set():
+                hurried = self._hurry.wait(self._tick_seconds)
+                self._hurry.clear()
+                now = time.monotonic()
+                idle = now - self._since
+                if hurried or now >= next_write:
+                    next_write = now + self._write_seconds
+                    self._board.write_standing(PROGRESS.standing(self._rank, idle_seconds=idle))
+                if self._found is not None:
+                    self._board.write_verdict(self._found)
+                    return
+                if hurried or idle >= self._quiet_seconds:
+                    self._read(idle)
+                self._answered = time.monotonic()
+            left = PROGRESS.standing(self._rank, idle_seconds=0.0)
+            self._board.write_standing(replace(left, left=True))
+        except RuntimeError:
+            # The store has ended, and with it the job: its ranks have nothing to tell each other any more.
+            self._stopped.set()
+
+    def _read(self, idle: float) -> None:
+        for rank, (number, standing) in self._board.read_standings().items():
+            heard = self._heard.get(rank)
+            if heard is None or heard.number != number:
+                self._heard[rank] = _Heard(number, standing, time.monotonic())
+        # In a usual step a rank waits for less than the step takes.
+        waits = PROGRESS.waits_for != "" or not self._waits_on_host
+        if self._failing or (waits and idle >= max(self._quiet_seconds, self._slowest())):
+            self._compare()
+        self._told = self._told or self._board.read_verdict()
+
+    def _compare(self) -> None:
+        """Ranks that wait for each other may have issued different collectives: that is certain, and needs no limit."""
+        mine: History = {}
+        for user in list(self._users.values()):
+            mine |= user()
+        self._board.write_history(mine)
+        histories = {self._rank: mine} | self._board.read_histories()
+        for part in mine:
+            parts = {rank: history[part] for rank, history in histories.items() if part in history}
+            self._difference = self._difference or first_difference(parts, ended=False)
+        if self._difference and not self._failing:
+            self._told = Stall(rank=self._rank, text=disagreement(self._difference))
+
+    # The main thread
+
+    def _explain(self, error: RuntimeError) -> None:
+        """A collective failed. If ranks have issued different ones, that is why; the others have a moment to say so."""
+        self._failing = True
+        deadline = time.monotonic() + self._quiet_seconds + 3 * self._tick_seconds
+        while not self._difference and not self._stopped.is_set() and time.monotonic() < deadline:
+            self._hurry.set()
+            time.sleep(self._tick_seconds / 2)
+        self._failing = False
+        if self._difference:
+            raise RanksDisagree(disagreement(self._difference)) from error
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def _gone(watch: "weakref.ref[Watch]", user: int) -> None:
+    running = watch()
+    if running is not None:
+        running.drop(user)
+
+
+# At most one: a process is one rank of one job.
+_RUNNING: list[Watch] = []
+
+
+@atexit.register
+def _end_with_process() -> None:
+    """A thread that comes back from the store while the interpreter ends would crash it."""
+    for running in list(_RUNNING):
+        running.join()

@@ -1,0 +1,108 @@
+"""Whether all ranks have issued the same collectives in the same order, asked before each update, at no extra bytes.
+
+The flags of used parameters are summed over all ranks at the end of a backward (used.py). They are whole numbers, and a
+sum of them needs few bits; the other bits of the first flag carry
+
+    Σ_r c_r · h_r  (mod 2^18)        h_r: what rank r has issued, as one number (comm/issued.py)
+
+The coefficients c_r add up to 0, so that the sum is 0 where all h_r are equal; where they are not it is 0 in one case
+of 2^18. The sum is the same on all ranks: all of them stop, and only then tell each other what they have issued.
+
+On a GPU nobody waits for it: the flag is copied to the host beside the computation, and looked at as soon as it is
+there, at the latest before the update after the one that it was sent for.
+"""
+
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.agreement import RanksDisagree, exchange
+from shardwise.comm.groups import MeshGroups
+from shardwise.comm.issued import Issued, disagreement, first_difference, fold_all, names_of
+
+# Of the first flag's 32 bits these count the ranks that used the parameter; torch's jobs are smaller.
+_COUNT_BITS = 14
+_MASK = 0xFFFFFFFF
+
+
+def coefficient(rank: int, *, num_ranks: int) -> int:
+    """Of all ranks they add up to 0; any two differ, and any that do not add up to 0 by chance."""
+    if rank == num_ranks - 1:
+        return -sum(coefficient(other, num_ranks=num_ranks) for other in range(num_ranks - 1))
+    return crc32(b"%d" % rank) | 1
+
+
+class SameOrder:
+    """What one rank adds to the first flag, and what it finds there when all have."""
+
+    def __init__(self, flag: Tensor, *, groups: MeshGroups) -> None:
+        self._flag = flag
+        self._logs = {name: group.log for name, group in groups.by_name().items()}
+        world = groups.reduce_world
+        # A job of absent ranks adds nothing up.
+        heard = world.size > 1 and dist.is_initialized() and dist.get_backend() != "fake"
+        self._coefficient = coefficient(world.index, num_ranks=world.size) if heard else 0
+        # How often ranks have compared, and what was issued before the last time.
+        self._num_sent = 0
+        self._sent: dict[str, Issued] = {}
+        # Of a GPU's last flag: its copy on the host, when that is there, and what was issued before it.
+        self._copy: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._copied_of: dict[str, Issued] = {}
+
+    def send(self, used: int) -> None:
+        """Write the first flag: whether its parameter was used (0 or 1), and what was issued up to here."""
+        if not self._coefficient:
+            for log in self._logs.values():
+                log.restart()
+            return
+        value = (fold_all(self._logs.values()) >> _COUNT_BITS) * self._coefficient
+        value = (value << _COUNT_BITS) + used & _MASK
+        # As a signed number.
+        self._flag.fill_(value - (value >> 31 << 32))
+        self._sent = {name: log.take() for name, log in self._logs.items()}
+        self._num_sent += 1
+
+    def users(self, summed: int) -> int:
+        """How many ranks used the parameter of a flag."""
+        return summed & (1 << _COUNT_BITS) - 1
+
+    def read(self) -> None:
+        """The flag is summed: refuse to go on if ranks differ, now or (a GPU's) as soon as it is on the host."""
+        if not self._coefficient:
+            return
+        if self._flag.device.type == "cpu":
+            self._judge(int(self._flag), issued=self._sent)
+        elif not torch.cuda.is_current_stream_capturing():
+            self.look(wait=True)
+            if self._copy is None:
+                self._copy = torch.empty(1, dtype=self._flag.dtype, pin_memory=True)
+            self._copy.copy_(self._flag, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+            self._copied_of = self._sent
+
+    def look(self, *, wait: bool = False) -> None:
+        """Judge a GPU's flag if it is on the host."""
+        if self._copied is None or not (wait or self._copied.query()):  # type: ignore[no-untyped-call]
+            return
+        self._copied.synchronize()
+        self._copied = None
+        assert self._copy is not None
+        self._judge(int(self._copy), issued=self._copied_of)
+
+    def history(self) -> dict[int, dict[str, list[str]]]:
+        """What was issued since the last comparison but one, by the number of the comparison that it is part of."""
+        now = {name: log.issued for name, log in self._logs.items()}
+        return {
+            number: {name: names_of(issued) for name, issued in logs.items()}
+            for number, logs in ((self._num_sent - 1, self._sent), (self._num_sent, now))
+        }
+
+    def _judge(self, summed: int, *, issued: dict[str, Issued]) -> None:
+        if (summed & _MASK) >> _COUNT_BITS == 0:
+            return
+        everyone = exchange({name: names_of(collectives) for name, collectives in issued.items()})
+        raise RanksDisagree(disagreement(first_difference(dict(enumerate(everyone)), ended=True)))

@@ -1,0 +1,204 @@
+"""A rank that stops is named by the others, and the job ends: no rank waits in silence."""
+
+import gc
+import multiprocessing
+import re
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from processes import processes_with
+from ranks import run_ranks
+from stalling import run_rank
+from whole import whole
+from wrong import WIDTH, Blocks
+
+from shardwise.comm.watch import EXIT_CODE
+from shardwise.engine.prepare import prepare
+from shardwise.launch.launch import launch
+from shardwise.plan import Plan
+
+HERE = Path(__file__).parent
+STALLING = str(HERE / "stalling.py")
+WATCH_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """How a rank ended (None: it did not), after how many seconds since rank 1 went wrong, and what it wrote."""
+
+    code: int | None
+    seconds: float
+    output: str
+
+    @property
+    def verdict(self) -> str:
+        """The line with which it ended."""
+        lines = [line for line in self.output.splitlines() if f"ends with exit code {EXIT_CODE}" in line]
+        assert len(lines) == 1, self.output
+        return lines[0]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def started(fault: str, strategy: str, folder: Path, **more: str) -> list[Rank]:
+    """Two ranks in a bare loop, without any launcher; those that do not end are killed."""
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **more,
+    }
+    # The fork server of the ranks' pools, which has imported torch.
+    context = multiprocessing.get_context("forkserver")
+    arguments = (fault, strategy, str(WATCH_SECONDS))
+    processes = [
+        context.Process(target=run_rank, args=(rank, environment, folder / f"rank-{rank}.txt", arguments))
+        for rank in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    ends: dict[int, float] = {}
+    deadline = time.monotonic() + 100
+    while len(ends) < 2 and time.monotonic() < deadline:
+        ends |= {rank: time.time() for rank in (0, 1) if rank not in ends and not processes[rank].is_alive()}
+        if ends and fault == "stopped":
+            break
+        time.sleep(0.02)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    outputs = [(folder / f"rank-{rank}.txt").read_text() for rank in (0, 1)]
+    wrong = re.search(r"wrong at ([\d.]+)", "".join(outputs))
+    since = float(wrong[1]) if wrong else 0.0
+    return [
+        Rank(code=codes[rank], seconds=ends.get(rank, time.time()) - since, output=outputs[rank]) for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(("fault", "strategy"), [("stopped", "fsdp"), *whole(("stopped", "ddp"))])
+def test_a_process_that_is_stopped_is_named_by_the_others(fault: str, strategy: str, tmp_path: Path) -> None:
+    waiting, stopped = started(fault, strategy, tmp_path)
+    operation = "gather blocks.0" if strategy == "fsdp" else r"reduce blocks\S+"
+    assert re.search(
+        rf"rank 1 stopped \(has not answered for \d s\): at or before {operation}, step 4", waiting.verdict
+    )
+    assert re.search(rf"rank 0 waiting in {operation}, step 4", waiting.verdict)
+    assert waiting.code == EXIT_CODE
+    assert stopped.code is None
+    assert waiting.seconds < WATCH_SECONDS + 5
+
+
+def test_a_stopped_process_that_serves_the_store_is_named_too(tmp_path: Path) -> None:
+    stopped, waiting = started("stopped", "ddp", tmp_path, WRONG_RANK="0")
+    assert "rank 0 stopped (has not answered" in waiting.verdict
+    assert (stopped.code, waiting.code) == (None, EXIT_CODE)
+    assert waiting.seconds < WATCH_SECONDS + 5
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy", "where"),
+    [
+        ("data", "ddp", r"step 4, between steps, after update \(root\)"),
+        ("evaluation", "fsdp", r"step 4, evaluation, in forward blocks\.2"),
+        *whole(
+            ("data", "fsdp", r"step 4, between steps, after update \(root\)"),
+            ("alone", "ddp", r"step 4, evaluation, in forward \S+"),
+        ),
+    ],
+)
+def test_a_rank_whose_own_code_holds_up_the_others_is_named_by_all(
+    fault: str, strategy: str, where: str, tmp_path: Path
+) -> None:
+    for rank in started(fault, strategy, tmp_path):
+        assert re.search(rf"rank 1 stopped \(has issued nothing for \d s\): {where}; rank 0 waiting in", rank.verdict)
+        assert rank.code == EXIT_CODE
+        assert rank.seconds < WATCH_SECONDS + 5
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (
+            "skip reduce",
+            "as number 2 of the reduce group, rank 0 issued reduce blocks.2 of 320 elements, rank 1 reduce b",
+        ),
+        *whole(
+            (
+                "extra reduce",
+                "as number 3 of the reduce group, rank 0 issued reduce blocks.1 of 320 elements, rank 1 red",
+            )
+        ),
+    ],
+)
+def test_ranks_that_wait_for_each_other_after_different_collectives_name_the_first(
+    fault: str, named: str, tmp_path: Path
+) -> None:
+    """Two of equal size fit together, so the backend does not notice; no update is done."""
+    for rank in started(fault, "fsdp", tmp_path):
+        assert named in rank.verdict
+        assert rank.code == EXIT_CODE
+        assert "step 3 is done" in rank.output
+        assert "step 4 is done" not in rank.output
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *whole("fsdp")])
+def test_a_pause_that_all_ranks_make_ends_no_job(strategy: str, tmp_path: Path) -> None:
+    for rank in started("pause", strategy, tmp_path):
+        assert rank.code == 0, rank.output
+        assert "step 6 is done" in rank.output
+        assert "shardwise [" not in rank.output
+
+
+def test_our_launcher_tells_of_the_rank_that_stopped(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESTED_IN", str(tmp_path))
+    arguments = ["stopped", "fsdp", str(WATCH_SECONDS)]
+    code = launch(arguments, num_ranks=2, max_restarts=0, folder=tmp_path / "run", program=STALLING)
+    lines = capfd.readouterr().err.splitlines()
+    # What rank 0 said itself, and the launcher's own report.
+    assert any(line.startswith("shardwise [rank 0]: rank 1 stopped") for line in lines)
+    (told,) = [line for line in lines if line.startswith("rank 1 failed first")]
+    assert "RankStopped: rank 1 stopped (has not answered" in told
+    assert "rank 0 waiting in gather blocks.0, step 4" in told
+    assert code == 1
+    assert processes_with(f"TESTED_IN={tmp_path}") == []
+
+
+def leaves_no_thread(rank: int) -> None:
+    model = Blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepare(model, optimizer, Plan())
+    watching = [thread for thread in threading.enumerate() if thread.name.startswith("shardwise-watch")]
+    assert len(watching) == 2
+    model(torch.randn(2, WIDTH)).sum().backward()
+    optimizer.step()
+    del model, optimizer
+    gc.collect()
+    for thread in watching:
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+
+
+def test_the_watchdog_ends_with_the_last_model() -> None:
+    run_ranks(leaves_no_thread, num_ranks=2)
+
+
+def is_turned_off(rank: int) -> None:
+    prepare(Blocks(), None, Plan(), watch_seconds=0)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("shardwise-watch")]
+
+
+def test_zero_seconds_turn_the_watchdog_off() -> None:
+    run_ranks(is_turned_off, num_ranks=2)
