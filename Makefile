@@ -13,7 +13,7 @@ BARE := $(VENV)/.bare-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 READY := $(VENV)/.ready-$(shell echo '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)'
 
-.PHONY: setup demo test test-unit test-jobs test-ranks check format bench clean
+.PHONY: setup demo test test-unit test-jobs test-ranks chaos chaos-long check format bench clean
 
 setup: $(READY)
 
@@ -60,6 +60,13 @@ test-jobs:
 
 test-ranks:
 	@$(BIN)/python -m pytest tests/dist $(JOBS:%=--ignore=%)
+
+# Breaks jobs on purpose and prints the scorecard: at most 15 minutes on 2 quiet cores, and at most 60.
+chaos: setup
+	@$(BIN)/python benchmarks/chaos.py $(ARGS)
+
+chaos-long: setup
+	@$(BIN)/python benchmarks/chaos.py --long $(ARGS)
 
 check: setup
 	@$(BIN)/ruff format --check .

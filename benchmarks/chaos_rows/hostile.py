@@ -15,6 +15,7 @@ from scorecard import Asked, Row, Tally
 # What a command may take beyond what the process has when it starts; each bomb here asks for far more.
 _SPARE_BYTES = 2 * 2**30
 _LIMIT_SECONDS = 60.0
+_START_SECONDS = 300.0
 
 
 class Elements(HTMLParser):
@@ -36,6 +37,7 @@ def try_cases(folder: str, names: list[str], pipe: Connection) -> None:
     cases = all_cases()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + _SPARE_BYTES, used + _SPARE_BYTES))
+    pipe.send("ready")
     for number, name in enumerate(names):
         where = Path(folder, f"{os.getpid()}-{number}")
         where.mkdir()
@@ -86,6 +88,8 @@ def hostile(asked: Asked) -> Tally:
         process = context.Process(target=try_cases, args=(str(asked.folder), left, theirs))
         process.start()
         theirs.close()
+        if not ours.poll(_START_SECONDS) or ours.recv() != "ready":
+            raise AssertionError(f"the process that tries them did not start within {_START_SECONDS:g} s")
         while left:
             name = left.pop(0)
             with tally.trying(name):
