@@ -176,6 +176,37 @@ def test_our_launcher_tells_of_the_rank_that_stopped(
     assert processes_with(f"TESTED_IN={tmp_path}") == []
 
 
+CONFIG = f"""
+[task]
+model = "python:{HERE / "stalling_task.py"}:make"
+[plan]
+strategy = "fsdp"
+micro_batch = 2
+units = "class:Block"
+[train]
+steps = 8
+[run]
+device = "cpu"
+tensorboard = false
+watch_seconds = {WATCH_SECONDS}
+"""
+
+
+def test_a_training_whose_data_hold_up_one_rank_ends_and_names_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESTED_IN", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=":")
+    (tmp_path / "config.toml").write_text(CONFIG)
+    arguments = ["train", str(tmp_path / "config.toml"), "--run", str(tmp_path / "run")]
+    code = launch(arguments, num_ranks=2, max_restarts=0, folder=tmp_path / "run")
+    errors = capfd.readouterr().err
+    (told,) = [line for line in errors.splitlines() if line.startswith("rank 1 failed first")]
+    assert "RankStopped: rank 1 stopped (has issued nothing for 3 s): step 4, between steps" in told, errors
+    assert code == 1
+    assert processes_with(f"TESTED_IN={tmp_path}") == []
+
+
 def leaves_no_thread(rank: int) -> None:
     model = Blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

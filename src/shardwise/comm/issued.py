@@ -103,7 +103,8 @@ class NotedWork:
             if PROGRESS.explain is not None:
                 PROGRESS.explain(error)
             raise
-        PROGRESS.waits_for = ""
+        finally:
+            PROGRESS.waits_for = ""
 
 
 def names_of(issued: Issued) -> list[str]:

@@ -3,6 +3,7 @@
 Written without a lock, a plain assignment each: a reader may see a position that is one operation old. No torch here.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,11 +73,19 @@ PROGRESS = RankProgress()
 
 @contextmanager
 def waiting_in(what: str, *, counts: bool = True) -> Iterator[None]:
-    """A blocking call that all ranks make. `counts`: all of the job, so that it is part of their position."""
+    """A blocking call that all ranks make. `counts`: all of the job, so that it is part of their position.
+
+    A thread beside the main one (a checkpoint that is written) holds up nobody.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     PROGRESS.count += counts
     PROGRESS.waits_for = what
-    yield
-    PROGRESS.waits_for = ""
+    try:
+        yield
+    finally:
+        PROGRESS.waits_for = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -284,6 +284,9 @@ class Watch:
 
     def _explain(self, error: RuntimeError) -> None:
         """A collective failed. If ranks have issued different ones, that is why; the others have a moment to say so."""
+        if "Connection" in str(error):
+            # A peer is gone, and says nothing more.
+            return
         self._failing = True
         deadline = time.monotonic() + self._quiet_seconds + 3 * self._tick_seconds
         while not self._difference and not self._stopped.is_set() and time.monotonic() < deadline:
