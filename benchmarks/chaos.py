@@ -69,7 +69,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     # Here and not above: the processes that ranks run in import this file too, and need none of it.
-    sys.path[:0] = [str(TESTS / "dist"), str(TESTS / "unit")]
+    sys.path[:0] = [str(TESTS / "dist"), str(TESTS / "unit"), str(TESTS)]
     # Jobs that rows start find these modules as well; and two cores have no use for more threads.
     paths = [str(TESTS / "dist"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

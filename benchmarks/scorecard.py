@@ -33,6 +33,12 @@ class CannotRun(Exception):  # noqa: N818 - says why, and is shown as the row's 
     """A row that has nothing to run on here."""
 
 
+def _short(text: str) -> str:
+    """One line of at most 500 characters: how it begins and how it ends."""
+    words = " ".join(text.split())
+    return words if len(words) <= 500 else f"{words[:250]} … {words[-250:]}"
+
+
 @dataclass(slots=True, kw_only=True)
 class Tally:
     """What a row has tried, what of it held, and one line for each that did not.
@@ -56,8 +62,7 @@ class Tally:
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(last.filename).name}:{last.lineno}"
-            words = " ".join(f"{type(error).__name__} at {where}: {error}".split())
-            self.failures.append(f"{what}: {words[-600:] if len(words) > 600 else words}")
+            self.failures.append(f"{what[:200]}: {_short(f'{type(error).__name__} at {where}: {error}')}")
             print(f"  did not hold: {self.failures[-1]}", flush=True)
         else:
             self.held += count
@@ -108,7 +113,7 @@ def run_row(row: Row, *, long: bool, seed: int, folder: Path) -> dict[str, Any]:
     except Exception as error:
         # A row that breaks has not shown that anything holds; the others still run.
         traceback.print_exc()
-        tally = Tally(failures=[" ".join(f"the row itself: {type(error).__name__}: {error}".split())])
+        tally = Tally(failures=[_short(f"the row itself: {type(error).__name__}: {error}")])
     if why_not is None and not tally.tried:
         tally.failures.append("nothing was tried")
     return {

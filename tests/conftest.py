@@ -7,6 +7,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from reliability.ledger import claims
+from reliability.recorder import Recorder
+from reliability.said import take
+
 # Examples are the same on every run, and no deadline depends on the machine's load.
 settings.register_profile("shardwise", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("shardwise")
@@ -18,6 +22,7 @@ _SET_BY_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "KMP_")
 @pytest.fixture(autouse=True)
 def _nothing_leaks() -> Iterator[None]:
     before = dict(os.environ)
+    take()
     yield
     changed = {
         name
@@ -32,14 +37,29 @@ def _nothing_leaks() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="also what the usual run has no time for")
+    parser.addoption(
+        "--reliability", action="store_true", help="run what is marked `ledger`, write docs/reliability.md"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--reliability"):
+        config.pluginmanager.register(Recorder())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is no CUDA device; those marked `whole` are left out without --whole."""
+    """Tests marked `gpu` are skipped where there is no CUDA device; those marked `whole` are left out without --whole.
+
+    With --reliability only those that are marked `ledger` run. A marker that is wrong is refused in any run.
+    """
     if not config.getoption("--whole"):
         left_out = [item for item in items if item.get_closest_marker("whole")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("whole")]
+    in_ledger = [item for item in items if claims(item)]
+    if config.getoption("--reliability"):
+        config.hook.pytest_deselected(items=[item for item in items if item not in in_ledger])
+        items[:] = in_ledger
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

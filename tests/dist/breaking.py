@@ -65,12 +65,13 @@ class Model(nn.Module):
 
 
 def make() -> Task:
-    if POINT == "the disk" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    disk_errors = {"a full disk": errno.ENOSPC, "a bad disk": errno.EIO}
+    if POINT in disk_errors and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
-        def full(self: Disk, *args: Any, **kwargs: Any) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
+        def fail(self: Disk, *args: Any, **kwargs: Any) -> None:
+            raise OSError(disk_errors[POINT], os.strerror(disk_errors[POINT]))
 
-        Disk.write = full  # type: ignore[method-assign]
+        Disk.write = fail  # type: ignore[method-assign]
     if POINT == "the optimizer":
         register_optimizer_step_pre_hook(lambda *args: break_at("the optimizer"))
     return Task(

@@ -1,7 +1,7 @@
 """The one helper that starts ranks: `run_ranks(body, num_ranks=2)` runs a function on every rank of a small job.
 
     run_ranks ──▶ a pool of num_ranks processes, kept for the whole session: each has joined one Gloo group,
-                  waits for a body, runs it, sends back what it returned, and cleans up
+                  waits for a body, runs it, sends back what it returned and said, and cleans up
 
 Importing torch takes longer than most tests, so it is done once: in multiprocessing's fork server, which then forks
 a worker in milliseconds. A pool in which anything went wrong is killed, and the next call starts a fresh one.
@@ -37,6 +37,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from reliability.said import say, take
 from shardwise.comm.groups import Group
 
 # torch imports dynamo at the first optimizer; here it is paid for once instead of by each worker.
@@ -130,7 +131,11 @@ class _Pool:
         # Only now: a rank that closed its connections earlier could cut off a peer that still reads from them.
         self._send(b"clean up")
         reusable = self._collect("clean up", timeout_seconds=_OVERHEAD_SECONDS)
-        return [pickle.loads(result) for result in results], all(reusable)
+        values, said = zip(*map(pickle.loads, results), strict=True)
+        # Ranks say the same, or rank 0 says what a user sees.
+        for line in next(filter(None, said), []):
+            say(line)
+        return list(values), all(reusable)
 
     def kill(self) -> None:
         for process, pipe in zip(self._processes, self._pipes, strict=True):
@@ -226,7 +231,7 @@ def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
         try:
             body, args = _load(job)
             _report(pipe, value=None)
-            result = pickle.dumps(body(rank, *args))
+            result = pickle.dumps((body(rank, *args), take()))
         except BaseException:  # pytest.skip and SystemExit as well: the body did not run to its end
             _report(pipe, value=traceback.format_exc(), ok=False)
             continue

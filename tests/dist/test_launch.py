@@ -144,7 +144,7 @@ class TestSignals:
         code = f"import test_launch, pathlib; test_launch.run_light('waits', pathlib.Path({str(tmp_path)!r}))"
         private = tmp_path / "private"
         private.mkdir()
-        paths = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        paths = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"PYTHONPATH": paths, "LAUNCH_FOLDER": str(tmp_path), "TMPDIR": str(private)}
         launcher = subprocess.Popen([sys.executable, "-c", code], env=environment)
         try:

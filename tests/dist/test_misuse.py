@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
-from training import line
+from training import line, make_collectives
 
 import shardwise
 from shardwise.comm.agreement import exchange
@@ -70,6 +72,49 @@ def reads_sharded(rank: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "fsdp"])
 def test_reading_what_a_rank_does_not_hold_is_refused(strategy: str) -> None:
     run_ranks(reads_sharded, num_ranks=2, args=(strategy,))
+
+
+def reads_in_lists(rank: int, strategy: str) -> None:
+    model, _, _ = trained(strategy, rank)
+    parameters = list(model.parameters())
+    for read in (
+        lambda: torch.cat([parameters[0], parameters[0]]),
+        lambda: torch._foreach_norm(parameters),
+        lambda: torch.sum(input=parameters[0]),
+    ):
+        assert "embed.weight is sharded and freed" in line(read)
+
+
+@pytest.mark.ledger("read-in-a-list", outcome="refused")
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "fsdp"])
+def test_reading_parameters_through_a_list_or_a_keyword_is_refused(strategy: str) -> None:
+    run_ranks(reads_in_lists, num_ranks=2, args=(strategy,))
+
+
+def edits_in_lists(rank: int, strategy: str) -> None:
+    model, batch = MODELS["gpt"]()
+    plain = copy.deepcopy(model)
+    optimizer, other = sgd(model.parameters()), sgd(plain.parameters())
+    prepare(model, optimizer, Plan(strategy=strategy), collectives=make_collectives(late=True, rank=rank))
+    for step in range(3):
+        cross_entropy(model, batch(step, rank)).backward()
+        for micro_batch in range(2):
+            (cross_entropy(plain, batch(step, micro_batch)) * 0.5).backward()
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+        # Under zero1 the update's gather is still under way here.
+        with torch.no_grad():
+            torch._foreach_mul_(list(model.parameters()), 0.5)
+            torch._foreach_mul_(list(plain.parameters()), 0.5)
+    whole = model.state_dict()
+    assert all(torch.equal(whole[name], value) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.ledger("edit-in-a-list", outcome="right")
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_editing_parameters_through_a_list_right_after_a_step_is_not_lost(strategy: str) -> None:
+    run_ranks(edits_in_lists, num_ranks=2, args=(strategy,))
 
 
 def reads_replicated(rank: int) -> None:
@@ -194,30 +239,45 @@ class Lars(torch.optim.SGD):
     """A subclass of a known optimizer that is not elementwise."""
 
 
+class AdamW(Whole):
+    """A namesake of a known one, as other packages have: with 8-bit states, which are scaled by blocks."""
+
+
 class Lion(Whole):
     def __init__(self, parameters: Any, **options: Any) -> None:
         torch.optim.Optimizer.__init__(self, parameters, {"lr": 0.1, **options})
 
 
-def not_by_name(rank: int) -> None:
-    def message(kind: Any, strategy: str = "zero1", **options: Any) -> str:
-        model = MODELS["gpt"]()[0]
-        return line(lambda: prepare(model, kind(model.parameters(), lr=0.1, **options), Plan(strategy=strategy)))
-
-    for strategy in ("zero1", "zero2", "fsdp"):
-        assert "Lars is not known to update each element by itself" in message(Lars, strategy)
-        assert "any_optimizer=True" in message(Lars, strategy)
-    assert "Lion is not known to update each element by itself" in message(Lion)
-    Lion.__module__, Lion.__qualname__ = "timm.optim.lion", "Lion"
-    assert "Lion with caution = True looks at whole parameters" in message(Lion, caution=True)
-    model = MODELS["gpt"]()[0]
-    prepare(model, Lion(model.parameters(), caution=False), Plan(strategy="zero1"))
-    model = MODELS["gpt"]()[0]
-    prepare(model, Lars(model.parameters(), lr=0.1), Plan(strategy="fsdp"), any_optimizer=True)
+# As if it were another package's that is known.
+Lion.__module__, Lion.__qualname__ = "timm.optim.lion", "Lion"
+NOT_BY_NAME: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
+    "a subclass": (partial(Lars, lr=0.1), "Lars is not known to update each element by itself"),
+    "a namesake": (AdamW, "AdamW is not known to update each element by itself"),
+    "an option": (partial(Lion, caution=True), "Lion with caution = True looks at whole parameters"),
+}
 
 
-def test_a_subclass_or_a_namesake_of_a_known_optimizer_is_refused_slices() -> None:
-    run_ranks(not_by_name, num_ranks=2)
+def not_by_name(rank: int, which: str, strategy: str) -> None:
+    model, plan = MODELS["gpt"]()[0], Plan(strategy=strategy)
+    make, expected = NOT_BY_NAME[which]
+    assert expected in line(lambda: prepare(model, make(model.parameters()), plan))
+    if which == "an option":
+        prepare(model, Lion(model.parameters(), caution=False), plan)
+    else:
+        prepare(model, make(model.parameters()), plan, any_optimizer=True)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize(
+    "which",
+    [
+        pytest.param("a subclass", marks=pytest.mark.ledger("optimizer-subclass", outcome="refused")),
+        pytest.param("a namesake", marks=pytest.mark.ledger("optimizer-8bit", outcome="refused")),
+        pytest.param("an option", marks=pytest.mark.ledger("optimizer-cautious", outcome="refused")),
+    ],
+)
+def test_a_subclass_or_a_namesake_of_a_known_optimizer_is_refused_slices(which: str, strategy: str) -> None:
+    run_ranks(not_by_name, num_ranks=2, args=(which, strategy))
 
 
 class Buffers(nn.Module):
@@ -231,44 +291,83 @@ class Buffers(nn.Module):
         return self.linear(x)
 
 
-def differ(rank: int) -> list[str]:
-    def message(kind: Any, *, engine: str = "shardwise", **options: Any) -> str:
-        model, plan = MODELS["gpt"]()[0], Plan(strategy="ddp", engine=engine)
-        return line(lambda: shardwise.prepare(model, kind(model.parameters(), **options), plan))
+def differ(rank: int, what: str, engine: str) -> str:
+    options: dict[str, Any] = {
+        "learning rate": {"lr": 1e-3 * (1 + rank)},
+        "options": {"amsgrad": bool(rank)},
+    }
+    kind = torch.optim.Adam if rank and what == "class" else torch.optim.AdamW
+    model = MODELS["gpt"]()[0]
+    optimizer = kind(model.parameters(), **options.get(what, {}))
+    return line(lambda: shardwise.prepare(model, optimizer, Plan(strategy="ddp", engine=engine)))
 
-    messages = [
-        message(torch.optim.AdamW, lr=1e-3 * (1 + rank)),
-        message(torch.optim.Adam if rank else torch.optim.AdamW, lr=1e-3),
-        message(torch.optim.AdamW, lr=1e-3, amsgrad=bool(rank)),
-        line(lambda: prepare(Buffers(*(("b", "a") if rank else ("a", "b"))), None, Plan())),
-        line(lambda: prepare(Buffers("a", size=3 + rank), None, Plan())),
-        message(torch.optim.AdamW, lr=1e-3 * (1 + rank), engine="torch"),
-    ]
-    # An optimizer that was made later is compared at its first step.
+
+@pytest.mark.parametrize("engine", ["shardwise", "torch"])
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        pytest.param(
+            "learning rate",
+            "lr = 0.001 | optimizer.param_groups[0] lr = 0.002",
+            marks=pytest.mark.ledger("ranks-learning-rate", outcome="refused"),
+        ),
+        pytest.param(
+            "class",
+            "optimizer = torch.optim.adamw.AdamW | optimizer = torch.optim.adam.Adam",
+            marks=pytest.mark.ledger("ranks-optimizer-class", outcome="refused"),
+        ),
+        pytest.param(
+            "options",
+            "amsgrad = False | optimizer.param_groups[0] amsgrad = True",
+            marks=pytest.mark.ledger("ranks-optimizer-options", outcome="refused"),
+        ),
+    ],
+)
+def test_ranks_with_other_optimizers_say_so(what: str, expected: str, engine: str) -> None:
+    zero, one = run_ranks(differ, num_ranks=2, args=(what, engine))
+    assert expected in zero
+    assert zero == one
+
+
+def differ_late(rank: int) -> str:
+    """An optimizer that was made later is compared at its first step."""
     model, batch = MODELS["gpt"]()
     prepare(model, None, Plan(strategy="ddp"))
     late = torch.optim.SGD(model.parameters(), lr=0.1 + rank)
     cross_entropy(model, batch(0, rank)).backward()
-    return [*messages, line(late.step)]
+    return line(late.step)
 
 
-def test_ranks_with_other_optimizers_or_buffers_say_so() -> None:
-    zero, one = run_ranks(differ, num_ranks=2)
+def test_ranks_with_other_optimizers_made_later_say_so() -> None:
+    zero, one = run_ranks(differ_late, num_ranks=2)
+    assert "different optimizers: optimizer.param_groups[0] lr = 0.1 | optimizer.param_groups[0] lr = 1.1" in zero
     assert zero == one
-    assert "lr = 0.001 | optimizer.param_groups[0] lr = 0.002" in zero[0]
-    assert "optimizer = torch.optim.adamw.AdamW | optimizer = torch.optim.adam.Adam" in zero[1]
-    assert "amsgrad = False | optimizer.param_groups[0] amsgrad = True" in zero[2]
-    assert "buffer a [3] torch.float32 | buffer b [3] torch.float32" in zero[3]
-    assert "buffer a [3] torch.float32 | buffer a [4] torch.float32" in zero[4]
-    assert zero[5] == zero[0]
-    assert "different optimizers: optimizer.param_groups[0] lr = 0.1 | optimizer.param_groups[0] lr = 1.1" in zero[6]
 
 
-def adds_a_group(rank: int, strategy: str) -> None:
+def buffers_differ(rank: int, what: str) -> str:
+    order = ("b", "a") if rank else ("a", "b")
+    model = Buffers(*order) if what == "order" else Buffers("a", size=3 + rank)
+    return line(lambda: prepare(model, None, Plan()))
+
+
+@pytest.mark.parametrize(
+    ("what", "other"),
+    [
+        pytest.param("order", "b [3]", marks=pytest.mark.ledger("ranks-buffers-order", outcome="refused")),
+        pytest.param("shape", "a [4]", marks=pytest.mark.ledger("ranks-buffers-shape", outcome="refused")),
+    ],
+)
+def test_ranks_with_other_buffers_say_so(what: str, other: str) -> None:
+    zero, one = run_ranks(buffers_differ, num_ranks=2, args=(what,))
+    assert f"buffer a [3] torch.float32 | buffer {other} torch.float32" in zero
+    assert zero == one
+
+
+def adds_a_group(rank: int, strategy: str, precision: str) -> None:
     model, batch = MODELS["gpt"]()
     first, *others = model.parameters()
     optimizer = sgd(others)
-    prepare(model, optimizer, Plan(strategy=strategy))
+    prepare(model, optimizer, Plan(strategy=strategy, precision=precision))
     name = next(name for name, p in model.named_parameters() if p is first)
     before = model.state_dict()[name]
     optimizer.add_param_group({"params": [first], "lr": 0.2})
@@ -276,14 +375,26 @@ def adds_a_group(rank: int, strategy: str) -> None:
     optimizer.step()
     assert not torch.equal(model.state_dict()[name], before)
     assert optimizer.state_dict()["param_groups"][1]["params"] == [len(others)]
+
+
+@pytest.mark.ledger("late-param-group", outcome="right")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_param_group_that_is_added_later_trains(strategy: str, precision: str) -> None:
+    run_ranks(adds_a_group, num_ranks=2, args=(strategy, precision))
+
+
+def adds_a_wrong_group(rank: int, strategy: str) -> None:
+    model, optimizer, _ = trained(strategy, rank)
+    first = next(iter(model.parameters()))
     assert "it is in another group" in line(lambda: optimizer.add_param_group({"params": first}))
     new = nn.Parameter(torch.zeros(3))
     assert "shape (3,): it is not the prepared model's" in line(lambda: optimizer.add_param_group({"params": new}))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_a_param_group_that_is_added_later_trains(strategy: str) -> None:
-    run_ranks(adds_a_group, num_ranks=2, args=(strategy,))
+def test_a_param_group_that_holds_what_it_cannot_is_refused(strategy: str) -> None:
+    run_ranks(adds_a_wrong_group, num_ranks=2, args=(strategy,))
 
 
 class Stepped(nn.Module):
@@ -326,6 +437,7 @@ def trains_past_forward(rank: int, strategy: str, units: str) -> None:
     assert len({str(other) for other in exchange({name: value.tolist() for name, value in after.items()})}) == 1
 
 
+@pytest.mark.ledger("method-other-than-forward", outcome="refused")
 @pytest.mark.parametrize(
     ("strategy", "units"), [("ddp", "none"), ("ddp", "auto"), ("zero1", "auto"), ("zero2", "none"), ("fsdp", "auto")]
 )
@@ -364,6 +476,7 @@ def adds_parameters(rank: int, strategy: str) -> None:
     assert "norm.scale (18,) was added" in line(lambda: model(batch(0, rank)[0]))
 
 
+@pytest.mark.ledger("parameters-added", outcome="refused")
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_parameters_that_are_added_after_prepare_are_refused(strategy: str) -> None:
     run_ranks(adds_parameters, num_ranks=2, args=(strategy,))
@@ -406,6 +519,7 @@ def tears_out(rank: int, strategy: str) -> None:
     cross_entropy(model, batch(2, rank)).backward()
 
 
+@pytest.mark.ledger("parameters-torn-out", outcome="refused")
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 def test_parameters_that_are_torn_out_of_their_buffers_are_refused(strategy: str) -> None:
     run_ranks(tears_out, num_ranks=2, args=(strategy,))
@@ -416,41 +530,59 @@ def distributed_already(rank: int) -> None:
     sharded = MODELS["gpt"]()[0]
     fully_shard(sharded, mesh=mesh)
     assert "is a DTensor (fully_shard, tensor parallel)" in line(lambda: prepare(sharded, None, Plan()))
+    replicated = DistributedDataParallel(MODELS["gpt"]()[0])
+    assert "the model is a DistributedDataParallel" in line(lambda: prepare(replicated, None, Plan()))
+
+
+@pytest.mark.ledger("model-of-dtensors", outcome="refused")
+def test_a_model_that_is_distributed_already_is_refused() -> None:
+    run_ranks(distributed_already, num_ranks=2)
+
+
+def wrapper_tensors(rank: int) -> None:
     quantized = nn.Sequential(nn.Linear(3, 3))
     quantized[0].weight = nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)))
     assert "0.weight is a torch.testing._internal.two_tensor.TwoTensor" in line(
         lambda: prepare(quantized, None, Plan())
     )
-    replicated = DistributedDataParallel(MODELS["gpt"]()[0])
-    assert "the model is a DistributedDataParallel" in line(lambda: prepare(replicated, None, Plan()))
 
 
-def test_a_model_that_is_distributed_already_is_refused() -> None:
-    run_ranks(distributed_already, num_ranks=2)
+@pytest.mark.ledger("model-of-tensor-subclasses", outcome="refused")
+def test_a_model_of_wrapper_tensors_is_refused() -> None:
+    run_ranks(wrapper_tensors, num_ranks=2)
 
 
-def prepared_twice(rank: int, strategy: str) -> None:
+def uses_what_is_prepared(rank: int, how: str, strategy: str) -> None:
     encoder = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    first = nn.Sequential(encoder, nn.Linear(4, 2))
-    second = nn.Sequential(encoder, nn.Linear(4, 3))
-    prepare(first, None, Plan(strategy=strategy))
-    assert "0.0.weight is part of another model that has been through" in line(
-        lambda: prepare(second, None, Plan(strategy=strategy))
-    )
-    outer = nn.Sequential(nn.Linear(4, 4), first)
-    assert "1 has been through shardwise.prepare already: prepare the outermost" in line(
-        lambda: prepare(outer, None, Plan(strategy=strategy))
-    )
+    first, plan = nn.Sequential(encoder, nn.Linear(4, 2)), Plan(strategy=strategy)
+    prepare(first, None, plan)
+    if how == "shares":
+        second = nn.Sequential(encoder, nn.Linear(4, 3))
+        message = line(lambda: prepare(second, None, plan))
+        assert "0.0.weight is part of another model that has been through" in message
+    elif how == "holds":
+        outer = nn.Sequential(nn.Linear(4, 4), first)
+        message = line(lambda: prepare(outer, None, plan))
+        assert "1 has been through shardwise.prepare already: prepare the outermost" in message
+    else:
+        for wrapper in (DistributedDataParallel, nn.DataParallel):
+            message = line(lambda: wrapper(first))  # noqa: B023
+            assert f"{wrapper.__name__} around a model that has been through shardwise.prepare" in message
     # A copy is an ordinary model.
-    prepare(copy.deepcopy(first), None, Plan(strategy=strategy))
-    for wrapper in (DistributedDataParallel, nn.DataParallel):
-        message = line(lambda: wrapper(first))  # noqa: B023
-        assert f"{wrapper.__name__} around a model that has been through shardwise.prepare" in message
+    prepare(copy.deepcopy(first), None, plan)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
-def test_preparing_or_wrapping_what_is_prepared_is_refused(strategy: str) -> None:
-    run_ranks(prepared_twice, num_ranks=2, args=(strategy,))
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("shares", marks=pytest.mark.ledger("shared-encoder", outcome="refused")),
+        pytest.param("holds", marks=pytest.mark.ledger("prepared-inside", outcome="refused")),
+        pytest.param("wraps", marks=pytest.mark.ledger("wrapped-in-ddp", outcome="refused")),
+    ],
+)
+def test_preparing_or_wrapping_what_is_prepared_is_refused(how: str, strategy: str) -> None:
+    run_ranks(uses_what_is_prepared, num_ranks=2, args=(how, strategy))
 
 
 def in_float64(rank: int) -> None:
@@ -462,6 +594,7 @@ def in_float64(rank: int) -> None:
     assert model.state_dict()["0.weight"].dtype is torch.float64
 
 
+@pytest.mark.ledger("float64-model", outcome="refused")
 def test_a_float64_model_is_not_made_float32_by_default() -> None:
     run_ranks(in_float64, num_ranks=1)
 
@@ -525,6 +658,7 @@ def overflows_on_one_rank(rank: int, strategy: str, handed_over: bool) -> None:
     assert "GradScaler cannot see an overflow" in line(lambda: scaler.unscale_(optimizer))
 
 
+@pytest.mark.ledger("grad-scaler-of-torch", outcome="refused")
 @pytest.mark.parametrize(
     ("strategy", "handed_over"), [("zero1", True), ("zero2", True), ("fsdp", True), ("fsdp", False)]
 )
@@ -553,9 +687,48 @@ def clips_in_bf16(rank: int, strategy: str) -> None:
             model(batch(step, rank)[0])
 
 
+@pytest.mark.ledger("clip-by-torch-in-bf16", outcome="refused")
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_gradients_that_a_bf16_parameter_does_not_show_are_not_read_as_none(strategy: str) -> None:
     run_ranks(clips_in_bf16, num_ranks=2, args=(strategy,))
+
+
+def steps_after_a_failure(rank: int, strategy: str, when: int) -> None:
+    model, batch = MODELS["gpt"]()
+    optimizer = sgd(model.parameters())
+    prepare(model, optimizer, Plan(strategy=strategy))
+
+    def step(number: int) -> None:
+        cross_entropy(model, batch(number, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    for number in range(when):
+        step(number)
+    before = model.state_dict()
+    part = model.blocks[1].feed_forward.register_forward_hook(lambda *call: call[-1].register_hook(fail) and None)
+    loss = cross_entropy(model, batch(when, rank))
+    part.remove()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    assert "a step right after a backward that raised, whose gradients are not whole" in line(optimizer.step)
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    # Cleared, the step can be run again, on every rank alike.
+    optimizer.zero_grad()
+    step(when)
+    sums = {name: value.sum().item() for name, value in model.state_dict().items()}
+    assert exchange(sums) == [sums, sums]
+
+
+@pytest.mark.ledger("backward-raised", outcome="refused")
+@pytest.mark.parametrize("when", [0, 1], ids=["the first step", "a later step"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_a_step_right_after_a_backward_that_raised_is_refused(strategy: str, when: int) -> None:
+    run_ranks(steps_after_a_failure, num_ranks=2, args=(strategy, when))
 
 
 def subtle(rank: int) -> None:

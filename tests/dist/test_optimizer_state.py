@@ -100,6 +100,7 @@ def assert_same(one: Any, other: Any) -> None:
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
+@pytest.mark.ledger("optimizer-state-saved", outcome="right", under=tuple(STRATEGIES))
 @pytest.mark.parametrize(("name", "optimizer"), [("awkward", "groups"), ("gpt", "sgd"), ("gpt", "adamw fused")])
 def test_a_saved_optimizer_resumes_bit_for_bit_under_every_strategy_and_in_plain_torch(
     name: str, optimizer: str
@@ -160,6 +161,8 @@ def not_its_own(rank: int, strategy: str) -> None:
     assert_same(optimizer.state_dict(), by_number)
 
 
+@pytest.mark.ledger("optimizer-state-by-number", outcome="right")
+@pytest.mark.ledger("optimizer-state-of-others", outcome="refused")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_state_that_is_not_the_optimizers_is_refused_and_loads_nothing(strategy: str) -> None:
     run_ranks(not_its_own, num_ranks=2, args=(strategy,))

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from ranks import RankFailed, run_ranks, world_group
 from torch import Tensor
 
+from reliability.said import say, take
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
@@ -193,6 +195,17 @@ def test_groups_that_a_body_made_are_destroyed_with_their_threads_and_connection
     assert [num_groups for num_groups, _, _ in before] == [1, 1, 1]
 
 
+def says(rank: int, speaker: int) -> None:
+    if rank >= speaker:
+        say(f"rank {rank} of {dist.get_world_size()}")
+
+
+@pytest.mark.parametrize("speaker", [0, 1])
+def test_what_the_first_rank_that_speaks_says_comes_to_the_test(speaker: int) -> None:
+    run_ranks(says, num_ranks=2, args=(speaker,))
+    assert take() == [f"rank {speaker} of 2"]
+
+
 @pytest.mark.parametrize("what", ["environment", "dtype", "thread", "default group"])
 def test_a_worker_that_a_body_changed_is_not_used_again(what: str) -> None:
     old = run_ranks(process, num_ranks=2)
@@ -219,7 +232,7 @@ if __name__ == "__main__":
 def test_no_worker_outlives_a_test_process_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
     folder = str(Path(ranks.__file__).parent)
-    script.write_text(_KILLED_IN_MID_BODY.format(path=[folder]))
+    script.write_text(_KILLED_IN_MID_BODY.format(path=[folder, str(Path(folder).parent)]))
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as test:
         assert test.stdout is not None

@@ -11,12 +11,14 @@ import pytest
 import torch
 from ranks import run_ranks
 from rich.console import Console
+from torch import nn
 from train_tasks import Ended, config, curve, gpt, lines, reference, table, trained
 from whole import whole
 
+from reliability.said import say
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
-from shardwise.tasks import Task, cross_entropy
+from shardwise.tasks import Task
 from shardwise.train.batches import Sharing
 from shardwise.train.config import TrainConfig
 from shardwise.train.evaluation import evaluate
@@ -207,8 +209,12 @@ def without_data() -> Task:
 
 
 def past_forward() -> Task:
-    """A task whose loss does not call the model itself."""
-    return replace(gpt(), loss=lambda model, batch: cross_entropy(model.forward, batch))
+    """A task whose loss does not call the model itself, whose root owns no parameters: nothing of it is gathered."""
+    return replace(
+        table(),
+        model=nn.Sequential(nn.Linear(1, 4), nn.ReLU(), nn.Linear(4, 1)),
+        loss=lambda model, indices: model.forward(indices[:, None].float()).mean(),
+    )
 
 
 def refused(rank: int, asked: TrainConfig) -> str:
@@ -232,14 +238,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"task": {"model": f"python:{__file__}:without_data"}},
         "brings no dataset: set task.dataset",
     ),
-    "a loss through another method, ddp": (
-        {"task": {"model": f"python:{__file__}:past_forward"}, "plan": {"strategy": "ddp"}},
-        "a backward without a forward of the model",
-    ),
-    "a loss through another method, zero2": (
-        {"task": {"model": f"python:{__file__}:past_forward"}, "plan": {"strategy": "zero2"}},
-        "a backward without a forward of the model",
-    ),
     "nothing to compile": (
         {"plan": {"units": "none"}, "train": {"compile": "aot_eager"}},
         "only units inside it are compiled",
@@ -261,6 +259,21 @@ def test_a_mistake_is_one_line_on_every_rank(tmp_path: Path, mistake: str) -> No
     sections = {**sections, "train": {"steps": 3, **sections.get("train", {})}}
     for told in run_ranks(refused, num_ranks=2, args=(config(tmp_path, **sections),)):
         assert message in told
+        assert "\n" not in told
+
+
+@pytest.mark.ledger("task-past-forward", outcome="refused")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_a_loss_that_does_not_call_the_model_itself_is_refused(tmp_path: Path, strategy: str, num_ranks: int) -> None:
+    asked = config(
+        tmp_path,
+        task={"model": f"python:{__file__}:past_forward"},
+        plan={"strategy": strategy, "units": "class:Linear"},
+        train={"steps": 3},
+    )
+    for told in run_ranks(refused, num_ranks=num_ranks, args=(asked,)):
+        assert "a backward without a forward of the model" in say(told)
         assert "\n" not in told
 
 

@@ -10,6 +10,7 @@ import pytest
 from ranks import run_ranks
 from train_tasks import config, lines, reference, trained
 
+from reliability.said import say
 from shardwise.errors import ShardwiseError
 from shardwise.launch.folder_lock import locked
 from shardwise.train.config import TrainConfig
@@ -38,6 +39,7 @@ GONE = {
 }
 
 
+@pytest.mark.ledger("checkpoints-gone", outcome="refused")
 @pytest.mark.parametrize("how", GONE)
 def test_without_its_checkpoints_a_run_does_not_start_at_step_0_unless_fresh(tmp_path: Path, how: str) -> None:
     asked = config(tmp_path, train={"steps": 4})
@@ -47,7 +49,7 @@ def test_without_its_checkpoints_a_run_does_not_start_at_step_0_unless_fresh(tmp
     before = (tmp_path / "metrics.jsonl").read_bytes()
     for told in run_ranks(refused, num_ranks=2, args=(asked,)):
         assert pytest.raises(ShardwiseError, match=message).matches(ShardwiseError(told)), told
-        assert "--fresh to start at step 0" in told
+        assert "--fresh to start at step 0" in say(told)
         assert "\n" not in told
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     run_ranks(started_fresh, num_ranks=1, args=(asked,))
@@ -73,6 +75,7 @@ def test_rank_0_refuses_a_folder_that_another_job_holds(tmp_path: Path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
+@pytest.mark.ledger("second-job", outcome="refused")
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
 def test_a_second_job_is_refused_under_every_launcher(tmp_path: Path, launcher: str) -> None:
     path = tmp_path / "tiny.toml"
@@ -92,5 +95,5 @@ def test_a_second_job_is_refused_under_every_launcher(tmp_path: Path, launcher: 
         for task in tasks:
             errors = task.communicate(timeout=90)[1]
             assert task.returncode != 0
-            assert "another job is writing into" in errors
+            assert "another job is writing into" in say(errors)
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]

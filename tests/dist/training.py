@@ -12,6 +12,7 @@ from late import LateCollectives
 from ranks import run_ranks
 from torch import Tensor, nn
 
+from reliability.said import say
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.engine.prepare import prepare
 from shardwise.engine.prepared.clip import clip_grad_norm_
@@ -161,4 +162,4 @@ def line(action: Callable[[], Any]) -> str:
         action()
     message = str(caught.value)
     assert len(message.splitlines()) == 1
-    return message
+    return say(message)

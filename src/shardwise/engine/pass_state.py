@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shardwise.errors import InvalidModel
+from shardwise.errors import InvalidData, InvalidModel
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,3 +35,8 @@ def backward_without_forward() -> InvalidModel:
         "(model.training_step(x)) is not synchronised; call the model itself, model(x), and have its forward call "
         "that method"
     )
+
+
+def backward_raised(what: str) -> InvalidData:
+    """The error for using the gradients of a backward that raised. They differ between ranks."""
+    return InvalidData(f"{what} are not whole: call optimizer.zero_grad() and begin the step again")

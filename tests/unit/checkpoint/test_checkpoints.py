@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from reliability.said import say
 from shardwise.checkpoint import CheckpointError, Checkpoints, open_checkpoint
 from shardwise.checkpoint.disk import Disk
 from shardwise.checkpoint.tensor_file import opened
@@ -195,11 +196,13 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     (folder / "manifest.json").write_text(json.dumps(outer))
 
 
+@pytest.mark.ledger("boxes-do-not-cover", outcome="refused")
 def test_a_tensor_that_its_boxes_do_not_cover_is_not_loaded(tmp_path: Path) -> None:
     saved_folder(tmp_path)
     rewritten(tmp_path / "step-00000001", lambda body: body["tensors"]["model.first.weight"]["boxes"].clear())
-    with pytest.raises(CheckpointError, match="the boxes of model.first.weight do not cover it"):
+    with pytest.raises(CheckpointError, match="the boxes of model.first.weight do not cover it") as caught:
         open_checkpoint(tmp_path / "step-00000001")
+    say(str(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -248,6 +251,7 @@ def test_a_manifest_that_is_larger_than_any_is_refused_before_it_is_read(tmp_pat
         open_checkpoint(tmp_path / "step-00000001")
 
 
+@pytest.mark.ledger("not-a-regular-file", outcome="refused")
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", ["a FIFO", "a device"])
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
@@ -259,8 +263,9 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str, k
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises(CheckpointError, match=f"{name}: (cannot be read|is missing)"):
+    with pytest.raises(CheckpointError, match=f"{name}: (cannot be read|is missing)") as caught:
         open_checkpoint(tmp_path / "step-00000001")
+    say(str(caught.value))
 
 
 def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(tmp_path: Path) -> None:
@@ -271,13 +276,15 @@ def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002", "step-00000003"]
 
 
+@pytest.mark.ledger("checkpoint-damaged", outcome="right")
 def test_a_damaged_checkpoint_of_the_right_size_does_not_push_out_the_good_one_that_was_loaded(tmp_path: Path) -> None:
     saved_folder(tmp_path, steps=(1, 2))
     flip(tmp_path / "step-00000002" / "rank-00000.safetensors", at=0.9)
     model, optimizer = make()
     checkpoints = Checkpoints(tmp_path, keep=2, asynchronous=False)
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="passed over") as caught:
         saved = checkpoints.latest()
+    say(str(caught[0].message))
     checkpoints.load(saved, model, optimizer)
     checkpoints.save(model, optimizer, step=3)
     assert verify(tmp_path / "step-00000001").contents.step == 1

@@ -12,6 +12,7 @@ def save(folder: Path, *, step: int, keep: int = 1) -> None:
     Checkpoints(folder, keep=keep, asynchronous=False).save(nn.Linear(2, 2), step=step)
 
 
+@pytest.mark.ledger("saving-is-a-link", outcome="right")
 @pytest.mark.parametrize("name", [".saving-x", ".removing-x"])
 def test_what_a_link_to_a_left_save_points_to_stays(tmp_path: Path, name: str) -> None:
     victim, folder = tmp_path / "victim", tmp_path / "checkpoints"

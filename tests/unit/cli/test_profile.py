@@ -33,6 +33,7 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.ledger("import-from-here", outcome="right")
 def test_the_json_is_the_contract(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
+@pytest.mark.ledger("user-timeout", outcome="right")
 @pytest.mark.parametrize(
     "backend",
     ["gloo", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("nccl", "cpu:gloo,cuda:nccl"))],

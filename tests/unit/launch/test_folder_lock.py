@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from reliability.said import say
 from shardwise.launch.folder_lock import InvalidFolder, locked, private_folder
 
 
@@ -23,6 +24,7 @@ def claim(run: Path) -> None:
         assert (private / "lock").is_file()
 
 
+@pytest.mark.ledger("lock-names-a-folder", outcome="right")
 def test_a_folder_named_in_the_lock_is_not_removed_unless_it_belongs_to_the_lock(tmp_path: Path, victim: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -48,6 +50,7 @@ def test_a_private_folder_is_not_removed_through_a_link(tmp_path: Path, victim: 
     assert (victim / "thesis.txt").exists()
 
 
+@pytest.mark.ledger("lock-is-a-link", outcome="refused")
 @pytest.mark.parametrize("kind", ["symbolic", "hard"])
 def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path: Path, kind: str) -> None:
     target, run = tmp_path / "target", tmp_path / "run"
@@ -57,8 +60,9 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path: Path, k
         (run / ".lock").symlink_to(target)
     else:
         (run / ".lock").hardlink_to(target)
-    with pytest.raises(InvalidFolder, match=r"\.lock: is a (hard )?link.*choose another --run"):
+    with pytest.raises(InvalidFolder, match=r"\.lock: is a (hard )?link.*choose another --run") as caught:
         claim(run)
+    say(str(caught.value))
     assert target.read_text() == "precious"
 
 

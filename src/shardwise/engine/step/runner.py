@@ -19,11 +19,11 @@ from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.replicas import Replicas
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.params.written import Writes
-from shardwise.engine.pass_state import PassState, backward_without_forward
+from shardwise.engine.pass_state import PassState, backward_raised, backward_without_forward
 from shardwise.engine.step.executor import EngineExecutor
 from shardwise.engine.step.learn import FirstForward, Observation, catch_up, learned
 from shardwise.engine.tape import Tape
-from shardwise.errors import InvalidData, InvalidModel
+from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.program import Bucket, Kind, StepProgram, Trigger, build
 from shardwise.program.hooks import StepHooks
@@ -158,10 +158,7 @@ class Runner:
         """A new step; whatever the last one left undone (a backward that raised, or none) is dropped."""
         if self.hooks.in_backward:
             if not self._can_abandon():
-                raise InvalidData(
-                    "a backward failed in the middle of an accumulation, so the gradients so far are not whole: call "
-                    "optimizer.zero_grad() and begin the step again"
-                )
+                raise backward_raised("a backward failed in the middle of an accumulation, so the gradients so far")
             self._abandon()
         PROGRESS.phase = FORWARD
         PROGRESS.evaluated = 0
@@ -278,6 +275,8 @@ class Runner:
                 "the gradients of an accumulation are not reduced yet: run its last backward outside "
                 "shardwise.accumulate"
             )
+        if self.hooks.in_backward:
+            raise backward_raised("a step right after a backward that raised, whose gradients")
         self.flags.same_order.look()
         self.cursor.before_step()
         # Also what the program expects a forward to have waited for, if there was none.
