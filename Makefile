@@ -13,7 +13,7 @@ BARE := $(VENV)/.bare-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 READY := $(VENV)/.ready-$(shell echo '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)'
 
-.PHONY: setup demo test test-unit test-jobs test-ranks reliability check format bench clean
+.PHONY: setup demo test test-unit test-jobs test-ranks reliability chaos chaos-long check format bench clean
 
 setup: $(READY)
 
@@ -64,6 +64,13 @@ test-ranks:
 # Runs the tests of every known way to be silently wrong, and writes what they saw into docs/reliability.md.
 reliability: setup
 	@$(BIN)/python -m pytest --reliability
+
+# Breaks jobs on purpose and prints the scorecard: at most 15 minutes on 2 quiet cores, and at most 60.
+chaos: setup
+	@$(BIN)/python benchmarks/chaos.py $(ARGS)
+
+chaos-long: setup
+	@$(BIN)/python benchmarks/chaos.py --long $(ARGS)
 
 check: setup
 	@$(BIN)/ruff format --check .

@@ -12,6 +12,14 @@ def open_to_read(path: Path) -> int:
     return _checked(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
 
 
+def read_at_most(path: Path, num_bytes: int) -> bytes:
+    """What a regular file holds. One that is larger is an OSError before any of it is read: it is none of ours."""
+    with os.fdopen(open_to_read(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > num_bytes:
+            raise OSError(errno.EFBIG, f"is larger than {num_bytes >> 20} MiB", str(path))
+        return file.read()
+
+
 def open_to_append(path: Path) -> int:
     """The descriptor of a regular file, made if missing, to read and append. A link, symbolic or hard, is refused.
 

@@ -124,9 +124,11 @@ def _nothing_collected() -> Iterator[None]:
 def states_only(reference: str) -> ModelSpec:
     """A model of which only the number of parameters is known: equal blocks, and a fiftieth at the root."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmbt]?)", reference.removeprefix("params:").lower())
-    count = int(float(found[1]) * _SUFFIXES[found[2]]) if found else 0
-    if not 0 < count < 10**15:
-        raise InvalidModel(f"{reference}: must be a number of parameters, such as params:60b or params:350m")
+    asked = float(found[1]) * _SUFFIXES[found[2]] if found else 0.0
+    # A number of a thousand digits is inf, which is no whole number.
+    count = int(asked) if asked < 10**15 else 0
+    if count <= 0:
+        raise InvalidModel(f"{reference[:100]}: must be a number of parameters, such as params:60b or params:350m")
     at_root = count // _ROOT_PART
     in_block = (count - at_root) // _NUM_BLOCKS
     sizes = {ROOT: count - _NUM_BLOCKS * in_block, **{f"blocks.{index}": in_block for index in range(_NUM_BLOCKS)}}

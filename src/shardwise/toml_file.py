@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ShardwiseError
+from shardwise.regular_file import read_at_most
+
+_MOST_BYTES = 4 * 2**20
 
 
 class UnreadableFile(ShardwiseError):  # noqa: N818
@@ -15,7 +18,7 @@ class UnreadableFile(ShardwiseError):  # noqa: N818
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What the file holds; what is wrong with it is one line."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(read_at_most(Path(path), _MOST_BYTES).decode().replace("\r\n", "\n"))
     except OSError as error:
         raise UnreadableFile(f"cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:

@@ -3,6 +3,9 @@
 from contextlib import suppress
 from pathlib import Path
 
+# As /proc/net/tcp and tcp6 write it.
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+
 
 def processes_with(variable: str) -> list[str]:
     """The command lines of the live processes that were started with `variable` (`NAME=value`) in their environment."""

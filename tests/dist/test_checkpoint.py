@@ -1,15 +1,14 @@
 """Checkpoints of several ranks: other engines, torch's own load, failures of one rank, ranks that are killed."""
 
-import os
-import signal
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from broken_disks import FailingDisk
 from cases import GPT, adamw, make_tokens
 from ranks import RankFailed, run_ranks, shut_down
 from torch import nn
@@ -21,7 +20,6 @@ from training import line, make_collectives
 
 import shardwise
 from shardwise.checkpoint import CheckpointReader, Checkpoints, open_checkpoint
-from shardwise.checkpoint.disk import Disk
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.tasks import cross_entropy
@@ -207,42 +205,6 @@ def test_torchs_own_load_fills_fully_shard_and_plain_models_with_our_reader(tmp_
 
 
 # What goes wrong on one rank
-
-
-class FailingDisk(Disk):
-    """Counts its effects; the `at`-th is an error, or the end of the process."""
-
-    def __init__(self, *, at: int = 0, kill: bool = False) -> None:
-        self.count = 0
-        self._at = at
-        self._kill = kill
-
-    def _effect(self) -> None:
-        self.count += 1
-        if self.count == self._at:
-            if self._kill:
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise OSError(5, "Input/output error")
-
-    def create(self, path: Path) -> BinaryIO:
-        self._effect()
-        return super().create(path)
-
-    def write(self, file: BinaryIO, data: memoryview) -> None:
-        self._effect()
-        super().write(file, data)
-
-    def sync_file(self, file: BinaryIO) -> None:
-        self._effect()
-        super().sync_file(file)
-
-    def sync_folder(self, path: Path) -> None:
-        self._effect()
-        super().sync_folder(path)
-
-    def rename(self, old: Path, new: Path) -> None:
-        self._effect()
-        super().rename(old, new)
 
 
 def fail_at_every_effect(rank: int, folder: str) -> list[int]:

@@ -22,5 +22,5 @@ def test_a_run_that_is_killed_ends_with_the_bits_of_one_that_is_not(tmp_path: Pa
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"^  kill \d/2: ", done.stdout, re.MULTILINE)) == 2
+    assert len(re.findall(r"^  killed ", done.stdout, re.MULTILINE)) == 2
     assert processes_with(f"TMPDIR={tmp_path}") == []

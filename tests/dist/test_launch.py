@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import processes_with
+from processes import LOOPBACK, processes_with
 from ranks import run_ranks
 
 from shardwise.launch.agent import JobFailed, JobStopped
@@ -22,7 +22,6 @@ from shardwise.launch.launch import InvalidFolder, launch, run_job
 
 HERE = Path(__file__).parent
 LIGHT, JOINS = str(HERE / "light.py"), str(HERE / "joins.py")
-LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
 def run_light(what: str, folder: Path, *, max_restarts: int = 0, grace_seconds: float = 30.0) -> int:

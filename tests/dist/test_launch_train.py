@@ -1,7 +1,9 @@
 """`shardwise train` on two ranks, one of which breaks somewhere: the user sees where, and nothing is left running."""
 
+import os
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from processes import processes_with
@@ -34,33 +36,37 @@ SHOWN = {
 }
 
 
-def broken_at(point: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+def broken_at(point: str, folder: Path) -> int:
     """The exit code of a job of two ranks of which rank 1 breaks at this point."""
     (folder / "config.toml").write_text(CONFIG)
-    for name, value in {"POINT": point, "RANK_TO_BREAK": "1", "POINT_FOLDER": str(folder)}.items():
-        monkeypatch.setenv(name, value)
     settings = ["--set", f"data.workers={int(point == 'the data')}"]
-    return launch(
-        ["train", str(folder / "config.toml"), "--run", str(folder / "run"), *settings],
-        num_ranks=2,
-        max_restarts=3,
-        folder=folder / "run",
-    )
+    told = {"POINT": point, "RANK_TO_BREAK": "1", "POINT_FOLDER": str(folder)}
+    with patch.dict(os.environ, told):
+        return launch(
+            ["train", str(folder / "config.toml"), "--run", str(folder / "run"), *settings],
+            num_ranks=2,
+            max_restarts=3,
+            folder=folder / "run",
+        )
+
+
+def check_broken(point: str, folder: Path, *, code: int, errors: str) -> None:
+    """The job ended as it must; just now."""
+    ended = time.time()
+    assert SHOWN[point] in errors.splitlines()[0], errors
+    assert code == (2 if point == "the model" else 1)
+    assert "restart" not in errors, "it would break again"
+    # Until then rank 1 writes into its log, its traceback last.
+    assert ended - (folder / "run/logs/rank-1.txt").stat().st_mtime < 10.0
+    assert processes_with(f"POINT_FOLDER={folder}") == []
 
 
 @pytest.mark.parametrize("point", ["the data", "forward", *whole("the model", "backward", "the optimizer")])
 def test_a_rank_that_breaks_in_training_is_the_one_that_is_shown(
-    point: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    point: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code = broken_at(point, tmp_path, monkeypatch)
-    ended = time.time()
-    errors = capfd.readouterr().err
-    assert SHOWN[point] in errors.splitlines()[0]
-    assert code == (2 if point == "the model" else 1)
-    assert "restart" not in errors, "it would break again"
-    # Until then rank 1 writes into its log, its traceback last.
-    assert ended - (tmp_path / "run/logs/rank-1.txt").stat().st_mtime < 10.0
-    assert processes_with(f"POINT_FOLDER={tmp_path}") == []
+    code = broken_at(point, tmp_path)
+    check_broken(point, tmp_path, code=code, errors=capfd.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +79,9 @@ def test_a_rank_that_breaks_in_training_is_the_one_that_is_shown(
     ],
 )
 def test_a_disk_that_fails_in_a_save_starts_the_ranks_again_and_leaves_nothing_half_written(
-    point: str, error: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    point: str, error: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert broken_at(point, tmp_path, monkeypatch) == 0
+    assert broken_at(point, tmp_path) == 0
     errors = capfd.readouterr().err
     # All ranks raise it, and whose is the first differs from run to run.
     say(next(line for line in errors.splitlines() if "DiskFailed" in line).partition(" failed first: ")[2])

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 from ranks import RankFailed, run_ranks
-from train_tasks import NUM_ENTRIES, Table, assert_same_end, config, curve, lines, reference, trained
+from train_tasks import assert_same_end, assert_seen_once_per_epoch, config, curve, lines, reference, trained
 
-from shardwise.checkpoint import Checkpoints, open_checkpoint
-from shardwise.data.sampler import DistributedSampler
 from shardwise.train.config import TrainConfig
 from shardwise.train.metrics import StepMetrics
 from shardwise.train.rank_run import Outcome, train
@@ -70,16 +68,7 @@ def test_every_sample_counts_once_an_epoch_also_when_the_number_of_ranks_changes
     assert [(line["num_samples"], line["num_ranks"]) for line in written] == [
         (8, 2), (8, 2), (4, 1), (4, 1), (8, 2), (8, 2), (5, 2)
     ]  # fmt: skip
-    order = iter(DistributedSampler(NUM_ENTRIES, endless=True))
-    expected = torch.zeros(NUM_ENTRIES)
-    for line in written:
-        for _ in range(line["num_samples"]):
-            expected[next(order)] -= 1 / line["num_samples"]
-    assert (written[-1]["epoch"], written[-1]["position"]) == (3, 0)
-    model = Table()
-    saved = open_checkpoint(max((tmp_path / "checkpoints").glob("step-*")))
-    Checkpoints(tmp_path / "checkpoints").load(saved, model)
-    torch.testing.assert_close(model.entries.detach(), expected, atol=1e-6, rtol=0)
+    assert_seen_once_per_epoch(tmp_path, num_epochs=3)
 
 
 def test_losses_on_other_numbers_of_ranks_are_of_the_same_samples(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from shardwise.checkpoint import Checkpoints, open_checkpoint
+from shardwise.data.sampler import DistributedSampler
 from shardwise.models.catalogue import CATALOGUE
 from shardwise.models.shapes import GPTShape, ViTShape
 from shardwise.tasks import Task, image_task, token_task
@@ -156,3 +159,28 @@ def assert_same_end(one: Path, other: Path) -> None:
     assert ours
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name
+
+
+def assert_seen_once_per_epoch(folder: Path, *, num_epochs: int) -> None:
+    """A finished run of `table` under SGD with a rate of 1: its weights are those of all samples, once per epoch.
+
+    A sample moves its own entry by 1 / samples of the step, and steps may differ in size; so the entries must be what
+    the order of the samples, dealt out to the steps that metrics.jsonl names, gives.
+    """
+    written = lines(folder)
+    order = list(islice(DistributedSampler(NUM_ENTRIES, endless=True), num_epochs * NUM_ENTRIES))
+    for epoch in range(num_epochs):
+        seen = order[epoch * NUM_ENTRIES : (epoch + 1) * NUM_ENTRIES]
+        assert sorted(seen) == list(range(NUM_ENTRIES))
+    assert [line["step"] for line in written] == list(range(1, len(written) + 1))
+    assert sum(line["num_samples"] for line in written) == len(order)
+    assert (written[-1]["epoch"], written[-1]["position"]) == (num_epochs, 0)
+    expected = torch.zeros(NUM_ENTRIES)
+    samples = iter(order)
+    for line in written:
+        for sample in islice(samples, line["num_samples"]):
+            expected[sample] -= 1 / line["num_samples"]
+    model = Table()
+    saved = open_checkpoint(max((folder / "checkpoints").glob("step-*")))
+    Checkpoints(folder / "checkpoints").load(saved, model)
+    torch.testing.assert_close(model.entries.detach(), expected, atol=1e-6, rtol=0)

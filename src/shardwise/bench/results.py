@@ -18,11 +18,13 @@ from shardwise.bench.results_form import check_bench
 from shardwise.errors import ShardwiseError
 from shardwise.json_form import WrongForm
 from shardwise.profile.memory_ledger import MemoryLedger
+from shardwise.regular_file import read_at_most
 from shardwise.span import Span
 
 FILE = "bench.json"
 """What a bench leaves in its folder, next to `runs/`."""
 _FORMAT = 1
+_MOST_BYTES = 512 * 2**20
 
 
 class InvalidBench(ShardwiseError):  # noqa: N818
@@ -258,7 +260,7 @@ def load_bench(folder: Path) -> Bench:
     """What a bench left in a folder; `folder` may be the file itself."""
     path = folder / FILE if folder.is_dir() else folder
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_at_most(path, _MOST_BYTES))
     except OSError as error:
         raise InvalidBench(
             f"{folder}: there is no {FILE} ({error.strerror}); `shardwise bench … --out DIR` makes one"

@@ -81,6 +81,8 @@ def _exported(manifest: Manifest, *, hugging_face: bool, dtype: torch.dtype | No
     layout = layout_of_ours(names) if hugging_face else None
     exported = {}
     for name in names:
+        if MODEL + name not in manifest.tensors:
+            raise CheckpointError(f"the manifest lists {name!r}, and no tensor of it")
         stored = manifest.tensors[MODEL + name]
         transposed = layout is not None and layout.is_transposed(name)
         entry = TensorEntry(

@@ -5,11 +5,11 @@ of reading it. Against somebody who means harm no checksum helps, since whoever 
 """
 
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -26,11 +26,14 @@ from shardwise.checkpoint.boxes import Box, covers
 from shardwise.checkpoint.tensor_file import checksum
 from shardwise.checkpoint.typed import dtype_name, dtype_of
 from shardwise.errors import CheckpointError
-from shardwise.regular_file import open_to_read
+from shardwise.regular_file import read_at_most
 
 FILE_NAME = "manifest.json"
 FORMAT = "shardwise-checkpoint"
 VERSION = 1
+
+# A million boxes are some 100 MiB.
+_MOST_BYTES = 2**30
 
 # A tensor's name in a checkpoint is its path in nested state dicts, joined as torch.distributed.checkpoint joins it.
 MODEL, OPTIMIZER, OWN = "model.", "optimizer.", "own."
@@ -138,8 +141,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint; one that is missing, damaged or not ours is refused in one line."""
     path = folder / FILE_NAME
     try:
-        with os.fdopen(open_to_read(path), "rb") as file:
-            text = file.read()
+        text = read_at_most(path, _MOST_BYTES)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder}: is not a checkpoint; it has no {FILE_NAME}") from error
     except OSError as error:
@@ -169,18 +171,66 @@ def verify_files(folder: Path, files: Mapping[str, StoredFile]) -> None:
 
 
 def _from_body(body: dict[str, Any]) -> Manifest:
+    _check_types(body["contents"])
     files = {name: StoredFile(**values) for name, values in body["files"].items()}
+    for name, stored in files.items():
+        if not _is_plain_name(name) or not all(type(n) is int and n >= 0 for n in (stored.num_bytes, stored.crc32)):
+            raise ValueError(f"{name[:100]!r} is not a file that a checkpoint has")
     tensors = {}
     for name, values in body["tensors"].items():
         boxes = tuple(StoredBox(offsets=tuple(o), sizes=tuple(s), file=file) for o, s, file in values["boxes"])
         shape = tuple(values["shape"])
         for box in boxes:
-            if box.file not in files or Path(box.file).name != box.file or not box.inside(shape):
+            if not all(type(size) is int for size in (*shape, *box.offsets, *box.sizes)):
+                raise ValueError(f"{name} has a shape that is not of whole numbers")
+            if box.file not in files or not box.inside(shape):
                 raise ValueError(f"{name} has a box outside of its files or of its shape")
         if not covers(boxes, shape=shape):
             raise ValueError(f"the boxes of {name} do not cover it, or overlap")
         tensors[name] = StoredTensor(dtype=dtype_of(values["dtype"]), shape=shape, boxes=boxes)
     return Manifest(contents=Contents(**body["contents"]), files=files, tensors=tensors)
+
+
+def _is_plain_name(name: str) -> bool:
+    """Of a file in the checkpoint's own folder, that can be shown in a line."""
+    return name != "" and Path(name).name == name and name.isprintable() and len(name.encode()) <= 255
+
+
+def _check_types(contents: dict[str, Any]) -> None:
+    """Before anybody relies on them: whoever can write a manifest can give it any checksum."""
+    for name, kinds in _CONTENTS_TYPES.items():
+        if name in contents and type(contents[name]) not in kinds:
+            raise ValueError(f"{name} is {type(contents[name]).__name__}")
+    if not 0 <= contents["step"] < 2**63 or not 1 <= contents.get("num_ranks", 1) < 2**31:
+        raise ValueError("a step or a number of ranks that cannot be")
+    for described in (contents.get("parameters", {}), contents.get("buffers", {})):
+        for shape, dtype in described.values():
+            if not isinstance(dtype, str) or not all(type(size) is int and size >= 0 for size in shape):
+                raise ValueError("a parameter's shape or dtype that cannot be")
+    if not all(isinstance(first, str) for first in contents.get("aliases", {}).values()):
+        raise ValueError("an alias that is not a name")
+    plan, optimizer = contents.get("plan"), contents.get("optimizer")
+    if plan is not None:
+        # Its keys are those of whoever wrote it; what is shown of it must be what it says.
+        mesh = plan.get("mesh", {"replicate": 1, "shard": 1})
+        if type(plan["strategy"]) is not str or not all(type(mesh[axis]) is int for axis in ("replicate", "shard")):
+            raise ValueError("a plan that cannot be")
+    if optimizer is not None and type(optimizer["kind"]) is not str:
+        raise ValueError("an optimizer that cannot be")
+
+
+_CONTENTS_TYPES: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "num_ranks": (int,),
+    "plan": (dict, NoneType),
+    "parameters": (dict,),
+    "buffers": (dict,),
+    "aliases": (dict,),
+    "optimizer": (dict, NoneType),
+    "progress": (dict,),
+    "own": (list,),
+    "finite": (bool,),
+}
 
 
 def _storage_metadata(tensor: StoredTensor) -> TensorStorageMetadata:

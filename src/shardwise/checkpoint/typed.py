@@ -46,6 +46,8 @@ def from_json(value: Any) -> Any:
     if _FLOAT in value:
         return float(value[_FLOAT])
     if _TENSOR in value:
+        if math.prod(value["shape"]) != 1:
+            raise CheckpointError(f"a tensor of shape {value['shape']} where one number was written")
         return torch.full(value["shape"], from_json(value[_TENSOR]), dtype=dtype_of(value["dtype"]))
     return {key: from_json(item) for key, item in value.items()}
 

@@ -205,6 +205,52 @@ def test_a_tensor_that_its_boxes_do_not_cover_is_not_loaded(tmp_path: Path) -> N
     say(str(caught.value))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "1; rm"},
+        {"step": -1},
+        {"num_ranks": None},
+        {"plan": "x"},
+        {"plan": {"strategy": "ddp", "mesh": 3}},
+        {"parameters": {"a": 3}},
+        {"parameters": {"a": [["q"], "float32"]}},
+        {"aliases": {"a": 7}},
+        {"optimizer": [1]},
+    ],
+    ids=str,
+)
+def test_a_manifest_of_other_types_is_refused_whatever_its_checksum_says(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    saved_folder(tmp_path)
+    rewritten(tmp_path / "step-00000001", lambda body: body["contents"].update(change))
+    with pytest.raises(CheckpointError, match="manifest.json: is damaged or not a manifest") as caught:
+        open_checkpoint(tmp_path / "step-00000001")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["../victim", "/etc/hostname", "a\nb", "x" * 300, ""])
+def test_a_file_that_a_checkpoint_cannot_have_is_not_opened(tmp_path: Path, name: str) -> None:
+    def rename(body: dict[str, Any]) -> None:
+        body["files"] = {name: next(iter(body["files"].values()))}
+        body["tensors"] = {}
+
+    saved_folder(tmp_path)
+    rewritten(tmp_path / "step-00000001", rename)
+    with pytest.raises(CheckpointError, match="is not a file that a checkpoint has") as caught:
+        open_checkpoint(tmp_path / "step-00000001")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_manifest_that_is_larger_than_any_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    saved_folder(tmp_path)
+    with (tmp_path / "step-00000001" / "manifest.json").open("r+b") as file:
+        file.truncate(2**40)
+    with pytest.raises(CheckpointError, match="manifest.json: cannot be read .is larger than 1024 MiB"):
+        open_checkpoint(tmp_path / "step-00000001")
+
+
 @pytest.mark.ledger("not-a-regular-file", outcome="refused")
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", ["a FIFO", "a device"])

@@ -110,10 +110,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-@pytest.fixture(scope="module")
-def past(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]]:
+Past = tuple[Path, dict[int, Any]]
+
+
+def crashed_past(folder: Path) -> Past:
     """A folder with two good checkpoints and what two crashes left, and the weights at steps 1, 2 and 3."""
-    folder = tmp_path_factory.mktemp("past")
     model, optimizer = training()
     weights = {}
     checkpoints = Checkpoints(folder)
@@ -129,6 +130,11 @@ def past(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]
     return folder, weights
 
 
+@pytest.fixture(scope="module")
+def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
+    return crashed_past(tmp_path_factory.mktemp("past"))
+
+
 def save_third(folder: Path, disk: Disk, *, keep: int = 2) -> None:
     model, optimizer = training()
     for _ in range(3):
@@ -136,7 +142,7 @@ def save_third(folder: Path, disk: Disk, *, keep: int = 2) -> None:
     Checkpoints(folder, disk=disk, keep=keep, asynchronous=False).save(model, optimizer, step=3)
 
 
-def test_a_save_that_is_over_survives_a_loss_of_power(past: tuple[Path, dict[int, Any]], tmp_path: Path) -> None:
+def test_a_save_that_is_over_survives_a_loss_of_power(past: Past, tmp_path: Path) -> None:
     shutil.copytree(past[0], tmp_path / "all")
     disk = DyingDisk(power=True)
     save_third(tmp_path / "all", disk, keep=9)
@@ -144,7 +150,7 @@ def test_a_save_that_is_over_survives_a_loss_of_power(past: tuple[Path, dict[int
     assert check_last_good(tmp_path / "all", weights=past[1]) == 3
 
 
-def effects_of_a_save(past: tuple[Path, dict[int, Any]], folder: Path) -> list[tuple[str, str]]:
+def effects_of_a_save(past: Past, folder: Path) -> list[tuple[str, str]]:
     shutil.copytree(past[0], folder)
     disk = DyingDisk()
     save_third(folder, disk)
@@ -152,7 +158,7 @@ def effects_of_a_save(past: tuple[Path, dict[int, Any]], folder: Path) -> list[t
 
 
 def test_a_save_syncs_all_it_wrote_before_it_takes_its_name_and_removes_the_oldest_after(
-    past: tuple[Path, dict[int, Any]], tmp_path: Path
+    past: Past, tmp_path: Path
 ) -> None:
     done = effects_of_a_save(past, tmp_path / "all")
     kinds = [name for name, _ in done]
@@ -167,29 +173,32 @@ def test_a_save_syncs_all_it_wrote_before_it_takes_its_name_and_removes_the_olde
 
 
 @pytest.mark.parametrize("power", [False, True])
-def test_after_a_crash_at_any_effect_the_last_good_checkpoint_loads(
-    past: tuple[Path, dict[int, Any]], tmp_path: Path, power: bool
-) -> None:
+def test_after_a_crash_at_any_effect_the_last_good_checkpoint_loads(past: Past, tmp_path: Path, power: bool) -> None:
     effects = effects_of_a_save(past, tmp_path / "all")
-    found = []
-    for at in range(1, len(effects) + 1):
-        folder = tmp_path / str(at)
-        shutil.copytree(past[0], folder)
-        disk = DyingDisk(at=at, power=power)
-        with pytest.raises(CheckpointError, match="step 3 was not written: rank 0: Crash"):
-            save_third(folder, disk)
-        finished = disk.done[:-1]
-        committed = ("rename", "step-00000003") in finished
-        if power and committed:
-            committed = ("sync_folder", folder.name) in finished[finished.index(("rename", "step-00000003")) :]
-        found.append(check_last_good(folder, weights=past[1]))
-        assert found[-1] == (3 if committed else 2), f"effect {at}: {disk.done[-1]}"
-        save_third(folder, Disk())
-        assert check_last_good(folder, weights=past[1]) == 3
-        assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
-        shutil.rmtree(folder)
+    found = [
+        crash_at(past, tmp_path / str(at), at=at, power=power)  # one after the other, each in a copy of its own
+        for at in range(1, len(effects) + 1)
+    ]
     assert set(found) == {2, 3}
     assert len(found) > 30
+
+
+def crash_at(past: Past, folder: Path, *, at: int, power: bool) -> int:
+    """The step of the last good checkpoint after a crash at this effect; after it, the next save works."""
+    shutil.copytree(past[0], folder)
+    disk = DyingDisk(at=at, power=power)
+    with pytest.raises(CheckpointError, match="step 3 was not written: rank 0: Crash"):
+        save_third(folder, disk)
+    finished = disk.done[:-1]
+    committed = ("rename", "step-00000003") in finished
+    if power and committed:
+        committed = ("sync_folder", folder.name) in finished[finished.index(("rename", "step-00000003")) :]
+    found = check_last_good(folder, weights=past[1])
+    assert found == (3 if committed else 2), f"effect {at}: {disk.done[-1]}"
+    save_third(folder, Disk())
+    assert check_last_good(folder, weights=past[1]) == 3
+    assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+    return found
 
 
 def check_last_good(folder: Path, *, weights: dict[int, Any]) -> int:

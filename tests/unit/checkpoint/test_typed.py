@@ -39,3 +39,8 @@ def test_tensors_of_one_number_come_back_with_dtype_and_shape(tensor: torch.Tens
 def test_what_only_pickle_could_write_is_named(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"progress\.x"):
         to_json({"x": value}, what="progress")
+
+
+def test_a_tensor_of_more_than_one_number_was_not_written_by_us() -> None:
+    with pytest.raises(CheckpointError, match="where one number was written"):
+        from_json({"__tensor__": 1.0, "dtype": "float32", "shape": [2**40]})

@@ -151,6 +151,7 @@ def test_a_number_of_parameters_is_planned_without_activations(capfd: pytest.Cap
         (["gpt2-124m", "--cluster", "8xh100", "--image", "3"], "--image has no meaning"),
         (["resnet18", "--cluster", "8xh100", "--seq", "3"], "--seq has no meaning"),
         (["params:lots", "--cluster", "8xh100"], "must be a number of parameters"),
+        (["params:" + "9" * 5000, "--cluster", "8xh100"], "must be a number of parameters"),
         (["python:nowhere.py:task", "--cluster", "8xh100"], "there is no file nowhere.py"),
         (["hf:nowhere", "--cluster", "8xh100"], "there is no nowhere/config.json"),
     ],

@@ -59,6 +59,8 @@ def test_text_that_utf8_cannot_say_does_not_stop_the_page(tmp_path: Path, capfd:
         (["empty"], "InvalidBench: empty: there is no bench.json"),
         (["damaged"], "is not JSON"),
         (["wrong"], "wrong/bench.json: is damaged: case 99 of"),
+        (["capacity"], "capacity/bench.json: is damaged: "),
+        (["deep"], "deep/bench.json: is not JSON"),
         (
             ["good", "--out", "nowhere/report.html"],
             "InvalidData: --out nowhere/report.html: there is no folder nowhere",
@@ -76,12 +78,14 @@ def test_mistake_is_one_line_and_nothing_is_written(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("empty", "damaged", "good", "wrong"):
+    for name in ("empty", "damaged", "good", "wrong", "capacity", "deep"):
         Path(name).mkdir()
     Path("damaged/bench.json").write_text("{")
     good = json.loads((folder / "bench.json").read_text())
     Path("good/bench.json").write_text(json.dumps(good))
     Path("wrong/bench.json").write_text(json.dumps({**good, "recommended": 99}))
+    Path("capacity/bench.json").write_text(json.dumps({**good, "capacity_bytes": "x"}))
+    Path("deep/bench.json").write_text('{"a":' * 200_000)
     before = sorted(tmp_path.rglob("*"))
     code, out, err = run(capfd, *arguments)
     assert (code, out) == (2, "")

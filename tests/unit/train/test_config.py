@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,19 @@ def test_a_file_that_is_no_config_is_one_line(path: Path, content: bytes, messag
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="none.toml: cannot be read"):
         load_config(tmp_path / "none.toml")
+
+
+@pytest.mark.timeout(20)
+def test_what_is_no_file_of_a_config_is_not_read(tmp_path: Path) -> None:
+    zeros, pipe = tmp_path / "zeros.toml", tmp_path / "pipe.toml"
+    with zeros.open("wb") as file:
+        file.truncate(2**40)
+    os.mkfifo(pipe)
+    with pytest.raises(InvalidConfig, match="zeros.toml: cannot be read .is larger than 4 MiB"):
+        load_config(zeros)
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(InvalidConfig, match="cannot be read .is not a regular file"):
+            load_config(path)
 
 
 def test_sections_made_by_hand_are_checked_as_well() -> None:

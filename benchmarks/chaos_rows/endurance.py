@@ -1,0 +1,128 @@
+"""Row 20: many steps, many units, many parameters: what grows, and how the step time depends on the units."""
+
+import gc
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from ranks import run_ranks
+from scorecard import Asked, Row, Tally
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.placement import STRATEGIES
+from shardwise.plan import Plan
+
+WIDTH = 4
+NUM_UNITS = 300
+"""With 7 parameters each: 2,100."""
+# Allocators and thread stacks settle in the first steps; later growth is ours.
+_WARM_UP_SHARE = 0.25
+_MOST_GROWTH_BYTES = 8 * 2**20
+# Four times the units; a quadratic cost would take 16 times as long. Room for a noisy machine.
+_MOST_RATIO = 4 * 1.6
+
+
+class Unit(nn.Module):
+    """Seven parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What a run of many steps held: after the warm-up, at its end, and how long its steps took."""
+
+    num_parameters: int
+    resident_bytes: tuple[int, int]
+    descriptors: tuple[int, int]
+    objects: tuple[int, int]
+    step_seconds: float
+
+
+def many_steps(rank: int, strategy: str, num_units: int, num_steps: int) -> Ran:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Unit() for _ in range(num_units)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    shardwise.prepare(model, optimizer, Plan(strategy=strategy, units="class:Unit"))
+    x = torch.randn(2, WIDTH)
+    after_warm_up = held_now()
+    times = []
+    for number in range(num_steps):
+        begun = time.perf_counter()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - begun)
+        if number == int(_WARM_UP_SHARE * num_steps):
+            after_warm_up = held_now()
+    resident, descriptors, objects = zip(after_warm_up, held_now(), strict=True)
+    return Ran(
+        num_parameters=len(list(model.parameters())),
+        resident_bytes=resident,
+        descriptors=descriptors,
+        objects=objects,
+        # Not the mean: other processes may have this machine for a while.
+        step_seconds=statistics.quantiles(times, n=4)[0],
+    )
+
+
+def held_now() -> tuple[int, int, int]:
+    """Resident bytes, open descriptors and objects of this process."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")), len(gc.get_objects())
+
+
+def endurance(asked: Asked) -> Tally:
+    tally = Tally()
+    strategies = ("fsdp", "ddp") if asked.long else (asked.chance.choice(list(STRATEGIES)),)
+    for strategy in strategies:
+        num_steps = asked.pick(short=400, long=2000 if strategy == "fsdp" else 200)
+        num_units = asked.pick(short=NUM_UNITS // 10, long=NUM_UNITS)
+        with tally.trying(f"{num_steps} steps of {num_units} units, {strategy}"):
+            args = (strategy, num_units, num_steps)
+            for rank, ran in enumerate(run_ranks(many_steps, num_ranks=2, args=args, timeout_seconds=2400.0)):
+                check_growth(ran, rank=rank)
+                grown = ran.resident_bytes[1] - ran.resident_bytes[0]
+                tally.found[f"{strategy}, {num_steps:,} steps, rank {rank} grew by"] = f"{grown / 2**20:.1f} MiB"
+    for strategy in ("fsdp", "ddp"):
+        with tally.trying(f"step time against units, {strategy}"):
+            ran = {
+                num_units: run_ranks(many_steps, num_ranks=2, args=(strategy, num_units, 20), timeout_seconds=600.0)[0]
+                for num_units in (NUM_UNITS // 4, NUM_UNITS)
+            }
+            few, many = ran.values()
+            assert many.num_parameters >= 2000
+            ratio = many.step_seconds / few.step_seconds
+            tally.found[f"{strategy}, step time of {NUM_UNITS} units / of {NUM_UNITS // 4}"] = f"{ratio:.2f}"
+            assert ratio < _MOST_RATIO, f"{NUM_UNITS} units take {ratio:.1f} times as long as {NUM_UNITS // 4}"
+    return tally
+
+
+def check_growth(ran: Ran, *, rank: int) -> None:
+    resident, descriptors, objects = (end - start for start, end in (ran.resident_bytes, ran.descriptors, ran.objects))
+    assert resident < _MOST_GROWTH_BYTES, f"rank {rank} grew by {resident / 2**20:.1f} MiB"
+    assert descriptors <= 0, f"rank {rank} opened {descriptors} descriptors"
+    assert objects < 100, f"rank {rank} holds {objects} objects more"
+
+
+ROWS = [
+    Row(
+        number=20,
+        test="2,000 steps, 300 units, 2,100 parameters (short: 400 steps of 30 units)",
+        must_be="no growth of memory or descriptors; step time linear in units",
+        run=endurance,
+    )
+]
