@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from shardwise.comm.leave import let_go_before_leaving
 from shardwise.engine.activations.recompute import without_random_numbers
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.errors import InvalidModel, InvalidPlan
@@ -69,6 +70,14 @@ class CapturedStep:
         self._inputs: list[Any] = []
         self._result: Any = None
         self._fixed: list[Any] = []
+        let_go_before_leaving(self)
+
+    def let_go(self) -> None:
+        """Destroy the graph: it holds communicators, which could not be destroyed before it."""
+        if self._graph is not None:
+            torch.cuda.synchronize(self.engine.device)
+            self._graph.reset()
+            self._graph = None
 
     def __call__(self, *inputs: Any) -> Any:
         if self._graph is not None and self._fixed != self._fixed_now():
