@@ -1,6 +1,7 @@
 """How the pass that is under way counts: with others in one step, and beside ranks that have nothing left to do."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from shardwise.errors import InvalidModel
 
@@ -26,6 +27,18 @@ class PassState:
         if not self.counts:
             return 0.0
         return 1.0 if self.num_counting is None else num_ranks / self.num_counting
+
+
+class StepWatcher(Protocol):
+    """Is told where a step stands, also by autograd's threads."""
+
+    def last_backward_begins(self) -> None:
+        """The backward of a pass that accumulates for no later one begins."""
+        ...
+
+    def passes_are_over(self) -> None:
+        """All gradients are there; clipping and the update come next. May be told more than once."""
+        ...
 
 
 def backward_without_forward() -> InvalidModel:
