@@ -1,4 +1,4 @@
-"""Hugging Face models, eager and captured as `train` would by default, on one GPU: `python benchmarks/captured_models.py`.
+"""Hugging Face models, eager and captured, on one GPU: `python benchmarks/captured_models.py`.
 
 For each: the median time of a step, the time in which the GPU was busy with kernels in one step, memory, and what
 `capture = "auto"` decided. Weights are random; bf16, fused AdamW, `fsdp` on one NCCL rank. Each model runs in a process
@@ -165,7 +165,8 @@ def main() -> None:
             f"{name}: eager {eager['step_seconds'] * 1e3:.1f} ms (GPU busy {eager['gpu_busy_seconds'] * 1e3:.1f}), "
             f"captured {captured['step_seconds'] * 1e3:.1f} (busy {captured['gpu_busy_seconds'] * 1e3:.1f}); "
             f"captured / busy eager {captured['step_seconds'] / eager['gpu_busy_seconds']:.3f}; reserved "
-            f"{eager['reserved_bytes'] / 2**30:.2f} and {captured['reserved_bytes'] / 2**30:.2f} GiB; {captured['told']}",
+            f"{eager['reserved_bytes'] / 2**30:.2f} and {captured['reserved_bytes'] / 2**30:.2f} GiB",
+            captured["told"],
             flush=True,
         )
     arguments.out.write_text(json.dumps({"machine": _machine(), "rows": rows}, indent=1) + "\n")

@@ -21,7 +21,7 @@ from shardwise.comm.agreement import exchange
 from shardwise.comm.host_group import HostGroup
 from shardwise.comm.job_environment import capture_is_off
 from shardwise.engine.captured.captured_step import CapturedStep, Told
-from shardwise.engine.captured.python_state import PythonState
+from shardwise.engine.captured.python_state import PythonState, foreign_hook
 from shardwise.engine.captured.step_device import StepDevice
 from shardwise.engine.captured.step_graphs import StepRecorder
 from shardwise.engine.engine import Engine, engine_of
@@ -47,7 +47,7 @@ def capture(
     """
     engine = engine_of(model)
     tell = tell or _warn
-    why = _why_not(engine, optimizer)
+    why = _why_not(engine, model, optimizer)
     if why is not None:
         if why and dist.get_rank() == 0:
             tell(f"capture: ordinary steps, not captured: {why}")
@@ -67,7 +67,7 @@ def capture(
     return _WithRates(captured, optimizer, device=engine.device)  # type: ignore[return-value]
 
 
-def _why_not(engine: Engine, optimizer: Optimizer) -> str | None:
+def _why_not(engine: Engine, model: nn.Module, optimizer: Optimizer) -> str | None:
     """Why no step of this plan is captured: a line, "" where there is nothing to say; None if they can be."""
     plan = engine.plan
     if plan.capture == "off" or engine.device.type != "cuda":
@@ -78,9 +78,19 @@ def _why_not(engine: Engine, optimizer: Optimizer) -> str | None:
     why = plan.why_not_captured()
     if not why and "capturable" not in optimizer.defaults:
         why = f"{type(optimizer).__name__} has no option capturable, as AdamW has"
+    if not why and plan.capture == "auto":
+        why = _why_not_unasked(model)
     if why and plan.capture == "on":
         raise InvalidPlan(f"capture = 'on': {why}; set capture = 'auto' or 'off'")
     return why or None
+
+
+def _why_not_unasked(model: nn.Module) -> str:
+    """What may work, and is not done unless it is asked for."""
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+        return "it has compiled modules; set capture = 'on' to capture them too"
+    hooked = foreign_hook(model)
+    return f"{hooked} has a hook, which a replay would not call; set capture = 'on' to do without" if hooked else ""
 
 
 def _warn(line: str) -> None:

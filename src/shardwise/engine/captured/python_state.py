@@ -22,6 +22,9 @@ _COUNTED = (list, dict, set)
 # What nn.Module itself keeps; its only plain value is `training`.
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 
+# Their hooks compute something and look at nothing else.
+_QUIET_PACKAGES = ("torch", "shardwise", "transformers")
+
 Values = tuple[Any, ...]
 
 
@@ -79,7 +82,7 @@ class _Place:
         namespace = self.namespace
         try:
             plain = self._get(namespace) if self._get is not None else None
-            counts = [len(namespace[key]) for key in self.counted]
+            counts = [len(namespace[key]) for key in self.counted] if self.counted else []
         except (KeyError, TypeError):
             # One is gone, or has become something else.
             return (None, None, None)
@@ -163,6 +166,18 @@ class _Cells(dict[str, Any]):
 
     def values(self) -> Any:
         return [self[name] for name in self]
+
+
+def foreign_hook(model: nn.Module) -> str:
+    """A module with a hook that is neither torch's nor ours: a replay would not call it. "" if there is none."""
+    for path, module in model.named_modules():
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            for hook in getattr(module, name).values():
+                inner = hook.func if isinstance(hook, functools.partial) else hook
+                package = str(getattr(inner, "__module__", "")).partition(".")[0]
+                if package not in _QUIET_PACKAGES:
+                    return f"model.{path}" if path else "model"
+    return ""
 
 
 def generators() -> tuple[Any, ...]:

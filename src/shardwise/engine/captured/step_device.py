@@ -13,6 +13,8 @@ _WAITS = "called a synchronizing CUDA operation"
 _PROTOTYPE = "Synchronization debug mode"
 # A graph's blocks do not fit as tightly as those of ordinary steps.
 _ROOM = 1.1
+# The share of the device's memory that graphs leave to others, such as an evaluation.
+_LEFT = 0.05
 
 
 class StepDevice:
@@ -64,17 +66,22 @@ class StepDevice:
             elif not text.startswith(_PROTOTYPE):
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
+    def release_memory(self) -> None:
+        """Give back what the allocator keeps and nothing lies in."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
     def lacks_memory(self) -> str:
         """Whether graphs beside ordinary steps could be too much for the device: a line; "" if there is room.
 
         What ordinary steps need is at most what the allocator has reserved beyond what is held between steps.
         """
-        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        free_bytes, device_bytes = torch.cuda.mem_get_info(self.device)
         reserved, held = torch.cuda.memory_reserved(self.device), torch.cuda.memory_allocated(self.device)
-        step_bytes = reserved - held
-        if free_bytes >= _ROOM * step_bytes:
+        graph_bytes = _ROOM * (reserved - held)
+        if free_bytes >= graph_bytes + _LEFT * device_bytes:
             return ""
         return (
-            f"graphs could take {_ROOM * step_bytes / 2**30:.1f} GiB besides what ordinary steps take, and "
+            f"graphs could take {graph_bytes / 2**30:.1f} GiB besides what ordinary steps take, and "
             f"{free_bytes / 2**30:.1f} GiB are free"
         )

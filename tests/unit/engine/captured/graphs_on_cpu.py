@@ -46,6 +46,8 @@ class CpuDevice:
     def noting_waits(self) -> Iterator[list[str]]:
         yield []
 
+    def release_memory(self) -> None: ...
+
     def lacks_memory(self) -> str:
         return self.no_room
 
