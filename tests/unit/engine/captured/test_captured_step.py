@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from graphs_on_cpu import captured_on_cpu
+from graphs_on_cpu import CpuGraph, captured_on_cpu
 from torch import Tensor, nn
 
 import shardwise
@@ -347,15 +347,24 @@ def test_too_little_memory_means_ordinary_steps() -> None:
     assert run.log == []
 
 
-def test_what_does_not_pay_ends() -> None:
+@pytest.mark.parametrize(("slower", "ends"), [(0.05, False), (0.3, True)])
+def test_what_does_not_pay_ends(monkeypatch: pytest.MonkeyPatch, slower: float, ends: bool) -> None:
     run = Run(Looking())
-    device = run.step._device
-    # Ordinary steps take a second, replays two.
-    clock = iter([*range(10), *range(10, 1000, 2)])
-    device.settled_seconds = lambda: float(next(clock))
+    now = 0.0
+
+    def pass_time(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    inner, update = run.step.step, CpuGraph.replay_update
+    run.step._device.settled_seconds = lambda: now
+    # A second for a step, which a graph on the CPU runs itself; and what a replay takes besides.
+    run.step.step = lambda *inputs: (pass_time(1.0), inner(*inputs))[1]
+    monkeypatch.setattr(CpuGraph, "replay_update", lambda graph: (pass_time(slower), update(graph))[1])
     for step in range(12):
         run.take(*batch(step))
-    assert any("a replay takes" in line for line in run.lines) or run.replayed[-1]
+    assert run.replayed[-1] is not ends
+    assert any("a replay takes 1300.0 ms, an ordinary step 1000.0 ms" in line for line in run.lines) is ends
 
 
 def test_every_kind_of_step_being_new_ends_it() -> None:

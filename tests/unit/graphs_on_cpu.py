@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only, tree_unflatten
@@ -141,7 +142,10 @@ class CpuGraph:
             raise _Undone
 
     def holds(self) -> bool:
-        return [read.value for read in self.noted.reads] == [read.value for read in self.assumed]
+        differs = [read.value for read in self.noted.reads] != [read.value for read in self.assumed]
+        flag = torch.tensor(int(differs))
+        dist.all_reduce(flag)
+        return not flag.item()
 
     def replay_update(self) -> None:
         self.recorder.log.append("update")

@@ -1,6 +1,0 @@
-"""Its helpers are found here."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
