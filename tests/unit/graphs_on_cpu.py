@@ -117,8 +117,8 @@ class CpuGraph:
             assert self.thread.is_alive(), self.error
 
     def _run(self) -> None:
-        runner = self.recorder.engine.runner
-        runner.watcher = self
+        passes = self.recorder.engine.runner.passes
+        passes.watcher = self
         try:
             with noting_reads("cpu") as noted:
                 self.noted = noted
@@ -128,7 +128,7 @@ class CpuGraph:
         except BaseException as error:  # shown by the thread that waits
             self.error = error
         finally:
-            runner.watcher = None
+            passes.watcher = None
 
     def last_backward_begins(self) -> None: ...
 

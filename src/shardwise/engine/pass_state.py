@@ -6,29 +6,6 @@ from typing import Protocol
 from shardwise.errors import InvalidModel
 
 
-@dataclass(slots=True, kw_only=True)
-class PassState:
-    """What the user's loop has said of this pass.
-
-    accumulating   its gradients are one part of a step's
-    num_counting   how many ranks have data in it; None: all
-    counts         whether this rank has; without, it takes part and adds nothing
-    source         the rank whose buffers count
-    """
-
-    accumulating: bool = False
-    num_counting: int | None = None
-    counts: bool = True
-    source: int = 0
-
-    def weight(self, *, num_ranks: int) -> float:
-        """What this rank's gradients are multiplied with, so that a sum over all ranks / num_ranks is the average
-        over those that count."""
-        if not self.counts:
-            return 0.0
-        return 1.0 if self.num_counting is None else num_ranks / self.num_counting
-
-
 class StepWatcher(Protocol):
     """Is told where a step stands, also by autograd's threads."""
 
@@ -39,6 +16,41 @@ class StepWatcher(Protocol):
     def passes_are_over(self) -> None:
         """All gradients are there; clipping and the update come next. May be told more than once."""
         ...
+
+
+@dataclass(slots=True, kw_only=True)
+class PassState:
+    """What the user's loop has said of this pass.
+
+    accumulating   its gradients are one part of a step's
+    num_counting   how many ranks have data in it; None: all
+    counts         whether this rank has; without, it takes part and adds nothing
+    source         the rank whose buffers count
+    watcher        who notes or records the step, while that is done
+    """
+
+    accumulating: bool = False
+    num_counting: int | None = None
+    counts: bool = True
+    source: int = 0
+    watcher: StepWatcher | None = None
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+        if self.watcher is not None and not self.accumulating:
+            self.watcher.last_backward_begins()
+
+    def end(self) -> None:
+        """Whatever reads or changes the gradients of a step says so here first."""
+        if self.watcher is not None:
+            self.watcher.passes_are_over()
+
+    def weight(self, *, num_ranks: int) -> float:
+        """What this rank's gradients are multiplied with, so that a sum over all ranks / num_ranks is the average
+        over those that count."""
+        if not self.counts:
+            return 0.0
+        return 1.0 if self.num_counting is None else num_ranks / self.num_counting
 
 
 def backward_without_forward() -> InvalidModel:

@@ -286,12 +286,12 @@ class CapturedStep:
         """After a replay of the passes: the same step as an ordinary one, which is the one that counts."""
         stored.graph.undo()
         beside = GradientComparison(stored.graph.grads, self._recorder.owned_grads)
-        runner = self._engine.runner
-        runner.watcher = beside
+        passes = self._engine.runner.passes
+        passes.watcher = beside
         try:
             result = self._ordinary(inputs)
         finally:
-            runner.watcher = None
+            passes.watcher = None
         # Blocks of ordinary steps are seldom used from here on.
         self._device.release_memory()
         distance = max(self._group.gather(beside.distance))

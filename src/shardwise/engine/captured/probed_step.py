@@ -42,14 +42,14 @@ class ProbedStep:
         values, drawn, offset = self._state.values(), generators(), self._device.random_offset()
         tensors = self._state.tensors()
         before = versions(tensors)
-        runner = self._engine.runner
+        passes = self._engine.runner.passes
         began = self._device.settled_seconds()
         with self._device.noting_waits() as waits, noting_reads(self._device.type) as noted:
-            runner.watcher = noted
+            passes.watcher = noted
             try:
                 result = step()
             finally:
-                runner.watcher = None
+                passes.watcher = None
         seconds = self._device.settled_seconds() - began
         now = self._state.tensors()
         after = versions(now)

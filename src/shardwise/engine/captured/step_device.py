@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from shardwise.engine.captured.reads import source_line
+from shardwise.quantities import bytes_text
 
 _WAITS = "called a synchronizing CUDA operation"
 _PROTOTYPE = "Synchronization debug mode"
@@ -82,6 +83,6 @@ class StepDevice:
         if free_bytes >= graph_bytes + _LEFT * device_bytes:
             return ""
         return (
-            f"graphs could take {graph_bytes / 2**30:.1f} GiB besides what ordinary steps take, and "
-            f"{free_bytes / 2**30:.1f} GiB are free"
+            f"graphs could take {bytes_text(graph_bytes)} besides what ordinary steps take, and "
+            f"{bytes_text(free_bytes)} are free"
         )

@@ -91,8 +91,8 @@ class StepRecorder:
 
     @contextmanager
     def _recording(self, recorded: "RecordedStep", reads: Sequence[Read]) -> Iterator[None]:
-        runner = self.engine.runner
-        runner.watcher = recorded
+        passes = self.engine.runner.passes
+        passes.watcher = recorded
         try:
             with (
                 torch.cuda.stream(self.stream),
@@ -102,7 +102,7 @@ class StepRecorder:
             ):
                 yield
         finally:
-            runner.watcher = None
+            passes.watcher = None
 
     def owned_grads(self) -> list[Tensor | None]:
         """What the update will step by, on this rank."""

@@ -16,7 +16,7 @@ from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.unit import Unit
-from shardwise.engine.pass_state import PassState, StepWatcher, backward_without_forward
+from shardwise.engine.pass_state import PassState, backward_without_forward
 from shardwise.engine.step.executor import EngineExecutor
 from shardwise.engine.step.learn import FirstForward, Observation, catch_up, learned
 from shardwise.engine.tape import Tape
@@ -78,8 +78,6 @@ class Runner:
         self.reduces = True
         # Whether the model itself was called since the last update.
         self.called = False
-        # Who notes or records a step, while that is done.
-        self.watcher: StepWatcher | None = None
         # Hooks that refuse gradients, until the first forward brings those that take them.
         self.watch: list[Any] = []
 
@@ -192,8 +190,7 @@ class Runner:
             raise backward_without_forward()
         if self.first is not None:
             self._learn(self.first)
-        if self.watcher is not None and not self.passes.accumulating:
-            self.watcher.last_backward_begins()
+        self.passes.begin_backward()
         # Buckets that change from step to step hold nothing for the next.
         self.reduces = not self.passes.accumulating or self.plan.accumulate_reduced or self.plan.dynamic
         # Autograd goes back through a forward in reverse, so a unit whose row is passed has all the gradients that it
@@ -240,8 +237,6 @@ class Runner:
                 flat.restore_grads()
             unit.end_backward()
 
-    # Between backwards
-
     def forget_grads(self, names: AbstractSet[str], *, drop: bool) -> None:
         """Somebody clears the gradients of these parameters; with `drop`, also those that are reduced."""
         self.executor.forget_grads(names)
@@ -261,7 +256,7 @@ class Runner:
 
     def before_step(self) -> None:
         """The update writes into what a gather after the last update may still read."""
-        self.end_passes()
+        self.passes.end()
         if self.executor.holds_grads:
             raise InvalidModel(
                 "the gradients of an accumulation are not reduced yet: run its last backward outside "
@@ -270,11 +265,6 @@ class Runner:
         self.cursor.before_step()
         # Also what the program expects a forward to have waited for, if there was none.
         self.wait_gathers()
-
-    def end_passes(self) -> None:
-        """Whatever reads or changes the gradients of a step says so here first."""
-        if self.watcher is not None:
-            self.watcher.passes_are_over()
 
     def wait_gathers(self) -> None:
         for unit in self.units.values():
