@@ -97,7 +97,8 @@ def measure(case: Case, *, device: torch.device, seconds: float) -> dict[str, An
     training = make_training(case, device=device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    for _ in range(WARM_STEPS):
+    # The first and the tenth replay are compared with ordinary steps.
+    for _ in range(max(WARM_STEPS, 13) if case.captured else WARM_STEPS):
         training.step()
     finish()
     began = time.perf_counter()

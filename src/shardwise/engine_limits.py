@@ -51,11 +51,13 @@ class Setting:
 
     key: str
     plain: object
+    # What means the same to this engine.
+    as_plain: tuple[object, ...] = ()
     refusal: str = "engine = {engine!r} has no {lacks}: leave it out, or set engine = 'shardwise'"
 
     def refuse(self, plan: PlanSettings, *, engine: str) -> Refusal | None:
         value = getattr(plan, self.key)
-        if value == self.plain:
+        if value == self.plain or value in self.as_plain:
             return None
         lacks = f"{self.key} = {value!r}" if isinstance(value, str) else self.key
         return Refusal(lacks=lacks, sentence=self.refusal.format(engine=engine, lacks=lacks))
@@ -151,8 +153,9 @@ LIMITS: Mapping[str, EngineLimits] = MappingProxyType(
             settings=(
                 Setting(
                     key="capture",
-                    plain=False,
-                    refusal="capture = true with engine = 'torch': only engine = 'shardwise' can capture a step",
+                    plain="auto",
+                    as_plain=("off",),
+                    refusal="capture = 'on' with engine = 'torch': only engine = 'shardwise' can capture a step",
                 ),
                 Setting(
                     key="collectives",

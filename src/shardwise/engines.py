@@ -3,7 +3,7 @@
 torch's engine is imported when a plan asks for it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.watch import WATCH_SECONDS
 from shardwise.engine import prepare as engine_prepare
+from shardwise.engine.captured import capture as engine_capture
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.params.replicas import COMPARE_EVERY
 from shardwise.engine.prepared import accumulate as engine_accumulate
-from shardwise.engine.prepared import capture as engine_capture
 from shardwise.engine.prepared import clip as engine_clip
 from shardwise.engine.prepared import full_state as engine_state
 from shardwise.engine.prepared import slices as engine_slices
@@ -72,8 +72,15 @@ def prepare(
     return prepare_on_torch(model, optimizer, plan, device=device)
 
 
-def capture(step: Step, model: nn.Module, optimizer: Optimizer) -> Step:
-    """`step` as one CUDA graph where the plan says `capture`; elsewhere `step` itself.
+def capture(
+    step: Step,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    functions: Sequence[Callable[..., Any]] = (),
+    tell: Callable[[str], None] | None = None,
+) -> Step:
+    """`step` as CUDA graphs, as the plan's `capture` says: auto, on or off. Collective: every rank calls it.
 
         def step(batch):
             loss = loss_of(model, batch)
@@ -85,11 +92,16 @@ def capture(step: Step, model: nn.Module, optimizer: Optimizer) -> Step:
         step = shardwise.capture(step, model, optimizer)
 
     After three ordinary steps the fourth is captured, and from there on replayed: no Python runs in it any more.
-    Inputs are copied to where the graph reads them; a batch of other shapes runs as an ordinary step. The learning
-    rate may change from step to step.
+    Inputs are copied to where the graph reads them; a batch of other shapes runs as an ordinary step until that is
+    captured too. The learning rate may change from step to step. Where the step looks at a truth value
+    (`if mask.all():`), the graph assumes that it stays as it was and compares; a step for which it was not runs as an
+    ordinary one. A step that cannot be captured is an error under `on`; under `auto` it stays an ordinary one.
+
+    functions   what the step calls besides the model (a loss): variables that they depend on are looked at too
+    tell        is given a line for each thing that is decided, on rank 0; without it they are warnings
     """
     if is_prepared(model):
-        return engine_capture.capture(step, model, optimizer)
+        return engine_capture.capture(step, model, optimizer, functions=functions, tell=tell)
     from shardwise.torch_engine.prepare import check_on_torch
 
     check_on_torch(model)

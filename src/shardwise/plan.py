@@ -26,6 +26,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "full", "selective"),
     "engine": tuple(LIMITS),
     "collectives": ("backend", "ring"),
+    "capture": ("auto", "on", "off"),
 }
 _LEAST: Mapping[str, int] = {
     "micro_batch": 1,
@@ -35,7 +36,7 @@ _LEAST: Mapping[str, int] = {
     "bucket_bytes": 1,
 }
 _OPTIONAL = ("micro_batch",)
-_SWITCHES = ("accumulate_reduced", "offload_activations", "offload_states", "dynamic", "capture")
+_SWITCHES = ("accumulate_reduced", "offload_activations", "offload_states", "dynamic")
 # What TOML's integers are sure to hold.
 _MOST = 2**63 - 1
 
@@ -100,7 +101,8 @@ class Plan:
     bucket_bytes       gradients that are reduced together, at least, where grads are replicated
     dynamic            units are called in another order in every step, or on every rank: the ranks agree on each
                        gather, which costs time. Units that are only skipped now and then do not need it
-    capture            the whole step as one CUDA graph (shardwise.capture)
+    capture            steps as CUDA graphs (shardwise.capture, train): where it is safe and pays (auto), always or not
+                       at all (on, off; in TOML also true, false)
     engine             ours, or the same plan on torch's own DDP and fully_shard
     collectives        the backend's, or our ring on sends and receives
     """
@@ -123,11 +125,13 @@ class Plan:
     reduces_in_flight: int = 1
     bucket_bytes: int = 25 * 2**20
     dynamic: bool = False
-    capture: bool = False
+    capture: str | bool = "auto"
     engine: str = "shardwise"
     collectives: str = "backend"
 
     def __post_init__(self) -> None:
+        if isinstance(self.capture, bool):
+            object.__setattr__(self, "capture", "on" if self.capture else "off")
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if not isinstance(value, str) or value not in allowed:
@@ -148,15 +152,37 @@ class Plan:
 
     def _check_combination(self) -> None:
         check_settings(self)
+        hindrance = self._capture_hindrance()
+        if self.capture == "on" and hindrance:
+            raise InvalidPlan(
+                f"capture = 'on' with {hindrance}: such a step waits for the device; set capture = 'auto' or 'off'"
+            )
+        if self.precision == "native" and self.keep_fp32:
+            raise InvalidPlan("keep_fp32 with precision = 'native': native leaves every module's dtypes alone")
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps are sure to be CUDA graphs. Whether they are under `auto` is only known when they run."""
+        return self.capture == "on"
+
+    def _capture_hindrance(self) -> str:
         for name, set_so in (
             ("dynamic = true", self.dynamic),
             ("offload_states = true", self.offload_states),
             ("precision = 'fp16'", self.precision == "fp16"),
         ):
-            if self.capture and set_so:
-                raise InvalidPlan(f"capture = true with {name}: such a step waits for the device; set capture = false")
-        if self.precision == "native" and self.keep_fp32:
-            raise InvalidPlan("keep_fp32 with precision = 'native': native leaves every module's dtypes alone")
+            if set_so:
+                return name
+        return ""
+
+    def why_not_captured(self) -> str:
+        """Why `auto` captures no step of this plan, whatever the model; "" if it may."""
+        hindrance = self._capture_hindrance()
+        if hindrance:
+            return f"with {hindrance} a step waits for the device"
+        if self.offload_activations:
+            return "offload_activations = true"
+        return "" if self.collectives == "backend" else f"collectives = {self.collectives!r}"
 
     def placements(self, unit_names: Iterable[str]) -> dict[str, Placement]:
         """The placement of each unit; every override must name at least one of them."""

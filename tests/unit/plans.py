@@ -28,7 +28,7 @@ _plans = st.builds(
     prefetch=st.integers(0, 8),
     reduces_in_flight=st.integers(1, 8),
     bucket_bytes=st.integers(1, 2**40),
-    capture=st.just(False),
+    capture=st.sampled_from(["auto", "off", False]),
     engine=st.sampled_from(["shardwise", "torch"]),
     collectives=st.just("backend"),
 )

@@ -35,7 +35,10 @@ class Contestant:
 def plan_for(engine: str, strategy: str, plan: Plan) -> Plan:
     """The plan of a case; `why_not` says what the engine cannot do."""
     return replace(
-        plan, strategy=strategy, engine="torch" if engine == "torch" else "shardwise", capture=engine == "captured"
+        plan,
+        strategy=strategy,
+        engine="torch" if engine == "torch" else "shardwise",
+        capture="on" if engine == "captured" else "off",
     )
 
 

@@ -67,7 +67,7 @@ class Forecast:
 
     def scaled(self, plan: Plan, *, strategies: Sequence[str]) -> list[Scaled]:
         """The same training on more devices; nothing where their time, or what links nodes, is not known."""
-        plan = replace(plan, engine="shardwise", capture=False, mesh=None)
+        plan = replace(plan, engine="shardwise", capture="off", mesh=None)
         if self.cluster.fabric is None and self.cluster.device.nic is None:
             return []
         found = candidates(

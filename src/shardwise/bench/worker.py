@@ -53,7 +53,7 @@ def run_rank(run: BenchRun) -> Found:
     ):
         found = _measured(run, place=place)
         # What a graph replays goes through no hook: of captured steps there is neither ledger nor tape.
-        if run.detailed and not run.silent and not config.plan.capture:
+        if run.detailed and not run.silent and not config.plan.captures:
             # The first model is gone, but for the circles in it.
             gc.collect()
             found = _recorded(run, found, place=place)
@@ -68,8 +68,8 @@ def _long_enough(run: BenchRun) -> BenchRun:
 
 
 def _warm_up(run: BenchRun) -> int:
-    """After three ordinary steps a captured one makes its graph."""
-    return max(run.warm_up, NUM_STEPS + run.config.plan.capture)
+    """After three ordinary steps a captured one makes its graph; its first and tenth replay are compared."""
+    return max(run.warm_up, NUM_STEPS + 10 * run.config.plan.captures)
 
 
 def _measured(run: BenchRun, *, place: Place) -> Found:
@@ -84,7 +84,7 @@ def _measured(run: BenchRun, *, place: Place) -> Found:
         window.add(subject.step())
     subject.settle()
     losses = [step.loss for step in window.read()]
-    if on_gpu and not run.config.plan.capture:
+    if on_gpu and not run.config.plan.captures:
         # A graph takes its memory when it is captured: what its replays use counts then, and never again.
         torch.cuda.reset_peak_memory_stats(device)
     seconds = []

@@ -94,14 +94,14 @@ def _mine(everyone: Iterable[int], *, rank: int, group_of: Callable[[int], tuple
     """Make all groups of one kind, as torch demands of every rank, and keep the one that holds this rank."""
     mine: Group | None = None
     for ranks in dict.fromkeys(map(group_of, everyone)):
-        handle = dist.new_group(list(ranks), timeout=group_timeout())
+        handle = dist.new_group(list(ranks), timeout=job_timeout())
         if rank in ranks:
             mine = Group(handle=handle, ranks=ranks, index=ranks.index(rank))
     assert mine is not None
     return mine
 
 
-def group_timeout() -> timedelta | None:
+def job_timeout() -> timedelta | None:
     """The default group's own time-out; None, which is torch's default, for a backend that does not tell.
 
     new_group would take torch's default also where init_process_group was given another.

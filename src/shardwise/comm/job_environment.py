@@ -19,6 +19,8 @@ from shardwise.errors import InvalidJob
 
 # The variable in which our launcher names the file over which the ranks of one start meet.
 STORE = "SHARDWISE_STORE"
+# The variable that switches captured steps off, for a debugger or to look for a fault.
+CAPTURE = "SHARDWISE_CAPTURE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,14 @@ class Rendezvous:
     port: int = 0
     serves: bool = False
     local: bool = True
+
+
+def capture_is_off() -> bool:
+    """Whether SHARDWISE_CAPTURE=off has every step run as an ordinary one, whatever its plan says."""
+    value = os.environ.get(CAPTURE, "")
+    if value not in ("", "off"):
+        raise InvalidJob(f"{CAPTURE} = {value!r}: must be off, or not be set")
+    return value == "off"
 
 
 def is_rank() -> bool:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from shardwise.comm.agreement import RanksDisagree, exchange
-from shardwise.comm.groups import group_timeout
+from shardwise.comm.groups import job_timeout
 from shardwise.comm.issued import disagreement, first_difference
 from shardwise.comm.noticeboard import History, Noticeboard
 from shardwise.comm.rank_progress import PROGRESS, Standing
@@ -88,7 +88,7 @@ class Watch:
         self._board = Noticeboard(store)
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._waits_on_host = waits_on_host
-        timeout = group_timeout()
+        timeout = job_timeout()
         # The backend's own time-out stays the last word. A little earlier than that, a name can still be told.
         most = timeout.total_seconds() if timeout is not None else float("inf")
         self._most_seconds = most - min(5.0, most / 10)

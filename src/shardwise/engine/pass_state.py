@@ -1,6 +1,19 @@
 """How the pass that is under way counts: with others in one step, and beside ranks that have nothing left to do."""
 
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class StepWatcher(Protocol):
+    """Is told where a step stands, also by autograd's threads."""
+
+    def last_backward_begins(self) -> None:
+        """The backward of a pass that accumulates for no later one begins."""
+        ...
+
+    def passes_are_over(self) -> None:
+        """All gradients are there; clipping and the update come next. May be told more than once."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -11,12 +24,24 @@ class PassState:
     num_counting   how many ranks have data in it; None: all
     counts         whether this rank has; without, it takes part and adds nothing
     source         the rank whose buffers count
+    watcher        who notes or records the step, while that is done
     """
 
     accumulating: bool = False
     num_counting: int | None = None
     counts: bool = True
     source: int = 0
+    watcher: StepWatcher | None = None
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+        if self.watcher is not None and not self.accumulating:
+            self.watcher.last_backward_begins()
+
+    def end(self) -> None:
+        """Whatever reads or changes the gradients of a step says so here first."""
+        if self.watcher is not None:
+            self.watcher.passes_are_over()
 
     def weight(self, *, num_ranks: int) -> float:
         """What this rank's gradients are multiplied with, so that a sum over all ranks / num_ranks is the average

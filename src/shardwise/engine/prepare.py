@@ -207,9 +207,9 @@ def _description(
     mesh.check_ranks(dist.get_world_size())
     if plan.engine != "shardwise":
         raise InvalidPlan(f"engine = {plan.engine!r}: shardwise.prepare runs engine = 'shardwise'")
-    if plan.capture and device.type != "cuda":
+    if plan.captures and device.type != "cuda":
         raise InvalidPlan(
-            f"capture = true on {device.type}: only a CUDA device can capture a step; set capture = false"
+            f"capture = 'on' with {device.type}: only a CUDA device can capture a step; set capture = 'auto' or 'off'"
         )
     spec = model_spec(model, policy=plan.units)
     placements = plan.placements(unit.name for unit in spec.units)

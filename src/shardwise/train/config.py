@@ -160,10 +160,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.plan.micro_batch is None:
             raise InvalidConfig("plan.micro_batch is missing: samples a rank and pass")
-        if self.train.nonfinite == "skip" and self.plan.capture:
+        if self.train.nonfinite == "skip" and self.plan.captures:
             raise InvalidConfig(
                 "train.nonfinite = 'skip': a captured step cannot be skipped; "
-                "set it to stop or warn, or plan.capture = false"
+                "set it to stop or warn, or plan.capture = 'auto' or 'off'"
             )
 
     @property

@@ -44,7 +44,7 @@ class Training:
     device: torch.device
     step: int
     num_steps: int
-    # `update`, perhaps as one CUDA graph.
+    # `update`, perhaps as CUDA graphs.
     update: "Update"
     # Of the steps that were not read yet.
     nonfinite: FirstNonFinite | None = None
@@ -116,11 +116,12 @@ def take_step(training: Training) -> Taken:
     )
     set_lr(training.optimizer, lr)
     batches = [next(training.batches) for _ in share.counts]
-    if training.config.plan.capture:
+    if training.config.plan.capture != "off" and training.device.type == "cuda":
         # A graph's inputs are copied from device to device; a pass by itself brings its own batch.
         batches = to_device(batches, training.device)
     weights = tuple(share.weight(count, num_ranks=sharing.num_ranks) for count in share.counts)
     loss, grad_norm = training.update(training, weights, batches)
+    captured, capture_note = _reported(training.update)
     tokens = tokens_per_sample(batches[0])
     training.sampler.advance(share.num_samples)
     return Taken(
@@ -132,7 +133,15 @@ def take_step(training: Training) -> Taken:
         position=training.sampler.position,
         loss=loss,
         grad_norm=grad_norm,
+        captured=captured,
+        capture_note=capture_note,
     )
+
+
+def _reported(update: Update) -> tuple[bool, str | None]:
+    """Whether the last step was replayed, and what was decided of capturing; where steps may be captured."""
+    take_report = getattr(update, "take_report", None)
+    return (False, None) if take_report is None else take_report()
 
 
 def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -> tuple[Tensor, Tensor | None]:

@@ -35,6 +35,7 @@ class StepMetrics:
                     and saving; num_ranks as they were then
     peak_bytes      the most that this rank held so far: of GPU memory (cuda), or of its process (rss), see peak_of
     evaluation      metrics after this step, if it was evaluated
+    captured        whether it was a replay of CUDA graphs; capture_note: what was decided of that in this step, and why
     """
 
     step: int
@@ -51,6 +52,8 @@ class StepMetrics:
     peak_of: str
     num_ranks: int
     evaluation: Mapping[str, float] | None = None
+    captured: bool = False
+    capture_note: str | None = None
 
     def to_json(self) -> str:
         """One line; JSON has no NaN, so what is not a number is null."""
@@ -76,6 +79,8 @@ class Taken:
     position: int
     loss: Tensor
     grad_norm: Tensor | None
+    captured: bool = False
+    capture_note: str | None = None
 
 
 class Window:
@@ -131,6 +136,8 @@ class Window:
                 peak_bytes=peak_bytes,
                 peak_of=peak_of,
                 num_ranks=self._num_ranks,
+                captured=step.captured,
+                capture_note=step.capture_note,
             )
             for step, loss, norm in zip(taken, means, norms, strict=True)
         ]

@@ -25,6 +25,7 @@ class PlainLines:
 
     def write(self, steps: Sequence[StepMetrics]) -> None:
         last = steps[-1]
+        _say_notes(self._console, steps)
         _say(self._console, f"step {last.step}/{self._num_steps}  {summary(last, num_steps=self._num_steps)}")
         if last.evaluation:
             _say(self._console, f"step {last.step}/{self._num_steps}  evaluation: {spelled(last.evaluation)}")
@@ -48,6 +49,7 @@ class ProgressBar:
 
     def write(self, steps: Sequence[StepMetrics]) -> None:
         last = steps[-1]
+        _say_notes(self._console, steps)
         speed = f"{significant(last.samples_per_s)} samples/s"
         description = f"loss {last.loss:.4f}  {speed}  {_rest(last, num_steps=self._num_steps)}"
         self._progress.update(self._bar, completed=last.step, description=description)
@@ -74,6 +76,12 @@ def _rest(metrics: StepMetrics, *, num_steps: int) -> str:
 
 def spelled(evaluation: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in evaluation.items())
+
+
+def _say_notes(console: Console, steps: Sequence[StepMetrics]) -> None:
+    for step in steps:
+        if step.capture_note:
+            _say(console, f"step {step.step}  {step.capture_note}")
 
 
 def _say(console: Console, text: str) -> None:

@@ -14,13 +14,14 @@ from shardwise.comm.collectives import Collectives
 from shardwise.comm.join import Place
 from shardwise.data.sampler import DistributedSampler
 from shardwise.engine.optimizer.scaler import GradScaler
-from shardwise.engines import capture, prepare
+from shardwise.engines import prepare
 from shardwise.errors import InvalidData, InvalidModel
 from shardwise.spec import ROOT
 from shardwise.tasks import Task, load_task
 from shardwise.train.batches import Sharing, batches_of, check_size, samples_seen
+from shardwise.train.captured_update import CapturedUpdate
 from shardwise.train.config import TrainConfig
-from shardwise.train.loop import Training, Update, update
+from shardwise.train.loop import Training, Update
 from shardwise.train.optimizers import make_optimizer
 from shardwise.train.randomness import seed_everything
 from shardwise.units import unit_modules
@@ -52,7 +53,7 @@ def by_plan(
         watch_seconds=config.run.watch_seconds,
         compare_every=config.train.compare_every,
     )
-    return model, optimizer, capture(update, model, optimizer)
+    return model, optimizer, CapturedUpdate(model, optimizer)
 
 
 def set_up(config: TrainConfig, *, place: Place, by: Ready = by_plan) -> Training:

@@ -79,7 +79,7 @@ def test_an_engine_that_nobody_knows_is_an_error() -> None:
 def test_the_plan_of_a_case_differs_in_strategy_and_engine_alone() -> None:
     plan = Plan(strategy="zero1", micro_batch=3, precision="bf16")
     found = {engine: plan_for(engine, "fsdp", plan) for engine in ENGINES}
-    fsdp = Plan(strategy="fsdp", micro_batch=3, precision="bf16")
+    fsdp = Plan(strategy="fsdp", micro_batch=3, precision="bf16", capture="off")
     assert found["shardwise"] == found["accelerate"] == found["lightning"] == fsdp
-    assert (found["torch"].engine, found["torch"].capture) == ("torch", False)
-    assert (found["captured"].engine, found["captured"].capture) == ("shardwise", True)
+    assert (found["torch"].engine, found["torch"].capture) == ("torch", "off")
+    assert (found["captured"].engine, found["captured"].capture) == ("shardwise", "on")

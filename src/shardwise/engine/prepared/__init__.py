@@ -1,1 +1,1 @@
-"""What is asked of a prepared model: state dicts, clipping, accumulation, capture, what it holds."""
+"""What is asked of a prepared model: state dicts, clipping, accumulation, what it holds."""

@@ -24,6 +24,7 @@ def clip_grad_norm_(
     engine = engine_of(model)
     engine.check_between_steps(what="clip_grad_norm_")
     engine.runner.writes.follow_grads()
+    engine.runner.passes.end()
     everywhere, slices = (_grads(engine, sharded=sharded) for sharded in (False, True))
     total = _norm(everywhere, slices, engine=engine, norm_type=float(norm_type))
     if error_if_nonfinite and not total.isfinite():

@@ -198,6 +198,7 @@ class Runner:
         PROGRESS.phase = BACKWARD
         if self.first is not None:
             self._learn(self.first)
+        self.passes.begin_backward()
         # Buckets that change from step to step hold nothing for the next.
         self.reduces = not self.passes.accumulating or self.plan.accumulate_reduced or self.plan.dynamic
         # Autograd goes back through a forward in reverse, so a unit whose row is passed has all the gradients that it
@@ -241,8 +242,6 @@ class Runner:
                 flat.restore_grads()
             unit.end_backward()
 
-    # Between backwards
-
     def forget_grads(self, names: AbstractSet[str], *, drop: bool) -> None:
         """Somebody clears the gradients of these parameters; with `drop`, also those that are reduced."""
         self.executor.forget_grads(names)
@@ -256,6 +255,7 @@ class Runner:
 
     def before_step(self) -> None:
         """The update writes into what a gather after the last update may still read."""
+        self.passes.end()
         if self.executor.holds_grads:
             raise step_errors.not_reduced_yet()
         if self.hooks.in_backward:

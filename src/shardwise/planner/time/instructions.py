@@ -59,7 +59,7 @@ def schedule_of(job: Job, *, cluster: Cluster, optimizer: str, clips: bool = Fal
 
 def overhead_of(job: Job, *, cluster: Cluster) -> Overhead:
     """What the job's engine costs on the cluster's CPUs; a captured step is issued all at once."""
-    if job.plan.capture:
+    if job.plan.captures:
         return CAPTURED
     return job.engine.overhead.on(host_factor(cluster.device))
 

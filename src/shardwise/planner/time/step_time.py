@@ -170,7 +170,7 @@ def _lengthened(prepared: _Prepared) -> _Prepared:
 
 def _works(prepared: _Prepared, *, batch: int) -> list[Work]:
     pieces = prepared.pieces.works(batch)
-    if prepared.job.plan.capture:
+    if prepared.job.plan.captures:
         pieces = [(0.0, kernel, kernel) for _, kernel, _ in pieces]
     return [*pieces, *prepared.schedule.works]
 
@@ -217,7 +217,7 @@ class _Run:
 
 def _step(queues: Queues, *, schedule: Schedule, works: list[Work], plan: Plan) -> None:
     """All passes, of which those between the second and the last take as long as the second."""
-    if plan.capture:
+    if plan.captures:
         queues.cpu += GRAPH_LAUNCH_SECONDS
     for number in range(min(plan.accumulate - 1, 2)):
         before = queues.now()

@@ -166,7 +166,7 @@ class TimeExecutor:
         return self._work(name, launch, kernel)
 
     def _work(self, name: str, launch: float, kernel: float) -> Instruction:
-        if self.job.plan.capture:
+        if self.job.plan.captures:
             launch = 0.0
         if self.cluster.device.name == "cpu":
             # What issues is what computes.

@@ -1,0 +1,136 @@
+"""A training step as CUDA graphs: forward, backward, collectives and update are launched by two calls.
+
+    step = shardwise.capture(step, model, optimizer)     # step(batch) → loss: forward, backward, step, zero_grad
+    for batch in batches:
+        loss = step(batch)
+
+A few ordinary steps come first: they learn the program, let libraries allocate what they keep, and show what the step
+looks at and changes. Then one is captured, and replayed from there on. A replay runs no Python.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.comm.agreement import exchange
+from shardwise.comm.host_group import HostGroup
+from shardwise.comm.job_environment import capture_is_off
+from shardwise.engine.captured.captured_step import CapturedStep, Told
+from shardwise.engine.captured.python_state import PythonState, foreign_hook
+from shardwise.engine.captured.step_device import StepDevice
+from shardwise.engine.captured.step_graphs import StepRecorder
+from shardwise.engine.engine import Engine, engine_of
+from shardwise.errors import InvalidPlan
+
+Step = TypeVar("Step", bound=Callable[..., Any])
+
+
+def capture(
+    step: Step,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    functions: Sequence[Callable[..., Any]] = (),
+    tell: Told | None = None,
+) -> Step:
+    """`step` as CUDA graphs, as the plan's `capture` says; where it cannot be, `step` itself.
+
+    `step(*inputs)` runs one whole step on tensors of the device, and may return tensors. The optimizer's learning
+    rates become tensors on the device, so that a schedule is followed; a change of another option, or a state that is
+    loaded, captures again. `functions` are what the step calls besides the model: what they depend on counts too.
+    `tell` is given, on rank 0, a line for each thing that is decided; without it they are warnings.
+    """
+    engine = engine_of(model)
+    tell = tell or _warn
+    why = _why_not(engine, model, optimizer)
+    if why is not None:
+        if why and dist.get_rank() == 0:
+            tell(f"capture: ordinary steps, not captured: {why}")
+        return step
+    device = StepDevice(engine.device)
+    captured = CapturedStep(
+        step,
+        engine=engine,
+        optimizer=optimizer,
+        state=PythonState(model, functions=(step, *functions)),
+        device=device,
+        recorder=StepRecorder(engine, optimizer, stream=device.stream),
+        group=HostGroup(),
+        must=engine.plan.capture == "on",
+        tell=tell if dist.get_rank() == 0 else lambda line: None,
+    )
+    return _WithRates(captured, optimizer, device=engine.device)  # type: ignore[return-value]
+
+
+def _why_not(engine: Engine, model: nn.Module, optimizer: Optimizer) -> str | None:
+    """Why no step of this plan is captured: a line, "" where there is nothing to say; None if they can be."""
+    plan = engine.plan
+    if plan.capture == "off" or engine.device.type != "cuda":
+        return ""
+    # A variable may be set for one rank alone.
+    if any(exchange(capture_is_off())):
+        return ""
+    why = plan.why_not_captured()
+    if not why and "capturable" not in optimizer.defaults:
+        why = f"{type(optimizer).__name__} has no option capturable, as AdamW has"
+    if not why and plan.capture == "auto":
+        why = _why_not_unasked(model)
+    if why and plan.capture == "on":
+        raise InvalidPlan(f"capture = 'on': {why}; set capture = 'auto' or 'off'")
+    return why or None
+
+
+def _why_not_unasked(model: nn.Module) -> str:
+    """What may work, and is not done unless it is asked for."""
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+        return "it has compiled modules; set capture = 'on' to capture them too"
+    hooked = foreign_hook(model)
+    return f"{hooked} has a hook, which a replay would not call; set capture = 'on' to do without" if hooked else ""
+
+
+def _warn(line: str) -> None:
+    warnings.warn(line, stacklevel=2)
+
+
+class _WithRates:
+    """A captured step whose optimizer counts and is told its rates on the device, where a graph reads them."""
+
+    def __init__(self, captured: CapturedStep, optimizer: Optimizer, *, device: torch.device) -> None:
+        self._captured = captured
+        self._optimizer = optimizer
+        self._device = device
+        self._rates: list[Tensor] = []
+
+    def __call__(self, *inputs: Any) -> Any:
+        self._settle()
+        return self._captured(*inputs)
+
+    @property
+    def report(self) -> Any:
+        return self._captured.report
+
+    def _settle(self) -> None:
+        """A rate that was set as a number goes to where the graph reads it; so does a state that was loaded."""
+        groups = self._optimizer.param_groups
+        for index, group in enumerate(groups):
+            if index == len(self._rates):
+                given = group["lr"]
+                on_device = isinstance(given, Tensor) and given.device == self._device
+                self._rates.append(given if on_device else torch.as_tensor(given, dtype=torch.float32).to(self._device))
+            rate = group["lr"]
+            if rate is not self._rates[index]:
+                if isinstance(rate, Tensor) and rate.device == self._device:
+                    self._rates[index] = rate
+                else:
+                    self._rates[index].fill_(float(rate))
+                group["lr"] = self._rates[index]
+            group["capturable"] = True
+        for state in self._optimizer.state.values():
+            counter = state.get("step")
+            if isinstance(counter, Tensor) and counter.device != self._device:
+                state["step"] = counter.to(self._device)

@@ -1,0 +1,315 @@
+"""Calls of a step: first ordinary ones, which are looked at, then replays of graphs. All ranks do the same.
+
+ordinary   the step itself. What it reads, changes and waits for is noted until it is captured
+capture    once a key has been seen a few times, and nothing that was noted speaks against it on any rank
+replay     the passes; then the update, if the values that the step looks at are those that were assumed; else the
+           passes are undone, another graph of the key is tried, and then the step runs as an ordinary one
+compare    replays 1, 10, 100 …: the same step also runs as an ordinary one, which counts; gradients are compared
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from shardwise.comm.host_group import HostGroup
+from shardwise.comm.leave import let_go_before_leaving
+from shardwise.comm.rank_progress import PROGRESS
+from shardwise.engine.captured.graph_store import GraphStore, KeyHistory, StoredGraph
+from shardwise.engine.captured.probed_step import ProbedStep
+from shardwise.engine.captured.python_state import PythonState
+from shardwise.engine.captured.reads import NotCaptured
+from shardwise.engine.captured.replayed_grads import GradientComparison, is_compared, most_distance
+from shardwise.engine.captured.step_device import StepDevice
+from shardwise.engine.captured.step_graphs import RecordedStep, StepRecorder
+from shardwise.engine.captured.step_key import StepInputs, StepKey, optimizer_key, step_key, take_apart
+from shardwise.engine.engine import Engine
+from shardwise.errors import InvalidModel
+
+# Ordinary steps before anything is captured, and those of a key before it is.
+WARM_STEPS = 3
+_WARM_STEPS_OF_A_KEY = 2
+# After so many, half of them should have been replays.
+_MANY_STEPS = 200
+# Graphs that are tried for one step.
+_MOST_TRIES = 2
+# Replays whose time is measured, and how much longer than an ordinary step they may take.
+_TIMED = range(2, 5)
+_MOST_RATIO = 1.1
+
+# What a rank proposes to do in a step; from the last one on, to replay the graph of a number.
+_ORDINARY, _CAPTURE, _FIRST_GRAPH = range(3)
+
+
+Told = Callable[[str], None]
+"""Is told in one line what was decided; on rank 0."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepReport:
+    """Of the last step: whether a replay was what counted, and what was decided in it ("" if nothing was)."""
+
+    captured: bool = False
+    note: str = ""
+
+
+class CapturedStep:
+    """Called as the step that it was made of."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        *,
+        engine: Engine,
+        optimizer: Optimizer,
+        state: PythonState,
+        device: StepDevice,
+        recorder: StepRecorder,
+        group: HostGroup,
+        must: bool,
+        tell: Told,
+    ) -> None:
+        self.step = step
+        self.report = StepReport()
+        self.stopped = ""
+        self._engine = engine
+        self._optimizer = optimizer
+        self._state = state
+        self._device = device
+        self._recorder = recorder
+        self._group = group
+        # Whether a step that cannot be captured is an error.
+        self._must = must
+        self._tell = tell
+        self._store: GraphStore[RecordedStep] = GraphStore()
+        self._parameters = [parameter for flat in engine.flats for parameter in flat.params]
+        self._optimizer_key: tuple[Any, ...] = ()
+        self._num_steps = 0
+        self._num_replays = 0
+        # Ordinary steps, one after the other, that could not have been captured, and why the last one could not.
+        self._num_unfit = 0
+        self._unfit = ""
+        self._ordinary_seconds: list[float] = []
+        self._replay_seconds: list[float] = []
+        let_go_before_leaving(self)
+
+    def let_go(self) -> None:
+        """Destroy the graphs; what comes after is captured again."""
+        self._store.clear()
+
+    def __call__(self, *inputs: Any) -> Any:
+        self._num_steps += 1
+        self.report = StepReport()
+        if not self.stopped and self._num_steps == _MANY_STEPS and self._num_replays < _MANY_STEPS / 2:
+            self._give_up()
+        if self.stopped:
+            return self._ordinary(inputs)
+        apart = take_apart(inputs)
+        history, proposal, why = self._propose(apart)
+        # All ranks do the same, or each the ordinary thing.
+        if not self._group.all_same(proposal) or proposal == _ORDINARY:
+            return self._watched(inputs, history)
+        if proposal == _CAPTURE and not self._capture(history, apart, why=why):
+            return self._ordinary(inputs)
+        assert history is not None
+        return self._replay(history, apart, inputs)
+
+    def _propose(self, inputs: StepInputs) -> tuple[KeyHistory[RecordedStep] | None, int, str]:
+        """What this rank would do: with which history, what, and what it has against capturing.
+
+        The number of a replay's graph says which one.
+        """
+        if self._engine.tape.recording or self._holds_grads():
+            return None, _ORDINARY, ""
+        settled = optimizer_key(self._optimizer)
+        if settled != self._optimizer_key:
+            self.let_go()
+            self._optimizer_key = settled
+        try:
+            history = self._store.find(self._key(inputs))
+        except NotCaptured as why:
+            return None, _CAPTURE if self._num_steps > WARM_STEPS else _ORDINARY, str(why)
+        if history.graphs:
+            return history, _FIRST_GRAPH + history.graphs[0].number, ""
+        if self._num_steps <= WARM_STEPS:
+            return history, _ORDINARY, ""
+        # One such step alone may have made what later ones find.
+        if self._num_unfit > 1:
+            return history, _CAPTURE, self._unfit
+        return history, _CAPTURE if history.num_ordinary >= _WARM_STEPS_OF_A_KEY else _ORDINARY, ""
+
+    def _key(self, inputs: StepInputs) -> StepKey:
+        return step_key(
+            inputs,
+            device=self._engine.device,
+            parameters=self._parameters,
+            passes=self._engine.runner.passes,
+            state=self._state,
+        )
+
+    def _holds_grads(self) -> bool:
+        """Gradients of an earlier backward would be part of the step."""
+        return self._engine.runner.executor.holds_grads or any(flat.has_grads() for flat in self._engine.flats)
+
+    # Ordinary steps
+
+    def _ordinary(self, inputs: tuple[Any, ...]) -> Any:
+        with self._device.on_stream():
+            return self.step(*inputs)
+
+    def _watched(self, inputs: tuple[Any, ...], history: KeyHistory[RecordedStep] | None) -> Any:
+        """An ordinary step, of which is noted what speaks against capturing it."""
+        if history is None:
+            return self._ordinary(inputs)
+        probed = ProbedStep(self._engine, state=self._state, device=self._device)
+        result = probed.run(lambda: self._ordinary(inputs), leaves_grads=self._holds_grads)
+        history.num_ordinary += 1
+        history.probe = probed.probe
+        self._unfit = probed.probe.why_not
+        self._num_unfit = self._num_unfit + 1 if self._unfit else 0
+        self._ordinary_seconds.append(probed.probe.seconds)
+        if self._num_steps <= WARM_STEPS:
+            # A first step makes what later ones find.
+            self._state.look_again()
+        self._optimizer_key = optimizer_key(self._optimizer) if self._num_steps == 1 else self._optimizer_key
+        return result
+
+    # Capture
+
+    def _capture(self, history: KeyHistory[RecordedStep] | None, inputs: StepInputs, *, why: str = "") -> bool:
+        """Record the step under the values that it looked at last; whether that went well on all ranks.
+
+        `why`: what this rank has against it.
+        """
+        probe = None if history is None else history.probe
+        if not why and probe is not None:
+            why = probe.why_not or ("" if self._must else self._device.lacks_memory())
+        everyone = self._group.gather((why, probe is not None and bool(probe.reads), probe is None or probe.early))
+        if self._refused([others[0] for others in everyone]):
+            return False
+        assert history is not None
+        assert probe is not None
+        before = self._state.values()
+        recorded, why = None, ""
+        try:
+            recorded = self._recorder.record(
+                self.step,
+                inputs,
+                reads=probe.reads,
+                guarded=any(has_reads for _, has_reads, _ in everyone),
+                early=all(early for _, _, early in everyone),
+                written=probe.written,
+            )
+            changed = self._state.changed(before)
+            why = f"{changed} changes in Python in each step" if changed else ""
+        except NotCaptured as failed:
+            why = str(failed)
+        if self._refused(self._group.gather(why)) or recorded is None:
+            if recorded is not None:
+                recorded.let_go()
+            return False
+        is_first = self._store.num_graphs == 0 and self._num_replays == 0
+        self._store.add(history, reads=tuple(probe.reads), graph=recorded)
+        if is_first:
+            num_guarded = len(probe.reads)
+            guarded = f", {num_guarded} values that it looks at are guarded" if num_guarded else ""
+            self._note(f"steps are replayed as CUDA graphs from here on{guarded}")
+        return True
+
+    def _refused(self, reasons: Sequence[str]) -> bool:
+        """Whether a rank has a reason not to capture; then none does from here on."""
+        for rank, why in enumerate(reasons):
+            if why:
+                self._stop(why if rank == 0 else f"rank {rank}: {why}")
+                return True
+        return False
+
+    def _give_up(self) -> None:
+        """To look at every step costs time."""
+        if not self._must:
+            num_keys = len(self._store.histories)
+            self._stop(
+                f"only {self._num_replays} of {_MANY_STEPS} steps could be replayed: {num_keys} kinds of steps were "
+                "seen (shapes, modes, values of attributes)"
+            )
+
+    def _stop(self, why: str) -> None:
+        """Ordinary steps from here on; an error where the plan insists."""
+        self.let_go()
+        self.stopped = why
+        if self._must:
+            raise InvalidModel(f"the step cannot be captured: {why}; set capture = 'auto' or 'off'")
+        self._note(f"ordinary steps, not captured: {why}")
+
+    def _note(self, line: str) -> None:
+        self.report.note = line
+        self._tell(f"capture: {line}")
+
+    # Replays
+
+    def _replay(self, history: KeyHistory[RecordedStep], apart: StepInputs, inputs: tuple[Any, ...]) -> Any:
+        # As an ordinary step's forward does.
+        self._engine.runner.managed.check(thorough=False)
+        # Of parameters that an ordinary step has updated: the graph begins with none under way.
+        self._engine.runner.wait_gathers()
+        timed = self._num_replays + 1 in _TIMED and not self._must
+        began = self._device.settled_seconds() if timed else 0.0
+        for tries, stored in enumerate(history.graphs[:_MOST_TRIES]):
+            graph = stored.graph
+            graph.load(apart.leaves)
+            graph.replay_passes()
+            if not graph.holds():
+                graph.undo()
+                history.num_wasted += tries == 0
+                continue
+            self._num_replays += 1
+            self._store.use(history, stored)
+            history.num_captured += 1
+            if is_compared(self._num_replays):
+                return self._compared(stored, inputs)
+            self._engine.runner.replicas.count_step()
+            graph.replay_update()
+            PROGRESS.end_step()
+            self.report.captured = True
+            result = graph.take_result()
+            if timed and not tries:
+                self._replay_seconds.append(self._device.settled_seconds() - began)
+                self._check_pays()
+            return result
+        history.num_unfit += 1
+        result = self._watched(inputs, history)
+        if history.wants_another():
+            self._capture(history, apart)
+        elif (why := history.why_not()) and not self._must:
+            self._stop(why)
+        return result
+
+    def _compared(self, stored: StoredGraph[RecordedStep], inputs: tuple[Any, ...]) -> Any:
+        """After a replay of the passes: the same step as an ordinary one, which is the one that counts."""
+        stored.graph.undo()
+        beside = GradientComparison(stored.graph.grads, self._recorder.owned_grads)
+        passes = self._engine.runner.passes
+        passes.watcher = beside
+        try:
+            result = self._ordinary(inputs)
+        finally:
+            passes.watcher = None
+        # Blocks of ordinary steps are seldom used from here on.
+        self._device.release_memory()
+        distance = max(self._group.gather(beside.distance))
+        if distance > most_distance(flat.full.dtype for flat in self._engine.flats):
+            self._stop(
+                f"replayed gradients differ from those of the same step run as an ordinary one by {distance:.1%}"
+            )
+        return result
+
+    def _check_pays(self) -> None:
+        """Once a few replays were timed: whether they are faster than ordinary steps."""
+        if len(self._replay_seconds) < len(_TIMED) - 1:
+            return
+        everyone = self._group.gather((min(self._replay_seconds), min(self._ordinary_seconds)))
+        replay, ordinary = (max(seconds) for seconds in zip(*everyone, strict=True))
+        self._replay_seconds.clear()
+        if replay > _MOST_RATIO * ordinary:
+            self._stop(f"a replay takes {replay * 1e3:.1f} ms, an ordinary step {ordinary * 1e3:.1f} ms")

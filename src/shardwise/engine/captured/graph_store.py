@@ -1,0 +1,133 @@
+"""The graphs of a step: for which key each was captured, how it fared, and which goes when there are too many.
+
+Graphs are numbered in the order in which they were captured, which all ranks do together, so a number means the same
+on each of them; the keys are each rank's own. A key has several graphs where the values that its steps look at differ
+from one to the next.
+"""
+
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from shardwise.engine.captured.probed_step import StepProbe
+from shardwise.engine.captured.reads import Read
+from shardwise.engine.captured.step_key import StepKey
+
+MOST_GRAPHS = 8
+MOST_GRAPHS_OF_A_KEY = 3
+# A key's guards may fail in so many of its steps, once there have been a few.
+MOST_FAILURES = 0.05
+_FEW = 20
+# Replays that are thrown away cost as much as those that count.
+MOST_WASTED = 0.25
+
+
+class Recorded(Protocol):
+    """A captured step (step_graphs.py)."""
+
+    def let_go(self) -> None: ...
+
+
+GraphT = TypeVar("GraphT", bound=Recorded)
+
+
+@dataclass(slots=True, kw_only=True)
+class StoredGraph(Generic[GraphT]):
+    """A graph, and the values that it assumes."""
+
+    number: int
+    reads: tuple[Read, ...]
+    graph: GraphT
+    used: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class KeyHistory(Generic[GraphT]):
+    """The steps of one key: ordinary ones so far, its graphs with the one that was right last in front."""
+
+    key: StepKey
+    # What was seen in the last ordinary step.
+    probe: StepProbe | None = None
+    num_ordinary: int = 0
+    num_captured: int = 0
+    # Steps for which the first graph that was tried was wrong; and those for which all that were tried were.
+    num_wasted: int = 0
+    num_unfit: int = 0
+    graphs: list[StoredGraph[GraphT]] = field(default_factory=list)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that began with a replay."""
+        return self.num_captured + self.num_unfit
+
+    def wants_another(self) -> bool:
+        """Whether the values of a step for which no graph was right should have one of their own."""
+        if len(self.graphs) >= MOST_GRAPHS_OF_A_KEY:
+            return False
+        return self.num_unfit > 1 and self.num_unfit > MOST_FAILURES * self.num_steps
+
+    def why_not(self) -> str:
+        """Why this key should no longer be captured; "" if it should."""
+        if self.num_steps < _FEW:
+            return ""
+        if self.num_unfit > MOST_FAILURES * self.num_steps and len(self.graphs) >= MOST_GRAPHS_OF_A_KEY:
+            return f"the values that the step looks at changed in {self.num_unfit} of {self.num_steps} steps"
+        if self.num_wasted > MOST_WASTED * self.num_steps:
+            return f"{self.num_wasted} of {self.num_steps} replays were thrown away"
+        return ""
+
+
+class GraphStore(Generic[GraphT]):
+    """All keys and graphs. Of more than `limit` graphs the one that was not used for longest goes."""
+
+    def __init__(self, *, limit: int = MOST_GRAPHS) -> None:
+        self.limit = limit
+        self.histories: list[KeyHistory[GraphT]] = []
+        self._next = 0
+        self._clock = 0
+
+    def find(self, key: StepKey) -> KeyHistory[GraphT]:
+        """The history of a key; a new one for a new key."""
+        for history in self.histories:
+            if history.key == key:
+                return history
+        history = KeyHistory(key=key)
+        self.histories.append(history)
+        # Keys that were seen a few times and not again are no use.
+        without = [other for other in self.histories if not other.graphs]
+        if len(without) > 4 * self.limit:
+            self.histories.remove(without[0])
+        return history
+
+    def add(self, history: KeyHistory[GraphT], *, reads: tuple[Read, ...], graph: GraphT) -> StoredGraph[GraphT]:
+        stored = StoredGraph(number=self._next, reads=reads, graph=graph)
+        self._next += 1
+        history.graphs.insert(0, stored)
+        self.use(history, stored)
+        while sum(len(other.graphs) for other in self.histories) > self.limit:
+            self._evict()
+        return stored
+
+    def use(self, history: KeyHistory[GraphT], stored: StoredGraph[GraphT]) -> None:
+        """It was right: next time it is tried first."""
+        self._clock += 1
+        stored.used = self._clock
+        history.graphs.remove(stored)
+        history.graphs.insert(0, stored)
+
+    def _evict(self) -> None:
+        held = [(stored.used, stored.number, history) for history in self.histories for stored in history.graphs]
+        _, number, history = min(held, key=lambda found: found[:2])
+        (stored,) = [stored for stored in history.graphs if stored.number == number]
+        history.graphs.remove(stored)
+        stored.graph.let_go()
+
+    def clear(self) -> None:
+        """Let go of all graphs, and forget what was seen."""
+        for history in self.histories:
+            for stored in history.graphs:
+                stored.graph.let_go()
+        self.histories.clear()
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(len(history.graphs) for history in self.histories)

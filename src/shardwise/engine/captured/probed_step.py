@@ -1,0 +1,97 @@
+"""An ordinary step that is looked at: what of it would be lost, or could not be done, in a captured one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.engine.captured.python_state import PythonState, generators, versions
+from shardwise.engine.captured.reads import Read, noting_reads
+from shardwise.engine.captured.step_device import StepDevice
+from shardwise.engine.engine import Engine
+
+_GENERATORS = ("torch's", "Python's", "numpy's")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProbe:
+    """reads     the truth values that the step looked at, in order; `early`: all before its last backward
+    why_not   what speaks against capturing it, in one line; "" if nothing does
+    written   tensors that it wrote into and that outlive it
+    seconds   how long it took, with the device idle before and after
+    """
+
+    reads: tuple[Read, ...]
+    early: bool
+    why_not: str
+    written: tuple[Tensor, ...]
+    seconds: float
+
+
+class ProbedStep:
+    """Runs one step. `probe` is there afterwards."""
+
+    def __init__(self, engine: Engine, *, state: PythonState, device: StepDevice) -> None:
+        self._engine = engine
+        self._state = state
+        self._device = device
+        self.probe: StepProbe
+
+    def run(self, step: Callable[[], Any], *, leaves_grads: Callable[[], bool]) -> Any:
+        values, drawn, offset = self._state.values(), generators(), self._device.random_offset()
+        tensors = self._state.tensors()
+        before = versions(tensors)
+        passes = self._engine.runner.passes
+        began = self._device.settled_seconds()
+        with self._device.noting_waits() as waits, noting_reads(self._device.type) as noted:
+            passes.watcher = noted
+            try:
+                result = step()
+            finally:
+                passes.watcher = None
+        seconds = self._device.settled_seconds() - began
+        now = self._state.tensors()
+        after = versions(now)
+        replaced = [name for name in before if name not in after or before[name][0] != after[name][0]]
+        written = [name for name in before if name not in replaced and before[name] != after[name]]
+        reasons = (
+            noted.unguarded,
+            f"{waits[0]} waits for the device" if waits else "",
+            _advanced(drawn),
+            self._changed(values, replaced),
+            self._on_host(written, now),
+            self._random_recompute(offset),
+            "the step leaves gradients behind: call optimizer.zero_grad() at its end" if leaves_grads() else "",
+            "" if noted.passes_over else "the step does not call optimizer.step()",
+        )
+        self.probe = StepProbe(
+            reads=tuple(noted.reads),
+            early=noted.early,
+            why_not=next(filter(None, reasons), ""),
+            written=tuple(now[name] for name in written),
+            seconds=seconds,
+        )
+        return result
+
+    def _changed(self, values: tuple[Any, ...], replaced: list[str]) -> str:
+        changed = self._state.changed(values) or (replaced[0] if replaced else "")
+        return f"{changed} changes in Python in each step" if changed else ""
+
+    def _on_host(self, written: list[str], tensors: dict[str, Tensor]) -> str:
+        host = [name for name in written if tensors[name].device.type != self._device.type]
+        return f"the step writes into {host[0]}, which lies in host memory" if host else ""
+
+    def _random_recompute(self, offset: int) -> str:
+        plan, units = self._engine.plan, self._engine.runner.units
+        recomputes = any(plan.recompute_of(name) != "none" for name in units)
+        if not recomputes or self._device.random_offset() == offset:
+            return ""
+        return "a captured recomputation cannot draw the same random numbers again (recompute with dropout)"
+
+
+def _advanced(before: tuple[Any, ...]) -> str:
+    for name, old, new in zip(_GENERATORS, before, generators(), strict=True):
+        if old != new:
+            return f"the step draws random numbers from {name} generator on the CPU (layerdrop?)"
+    return ""

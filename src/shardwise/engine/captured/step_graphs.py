@@ -1,0 +1,280 @@
+"""A step as two CUDA graphs: its passes up to the reduced gradients, and its update.
+
+    A   flag = 0 · copies of what the step writes into · passes and reduces; each value that Python looks at is compared
+        with what was assumed, and the flag that all ranks share is copied to the host as soon as the last of them is
+    B   clipping, update, and the gathers that follow on it
+
+The flag is on the host while backward still runs, so that B is launched before A has ended. Where a flag is up, B is
+not launched: the step is undone, and nothing that outlives it has changed.
+"""
+
+import gc
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only, tree_unflatten
+
+from shardwise.comm.agreement import RanksMissing
+from shardwise.comm.groups import job_timeout
+from shardwise.engine.activations.recompute import without_random_numbers
+from shardwise.engine.captured.abandon import abandon_step
+from shardwise.engine.captured.reads import NotCaptured, Read, assuming_reads, hidden_capture, source_line
+from shardwise.engine.captured.step_key import StepInputs
+from shardwise.engine.engine import Engine
+
+# What the host sees before the device has written the flag.
+_NOT_YET = -1
+_POLL_SECONDS = 2e-5
+_LIMIT_SECONDS = 1800.0
+
+
+class StepRecorder:
+    """Records steps of one model; their graphs share one pool of memory, in which nothing outlives a replay."""
+
+    def __init__(self, engine: Engine, optimizer: Optimizer, *, stream: torch.cuda.Stream) -> None:
+        self.engine = engine
+        self.optimizer = optimizer
+        self.stream = stream
+        self.generator = torch.cuda.default_generators[stream.device_index]
+        self._side = torch.cuda.Stream(engine.device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None
+        self._num_alive = 0
+
+    def record(
+        self,
+        step: Callable[..., Any],
+        inputs: StepInputs,
+        *,
+        reads: Sequence[Read],
+        guarded: bool,
+        early: bool,
+        written: Sequence[Tensor],
+    ) -> "RecordedStep":
+        """Run `step` once, on copies of its inputs, without computing anything. Raises NotCaptured.
+
+        reads      what it is to find where it looks at a value
+        guarded    whether any rank looks at one
+        early      all of them come before the last backward, on all ranks
+        written    what it writes into besides parameters, gradients and the optimizer's state
+        """
+        if not self._num_alive:
+            # With the last graph of a pool the pool goes, and cannot be used again.
+            self._pool = torch.cuda.graph_pool_handle()
+        # What the graph reads lies where its inputs are copied to.
+        leaves = tree_map_only(Tensor, Tensor.clone, inputs.leaves)
+        recorded = RecordedStep(self, leaves=leaves, written=written, guarded=guarded, early=early)
+        # A gather that an earlier update has started is none of the graph's.
+        self.engine.runner.wait_gathers()
+        gc.collect()
+        torch.cuda.synchronize(self.engine.device)
+        torch.cuda.empty_cache()
+        random_state = self.generator.clone_state()
+        try:
+            with self._recording(recorded, reads):
+                recorded.begin()
+                recorded.result = step(*tree_unflatten(leaves, inputs.tree))
+                recorded.end()
+        except (NotCaptured, RuntimeError) as error:
+            recorded.break_off()
+            # A capture that fails leaves the device's generator waiting for its end: no random number could be drawn.
+            self.generator.graphsafe_set_state(random_state)
+            abandon_step(self.engine, self.optimizer)
+            raise NotCaptured(_in_one_line(error)) from error
+        return recorded
+
+    @contextmanager
+    def _recording(self, recorded: "RecordedStep", reads: Sequence[Read]) -> Iterator[None]:
+        passes = self.engine.runner.passes
+        passes.watcher = recorded
+        try:
+            with (
+                torch.cuda.stream(self.stream),
+                without_random_numbers(),
+                hidden_capture(),
+                assuming_reads(reads, device_type="cuda", compare=recorded.compare),
+            ):
+                yield
+        finally:
+            passes.watcher = None
+
+    def owned_grads(self) -> list[Tensor | None]:
+        """What the update will step by, on this rank."""
+        return [part.parameter.grad for flat in self.engine.flats for part in flat.owned]
+
+
+class RecordedStep:
+    """The two graphs of a step. It also listens to the step while it is recorded."""
+
+    def __init__(
+        self, recorder: StepRecorder, *, leaves: list[Any], written: Sequence[Tensor], guarded: bool, early: bool
+    ) -> None:
+        self.result: Any = None
+        self.grads: list[Tensor | None] = []
+        self._recorder = recorder
+        self._leaves = leaves
+        self._written = list(written)
+        self._copies = [torch.empty_like(tensor) for tensor in written]
+        self._guarded = guarded
+        self._early = early
+        self._flag = torch.zeros((), dtype=torch.int32, device=recorder.engine.device)
+        self._seen = torch.full((), _NOT_YET, dtype=torch.int32, pin_memory=True)
+        self._sent = False
+        self._passes = torch.cuda.CUDAGraph()
+        self._update = torch.cuda.CUDAGraph()
+        self._capturing: torch.cuda.CUDAGraph | None = None
+        self._offset = 0
+        self._alive = True
+        recorder._num_alive += 1
+
+    # While it is recorded
+
+    def begin(self) -> None:
+        self._begin(self._passes)
+        with torch.no_grad():
+            self._flag.zero_()
+            if self._written:
+                torch._foreach_copy_(self._copies, self._written)
+
+    def compare(self, tensor: Tensor, assumed: bool) -> None:
+        """The step looks at a value and is told `assumed`."""
+        with torch.no_grad():
+            self._flag.add_(tensor.detach().reshape(()).bool().ne(assumed))
+
+    def last_backward_begins(self) -> None:
+        if self._early:
+            self._send_flag()
+
+    def passes_are_over(self) -> None:
+        """The first graph ends, and the second begins."""
+        if self._capturing is not self._passes:
+            return
+        # No collective may be under way when a graph ends.
+        self._recorder.engine.runner.wait_gathers()
+        self._send_flag()
+        if self._sent:
+            self._recorder.stream.wait_stream(self._recorder._side)
+        self.grads = self._recorder.owned_grads()
+        self._end()
+        self._begin(self._update)
+
+    def end(self) -> None:
+        if self._capturing is not self._update:
+            raise NotCaptured("the step does not call optimizer.step()")
+        self._recorder.engine.runner.wait_gathers()
+        if self._recorder.engine.runner.executor.holds_grads or any(
+            grad is not None for grad in self._recorder.owned_grads()
+        ):
+            raise NotCaptured("the step leaves gradients behind: call optimizer.zero_grad() at its end")
+        self._end()
+
+    def break_off(self) -> None:
+        """The recording failed: end what was begun, in whatever state it is."""
+        if self._capturing is not None:
+            graph, self._capturing = self._capturing, None
+            try:
+                with torch.cuda.stream(self._recorder.stream):
+                    graph.capture_end()
+            except RuntimeError:
+                # It says again that the capture has failed, which is known.
+                pass
+        self.result, self.grads = None, []
+        self.let_go()
+
+    def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
+        # The backend's own threads look at the device meanwhile, and may.
+        graph.capture_begin(pool=self._recorder._pool, capture_error_mode="thread_local")
+        self._capturing = graph
+
+    def _end(self) -> None:
+        assert self._capturing is not None
+        graph, self._capturing = self._capturing, None
+        graph.capture_end()
+
+    def _send_flag(self) -> None:
+        """The sum of all ranks' flags to the host, beside what is computed next."""
+        if self._sent or not self._guarded:
+            return
+        self._sent = True
+        group = self._recorder.engine.groups.reduce_world
+        side = self._recorder._side
+        with torch.cuda.stream(self._recorder.stream), torch.no_grad():
+            work = dist.all_reduce(self._flag, group=group.handle, async_op=True) if group.size > 1 else None
+            side.wait_stream(self._recorder.stream)
+        with torch.cuda.stream(side), torch.no_grad():
+            if work is not None:
+                work.wait()
+            self._seen.copy_(self._flag, non_blocking=True)
+
+    # Replays
+
+    def load(self, leaves: Sequence[Any]) -> None:
+        """Copy a step's inputs to where the graph reads them."""
+        for place, value in zip(self._leaves, leaves, strict=True):
+            if isinstance(place, Tensor):
+                place.copy_(value, non_blocking=True)
+
+    def replay_passes(self) -> None:
+        self._offset = self._recorder.generator.get_offset()
+        self._seen.fill_(_NOT_YET)
+        self._passes.replay()
+
+    def holds(self) -> bool:
+        """Whether the step looked at the values that were assumed, on all ranks. Waits until that is known."""
+        if not self._guarded:
+            return True
+        seen = self._seen.numpy()
+        timeout = job_timeout()
+        limit = time.monotonic() + (timeout.total_seconds() if timeout is not None else _LIMIT_SECONDS)
+        while int(seen) == _NOT_YET:
+            # Raises for an error on the device.
+            torch.cuda.current_stream(self._recorder.engine.device).query()
+            if time.monotonic() > limit:
+                raise RanksMissing("a captured step did not end: a rank is missing or has failed")
+            time.sleep(_POLL_SECONDS)
+        return int(seen) == 0
+
+    def replay_update(self) -> None:
+        self._update.replay()
+
+    def undo(self) -> None:
+        """After `replay_passes`: all that outlives a step is as it was before."""
+        if self._written:
+            with torch.no_grad():
+                torch._foreach_copy_(self._written, self._copies)
+        self._recorder.generator.set_offset(self._offset)
+
+    def take_result(self) -> Any:
+        # The next replay writes over them.
+        return tree_map_only(Tensor, Tensor.clone, self.result)
+
+    def let_go(self) -> None:
+        """Destroy the graphs, and with them their hold on communicators and memory."""
+        if not self._alive:
+            return
+        self._alive = False
+        self._recorder._num_alive -= 1
+        torch.cuda.synchronize(self._recorder.engine.device)
+        for graph in (self._passes, self._update):
+            graph.reset()
+        self.result, self.grads = None, []
+
+
+def _in_one_line(error: BaseException) -> str:
+    """What went wrong, and the last line of source outside of torch and this package that it passed through."""
+    if isinstance(error, NotCaptured):
+        return str(error)
+    message = str(error).strip().splitlines()[0][:200]
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in frame.filename and "/shardwise/" not in frame.filename
+    ]
+    place = f"{source_line(own[-1].filename, own[-1].lineno or 0)}: " if own else ""
+    return place + message

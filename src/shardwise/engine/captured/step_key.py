@@ -1,0 +1,122 @@
+"""What has to be the same for a graph to be replayed: a step's inputs but for their values, and what it runs under."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from shardwise.engine.captured.python_state import PythonState, Values
+from shardwise.engine.captured.reads import NotCaptured
+from shardwise.engine.params.guard import unguarded
+from shardwise.engine.pass_state import PassState
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepKey:
+    """inputs    the tree of what a step is given, with the keys of dicts in their order
+    leaves       of each leaf: a tensor's shape, strides and dtype; or the plain value itself
+    modes        torch's modes and flags, the pass's weight, which parameters are trained
+    state        plain values that the step's Python can see, and where buffers lie
+    """
+
+    inputs: TreeSpec
+    leaves: tuple[Any, ...]
+    modes: tuple[Any, ...]
+    state: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """What a step is given, taken apart."""
+
+    leaves: list[Any]
+    tree: TreeSpec
+
+
+def take_apart(inputs: Any) -> StepInputs:
+    leaves, tree = tree_flatten(inputs)
+    return StepInputs(leaves=leaves, tree=tree)
+
+
+def step_key(
+    inputs: StepInputs,
+    *,
+    device: torch.device,
+    parameters: Sequence[nn.Parameter],
+    passes: PassState,
+    state: PythonState,
+) -> StepKey:
+    """The key of a step. Raises NotCaptured for inputs that a graph cannot be given."""
+    return StepKey(
+        inputs=inputs.tree,
+        leaves=tuple(_form(leaf, device=device) for leaf in inputs.leaves),
+        modes=(*_modes(device.type), *_pass(passes), *_trained(parameters)),
+        state=(state.values(), state.addresses()),
+    )
+
+
+def _form(leaf: Any, *, device: torch.device) -> tuple[Any, ...]:
+    if isinstance(leaf, _PLAIN):
+        # True is 1, and 1 is 1.0; to a step they are not.
+        return (type(leaf), leaf)
+    if type(leaf) is not Tensor:
+        raise NotCaptured(
+            f"the step is given a {type(leaf).__name__}, in which no tensors are found: give it tensors and plain "
+            "values, or tuples, lists and dicts of them"
+        )
+    if leaf.device != device:
+        raise NotCaptured(f"the step is given a tensor on {leaf.device}: move batches to {device} before the step")
+    if leaf.requires_grad:
+        raise NotCaptured("the step is given a tensor that requires a gradient")
+    return (leaf.shape, leaf.stride(), leaf.dtype)
+
+
+def _modes(device_type: str) -> tuple[Any, ...]:
+    """torch's own switches: another one may be another kernel."""
+    backends: Any = torch.backends.cuda
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.benchmark,
+        backends.flash_sdp_enabled(),
+        backends.mem_efficient_sdp_enabled(),
+        backends.math_sdp_enabled(),
+        backends.cudnn_sdp_enabled(),
+    )
+
+
+def _pass(passes: PassState) -> tuple[Any, ...]:
+    return (passes.accumulating, passes.num_counting, passes.counts, passes.source)
+
+
+def _trained(parameters: Sequence[nn.Parameter]) -> Values:
+    with unguarded():
+        return tuple(parameter.requires_grad for parameter in parameters)
+
+
+def optimizer_key(optimizer: Optimizer) -> tuple[Any, ...]:
+    """What a graph has of an optimizer in it: options that are numbers, and where parameters, state and rates lie."""
+    options = [
+        (key, value.data_ptr() if isinstance(value, Tensor) else value)
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if key != "params"
+    ]
+    stepped = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    state = [
+        value.data_ptr() if isinstance(value, Tensor) else value
+        for values in optimizer.state.values()
+        for value in values.values()
+    ]
+    return (options, stepped, state)

@@ -1,0 +1,108 @@
+"""Ranks replay together or not at all, whatever each of them sees. Graphs are stood in for on the CPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from graphs_on_cpu import captured_on_cpu
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import shardwise
+from shardwise import Plan
+
+
+class Looking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.norm(torch.tanh(self.first(x)))
+        return self.second(x) if mask.all() else self.second(x * mask[:, None])
+
+
+class ReadsOnRankOne(nn.Linear):
+    """A number is read on one rank alone."""
+
+    rank = 0
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 if self.rank == 0 else float(mask.sum().item() > 0))
+
+
+def batch(step: int, *, rank: int, padded: bool = False, size: int = 4) -> tuple[Tensor, Tensor]:
+    mask = torch.ones(size, dtype=torch.bool)
+    mask[-1] = not padded
+    return torch.randn(size, 8, generator=torch.Generator().manual_seed(100 * step + rank)), mask
+
+
+def trained(
+    model: nn.Module, *, strategy: str, batches: Callable[[int], tuple[Tensor, Tensor]], captured: bool, steps: int
+) -> tuple[list[float], dict[str, Tensor], list[bool], list[str]]:
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    shardwise.prepare(model, optimizer, Plan(strategy=strategy))
+
+    def step(*inputs: Tensor) -> Tensor:
+        loss = model(*inputs).square().mean()
+        loss.backward()
+        shardwise.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    taken: Any = step
+    lines: list[str] = []
+    if captured:
+        taken, lines, _ = captured_on_cpu(step, model, optimizer)
+    losses, replayed = [], []
+    for number in range(steps):
+        losses.append(taken(*batches(number)).item())
+        replayed.append(captured and taken.report.captured)
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}, replayed, lines
+
+
+def pads_and_sizes(rank: int, strategy: str) -> list[bool]:
+    """Padded on the last rank in some steps, and in one step a smaller batch on the first."""
+
+    def batches(step: int) -> tuple[Tensor, Tensor]:
+        return batch(step, rank=rank, padded=rank == 1 and step in (7, 16), size=3 if rank == 0 and step == 10 else 4)
+
+    found = [
+        trained(Looking(), strategy=strategy, batches=batches, captured=captured, steps=20)
+        for captured in (True, False)
+    ]
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[1][1])
+    return found[0][2]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_a_guard_that_fails_on_one_rank_fails_on_all_and_sizes_that_differ_make_an_ordinary_step(strategy: str) -> None:
+    one, other = run_ranks(pads_and_sizes, num_ranks=2, args=(strategy,))
+    assert one == other
+    # Steps 4 and 14 hold the replays that are compared.
+    assert [step for step, replayed in enumerate(one) if not replayed] == [0, 1, 2, 3, 7, 10, 14, 16]
+
+
+def reads_on_one(rank: int) -> tuple[bool, list[str]]:
+    model = ReadsOnRankOne(8, 8)
+    model.rank = rank
+    _, _, replayed, lines = trained(
+        model, strategy="ddp", batches=lambda step: batch(step, rank=rank), captured=True, steps=8
+    )
+    return any(replayed), lines
+
+
+def test_what_one_rank_cannot_capture_none_does_and_the_line_names_it() -> None:
+    found = run_ranks(reads_on_one, num_ranks=2)
+    assert [replayed for replayed, _ in found] == [False, False]
+    (line,) = found[0][1]
+    assert line.startswith("capture: ordinary steps, not captured: rank 1: test_capture_agreement.py:")
+    assert line.endswith("reads a number from the device")

@@ -1,0 +1,88 @@
+"""Where nothing can be captured the step is the step. What a captured one does needs a GPU: tests/gpu."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise import Plan
+from shardwise.comm.job_environment import capture_is_off
+from shardwise.engine.captured.capture import _why_not_unasked
+from shardwise.errors import InvalidJob, InvalidModel, InvalidPlan
+
+
+@pytest.fixture(autouse=True)
+def group() -> object:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def step() -> None: ...
+
+
+@pytest.mark.parametrize("capture", ["auto", "off"])
+@pytest.mark.parametrize("engine", ["shardwise", "torch"])
+def test_without_a_gpu_the_step_is_left_alone_without_a_line(engine: str, capture: str) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, optimizer = shardwise.prepare(model, optimizer, Plan(engine=engine, capture=capture))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert shardwise.capture(step, prepared, optimizer) is step
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_model_that_was_not_prepared_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(InvalidModel, match="shardwise.prepare"):
+        shardwise.capture(step, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_without_a_gpu_a_plan_that_insists_is_refused() -> None:
+    with pytest.raises(InvalidPlan, match="only a CUDA device can capture a step"):
+        shardwise.prepare(nn.Linear(4, 4), None, Plan(capture="on"))
+
+
+def test_true_and_false_are_on_and_off_and_auto_is_the_default() -> None:
+    assert [Plan(capture=given).capture for given in (True, False, "auto", "on", "off")] == [
+        "on", "off", "auto", "on", "off",
+    ]  # fmt: skip
+    assert Plan().capture == "auto"
+    assert Plan(capture=True) == Plan(capture="on") == Plan.from_dict(Plan(capture=True).to_dict())
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ({"precision": "fp16"}, "with precision = 'fp16' a step waits for the device"),
+        ({"dynamic": True}, "with dynamic = true a step waits for the device"),
+        ({"offload_states": True}, "with offload_states = true a step waits for the device"),
+        ({"offload_activations": True}, "offload_activations = true"),
+        ({"collectives": "ring"}, "collectives = 'ring'"),
+        ({}, ""),
+    ],
+)
+def test_auto_leaves_alone_what_on_refuses(setting: dict[str, object], why: str) -> None:
+    assert Plan(**setting).why_not_captured() == why  # type: ignore[arg-type]
+
+
+def test_compiled_modules_and_hooks_of_the_user_are_captured_on_demand_only() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    assert _why_not_unasked(model) == ""
+    model[0].register_forward_hook(lambda *_: None)
+    assert _why_not_unasked(model).startswith("model.0 has a hook, which a replay would not call")
+    model[0].compile(backend="eager")
+    assert _why_not_unasked(model).startswith("it has compiled modules")
+
+
+def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not capture_is_off()
+    monkeypatch.setenv("SHARDWISE_CAPTURE", "off")
+    assert capture_is_off()
+    monkeypatch.setenv("SHARDWISE_CAPTURE", "no")
+    with pytest.raises(InvalidJob, match="SHARDWISE_CAPTURE = 'no': must be off, or not be set"):
+        capture_is_off()

@@ -1,0 +1,199 @@
+"""Graphs without a GPU: a replay is the step itself, in a thread that stops where the passes are over.
+
+What a graph would do wrong is done wrong here too: it assumes what was read when it was recorded, it does not see
+Python's later changes of what its step reads, and it writes into buffers until it is undone.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only, tree_unflatten
+
+from shardwise.comm.host_group import HostGroup
+from shardwise.engine.captured.abandon import abandon_step
+from shardwise.engine.captured.captured_step import CapturedStep
+from shardwise.engine.captured.python_state import PythonState
+from shardwise.engine.captured.reads import Read, noting_reads
+from shardwise.engine.captured.step_key import StepInputs
+from shardwise.engine.engine import Engine, engine_of
+
+
+class CpuDevice:
+    """The CPU in the place of a GPU. Times are what a test says; nothing waits for the device but reads."""
+
+    type = "cpu"
+
+    def __init__(self) -> None:
+        self.seconds = iter(range(10**9))
+        self.no_room = ""
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        yield
+
+    def random_offset(self) -> int:
+        return 0
+
+    def settled_seconds(self) -> float:
+        return float(next(self.seconds))
+
+    @contextmanager
+    def noting_waits(self) -> Iterator[list[str]]:
+        yield []
+
+    def release_memory(self) -> None: ...
+
+    def lacks_memory(self) -> str:
+        return self.no_room
+
+
+class _Undone(Exception):  # noqa: N818
+    pass
+
+
+class CpuRecorder:
+    def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+        self.engine = engine
+        self.optimizer = optimizer
+        self.log: list[str] = []
+
+    def record(
+        self,
+        step: Callable[..., Any],
+        inputs: StepInputs,
+        *,
+        reads: Sequence[Read],
+        guarded: bool,
+        early: bool,
+        written: Sequence[Tensor],
+    ) -> "CpuGraph":
+        self.log.append("record")
+        return CpuGraph(self, step, inputs, reads=reads, written=written)
+
+    def owned_grads(self) -> list[Tensor | None]:
+        return [part.parameter.grad for flat in self.engine.flats for part in flat.owned]
+
+
+class CpuGraph:
+    def __init__(
+        self,
+        recorder: CpuRecorder,
+        step: Callable[..., Any],
+        inputs: StepInputs,
+        *,
+        reads: Sequence[Read],
+        written: Sequence[Tensor],
+    ) -> None:
+        self.recorder = recorder
+        self.step = step
+        self.tree = inputs.tree
+        self.leaves = tree_map_only(Tensor, Tensor.clone, inputs.leaves)
+        self.assumed = list(reads)
+        self.written = list(written)
+        self.grads: list[Tensor | None] = []
+        self.alive = True
+
+    def load(self, leaves: Sequence[Any]) -> None:
+        for place, value in zip(self.leaves, leaves, strict=True):
+            if isinstance(place, Tensor):
+                place.copy_(value)
+
+    def replay_passes(self) -> None:
+        assert self.alive
+        self.recorder.log.append("passes")
+        self.copies = [tensor.clone() for tensor in self.written]
+        self.over, self.go_on = threading.Event(), threading.Event()
+        self.keeps = False
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+        while not self.over.wait(0.01):
+            assert self.thread.is_alive(), self.error
+
+    def _run(self) -> None:
+        passes = self.recorder.engine.runner.passes
+        passes.watcher = self
+        try:
+            with noting_reads("cpu") as noted:
+                self.noted = noted
+                self.result = self.step(*tree_unflatten(self.leaves, self.tree))
+        except _Undone:
+            pass
+        except BaseException as error:  # shown by the thread that waits
+            self.error = error
+        finally:
+            passes.watcher = None
+
+    def last_backward_begins(self) -> None: ...
+
+    def passes_are_over(self) -> None:
+        if self.over.is_set():
+            return
+        self.grads = [None if grad is None else grad.clone() for grad in self.recorder.owned_grads()]
+        self.over.set()
+        self.go_on.wait()
+        if not self.keeps:
+            raise _Undone
+
+    def holds(self) -> bool:
+        differs = [read.value for read in self.noted.reads] != [read.value for read in self.assumed]
+        flag = torch.tensor(int(differs))
+        dist.all_reduce(flag)
+        return not flag.item()
+
+    def replay_update(self) -> None:
+        self.recorder.log.append("update")
+        self._end(keeps=True)
+
+    def undo(self) -> None:
+        self.recorder.log.append("undo")
+        self._end(keeps=False)
+        abandon_step(self.recorder.engine, self.recorder.optimizer)
+        with torch.no_grad():
+            for tensor, copy in zip(self.written, self.copies, strict=True):
+                tensor.copy_(copy)
+
+    def _end(self, *, keeps: bool) -> None:
+        self.keeps = keeps
+        self.go_on.set()
+        self.thread.join(timeout=30)
+        assert not self.thread.is_alive()
+        assert self.error is None, self.error
+
+    def take_result(self) -> Any:
+        return tree_map_only(Tensor, Tensor.clone, self.result)
+
+    def let_go(self) -> None:
+        self.alive = False
+
+
+def captured_on_cpu(
+    step: Callable[..., Any],
+    model: Any,
+    optimizer: Optimizer,
+    *,
+    functions: Sequence[Callable[..., Any]] = (),
+    must: bool = False,
+) -> tuple[CapturedStep, list[str], CpuRecorder]:
+    """(the step, lines that it told, what its graphs did)."""
+    engine = engine_of(model)
+    recorder = CpuRecorder(engine, optimizer)
+    lines: list[str] = []
+    captured = CapturedStep(
+        step,
+        engine=engine,
+        optimizer=optimizer,
+        state=PythonState(model, functions=(step, *functions)),
+        device=CpuDevice(),  # type: ignore[arg-type]
+        recorder=recorder,  # type: ignore[arg-type]
+        group=HostGroup(),
+        must=must,
+        tell=lines.append,
+    )
+    return captured, lines, recorder
