@@ -93,7 +93,7 @@ def test_a_process_that_is_stopped_is_named_by_the_others(fault: str, strategy: 
     waiting, stopped = started(fault, strategy, tmp_path)
     operation = "gather blocks.0" if strategy == "fsdp" else r"reduce blocks\S+"
     assert re.search(
-        rf"rank 1 stopped \(has not answered for \d s\): at or before {operation}, step 4", waiting.verdict
+        rf"rank 1 stopped \(has not answered for \d+ s\): at or before {operation}, step 4", waiting.verdict
     )
     assert re.search(rf"rank 0 waiting in {operation}, step 4", waiting.verdict)
     say(re.sub(r"\d+ s\b", "60 s", waiting.verdict))
@@ -124,7 +124,7 @@ def test_a_rank_whose_own_code_holds_up_the_others_is_named_by_all(
     fault: str, strategy: str, where: str, tmp_path: Path
 ) -> None:
     for rank in started(fault, strategy, tmp_path):
-        assert re.search(rf"rank 1 stopped \(has issued nothing for \d s\): {where}; rank 0 waiting in", rank.verdict)
+        assert re.search(rf"rank 1 stopped \(has issued nothing for \d+ s\): {where}; rank 0 waiting in", rank.verdict)
         assert rank.code == EXIT_CODE
         assert rank.seconds < WATCH_SECONDS + 5
 
@@ -205,7 +205,7 @@ def test_a_training_whose_data_hold_up_one_rank_ends_and_names_it(
     code = launch(arguments, num_ranks=2, max_restarts=0, folder=tmp_path / "run")
     errors = capfd.readouterr().err
     (told,) = [line for line in errors.splitlines() if line.startswith("rank 1 failed first")]
-    assert "RankStopped: rank 1 stopped (has issued nothing for 3 s): step 4, between steps" in told, errors
+    assert re.search(r"RankStopped: rank 1 stopped \(has issued nothing for \d+ s\): step 4, between steps", told)
     assert code == 1
     assert processes_with(f"TESTED_IN={tmp_path}") == []
 

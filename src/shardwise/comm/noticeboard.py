@@ -22,7 +22,9 @@ class Noticeboard:
     """One rank's view of what all have written."""
 
     def __init__(self, store: Store) -> None:
-        self._store = PrefixStore("shardwise/watch", store.clone())  # type: ignore[attr-defined]
+        # Older torch has no connection of its own to give.
+        own: Store = store.clone() if hasattr(store, "clone") else store
+        self._store = PrefixStore("shardwise/watch", own)
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._num_written = 0
 

@@ -28,6 +28,7 @@ from shardwise.comm.agreement import RanksDisagree, exchange
 from shardwise.comm.groups import job_timeout
 from shardwise.comm.issued import disagreement, first_difference
 from shardwise.comm.noticeboard import History, Noticeboard
+from shardwise.comm.pace import Pace
 from shardwise.comm.rank_progress import PROGRESS, Standing
 from shardwise.comm.stall import Stall, find_stall
 from shardwise.errors import InvalidPlan, ShardwiseError
@@ -35,12 +36,6 @@ from shardwise.errors import InvalidPlan, ShardwiseError
 # A rank alone may save, evaluate or download for minutes while the others wait; NCCL gives up after 600 s.
 WATCH_SECONDS = 300.0
 EXIT_CODE = 124
-# Before so many steps were taken, compilers may hold up a rank: the limit is so many times as long.
-_FIRST_STEPS = 2
-_FIRST_FACTOR = 4.0
-# Never less than so many times the slowest of the last steps.
-_NUM_STEPS = 8
-_STEP_FACTOR = 3.0
 
 Issues = Callable[[], dict[int, dict[str, list[str]]]]
 """What a rank has issued lately: by the number of the comparison that it is part of, then by group."""
@@ -61,10 +56,13 @@ def watch_over(user: object, *, limit_seconds: float, waits_on_host: bool, issue
     if not limit_seconds or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return
     store = dist.distributed_c10d._get_default_store()
-    if _RUNNING and not _RUNNING[-1].watches(store):
+    users: dict[int, Callable[[], History]] = {}
+    if _RUNNING and not _RUNNING[-1].watches(store, limit_seconds=limit_seconds):
+        # Of another job, or with another limit: the last one that is asked for counts.
+        users = _RUNNING[-1].users
         _RUNNING[-1].stop()
     if not _RUNNING:
-        _RUNNING.append(Watch(store, limit_seconds=limit_seconds, waits_on_host=waits_on_host))
+        _RUNNING.append(Watch(store, limit_seconds=limit_seconds, waits_on_host=waits_on_host, users=users))
         _RUNNING[-1].start()
     # What an earlier model of this job has left in the store is not for this one.
     token = exchange(uuid4().hex)[0]
@@ -83,8 +81,13 @@ class _Heard:
 class Watch:
     """One process's watchdog."""
 
-    def __init__(self, store: Store, *, limit_seconds: float, waits_on_host: bool) -> None:
+    def __init__(
+        self, store: Store, *, limit_seconds: float, waits_on_host: bool, users: dict[int, Callable[[], History]]
+    ) -> None:
+        # By id; each tells what it has issued lately.
+        self.users = users
         self._job_store = store
+        self._asked_seconds = limit_seconds
         self._board = Noticeboard(store)
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._waits_on_host = waits_on_host
@@ -97,15 +100,10 @@ class Watch:
         self._write_seconds = min(10.0, self._seconds / 6)
         self._silence_seconds = 3 * self._write_seconds + self._tick_seconds
         self._quiet_seconds = min(5.0, self._seconds / 3)
-        self._users: dict[int, Callable[[], History]] = {}
         self._stopped = threading.Event()
         self._hurry = threading.Event()
         self._pid = os.getpid()
-        # This rank: its position, since when, and what its last steps took.
-        self._position = (0, 0, 0)
-        self._since = self._step_since = time.monotonic()
-        self._step_seconds: list[float] = []
-        self._taken = 0
+        self._pace = Pace()
         self._warned_at = (0, 0, 0)
         # The others, and when the store last answered.
         self._heard: dict[int, _Heard] = {}
@@ -141,31 +139,31 @@ class Watch:
         for thread in self._threads:
             thread.join(timeout=1.0)
 
-    def watches(self, store: Store) -> bool:
-        return store is self._job_store and not self._stopped.is_set()
+    def watches(self, store: Store, *, limit_seconds: float) -> bool:
+        return store is self._job_store and limit_seconds == self._asked_seconds and not self._stopped.is_set()
 
     def add(self, user: object, *, issues: Issues, token: str) -> None:
         """`token`: the same on all ranks for the same user."""
-        self._users[id(user)] = lambda: {f"{token}/{number}": logs for number, logs in issues().items()}
-        weakref.finalize(user, _gone, weakref.ref(self), id(user)).atexit = False
+        self.users[id(user)] = lambda: {f"{token}/{number}": logs for number, logs in issues().items()}
+        weakref.finalize(user, _gone, id(user)).atexit = False
 
     def drop(self, user: int) -> None:
-        self._users.pop(user, None)
-        if not self._users:
+        self.users.pop(user, None)
+        if not self.users:
             self.stop()
 
     # The clock's thread
 
     def _look(self) -> None:
         while not self._stopped.wait(self._tick_seconds):
-            self._note_position()
+            self._pace.note()
             if self._told is not None:
                 self._end(self._told)
-            idle = time.monotonic() - self._since
+            idle = self._pace.idle_seconds
             warns = max(self._seconds / 5, self._quiet_seconds + self._write_seconds + self._tick_seconds)
-            limit = self._limit()
+            limit = self._pace.limit(self._seconds, most_seconds=self._most_seconds)
             ends = idle >= limit
-            if idle < warns or (not ends and self._warned_at == self._position):
+            if idle < warns or (not ends and self._warned_at == self._pace.position):
                 continue
             stall = find_stall(
                 self._ranks(),
@@ -176,27 +174,8 @@ class Watch:
             if stall is not None and ends:
                 self._end(stall)
             elif stall is not None:
-                self._warned_at = self._position
+                self._warned_at = self._pace.position
                 self._say(f"{stall.text}; the job ends if this lasts {limit:.0f} s (watch_seconds)")
-
-    def _note_position(self) -> None:
-        position = PROGRESS.step, PROGRESS.count, PROGRESS.evaluated
-        now = time.monotonic()
-        taken, steps = PROGRESS.taken, PROGRESS.taken - self._taken
-        if steps:
-            # The first is compiled and learned in, and is no measure.
-            if self._taken and steps > 0:
-                self._step_seconds = [*self._step_seconds[1 - _NUM_STEPS :], (now - self._step_since) / steps]
-            self._taken, self._step_since = taken, now
-        if position != self._position:
-            self._position, self._since = position, now
-
-    def _limit(self) -> float:
-        first = _FIRST_FACTOR if self._taken < _FIRST_STEPS else 1.0
-        return min(max(first * self._seconds, _STEP_FACTOR * self._slowest()), self._most_seconds)
-
-    def _slowest(self) -> float:
-        return max(self._step_seconds, default=0.0)
 
     def _ranks(self) -> list[Standing]:
         """Where all stand. One of which nothing was heard yet has been silent since we wait."""
@@ -206,12 +185,12 @@ class Watch:
         deaf = unheard >= self._silence_seconds
         found = []
         for rank in range(self._num_ranks):
-            heard = self._heard.get(rank) or _Heard(0, Standing(rank=rank), self._since)
+            heard = self._heard.get(rank) or _Heard(0, Standing(rank=rank), now - self._pace.idle_seconds)
             age = now - heard.seconds
             silent = (unheard if rank == 0 else 0.0) if deaf else age
             idle = heard.standing.idle_seconds + age
             found.append(replace(heard.standing, idle_seconds=idle, silent_seconds=silent))
-        found[self._rank] = PROGRESS.standing(self._rank, idle_seconds=now - self._since)
+        found[self._rank] = PROGRESS.standing(self._rank, idle_seconds=self._pace.idle_seconds)
         return found
 
     def _say(self, text: str) -> None:
@@ -236,11 +215,11 @@ class Watch:
     def _talk(self) -> None:
         next_write = 0.0
         try:
-            while not self._stopped.is_set():
+            while not self._stopped.is_set() and self._in_job():
                 hurried = self._hurry.wait(self._tick_seconds)
                 self._hurry.clear()
                 now = time.monotonic()
-                idle = now - self._since
+                idle = self._pace.idle_seconds
                 if hurried or now >= next_write:
                     next_write = now + self._write_seconds
                     self._board.write_standing(PROGRESS.standing(self._rank, idle_seconds=idle))
@@ -250,11 +229,17 @@ class Watch:
                 if hurried or idle >= self._quiet_seconds:
                     self._read(idle)
                 self._answered = time.monotonic()
-            left = PROGRESS.standing(self._rank, idle_seconds=0.0)
-            self._board.write_standing(replace(left, left=True))
+            if self._in_job():
+                left = PROGRESS.standing(self._rank, idle_seconds=0.0)
+                self._board.write_standing(replace(left, left=True))
+            self._stopped.set()
         except RuntimeError:
             # The store has ended, and with it the job: its ranks have nothing to tell each other any more.
             self._stopped.set()
+
+    def _in_job(self) -> bool:
+        """Once the program has left its job, the store may end with any rank."""
+        return dist.is_initialized() and dist.distributed_c10d._get_default_store() is self._job_store
 
     def _read(self, idle: float) -> None:
         for rank, (number, standing) in self._board.read_standings().items():
@@ -263,14 +248,14 @@ class Watch:
                 self._heard[rank] = _Heard(number, standing, time.monotonic())
         # In a usual step a rank waits for less than the step takes.
         waits = PROGRESS.waits_for != "" or not self._waits_on_host
-        if self._failing or (waits and idle >= max(self._quiet_seconds, self._slowest())):
+        if self._failing or (waits and idle >= max(self._quiet_seconds, self._pace.slowest_seconds)):
             self._compare()
         self._told = self._told or self._board.read_verdict()
 
     def _compare(self) -> None:
         """Ranks that wait for each other may have issued different collectives: that is certain, and needs no limit."""
         mine: History = {}
-        for user in list(self._users.values()):
+        for user in list(self.users.values()):
             mine |= user()
         self._board.write_history(mine)
         histories = {self._rank: mine} | self._board.read_histories()
@@ -284,17 +269,20 @@ class Watch:
 
     def _explain(self, error: RuntimeError) -> None:
         """A collective failed. If ranks have issued different ones, that is why; the others have a moment to say so."""
-        if "Connection" in str(error):
-            # A peer is gone, and says nothing more.
-            return
-        self._failing = True
-        deadline = time.monotonic() + self._quiet_seconds + 3 * self._tick_seconds
-        while not self._difference and not self._stopped.is_set() and time.monotonic() < deadline:
+        # A peer that is gone says nothing more, unless it has left a verdict.
+        gone = "Connection" in str(error)
+        self._failing = not gone
+        patience = 2 * self._tick_seconds if gone else self._quiet_seconds + 3 * self._tick_seconds
+        deadline = time.monotonic() + patience
+        while not self._stopped.is_set() and time.monotonic() < deadline:
+            if self._failing and self._difference:
+                raise RanksDisagree(disagreement(self._difference)) from error
             self._hurry.set()
             time.sleep(self._tick_seconds / 2)
+            while self._told is not None or self._found is not None:
+                # The clock's thread is about to end this process, with an exit code of its own.
+                time.sleep(self._tick_seconds)
         self._failing = False
-        if self._difference:
-            raise RanksDisagree(disagreement(self._difference)) from error
 
 
 def _flush() -> None:
@@ -302,9 +290,8 @@ def _flush() -> None:
         stream.flush()
 
 
-def _gone(watch: "weakref.ref[Watch]", user: int) -> None:
-    running = watch()
-    if running is not None:
+def _gone(user: int) -> None:
+    for running in list(_RUNNING):
         running.drop(user)
 
 
