@@ -92,8 +92,8 @@ class FlatParams:
         # The averaged gradients that `p.grad` showed before this backward, which are to be added to.
         self.hidden: list[Tensor | None] = [None] * len(params)
         self.awaits_grads = False
-        # The parameters whose averaged gradients `p.grad` shows.
-        self.shown: set[int] = set()
+        # The averaged gradients that `p.grad` was given, where the owned part's are views of them.
+        self.shown: list[Tensor | None] = [None] * len(params)
         # The parameters whose gradients this backward alone has made.
         self.with_new_grads: set[int] = set()
 
@@ -256,8 +256,10 @@ class FlatParams:
                     news.append(view)
                 else:
                     self.with_new_grads.add(index)
-                parameter.grad = (view if old is None else old) if parameter.requires_grad else None
-                self.shown.add(index)
+                shown = (view if old is None else old) if parameter.requires_grad else None
+                parameter.grad = shown
+                if self.master is not self.full:
+                    self.shown[index] = shown
         if self.master is not self.full:
             owned_grads = self._owned_grads(average) if self.placement.optim is SHARDED else whole
             with unguarded():
@@ -318,17 +320,19 @@ class FlatParams:
 
     def follow_shown_grads(self) -> None:
         """Before an update: where `p.grad` was replaced, the owned part's gradient is cut out of the new one."""
-        first = self.groups.gather.index * self.layout.slice_elements
-        for part in self.owned:
-            shown, owned = self.params[part.index].grad, part.parameter.grad
-            if shown is None:
-                # Cleared, if it was there; else somebody gave the slice a gradient.
-                if part.index in self.shown:
-                    part.parameter.grad = None
-                continue
-            start = first + part.start - self.layout.offsets[part.index]
-            if owned is None or owned.data_ptr() != shown.data_ptr() + start * shown.element_size():
-                part.parameter.grad = shown.reshape(-1)[start : start + part.stop - part.start]
+        with unguarded():
+            for part in self.owned:
+                grad = self.params[part.index].grad
+                if grad is not self.shown[part.index]:
+                    self._follow_shown_grad(part, grad)
+
+    def _follow_shown_grad(self, part: Owned, grad: Tensor | None) -> None:
+        if grad is not None:
+            start = self.groups.gather.index * self.layout.slice_elements + part.start - self.layout.offsets[part.index]
+            part.parameter.grad = grad.reshape(-1)[start : start + part.stop - part.start]
+        else:
+            part.parameter.grad = None
+        self.shown[part.index] = grad
 
     def drop_stale_grads(self) -> None:
         """Before forward: a gradient that was cleared in the optimizer is cleared in the model, and the reverse."""
@@ -355,7 +359,6 @@ class FlatParams:
         for part in self.owned:
             if part.index in indices:
                 part.parameter.grad = None
-        self.shown.difference_update(indices)
         with unguarded():
             for index in indices:
-                self.params[index].grad = None
+                self.params[index].grad = self.shown[index] = None

@@ -45,6 +45,9 @@ class Unit:
         self.used: set[int] = set()
         self.learned_trainable: frozenset[int] = frozenset()
         self._told = False
+        # The parameters, and those whose gradients are hidden, as they are once the buffers are filled.
+        self._settled: list[nn.Parameter] = []
+        self._hides: list[nn.Parameter] = []
         self._num_params = sum(len(flat.params) for flat in flats)
 
     def __str__(self) -> str:
@@ -84,7 +87,7 @@ class Unit:
             self.gather()
         self.wait_gather()
         if self.at_rest:
-            wake(self.params())
+            wake(self._settled)
             self.at_rest = False
 
     def free(self) -> None:
@@ -119,6 +122,8 @@ class Unit:
 
     def settle(self) -> None:
         """Once the buffers are filled: as a step finds it. What is sharded is freed, and noticed when it is read."""
+        self._settled = list(self.params())
+        self._hides = [parameter for flat in self.hides_grads for parameter in flat.params]
         for flat in self.flats:
             for index, (parameter, name) in enumerate(zip(flat.params, flat.names, strict=True)):
                 parameter._touched = partial(self._touched, flat, name)  # type: ignore[attr-defined]
@@ -135,7 +140,7 @@ class Unit:
         self.free()
 
     def _rest(self) -> None:
-        rest(self.params())
+        rest(self._settled)
         self.at_rest = True
 
     def _touched(self, flat: FlatParams, name: str, is_grad: bool) -> None:
@@ -206,7 +211,7 @@ class Unit:
         """Where gradients are sharded or of another dtype, `p.grad` has nothing to show, and says so."""
         self.free()
         if self.hides_grads and not self.at_rest:
-            rest(parameter for flat in self.hides_grads for parameter in flat.params)
+            rest(self._hides)
             self.at_rest = True
 
     def undo_grads(self) -> None:
