@@ -16,7 +16,7 @@ def read_at_most(path: Path, num_bytes: int) -> bytes:
     """What a regular file holds. One that is larger is an OSError before any of it is read: it is none of ours."""
     with os.fdopen(open_to_read(path), "rb") as file:
         if os.fstat(file.fileno()).st_size > num_bytes:
-            raise OSError(errno.EFBIG, f"is larger than {num_bytes >> 20} MiB", str(path))
+            raise OSError(errno.EFBIG, f"is larger than {num_bytes:,} bytes", str(path))
         return file.read()
 
 

@@ -6,7 +6,6 @@ and may come from anybody: only plain values are read.
 
 import io
 import json
-import os
 import pickle
 import re
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from typing import Any
 
 from shardwise.autopsy.record import GroupRecord, Issued, RankRecord
 from shardwise.errors import InvalidData
-from shardwise.regular_file import open_to_read
+from shardwise.regular_file import read_at_most
 
 # A ring of 2,000 collectives with their stacks takes about 2 MiB.
 _MOST_BYTES = 1 << 28
@@ -36,8 +35,7 @@ def read_dump(path: Path) -> RankRecord:
     if number is None:
         raise InvalidData(f"{path}: a flight recorder's dump ends in its rank, as nccl_trace_rank_0 does")
     try:
-        with os.fdopen(open_to_read(path), "rb") as file:
-            found = _values(file.read(_MOST_BYTES))
+        found = _values(read_at_most(path, _MOST_BYTES))
         return RankRecord(rank=int(number[1]), groups=_groups(found))
     except OSError as error:
         raise InvalidData(f"{path} cannot be read: {error.strerror}") from error

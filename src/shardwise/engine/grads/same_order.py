@@ -86,7 +86,10 @@ class SameOrder:
 
     def look(self, *, wait: bool = False) -> None:
         """Judge a GPU's flag if it is on the host."""
-        if self._copied is None or not (wait or self._copied.query()):  # type: ignore[no-untyped-call]
+        if self._copied is None or torch.cuda.is_current_stream_capturing():
+            # An event cannot be asked while a stream captures; the next ordinary step does it.
+            return
+        if not (wait or self._copied.query()):  # type: ignore[no-untyped-call]
             return
         self._copied.synchronize()
         self._copied = None
