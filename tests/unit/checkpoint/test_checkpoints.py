@@ -247,7 +247,7 @@ def test_a_manifest_that_is_larger_than_any_is_refused_before_it_is_read(tmp_pat
     saved_folder(tmp_path)
     with (tmp_path / "step-00000001" / "manifest.json").open("r+b") as file:
         file.truncate(2**40)
-    with pytest.raises(CheckpointError, match="manifest.json: cannot be read .is larger than 1024 MiB"):
+    with pytest.raises(CheckpointError, match="manifest.json: cannot be read .is larger than 1,073,741,824 bytes"):
         open_checkpoint(tmp_path / "step-00000001")
 
 

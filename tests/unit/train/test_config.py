@@ -158,7 +158,7 @@ def test_what_is_no_file_of_a_config_is_not_read(tmp_path: Path) -> None:
     with zeros.open("wb") as file:
         file.truncate(2**40)
     os.mkfifo(pipe)
-    with pytest.raises(InvalidConfig, match="zeros.toml: cannot be read .is larger than 4 MiB"):
+    with pytest.raises(InvalidConfig, match="zeros.toml: cannot be read .is larger than 4,194,304 bytes"):
         load_config(zeros)
     for path in (pipe, Path("/dev/zero")):
         with pytest.raises(InvalidConfig, match="cannot be read .is not a regular file"):
