@@ -3,6 +3,7 @@
 python stalling.py FAULT STRATEGY WATCH_SECONDS
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -24,7 +25,11 @@ def run_rank(rank: int, environment: dict[str, str], output: Path, arguments: tu
     file = os.open(output, os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    main(*arguments)
+    try:
+        main(*arguments)
+    finally:
+        # As a script's process ends; those of multiprocessing leave this out.
+        atexit._run_exitfuncs()
 
 
 def go_wrong(fault: str, model: nn.Module, collectives: WrongCollectives | None, x: Tensor) -> None:

@@ -8,6 +8,8 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from whole import whole
 from wrong import WIDTH, Blocks
 
 from reliability.said import say
+from shardwise.comm.agreement import exchange
 from shardwise.comm.watch import EXIT_CODE
 from shardwise.engine.prepare import prepare
 from shardwise.launch.launch import launch
@@ -227,6 +230,28 @@ def leaves_no_thread(rank: int) -> None:
 
 def test_the_watchdog_ends_with_the_last_model() -> None:
     run_ranks(leaves_no_thread, num_ranks=2)
+
+
+def outlives_the_model_before(rank: int) -> None:
+    """The last model goes, by chance, just while the next one is prepared."""
+    models = [Blocks()]
+    prepare(models[0], None, Plan())
+
+    def collected(value: Any) -> list[Any]:
+        models.clear()
+        gc.collect()
+        return exchange(value)
+
+    with patch("shardwise.comm.watch.exchange", collected):
+        model = Blocks()
+        prepare(model, None, Plan())
+    watching = [thread for thread in threading.enumerate() if thread.name.startswith("shardwise-watch")]
+    assert len(watching) >= 2
+    assert not models
+
+
+def test_the_watchdog_goes_on_when_one_model_follows_another() -> None:
+    run_ranks(outlives_the_model_before, num_ranks=2)
 
 
 def is_turned_off(rank: int) -> None:

