@@ -29,10 +29,12 @@ import torch
 from engine_step import CASES as STEP_CASES
 from engine_step import WARM_UP_STEPS, Case, circumstances, make_step, on_ranks, spread
 
+from shardwise.engine.engine import engine_of
 from shardwise.engine.optimizer import owned
 from shardwise.engine.params import unit
 from shardwise.engine.params.guard import wake
 from shardwise.engine.params.managed import ManagedParameters
+from shardwise.engine.params.written import Writes
 
 GOAL = 0.01
 ROUNDS_PER_TIMED = 8
@@ -52,6 +54,10 @@ class Check:
 # name → all its functions. Whoever adds a check that runs in every step adds it here.
 CHECKS: dict[str, tuple[Check, ...]] = {
     "parameters added or torn out": (Check(owner=ManagedParameters, attribute="check"),),
+    "writes outside of an update": (
+        Check(owner=Writes, attribute="before_step"),
+        Check(owner=Writes, attribute="settled"),
+    ),
     "reads of freed parameters": (Check(owner=unit, attribute="rest"), Check(owner=unit, attribute="wake")),
     "torch's GradScaler": (Check(owner=owned, attribute="_called_by_torchs_grad_scaler", off=lambda *_, **__: False),),
 }
@@ -74,8 +80,9 @@ def without_checks(model: torch.nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for check in (check for checks in CHECKS.values() for check in checks):
             stack.enter_context(patch.object(check.owner, check.attribute, check.off))
-        # Those at rest would refuse the next forward, which no longer wakes them.
+        # Those at rest would refuse the next forward, which no longer wakes them; nor does an update wake slices.
         wake(model.parameters())
+        wake(part.parameter for flat in engine_of(model).flats for part in flat.owned)
         yield
 
 
