@@ -84,6 +84,8 @@ def without_checks(model: torch.nn.Module) -> Iterator[None]:
         wake(model.parameters())
         wake(part.parameter for flat in engine_of(model).flats for part in flat.owned)
         yield
+    # What was updated meanwhile was not written by anybody else.
+    engine_of(model).runner.writes.settled()
 
 
 @contextmanager

@@ -777,3 +777,18 @@ def alone(rank: int) -> None:
 
 def test_a_state_dict_on_one_rank_alone_names_the_ranks_that_did_not_come() -> None:
     run_ranks(alone, num_ranks=3)
+
+
+def torn_out_of_many(rank: int) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100)))
+    prepare(model, sgd(model.parameters()), Plan(strategy="ddp"))
+    x = torch.ones(1, 2)
+    model(x).sum().backward()
+    model[-1].bias.data = torch.zeros(2)
+    # Nothing of it is saved; and within a few forwards all parameters are looked at.
+    assert "99.bias was given other memory" in line(model.state_dict)
+    assert "99.bias was given other memory" in line(lambda: [model(x) for _ in range(4)])
+
+
+def test_a_torn_parameter_among_many_is_never_saved_and_found_within_a_few_forwards() -> None:
+    run_ranks(torn_out_of_many, num_ranks=1)
