@@ -41,7 +41,13 @@ def batch(step: int, *, rank: int, padded: bool = False, size: int = 4) -> tuple
 
 
 def trained(
-    model: nn.Module, *, strategy: str, batches: Callable[[int], tuple[Tensor, Tensor]], captured: bool, steps: int
+    model: nn.Module,
+    *,
+    strategy: str,
+    batches: Callable[[int], tuple[Tensor, Tensor]],
+    captured: bool,
+    steps: int,
+    after: Callable[[Any, int], None] = lambda taken, number: None,
 ) -> tuple[list[float], dict[str, Tensor], list[bool], list[str]]:
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -65,6 +71,7 @@ def trained(
     for number in range(steps):
         losses.append(taken(*batches(number)).item())
         replayed.append(captured and taken.report.captured)
+        after(taken, number)
     return losses, {name: value.clone() for name, value in model.state_dict().items()}, replayed, lines
 
 
@@ -106,3 +113,29 @@ def test_what_one_rank_cannot_capture_none_does_and_the_line_names_it() -> None:
     (line,) = found[0][1]
     assert line.startswith("capture: ordinary steps, not captured: rank 1: test_capture_agreement.py:")
     assert line.endswith("reads a number from the device")
+
+
+def leaves_behind(rank: int) -> list[bool]:
+    """A guard fails on both ranks; the ordinary step of one leaves something alive in the memory of the graphs."""
+
+    def leave(taken: Any, number: int) -> None:
+        if rank == 1 and number in (7, 14):
+            taken._memory.pool.in_use = {(number, number + 1)}
+
+    _, _, replayed, lines = trained(
+        Looking(),
+        strategy="fsdp",
+        batches=lambda step: batch(step, rank=rank, padded=step in (7, 14)),
+        captured=True,
+        steps=20,
+        after=leave,
+    )
+    assert len(lines) == (1 if rank == 0 else 2)
+    return replayed
+
+
+def test_what_one_rank_would_overwrite_costs_all_ranks_their_graphs_and_they_capture_again_together() -> None:
+    one, other = run_ranks(leaves_behind, num_ranks=2)
+    assert one == other
+    # Steps 3 and 16 hold replays 1 and 10, which are compared.
+    assert [step for step, replayed in enumerate(one) if not replayed] == [0, 1, 2, 3, 7, 8, 14, 15, 16]

@@ -20,7 +20,10 @@ from shardwise.engine.captured.abandon import abandon_step
 from shardwise.engine.captured.captured_step import CapturedStep
 from shardwise.engine.captured.python_state import PythonState
 from shardwise.engine.captured.reads import Read, noting_reads
+from shardwise.engine.captured.replayed_grads import sampled
 from shardwise.engine.captured.step_key import StepInputs
+from shardwise.engine.captured.step_memory import StepMemory
+from shardwise.engine.captured.step_pool import Block
 from shardwise.engine.engine import Engine, engine_of
 
 
@@ -32,10 +35,23 @@ class CpuDevice:
     def __init__(self) -> None:
         self.seconds = iter(range(10**9))
         self.no_room = ""
+        self.num_releases = 0
+        self.free = 0.5
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
         yield
+
+    def enter_stream(self) -> str:
+        return "the caller's"
+
+    def leave_stream(self, caller: str) -> None:
+        assert caller == "the caller's"
+
+    def settle(self) -> None: ...
+
+    def free_share(self) -> float:
+        return self.free
 
     def random_offset(self) -> int:
         return 0
@@ -47,10 +63,41 @@ class CpuDevice:
     def noting_waits(self) -> Iterator[list[str]]:
         yield []
 
-    def release_memory(self) -> None: ...
+    def release_memory(self) -> None:
+        self.num_releases += 1
 
     def lacks_memory(self) -> str:
         return self.no_room
+
+
+class CpuPool:
+    """No memory, but what a test says is in use; `log` has what was done with it."""
+
+    id = (0, 1)
+
+    def __init__(self) -> None:
+        self.is_filled = False
+        self.in_use: set[Block] = set()
+        self.log: list[str] = []
+
+    def begin(self) -> None:
+        assert not self.is_filled
+        self.is_filled = True
+        self.log.append("begin")
+
+    def end(self) -> None:
+        if self.is_filled:
+            self.is_filled = False
+            self.log.append("end")
+
+    def break_off(self) -> None: ...
+
+    def blocks(self, *, settled: bool = False) -> set[Block]:
+        return set(self.in_use)
+
+    def renew(self) -> None:
+        assert not self.is_filled
+        self.log.append("renew")
 
 
 class _Undone(Exception):  # noqa: N818
@@ -58,9 +105,10 @@ class _Undone(Exception):  # noqa: N818
 
 
 class CpuRecorder:
-    def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+    def __init__(self, engine: Engine, optimizer: Optimizer, *, memory: StepMemory) -> None:
         self.engine = engine
         self.optimizer = optimizer
+        self.memory = memory
         self.log: list[str] = []
 
     def record(
@@ -74,7 +122,8 @@ class CpuRecorder:
         written: Sequence[Tensor],
     ) -> "CpuGraph":
         self.log.append("record")
-        return CpuGraph(self, step, inputs, reads=reads, written=written)
+        held = self.memory.end_recording(self.memory.begin_recording(), result=None)
+        return CpuGraph(self, step, inputs, reads=reads, written=written, held=held)
 
     def owned_grads(self) -> list[Tensor | None]:
         return [part.parameter.grad for flat in self.engine.flats for part in flat.owned]
@@ -89,8 +138,10 @@ class CpuGraph:
         *,
         reads: Sequence[Read],
         written: Sequence[Tensor],
+        held: set[Block],
     ) -> None:
         self.recorder = recorder
+        self.held = held
         self.step = step
         self.tree = inputs.tree
         self.leaves = tree_map_only(Tensor, Tensor.clone, inputs.leaves)
@@ -106,6 +157,7 @@ class CpuGraph:
 
     def replay_passes(self) -> None:
         assert self.alive
+        assert self.recorder.memory.is_clear()
         self.recorder.log.append("passes")
         self.copies = [tensor.clone() for tensor in self.written]
         self.over, self.go_on = threading.Event(), threading.Event()
@@ -169,8 +221,12 @@ class CpuGraph:
     def take_result(self) -> Any:
         return tree_map_only(Tensor, Tensor.clone, self.result)
 
+    def sample_grads(self) -> list[Tensor | None]:
+        return sampled(self.grads)
+
     def let_go(self) -> None:
         self.alive = False
+        self.recorder.memory.forget(self.held)
 
 
 def captured_on_cpu(
@@ -183,15 +239,19 @@ def captured_on_cpu(
 ) -> tuple[CapturedStep, list[str], CpuRecorder]:
     """(the step, lines that it told, what its graphs did)."""
     engine = engine_of(model)
-    recorder = CpuRecorder(engine, optimizer)
+    device = CpuDevice()
+    memory = StepMemory(CpuPool(), device=device, optimizer=optimizer)
+    recorder = CpuRecorder(engine, optimizer, memory=memory)
     lines: list[str] = []
     captured = CapturedStep(
         step,
+        model=model,
         engine=engine,
         optimizer=optimizer,
         state=PythonState(model, functions=(step, *functions)),
-        device=CpuDevice(),  # type: ignore[arg-type]
+        device=device,  # type: ignore[arg-type]
         recorder=recorder,  # type: ignore[arg-type]
+        memory=memory,
         group=HostGroup(),
         must=must,
         tell=lines.append,

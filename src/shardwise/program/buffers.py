@@ -11,6 +11,10 @@ from shardwise.layout import Layout, lay_out
 from shardwise.plan import Plan
 from shardwise.spec import TensorSpec, UnitSpec
 
+SAMPLED_EVERY = 61
+"""One in so many elements of a captured step's gradients is compared with an ordinary step's, now and then. A prime
+number, so that each column of a matrix has its turn."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatSpec:

@@ -24,6 +24,8 @@ from shardwise.engine.captured.captured_step import CapturedStep, Told
 from shardwise.engine.captured.python_state import PythonState, foreign_hook
 from shardwise.engine.captured.step_device import StepDevice
 from shardwise.engine.captured.step_graphs import StepRecorder
+from shardwise.engine.captured.step_memory import StepMemory
+from shardwise.engine.captured.step_pool import StepPool, why_no_pool
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.errors import InvalidPlan
 
@@ -53,13 +55,16 @@ def capture(
             tell(f"capture: ordinary steps, not captured: {why}")
         return step
     device = StepDevice(engine.device)
+    memory = StepMemory(StepPool(device.stream), device=device, optimizer=optimizer)
     captured = CapturedStep(
         step,
+        model=model,
         engine=engine,
         optimizer=optimizer,
         state=PythonState(model, functions=(step, *functions)),
         device=device,
-        recorder=StepRecorder(engine, optimizer, stream=device.stream),
+        recorder=StepRecorder(engine, optimizer, stream=device.stream, memory=memory),
+        memory=memory,
         group=HostGroup(),
         must=engine.plan.capture == "on",
         tell=tell if dist.get_rank() == 0 else lambda line: None,
@@ -75,7 +80,7 @@ def _why_not(engine: Engine, model: nn.Module, optimizer: Optimizer) -> str | No
     # A variable may be set for one rank alone.
     if any(exchange(capture_is_off())):
         return ""
-    why = plan.why_not_captured()
+    why = plan.why_not_captured() or why_no_pool()
     if not why and "capturable" not in optimizer.defaults:
         why = f"{type(optimizer).__name__} has no option capturable, as AdamW has"
     if not why and plan.capture == "auto":

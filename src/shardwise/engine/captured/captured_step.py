@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.comm.host_group import HostGroup
@@ -21,9 +22,11 @@ from shardwise.engine.captured.probed_step import ProbedStep
 from shardwise.engine.captured.python_state import PythonState
 from shardwise.engine.captured.reads import NotCaptured
 from shardwise.engine.captured.replayed_grads import GradientComparison, is_compared, most_distance
+from shardwise.engine.captured.shared_evaluation import SharedEvaluation
 from shardwise.engine.captured.step_device import StepDevice
 from shardwise.engine.captured.step_graphs import RecordedStep, StepRecorder
 from shardwise.engine.captured.step_key import StepInputs, StepKey, optimizer_key, step_key, take_apart
+from shardwise.engine.captured.step_memory import STEPS, StepMemory
 from shardwise.engine.engine import Engine
 from shardwise.errors import InvalidModel
 
@@ -38,8 +41,9 @@ _MOST_TRIES = 2
 _TIMED = range(2, 5)
 _MOST_RATIO = 1.1
 
-# What a rank proposes to do in a step; from the last one on, to replay the graph of a number.
-_ORDINARY, _CAPTURE, _FIRST_GRAPH = range(3)
+# What a rank proposes to do in a step; from the last one on, to replay the graph of a number. A rank where a replay
+# would overwrite something proposes that all graphs go.
+_ORDINARY, _CAPTURE, _DROP, _FIRST_GRAPH = range(4)
 
 
 Told = Callable[[str], None]
@@ -61,11 +65,13 @@ class CapturedStep:
         self,
         step: Callable[..., Any],
         *,
+        model: nn.Module,
         engine: Engine,
         optimizer: Optimizer,
         state: PythonState,
         device: StepDevice,
         recorder: StepRecorder,
+        memory: StepMemory,
         group: HostGroup,
         must: bool,
         tell: Told,
@@ -78,6 +84,8 @@ class CapturedStep:
         self._state = state
         self._device = device
         self._recorder = recorder
+        self._memory = memory
+        self._evaluation = SharedEvaluation(model, memory=memory, device=device)
         self._group = group
         # Whether a step that cannot be captured is an error.
         self._must = must
@@ -101,6 +109,7 @@ class CapturedStep:
     def __call__(self, *inputs: Any) -> Any:
         self._num_steps += 1
         self.report = StepReport()
+        self._evaluation.leave()
         if not self.stopped and self._num_steps == _MANY_STEPS and self._num_replays < _MANY_STEPS / 2:
             self._give_up()
         if self.stopped:
@@ -108,7 +117,10 @@ class CapturedStep:
         apart = take_apart(inputs)
         history, proposal, why = self._propose(apart)
         # All ranks do the same, or each the ordinary thing.
-        if not self._group.all_same(proposal) or proposal == _ORDINARY:
+        same = self._group.all_same(proposal)
+        if proposal == _DROP if same else _DROP in self._group.gather(proposal):
+            self._drop_graphs()
+        if not same or proposal in (_ORDINARY, _DROP):
             return self._watched(inputs, history)
         if proposal == _CAPTURE and not self._capture(history, apart, why=why):
             return self._ordinary(inputs)
@@ -131,7 +143,7 @@ class CapturedStep:
         except NotCaptured as why:
             return None, _CAPTURE if self._num_steps > WARM_STEPS else _ORDINARY, str(why)
         if history.graphs:
-            return history, _FIRST_GRAPH + history.graphs[0].number, ""
+            return history, _FIRST_GRAPH + history.graphs[0].number if self._memory.is_clear() else _DROP, ""
         if self._num_steps <= WARM_STEPS:
             return history, _ORDINARY, ""
         # One such step alone may have made what later ones find.
@@ -155,8 +167,12 @@ class CapturedStep:
     # Ordinary steps
 
     def _ordinary(self, inputs: tuple[Any, ...]) -> Any:
-        with self._device.on_stream():
-            return self.step(*inputs)
+        with self._device.on_stream(), self._memory.of_step(inputs):
+            result = self.step(*inputs)
+        if self._store.num_graphs and not self._memory.is_shared_with(STEPS):
+            # Blocks of ordinary steps are seldom used beside graphs.
+            self._device.release_memory()
+        return self._memory.taken_out(result, user=STEPS)
 
     def _watched(self, inputs: tuple[Any, ...], history: KeyHistory[RecordedStep] | None) -> Any:
         """An ordinary step, of which is noted what speaks against capturing it."""
@@ -185,9 +201,12 @@ class CapturedStep:
         probe = None if history is None else history.probe
         if not why and probe is not None:
             why = probe.why_not or ("" if self._must else self._device.lacks_memory())
-        everyone = self._group.gather((why, probe is not None and bool(probe.reads), probe is None or probe.early))
+        offer = (why, probe is not None and bool(probe.reads), probe is None or probe.early, self._memory.is_clear())
+        everyone = self._group.gather(offer)
         if self._refused([others[0] for others in everyone]):
             return False
+        if not all(is_clear for *_, is_clear in everyone):
+            self._drop_graphs()
         assert history is not None
         assert probe is not None
         before = self._state.values()
@@ -197,8 +216,8 @@ class CapturedStep:
                 self.step,
                 inputs,
                 reads=probe.reads,
-                guarded=any(has_reads for _, has_reads, _ in everyone),
-                early=all(early for _, _, early in everyone),
+                guarded=any(has_reads for _, has_reads, *_ in everyone),
+                early=all(early for _, _, early, _ in everyone),
                 written=probe.written,
             )
             changed = self._state.changed(before)
@@ -216,6 +235,13 @@ class CapturedStep:
             guarded = f", {num_guarded} values that it looks at are guarded" if num_guarded else ""
             self._note(f"steps are replayed as CUDA graphs from here on{guarded}")
         return True
+
+    def _drop_graphs(self) -> None:
+        """Something lives in memory that graphs write into: they are captured again, around it."""
+        self._store.drop_graphs()
+        user = self._memory.blame()
+        if user:
+            self._note(f"{user} leave tensors behind that replays would overwrite: they get memory of their own")
 
     def _refused(self, reasons: Sequence[str]) -> bool:
         """Whether a rank has a reason not to capture; then none does from here on."""
@@ -238,6 +264,7 @@ class CapturedStep:
         """Ordinary steps from here on; an error where the plan insists."""
         self.let_go()
         self.stopped = why
+        self._memory.has_replays = False
         if self._must:
             raise InvalidModel(f"the step cannot be captured: {why}; set capture = 'auto' or 'off'")
         self._note(f"ordinary steps, not captured: {why}")
@@ -287,16 +314,15 @@ class CapturedStep:
 
     def _compared(self, stored: StoredGraph[RecordedStep], inputs: tuple[Any, ...]) -> Any:
         """After a replay of the passes: the same step as an ordinary one, which is the one that counts."""
+        samples = stored.graph.sample_grads()
         stored.graph.undo()
-        beside = GradientComparison(stored.graph.grads, self._recorder.owned_grads)
+        beside = GradientComparison(samples, self._recorder.owned_grads)
         passes = self._engine.runner.passes
         passes.watcher = beside
         try:
             result = self._ordinary(inputs)
         finally:
             passes.watcher = None
-        # Blocks of ordinary steps are seldom used from here on.
-        self._device.release_memory()
         distance = max(self._group.gather(beside.distance))
         if distance > most_distance(flat.full.dtype for flat in self._engine.flats):
             self._stop(

@@ -121,11 +121,16 @@ class GraphStore(Generic[GraphT]):
         history.graphs.remove(stored)
         stored.graph.let_go()
 
-    def clear(self) -> None:
-        """Let go of all graphs, and forget what was seen."""
+    def drop_graphs(self) -> None:
+        """Let go of all graphs."""
         for history in self.histories:
             for stored in history.graphs:
                 stored.graph.let_go()
+            history.graphs.clear()
+
+    def clear(self) -> None:
+        """Let go of all graphs, and forget what was seen."""
+        self.drop_graphs()
         self.histories.clear()
 
     @property

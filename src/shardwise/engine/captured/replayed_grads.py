@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from shardwise.program.buffers import SAMPLED_EVERY
+
 # Kernels add up in another order each time, in a narrow dtype with a larger difference.
 _MOST_DISTANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _MOST_DISTANCE_OF_NARROW = 5e-2
@@ -16,8 +18,13 @@ def most_distance(dtypes: Iterable[torch.dtype]) -> float:
     return max(_MOST_DISTANCE.get(dtype, _MOST_DISTANCE_OF_NARROW) for dtype in dtypes)
 
 
+def sampled(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The elements of gradients that are compared: views. Copies of whole ones would be a large part of the memory."""
+    return [None if grad is None else grad.detach().reshape(-1)[::SAMPLED_EVERY] for grad in grads]
+
+
 class GradientComparison:
-    """Watches an ordinary step: how far its gradients are from replayed ones, as a share of their norm."""
+    """Watches an ordinary step: how far a sample of its gradients is from a replayed one, as a share of its norm."""
 
     def __init__(self, replayed: list[Tensor | None], owned_grads: Callable[[], list[Tensor | None]]) -> None:
         self._replayed = replayed
@@ -28,7 +35,7 @@ class GradientComparison:
 
     def passes_are_over(self) -> None:
         if math.isnan(self.distance):
-            self.distance = gradient_distance(self._replayed, self._owned_grads())
+            self.distance = gradient_distance(self._replayed, sampled(self._owned_grads()))
 
 
 @torch.no_grad()

@@ -12,10 +12,8 @@ from shardwise.quantities import bytes_text
 
 _WAITS = "called a synchronizing CUDA operation"
 _PROTOTYPE = "Synchronization debug mode"
-# A graph's blocks do not fit as tightly as those of ordinary steps.
-_ROOM = 1.1
-# The share of the device's memory that graphs leave to others, such as an evaluation.
-_LEFT = 0.05
+# What the driver keeps of the graphs of a step.
+_GRAPH_BYTES = 256 * 2**20
 
 
 class StepDevice:
@@ -31,11 +29,22 @@ class StepDevice:
     @contextmanager
     def on_stream(self) -> Iterator[None]:
         """On the stream that captures: autograd remembers on which stream it gave a parameter its gradient."""
-        current = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
+        caller = self.enter_stream()
+        try:
             yield
-        current.wait_stream(self.stream)
+        finally:
+            self.leave_stream(caller)
+
+    def enter_stream(self) -> torch.cuda.Stream:
+        """From here on, on the stream that captures; the one of before."""
+        caller = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(caller)
+        torch.cuda.set_stream(self.stream)
+        return caller
+
+    def leave_stream(self, caller: torch.cuda.Stream) -> None:
+        torch.cuda.set_stream(caller)
+        caller.wait_stream(self.stream)
 
     def random_offset(self) -> int:
         """How many random numbers were drawn on the device."""
@@ -43,8 +52,11 @@ class StepDevice:
 
     def settled_seconds(self) -> float:
         """The time, when all that was issued is done."""
-        torch.cuda.synchronize(self.device)
+        self.settle()
         return time.perf_counter()
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
 
     @contextmanager
     def noting_waits(self) -> Iterator[list[str]]:
@@ -69,20 +81,21 @@ class StepDevice:
 
     def release_memory(self) -> None:
         """Give back what the allocator keeps and nothing lies in."""
-        torch.cuda.synchronize(self.device)
+        self.settle()
         torch.cuda.empty_cache()
 
-    def lacks_memory(self) -> str:
-        """Whether graphs beside ordinary steps could be too much for the device: a line; "" if there is room.
-
-        What ordinary steps need is at most what the allocator has reserved beyond what is held between steps.
-        """
+    def free_share(self) -> float:
+        """How much of the device's memory is free."""
         free_bytes, device_bytes = torch.cuda.mem_get_info(self.device)
-        reserved, held = torch.cuda.memory_reserved(self.device), torch.cuda.memory_allocated(self.device)
-        graph_bytes = _ROOM * (reserved - held)
-        if free_bytes >= graph_bytes + _LEFT * device_bytes:
+        return free_bytes / device_bytes
+
+    def lacks_memory(self) -> str:
+        """Whether what the driver keeps of graphs could be too much for the device: a line; "" if there is room.
+
+        Their tensors need no room: they lie in memory that ordinary steps use, or that is given back before.
+        """
+        self.release_memory()
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        if free_bytes >= _GRAPH_BYTES:
             return ""
-        return (
-            f"graphs could take {bytes_text(graph_bytes)} besides what ordinary steps take, and "
-            f"{bytes_text(free_bytes)} are free"
-        )
+        return f"graphs take up to {bytes_text(_GRAPH_BYTES)} of the device, and {bytes_text(free_bytes)} are free"

@@ -1,4 +1,5 @@
-"""A step as two CUDA graphs: its passes up to the reduced gradients, and its update.
+"""A step as two CUDA graphs: its passes up to the reduced gradients, and its update. A third one, for comparisons,
+copies some elements of the gradients.
 
     A   flag = 0 · copies of what the step writes into · passes and reduces; each value that Python looks at is compared
         with what was assumed, and the flag that all ranks share is copied to the host as soon as the last of them is
@@ -26,7 +27,10 @@ from shardwise.comm.groups import job_timeout
 from shardwise.engine.activations.recompute import without_random_numbers
 from shardwise.engine.captured.abandon import abandon_step
 from shardwise.engine.captured.reads import NotCaptured, Read, assuming_reads, hidden_capture, source_line
+from shardwise.engine.captured.replayed_grads import sampled
 from shardwise.engine.captured.step_key import StepInputs
+from shardwise.engine.captured.step_memory import StepMemory
+from shardwise.engine.captured.step_pool import Block
 from shardwise.engine.engine import Engine
 
 # What the host sees before the device has written the flag.
@@ -38,14 +42,15 @@ _LIMIT_SECONDS = 1800.0
 class StepRecorder:
     """Records steps of one model; their graphs share one pool of memory, in which nothing outlives a replay."""
 
-    def __init__(self, engine: Engine, optimizer: Optimizer, *, stream: torch.cuda.Stream) -> None:
+    def __init__(self, engine: Engine, optimizer: Optimizer, *, stream: torch.cuda.Stream, memory: StepMemory) -> None:
         self.engine = engine
         self.optimizer = optimizer
         self.stream = stream
+        self.memory = memory
         self.generator = torch.cuda.default_generators[stream.device_index]
         self._side = torch.cuda.Stream(engine.device)  # type: ignore[no-untyped-call]
-        self._pool: Any = None
-        self._num_alive = 0
+        # A few elements of each gradient; a graph's are only read right after its replay.
+        self._samples: dict[int, Tensor] = {}
 
     def record(
         self,
@@ -64,9 +69,6 @@ class StepRecorder:
         early      all of them come before the last backward, on all ranks
         written    what it writes into besides parameters, gradients and the optimizer's state
         """
-        if not self._num_alive:
-            # With the last graph of a pool the pool goes, and cannot be used again.
-            self._pool = torch.cuda.graph_pool_handle()
         # What the graph reads lies where its inputs are copied to.
         leaves = tree_map_only(Tensor, Tensor.clone, inputs.leaves)
         recorded = RecordedStep(self, leaves=leaves, written=written, guarded=guarded, early=early)
@@ -77,10 +79,12 @@ class StepRecorder:
         torch.cuda.empty_cache()
         random_state = self.generator.clone_state()
         try:
+            in_use = self.memory.begin_recording()
             with self._recording(recorded, reads):
                 recorded.begin()
                 recorded.result = step(*tree_unflatten(leaves, inputs.tree))
                 recorded.end()
+            recorded.held = self.memory.end_recording(in_use, result=recorded.result)
         except (NotCaptured, RuntimeError) as error:
             recorded.break_off()
             # A capture that fails leaves the device's generator waiting for its end: no random number could be drawn.
@@ -93,6 +97,7 @@ class StepRecorder:
     def _recording(self, recorded: "RecordedStep", reads: Sequence[Read]) -> Iterator[None]:
         passes = self.engine.runner.passes
         passes.watcher = recorded
+        self.memory.is_recording = True
         try:
             with (
                 torch.cuda.stream(self.stream),
@@ -103,10 +108,18 @@ class StepRecorder:
                 yield
         finally:
             passes.watcher = None
+            self.memory.is_recording = False
 
     def owned_grads(self) -> list[Tensor | None]:
         """What the update will step by, on this rank."""
         return [part.parameter.grad for flat in self.engine.flats for part in flat.owned]
+
+    def samples(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Places for `sampled(grads)`, the same ones each time."""
+        for index, sample in enumerate(sampled(grads)):
+            if sample is not None and index not in self._samples:
+                self._samples[index] = torch.empty_like(sample)
+        return [None if grad is None else self._samples[index] for index, grad in enumerate(grads)]
 
 
 class RecordedStep:
@@ -116,7 +129,8 @@ class RecordedStep:
         self, recorder: StepRecorder, *, leaves: list[Any], written: Sequence[Tensor], guarded: bool, early: bool
     ) -> None:
         self.result: Any = None
-        self.grads: list[Tensor | None] = []
+        # What it holds in the pool.
+        self.held: set[Block] = set()
         self._recorder = recorder
         self._leaves = leaves
         self._written = list(written)
@@ -128,10 +142,12 @@ class RecordedStep:
         self._sent = False
         self._passes = torch.cuda.CUDAGraph()
         self._update = torch.cuda.CUDAGraph()
+        # Copies a few elements of the gradients. They themselves are free memory once the step is recorded.
+        self._sampling = torch.cuda.CUDAGraph()
+        self._samples: list[Tensor | None] = []
         self._capturing: torch.cuda.CUDAGraph | None = None
         self._offset = 0
         self._alive = True
-        recorder._num_alive += 1
 
     # While it is recorded
 
@@ -160,7 +176,14 @@ class RecordedStep:
         self._send_flag()
         if self._sent:
             self._recorder.stream.wait_stream(self._recorder._side)
-        self.grads = self._recorder.owned_grads()
+        self._end()
+        grads = self._recorder.owned_grads()
+        self._samples = self._recorder.samples(grads)
+        self._begin(self._sampling)
+        with torch.no_grad():
+            for place, sample in zip(self._samples, sampled(grads), strict=True):
+                if place is not None and sample is not None:
+                    place.copy_(sample)
         self._end()
         self._begin(self._update)
 
@@ -176,6 +199,7 @@ class RecordedStep:
 
     def break_off(self) -> None:
         """The recording failed: end what was begun, in whatever state it is."""
+        ended = True
         if self._capturing is not None:
             graph, self._capturing = self._capturing, None
             try:
@@ -183,14 +207,15 @@ class RecordedStep:
                     graph.capture_end()
             except RuntimeError:
                 # It says again that the capture has failed, which is known.
-                pass
-        self.result, self.grads = None, []
+                ended = False
         self.let_go()
+        if not ended:
+            self._recorder.memory.pool.break_off()
 
     def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
-        # The backend's own threads look at the device meanwhile, and may.
-        graph.capture_begin(pool=self._recorder._pool, capture_error_mode="thread_local")
         self._capturing = graph
+        # The backend's own threads look at the device meanwhile, and may.
+        graph.capture_begin(pool=self._recorder.memory.pool.id, capture_error_mode="thread_local")
 
     def _end(self) -> None:
         assert self._capturing is not None
@@ -243,6 +268,11 @@ class RecordedStep:
     def replay_update(self) -> None:
         self._update.replay()
 
+    def sample_grads(self) -> list[Tensor | None]:
+        """After `replay_passes`: elements of the gradients, as `sampled` chooses them."""
+        self._sampling.replay()
+        return self._samples
+
     def undo(self) -> None:
         """After `replay_passes`: all that outlives a step is as it was before."""
         if self._written:
@@ -259,11 +289,11 @@ class RecordedStep:
         if not self._alive:
             return
         self._alive = False
-        self._recorder._num_alive -= 1
         torch.cuda.synchronize(self._recorder.engine.device)
-        for graph in (self._passes, self._update):
+        for graph in (self._passes, self._sampling, self._update):
             graph.reset()
-        self.result, self.grads = None, []
+        self.result = None
+        self._recorder.memory.forget(self.held)
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ import shardwise
 from shardwise import Plan
 from shardwise.comm.job_environment import capture_is_off
 from shardwise.engine.captured.capture import _why_not_unasked
+from shardwise.engine.captured.step_pool import why_no_pool
 from shardwise.errors import InvalidJob, InvalidModel, InvalidPlan
 
 
@@ -77,6 +78,15 @@ def test_compiled_modules_and_hooks_of_the_user_are_captured_on_demand_only() ->
     assert _why_not_unasked(model).startswith("model.0 has a hook, which a replay would not call")
     model[0].compile(backend="eager")
     assert _why_not_unasked(model).startswith("it has compiled modules")
+
+
+@pytest.mark.parametrize(
+    ("backend", "why"), [("native", ""), ("cudaMallocAsync", "torch's allocator is cudaMallocAsync")]
+)
+def test_only_torchs_own_allocator_has_pools(monkeypatch: pytest.MonkeyPatch, backend: str, why: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    assert why_no_pool().startswith(why)
+    assert bool(why_no_pool()) is bool(why)
 
 
 def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:

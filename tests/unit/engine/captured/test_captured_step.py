@@ -372,3 +372,74 @@ def test_every_kind_of_step_being_new_ends_it() -> None:
     for step in range(201):
         run.take(*batch(step, size=2 + step))
     assert "only 0 of 200 steps could be replayed" in run.lines[0]
+
+
+def pool_of(run: Run) -> Any:
+    return run.step._memory.pool
+
+
+def test_nothing_is_replayed_over_what_an_ordinary_step_left_behind() -> None:
+    """The graphs go, and are captured again around it."""
+    found = []
+    for captured in (True, False):
+        run = Run(Looking(), captured=captured)
+        for step in range(14):
+            run.take(*batch(step, padded=step == 6))
+            if captured and step == 6:
+                pool_of(run).in_use = {(0, 512)}
+        found.append(run)
+    assert found[0].same_as(found[1])
+    # Replays 1, and 2 of which is undone; what was left behind is found before step 7.
+    assert [number for number, replayed in enumerate(found[0].replayed) if not replayed][:6] == [0, 1, 2, 3, 6, 7]
+    assert found[0].replayed[8]
+    assert found[0].log.count("record") == 2
+    assert len(found[0].lines) == 1
+
+
+def test_evaluations_that_leave_something_behind_again_get_memory_of_their_own() -> None:
+    run = Run(Looking())
+    pool = pool_of(run)
+    filled = []
+    run.model.second.register_forward_pre_hook(lambda *_: filled.append(pool.is_filled))
+    for step in range(24):
+        run.take(*batch(step))
+        if step in (6, 12, 18):
+            with torch.no_grad():
+                run.model(*batch(step))
+            pool.in_use = {(step, step + 1)} if filled[-1] else pool.in_use
+    assert run.lines[1:] == [
+        "capture: evaluations leave tensors behind that replays would overwrite: they get memory of their own"
+    ]
+    assert run.log.count("record") == 3
+    assert run.replayed[19]
+    assert not pool.is_filled
+
+
+def test_steps_that_leave_something_behind_again_get_memory_of_their_own_which_is_given_back() -> None:
+    run = Run(Looking())
+    pool = pool_of(run)
+    for step in range(30):
+        run.take(*batch(step, padded=step in (6, 14, 22)))
+        if step in (6, 14):
+            pool.in_use = {(step, step + 1)}
+    assert "ordinary steps leave tensors behind" in run.lines[1]
+    assert run.replayed[23]
+    # The step of 22, and one that was compared.
+    assert run.step._device.num_releases > 0
+
+
+def test_where_capturing_ends_steps_stay_in_the_pool_until_other_shapes_come_on_a_full_device() -> None:
+    run = Run(Counting(8, 8))
+    for step in range(6):
+        run.take(batch(step)[0])
+    pool, device = pool_of(run), run.step._device
+    assert pool.log == ["begin", "end"] * 6
+    device.free = 0.05
+    run.take(batch(6)[0])
+    assert pool.log == ["begin", "end"] * 7
+    moment = next(iter(run.optimizer.state.values()))["momentum_buffer"]
+    run.take(batch(7, size=6)[0])
+    assert pool.log == ["begin", "end"] * 7 + ["renew"]
+    moved = next(iter(run.optimizer.state.values()))["momentum_buffer"]
+    assert moved is not moment
+    assert device.num_releases > 0
