@@ -3,6 +3,11 @@
 For each: the median time of a step, the time in which the GPU was busy with kernels in one step, memory, and what
 `capture = "auto"` decided. Weights are random; bf16, fused AdamW, `fsdp` on one NCCL rank. Each model runs in a process
 of its own, first eager, then captured. Writes benchmarks/results/captured_models_h200.json.
+
+    allocated_bytes, reserved_bytes   peaks of the training: warm-up, comparisons and replays
+    mixed_…                           peaks of all that, and then of steps with a padded batch (a guard fails), of half
+                                      the tokens (other graphs), and evaluations under no_grad, all in between
+    other_device_bytes                in use on the device at the end besides what is reserved: context, graphs
 """
 
 import argparse
@@ -44,7 +49,7 @@ MODELS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
          "max_position_embeddings": 131072},
     ),
 }  # fmt: skip
-_CONFIGS = {
+CONFIGS = {
     "Qwen3ForCausalLM": "Qwen3Config",
     "Gemma3ForCausalLM": "Gemma3TextConfig",
     "BertForMaskedLM": "BertConfig",
@@ -52,8 +57,8 @@ _CONFIGS = {
 }
 
 
-def measure(name: str, *, capture: str, steps: int) -> dict[str, Any]:
-    """One training of one model: what a step takes, once it is warm."""
+def training(name: str, *, capture: str, tell: Callable[[str], None]) -> tuple[Any, Any, tuple[Any, Any]]:
+    """(model, step, batch) of one model."""
     import torch
     import transformers
 
@@ -62,7 +67,7 @@ def measure(name: str, *, capture: str, steps: int) -> dict[str, Any]:
 
     kind, size, seq, config = MODELS[name]
     torch.manual_seed(0)
-    made = getattr(transformers, _CONFIGS[kind])(**config)
+    made = getattr(transformers, CONFIGS[kind])(**config)
     with torch.device("cuda"):
         model = getattr(transformers, kind)._from_config(made, attn_implementation="sdpa").float().train()
     ids = torch.randint(5, config["vocab_size"], (size, seq), device="cuda")
@@ -77,8 +82,15 @@ def measure(name: str, *, capture: str, steps: int) -> dict[str, Any]:
         optimizer.zero_grad()
         return loss.detach()
 
+    return model, shardwise.capture(step, model, optimizer, tell=tell), (ids, mask)
+
+
+def measure(name: str, *, capture: str, steps: int) -> dict[str, Any]:
+    """One training of one model: what a step takes, once it is warm."""
+    import torch
+
     lines: list[str] = []
-    taken = shardwise.capture(step, model, optimizer, tell=lines.append)
+    model, taken, (ids, mask) = training(name, capture=capture, tell=lines.append)
     # Replays 1 and 10 are compared with ordinary steps.
     for _ in range(14):
         loss = taken(ids, mask)
@@ -90,18 +102,60 @@ def measure(name: str, *, capture: str, steps: int) -> dict[str, Any]:
             loss = taken(ids, mask)
         torch.cuda.synchronize()
         seconds.append((time.perf_counter() - began) / steps)
+    steady = _peaks("")
+    busy = _busy_seconds(lambda: taken(ids, mask))
+    mix(model, taken, ids, mask)
     return {
         "model": name,
         "capture": capture,
         "step_seconds": statistics.median(seconds),
         "fastest_seconds": min(seconds),
         "slowest_seconds": max(seconds),
-        "gpu_busy_seconds": _busy_seconds(lambda: taken(ids, mask)),
-        "allocated_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "gpu_busy_seconds": busy,
+        **steady,
+        **_peaks("mixed_"),
+        "other_device_bytes": used_bytes() - torch.cuda.memory_reserved(),
         "loss": loss.item(),
         "told": lines,
     }
+
+
+def _peaks(prefix: str) -> dict[str, int]:
+    import torch
+
+    return {
+        f"{prefix}allocated_bytes": torch.cuda.max_memory_allocated(),
+        f"{prefix}reserved_bytes": torch.cuda.max_memory_reserved(),
+    }
+
+
+def used_bytes() -> int:
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def mix(model: Any, taken: Any, ids: Any, mask: Any) -> None:
+    """Three rounds of what comes in between in a training. Of an evaluation the losses are kept."""
+    import torch
+
+    padded = mask.clone()
+    padded[0, -9:] = 0
+    half = ids.shape[1] // 2
+    short_ids, short_mask = ids[:, :half].contiguous(), mask[:, :half].contiguous()
+    losses = []
+    for _ in range(3):
+        taken(ids, padded)
+        model.eval()
+        with torch.no_grad():
+            losses += [model(input_ids=ids, attention_mask=mask, labels=ids).loss for _ in range(2)]
+        model.train()
+        for _ in range(4):
+            taken(short_ids, short_mask)
+        for _ in range(2):
+            taken(ids, mask)
+    assert torch.stack(losses).isfinite().all()
 
 
 def _busy_seconds(step: Callable[[], Any]) -> float:
@@ -136,6 +190,8 @@ def _run_here(name: str, *, steps: int) -> None:
     for capture in ("off", "auto"):
         print(json.dumps(measure(name, capture=capture, steps=steps)), flush=True)
         gc.collect()
+        # Tensors of torch itself, which the next training would find.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     dist.destroy_process_group()
@@ -165,7 +221,8 @@ def main() -> None:
             f"{name}: eager {eager['step_seconds'] * 1e3:.1f} ms (GPU busy {eager['gpu_busy_seconds'] * 1e3:.1f}), "
             f"captured {captured['step_seconds'] * 1e3:.1f} (busy {captured['gpu_busy_seconds'] * 1e3:.1f}); "
             f"captured / busy eager {captured['step_seconds'] / eager['gpu_busy_seconds']:.3f}; reserved "
-            f"{eager['reserved_bytes'] / 2**30:.2f} and {captured['reserved_bytes'] / 2**30:.2f} GiB",
+            f"{eager['reserved_bytes'] / 2**30:.2f} and {captured['reserved_bytes'] / 2**30:.2f} GiB, mixed "
+            f"{eager['mixed_reserved_bytes'] / 2**30:.2f} and {captured['mixed_reserved_bytes'] / 2**30:.2f}",
             captured["told"],
             flush=True,
         )
