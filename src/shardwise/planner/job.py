@@ -185,13 +185,15 @@ class Job:
             weight = self.short.weights.get(name, 1)
             totals["params"] += weight * states.params
             totals["optim"] += weight * states.optim
-            totals["other"] += weight * states.buffers
+            totals["other"] += weight * (states.buffers + sum(states.samples))
         totals["other"] += self.rules.workspace_bytes
         for name, num_bytes in self._memory().at_rest().items():
             totals[name] += num_bytes
         batch = self.spec.batch_bytes.line(self.spec.seq) if self.spec.batch_bytes is not None else Line(0, 0)
         lines = {name: Line(total, 0) for name, total in totals.items()}
-        lines["activations"] = batch
+        # A graph reads its batch from a place of its own.
+        copies = 2 if self.plan.captures else 1
+        lines["activations"] = Line(copies * batch.const, copies * batch.per_sample)
         return tuple(lines[name] for name in CATEGORIES)
 
     def buffers_at_rest(self) -> list[int]:

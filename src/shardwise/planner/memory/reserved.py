@@ -2,6 +2,9 @@
 
 The optimizer's state comes into being in the first step, in memory that the first backward has left; so three steps are
 run. Of many equal units a moderate number is run, and what each further one adds is taken to be the same.
+
+Captured steps have a pool of their own, in which the optimizer's state comes into being too
+(engine/captured/step_memory.py); what is there before the first step lies outside, and so does what is kept for graphs.
 """
 
 from collections.abc import Sequence
@@ -47,8 +50,10 @@ def reserve(job: Job, *, batch: int, limit_bytes: int | None = None) -> Reserved
 
 def _run(job: Job, *, batch: int, limit_bytes: int | None = None) -> Reserved:
     run = _Run(batch, limit_bytes=limit_bytes)
-    for size in _first(job, batch=batch):
+    for size in [job.rules.workspace_bytes // 2] * 2:
         run.allocate(size)
+    for size in _first(job, batch=batch):
+        run.allocate(size, "first" if job.plan.captures else "")
     ledger = job.ledger
     moments = [size for states in job.states.values() for size in states.moments]
     held = run.go(ledger.entries[: ledger.update_at], {})
@@ -56,6 +61,8 @@ def _run(job: Job, *, batch: int, limit_bytes: int | None = None) -> Reserved:
         run.allocate(size)
     run.end(run.go(ledger.entries[ledger.update_at :], held))
     run.end(run.go(ledger.entries, {}))
+    for size in [size for states in job.states.values() for size in states.samples]:
+        run.allocate(size, "samples")
     run.peak = 0
     run.end(run.go(ledger.entries, {}))
     small = -(-run.most_small // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
@@ -64,7 +71,7 @@ def _run(job: Job, *, batch: int, limit_bytes: int | None = None) -> Reserved:
 
 def _first(job: Job, *, batch: int) -> list[int]:
     """What is there before the first step, allocation by allocation."""
-    sizes = [job.rules.workspace_bytes // 2] * 2
+    sizes = []
     for states in job.states.values():
         sizes += [*states.held, states.buffers]
     sizes += job.buffers_at_rest()

@@ -13,7 +13,7 @@ from shardwise.layout import Layout
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
 from shardwise.planner.memory.constants import MemoryRules
-from shardwise.program.buffers import FlatSpec, flat_specs
+from shardwise.program.buffers import SAMPLED_EVERY, FlatSpec, flat_specs
 from shardwise.spec import TensorSpec, UnitSpec
 
 
@@ -71,6 +71,7 @@ class UnitStates:
     buffers   the module's
     moments   of `optim`, the single allocations of the optimizer's own state
     held      the single allocations of the rest of `params` and `optim`
+    samples   of a captured step, what is kept of each gradient to compare it
 
     Where a gather is copied out of a buffer (fully_shard): `flat`, that buffer; `copy_in`, what it is filled from; and
     `outputs`, the single allocations of `full`. Of torch's engines: `gradients`, whole and one by one, as DDP puts them
@@ -88,6 +89,7 @@ class UnitStates:
     buffers: int
     moments: tuple[int, ...]
     held: tuple[int, ...]
+    samples: tuple[int, ...] = ()
     flat: int = 0
     copy_in: int = 0
     outputs: tuple[int, ...] = ()
@@ -115,6 +117,7 @@ def unit_states(
         buffers=sum(rounded(buffer.num_bytes, rules=rules) for buffer in unit.buffers),
         moments=tuple(size for flat in flats for size in flat["moments"]),
         held=tuple(size for flat in flats for size in flat["held"]),
+        samples=tuple(size for flat in flats for size in flat["samples"]) if plan.captures else (),
     )
 
 
@@ -163,6 +166,7 @@ def _flat_states(
         "largest": 0 if on_host else max((count * stepped for count in trainable), default=0),
         "moments": moments,
         "held": tuple(size for size in (0 if params_sharded else full, held) if size),
+        "samples": tuple(rounded(-(-count // SAMPLED_EVERY) * stepped, rules=rules) for count in trainable),
     }
 
 
