@@ -7,6 +7,7 @@ master    what the optimizer steps: the owned slice where optim is sharded, else
           live in host memory; then it is staged there in the compute dtype, so that less crosses the bus.
 """
 
+import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -94,6 +95,8 @@ class FlatParams:
         self.awaits_grads = False
         # The averaged gradients that `p.grad` was given, where the owned part's are views of them.
         self.shown: list[Tensor | None] = [None] * len(params)
+        # The buffers of averages that `p.grad` may show.
+        self._averages: list[weakref.ref[Tensor]] = []
         # The parameters whose gradients this backward alone has made.
         self.with_new_grads: set[int] = set()
 
@@ -248,6 +251,8 @@ class FlatParams:
         shows_grads = self.shows_grads
         whole = [] if self.placement.grads is SHARDED else views or self.views(average)
         if shows_grads:
+            self._averages = [held for held in self._averages if held() is not None]
+            self._averages.append(weakref.ref(average if average._base is None else average._base))
             # The owned parts' gradients are views of the same memory.
             for index, (parameter, view) in enumerate(zip(self.params, whole, strict=True)):
                 old = self.hidden[index]
@@ -285,6 +290,14 @@ class FlatParams:
         if self.host is not None:
             mine = self.host.fetch(mine)
         return torch.split_with_sizes(mine, self.owned_pieces)[1::2]
+
+    def shows_average(self, index: int) -> bool:
+        """Whether `p.grad` is an average over all ranks, as far as nobody has replaced it."""
+        grad = self.params[index].grad
+        if grad is None:
+            return False
+        base = grad if grad._base is None else grad._base
+        return any(held() is base for held in self._averages)
 
     def hide_grads(self) -> None:
         """Before backward: autograd must find no gradient, or it would add this rank's own to the average."""
