@@ -7,11 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from capture_cases import Ran, gpt_batch, run
+from capture_cases import SHAPE, Ran, deterministic, gpt_batch, run
 from torch import Tensor, nn
 
+import shardwise
 from shardwise import Plan
 from shardwise.engine.captured.step_graphs import StepRecorder
+from shardwise.models.make import build_model
+from shardwise.tasks import cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 REPLAYED = "capture: steps are replayed as CUDA graphs from here on"
@@ -161,3 +164,24 @@ def test_two_shapes_in_turn_each_have_their_compiled_graph() -> None:
     captured, ordinary = both(batch=lambda step: gpt_batch(step, size=2 + 2 * (step % 2)))
     assert captured.same_as(ordinary)
     assert sum(captured.replayed) > 4
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_one_call_per_step_is_captured_and_gives_the_bits_of_a_loop_written_by_hand(passes: int) -> None:
+    by_hand = run(Plan(capture="off"), steps=16, passes=passes)
+    torch.manual_seed(0)
+    model = build_model(SHAPE, device="cpu").cuda()
+    rate = torch.tensor(1e-3, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=True)
+    shardwise.prepare(model, optimizer, Plan())
+    step = shardwise.step(model, optimizer, cross_entropy, max_norm=1.0, tell=lambda line: None)
+    losses, replayed = [], []
+    with deterministic():
+        for number in range(16):
+            batches = [gpt_batch(number * passes + part) for part in range(passes)]
+            losses.append(step(*batches).item())
+            replayed.append(step.captured)
+    assert losses == by_hand.losses
+    weights = shardwise.full_state_dict(model)["model"]
+    assert all(torch.equal(weights[name], value) for name, value in by_hand.weights.items())
+    assert sum(replayed) == 11

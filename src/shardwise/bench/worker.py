@@ -68,8 +68,12 @@ def _long_enough(run: BenchRun) -> BenchRun:
 
 
 def _warm_up(run: BenchRun) -> int:
-    """After three ordinary steps a captured one makes its graph; its first and tenth replay are compared."""
-    return max(run.warm_up, NUM_STEPS + 10 * run.config.plan.captures)
+    """After three ordinary steps a captured one makes its graph; its first and tenth replay are compared.
+
+    Steps in which something is compiled come before those.
+    """
+    compiles = 2 if run.config.plan.compile != "none" else 0
+    return max(run.warm_up, NUM_STEPS + compiles + 10 * run.config.plan.captures)
 
 
 def _measured(run: BenchRun, *, place: Place) -> Found:
