@@ -29,8 +29,8 @@ WORKLOADS: dict[str, tuple[dict[str, Any], int]] = {
     "ViT-L 128": ({"model": "vit-large"}, 128),
     "GPT-1.3B 8×2048": ({"model": "gpt-1.3b", "seq": 2048}, 8),
 }
-# Ours replays from the fourth step on (later where units are compiled) and compares its tenth replay; by hand a graph is
-# made in the twelfth.
+# Ours replays from the fourth step on, or later where units are compiled, and compares its tenth replay. By hand a
+# graph is made in the twelfth.
 WARM_UP = 16
 
 

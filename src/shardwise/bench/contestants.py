@@ -113,14 +113,16 @@ def _megatron(config: TrainConfig) -> str:
 
 
 def _deepspeed(config: TrainConfig) -> str:
-    reason = _peer(config.plan, engine="deepspeed", can_place=_has_stage)
-    if not reason and config.plan.strategy == "ddp" and config.plan.precision == "bf16":
-        return "deepspeed without ZeRO keeps no fp32 weights in bf16"
-    return reason
+    """With ZeRO: without it DeepSpeed tells no norm, and keeps no fp32 weights in bf16."""
+    return _peer(config.plan, engine="deepspeed", can_place=_has_zero_stage)
 
 
 def _has_stage(placement: Placement) -> bool:
     return strategy_of(placement) in STAGES
+
+
+def _has_zero_stage(placement: Placement) -> bool:
+    return STAGES.get(strategy_of(placement), 0) > 0
 
 
 def _peer(plan: Plan, *, engine: str, can_place: Callable[[Placement], bool] = lives_alike) -> str:
