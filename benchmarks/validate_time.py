@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
+from as_measured import source_as_measured
 from published import MEASURED, Row, measured, read
 
 from shardwise.hardware import cluster_of, device_of
@@ -55,7 +56,7 @@ class Checked:
 
 def spec_of(row: Row, sources: dict[str, Source]) -> ModelSpec:
     """The catalogue's spec; a longer MPT has more positions, which are parameters."""
-    source = sources.setdefault(f"{row.model} {row.length}", Source(row.model, seq=row.length))
+    source = sources.setdefault(f"{row.model} {row.length}", source_as_measured(row.model, seq=row.length))
     spec = source.spec_for(row.plan)
     if row.seq is None:
         return spec

@@ -26,7 +26,7 @@ from shardwise.trace.observe import Way
 from shardwise.trace.trace import trace_model
 
 SHAPES: dict[str, tuple[Shape, int]] = {
-    "gpt": (GPTShape(num_layers=3, width=64, num_heads=4, vocab_size=256, max_seq=32), 4),
+    "gpt": (GPTShape(num_layers=3, width=64, num_heads=4, vocab_size=250, max_seq=32), 4),
     "llama": (
         LlamaShape(num_layers=3, width=64, num_heads=4, num_kv_heads=2, ffn_width=192, vocab_size=256, max_seq=32),
         4,

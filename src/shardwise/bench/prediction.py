@@ -20,7 +20,7 @@ from shardwise.sources import Source
 from shardwise.train.config import OptimizerSection, TrainConfig
 
 PLANNED_ENGINES = ("shardwise", "captured", "torch")
-"""Engines whose schedule the planner knows."""
+"""Engines whose schedule the planner knows; of compiled units and of torch's engine in a graph it knows nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

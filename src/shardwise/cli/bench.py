@@ -29,7 +29,12 @@ def bench(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to train, as for `shardwise train`.")],
     strategies: Annotated[str, typer.Option("--strategies", help=f"{','.join(STRATEGIES)}, or all.")] = "all",
     engines: Annotated[
-        str, typer.Option("--engines", help="shardwise, captured, torch, accelerate, lightning, or all.")
+        str,
+        typer.Option(
+            "--engines",
+            help="shardwise, captured, compiled, torch, torch-captured, torch-compiled, accelerate, lightning, "
+            "megatron-fsdp, megatron-fsdp-captured, deepspeed, or all.",
+        ),
     ] = "shardwise",
     num_ranks: Annotated[
         int | None, typer.Option("--nproc", min=1, help="Ranks to start here; without, the plan's mesh, or one a GPU.")

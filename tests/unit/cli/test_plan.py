@@ -50,7 +50,7 @@ def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
 def test_the_table_says_what_fits_and_which_to_take(capfd: pytest.CaptureFixture[str]) -> None:
     assert run("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "1") == 0
     out = capfd.readouterr().out
-    assert "Recommended: fsdp" in out
+    assert "Recommended: zero1" in out
     assert "not measured" in out
     assert "time ±" in out
     lines = {line.split()[-1] for line in out.splitlines() if line.strip().startswith(("ddp", "▶"))}

@@ -114,9 +114,9 @@ def test_accumulation_holds_gradients_from_pass_to_pass() -> None:
 def test_a_longer_sample_takes_more() -> None:
     short, long = (
         estimate(spec_for("llama-3.1-8b", seq=seq), plan=Plan(precision="bf16"), num_ranks=8, batch=1, quick=True)
-        for seq in (2048, 8192)
+        for seq in (4096, 8192)
     )
-    assert long.breakdown_bytes["activations"] == pytest.approx(4 * short.breakdown_bytes["activations"], rel=0.02)
+    assert long.breakdown_bytes["activations"] == pytest.approx(2 * short.breakdown_bytes["activations"], rel=0.02)
 
 
 def test_without_a_trace_there_are_states_and_nothing_else() -> None:
@@ -159,5 +159,6 @@ def test_ddp_reserves_no_buckets_for_frozen_parameters() -> None:
     spec = spec_for("gpt2-124m", plan)
     adapted = replace(spec, units=tuple(frozen(unit) if unit.name != "blocks.0" else unit for unit in spec.units))
     predicted = estimate(adapted, plan=plan, num_ranks=2, batch=1)
-    # A bucket's place for each of the frozen ones would add a quarter.
-    assert predicted.reserved_bytes < 1.1 * predicted.allocated_bytes
+    # A bucket's place for each of the frozen ones would add them all.
+    frozen_bytes = sum(4 * unit.num_params for unit in spec.units if unit.name != "blocks.0")
+    assert predicted.reserved_bytes - predicted.allocated_bytes < 0.8 * frozen_bytes
