@@ -36,15 +36,18 @@ def run_rows(rows: Iterable["Row"], *, long: bool, seed: int) -> bool:
             print(f"{row.number:2} {row.test} …", flush=True)
             folder = Path(name, str(row.number))
             folder.mkdir()
+            cpu_before = cpu_seconds()
             try:
                 result = run_row(row, long=long, seed=seed, folder=folder)
             finally:
                 # Ranks that a row has used hold memory and time that the next one's should not be charged for.
                 shut_down()
+            result["cpu_seconds"] = round(cpu_seconds() - cpu_before, 1)
             write_results(read_results() | {row.number: result})
             ok = ok and held(result)
             shown = result["not_run"] or f"{result['held']:,} of {result['tried']:,} held"
-            print(f"   {'ok   ' if held(result) else 'WRONG'} {shown}, {result['seconds']:.0f} s", flush=True)
+            took = f"{result['seconds']:.0f} s, CPU {result['cpu_seconds']:.0f} s"
+            print(f"   {'ok   ' if held(result) else 'WRONG'} {shown}, {took}", flush=True)
     return ok
 
 
@@ -74,6 +77,7 @@ if __name__ == "__main__":
     paths = [str(TESTS / "dist"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from cpu_time import cpu_seconds
     from ranks import shut_down
     from scorecard import Row, held, read_results, run_row, write_results
 

@@ -13,6 +13,7 @@ from shardwise.program import Kind
 BETWEEN_STEPS = "between steps"
 FORWARD = "forward"
 BACKWARD = "backward"
+UPDATE = "update"
 EVALUATION = "evaluation"
 
 

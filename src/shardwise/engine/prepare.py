@@ -29,6 +29,7 @@ from shardwise.engine.params.precision import check_kept
 from shardwise.engine.params.replicas import COMPARE_EVERY, Replicas, check_compare_every
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.pass_state import PassState
+from shardwise.engine.prepared.out_of_memory import explain_out_of_memory
 from shardwise.engine.prepared.prepared_module import become_prepared
 from shardwise.engine.refuse import check_model
 from shardwise.engine.step.edit import editing
@@ -100,6 +101,7 @@ def prepare(
     engine = _engine(model, optimizer, setting=setting, any_optimizer=any_optimizer)
     register(model, engine)
     become_prepared(model)
+    explain_out_of_memory(model)
     watch_over(
         engine.runner,
         limit_seconds=watch_seconds,
