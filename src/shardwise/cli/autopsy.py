@@ -39,7 +39,8 @@ def _print(records: "list[RankRecord]", findings: "list[Finding]") -> None:
 
     console = Console()
     for finding in findings:
-        console.print(f"{finding.group}: {finding.text}", highlight=False, markup=False, soft_wrap=True)
+        head = f"{finding.group}: " if finding.group else ""
+        console.print(f"{head}{finding.text}", highlight=False, markup=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("rank", "group", "collectives", "the last one", "over"):
         table.add_column(column)

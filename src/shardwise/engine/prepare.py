@@ -13,6 +13,7 @@ from shardwise.comm.agreement import agree, exchange
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups import MeshGroups, mesh_groups
 from shardwise.comm.join import join_job
+from shardwise.comm.record_writer import RECORDS
 from shardwise.comm.watch import WATCH_SECONDS, check_watch_seconds, watch_over
 from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.description import asked_device, describe
@@ -34,6 +35,7 @@ from shardwise.engine.prepared.prepared_module import become_prepared
 from shardwise.engine.refuse import check_model
 from shardwise.engine.step.edit import editing
 from shardwise.engine.step.first_inputs import FirstInputs
+from shardwise.engine.step.last_issued import last_issued
 from shardwise.engine.step.learn import FirstForward
 from shardwise.engine.step.runner import Runner
 from shardwise.engine.tape import Tape
@@ -108,6 +110,7 @@ def prepare(
         waits_on_host=chosen.type == "cpu",
         issues=engine.runner.flags.same_order.history,
     )
+    RECORDS.tell_of(engine.runner, groups=setting.groups, last=last_issued)
     return model, optimizer
 
 

@@ -14,6 +14,7 @@ from shardwise.comm.agreement import agree
 from shardwise.comm.job_environment import by_our_launcher
 from shardwise.comm.join import Place, joined
 from shardwise.comm.rank_progress import PROGRESS
+from shardwise.comm.record_writer import RECORDS
 from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.launch.failure import report, stalls_reported
 from shardwise.launch.folder_lock import locked
@@ -68,6 +69,8 @@ def train(
     ):
         console = console or Console()
         notes = _claim(config, place=place, fresh=fresh, command=command, held=held)
+        held.callback(setattr, RECORDS, "folder", RECORDS.folder)
+        RECORDS.folder = config.folder
         training = set_up(config, place=place)
         if is_prepared(training.model):
             # `advised` predicts with all that it needs at hand.
