@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -65,7 +66,9 @@ def main() -> int:
     if not rows:
         parser.error("--only: no such row")
     print(f"seed {args.seed}, {'long' if args.long else 'short'}", flush=True)
+    begun = time.monotonic()
     ok = run_rows(rows, long=args.long, seed=args.seed)
+    print(f"{(time.monotonic() - begun) / 60:.1f} minutes")
     print("every row held" if ok else "NOT every row held: see docs/reliability.md")
     return 0 if ok else 1
 
