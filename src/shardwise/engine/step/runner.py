@@ -12,7 +12,7 @@ import torch
 
 from shardwise.comm.agreement import meet
 from shardwise.comm.issued import of_no_step
-from shardwise.comm.rank_progress import BACKWARD, FORWARD, PROGRESS, UPDATE
+from shardwise.comm.rank_progress import BACKWARD, FORWARD, PROGRESS
 from shardwise.engine import step_errors
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
@@ -260,7 +260,6 @@ class Runner:
             raise step_errors.not_reduced_yet()
         if self.hooks.in_backward:
             raise step_errors.backward_raised()
-        PROGRESS.phase = UPDATE
         self.flags.same_order.look()
         self.cursor.before_step()
         # Also what the program expects a forward to have waited for, if there was none.
