@@ -67,6 +67,8 @@ class RankProgress:
         self.taken += 1
         self.count = 0
         self.phase = BETWEEN_STEPS
+        # Whoever caught the error of a collective has gone on.
+        self.lost_in = ""
 
     def standing(self, rank: int, *, idle_seconds: float) -> "Standing":
         """A copy, for the others."""
