@@ -102,7 +102,7 @@ def endurance(asked: Asked) -> Tally:
     for strategy in ("fsdp", "ddp"):
         with tally.trying(f"step time against units, {strategy}"):
             few, many = (
-                run_ranks(many_steps, num_ranks=2, args=(strategy, num_units, 20), timeout_seconds=600.0)[0]
+                run_ranks(many_steps, num_ranks=2, args=(strategy, num_units, 20), timeout_seconds=900.0)[0]
                 for num_units in (num_few, num_many)
             )
             assert many.num_parameters == 7 * num_many
