@@ -1,5 +1,6 @@
 """Jobs that hang or crash, and what their ranks leave behind: the rank that stopped is named, and its operation."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -106,6 +107,34 @@ def test_a_rank_that_was_killed_left_no_record_and_the_other_says_where_it_was(t
     finding = left_by("killed", tmp_path)
     assert (finding.kind, finding.ranks) == (NO_RECORD, (1,))
     assert "rank 0 waited in gather blocks.0 of 320 elements" in finding.text
+
+
+RAISES = """
+import torch, shardwise
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+shardwise.prepare(model, optimizer, shardwise.Plan())
+for step in range(2):
+    model(torch.ones(1, 4)).sum().backward()
+    if step == 1:
+        raise ValueError("my own mistake")
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_an_own_loop_that_raises_leaves_a_record_where_the_environment_says(tmp_path: Path) -> None:
+    script = tmp_path / "raises.py"
+    script.write_text(RAISES)
+    records = tmp_path / "records"
+    records.mkdir()
+    environment = {**os.environ, "SHARDWISE_AUTOPSY": str(records)}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert "ValueError: my own mistake" in done.stderr
+    first, *_ = verdict(read_records(records))
+    assert (first.kind, first.ranks) == (FAILED, (0,))
+    assert first.text.startswith("rank 0 failed (ValueError: my own mistake): at step 2, backward")
 
 
 def test_a_rank_that_raises_in_training_is_named_from_its_run_folder(

@@ -30,7 +30,7 @@ def read_records(folder: Path) -> list[RankRecord]:
         for rank in own
     }
     found = {**dumped, **merged}
-    if not any(record.groups for record in found.values()):
+    if not any(record.groups or record.failed for record in found.values()):
         raise InvalidData(
             f"{folder} holds no record of a collective: ranks of shardwise train leave them in its run folder when it "
             "fails, those of your own loop with SHARDWISE_AUTOPSY=DIR in their environment, and PyTorch's flight "
