@@ -11,6 +11,8 @@ from pathlib import Path
 from shardwise.atomic import atomic_write
 
 SWITCH = "SHARDWISE_CACHE"
+# Of each kind.
+_MOST_FILES = 100
 
 
 def cache_folder() -> Path | None:
@@ -46,9 +48,17 @@ def keep_text(kind: str, key: str, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:
             file.write(text.encode())
+        _drop_oldest(path.parent)
     except OSError:
         # A full disk or a home that is read-only costs the time to make it again, and nothing else.
         return
+
+
+def _drop_oldest(folder: Path) -> None:
+    """What nobody asked for in a long time goes: other versions leave files that no key finds any more."""
+    files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+    for path in files[:-_MOST_FILES]:
+        path.unlink(missing_ok=True)
 
 
 def _path(kind: str, key: str) -> Path | None:
