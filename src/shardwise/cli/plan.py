@@ -47,6 +47,9 @@ def plan(
     devices: Annotated[
         Path | None, typer.Option("--devices", help="A device table that `shardwise calibrate` wrote.")
     ] = None,
+    here: Annotated[
+        bool, typer.Option("--here", help="The devices are of this machine: measure its host, which takes seconds.")
+    ] = False,
     scale: Annotated[bool, typer.Option("--scale", help="Also show the best plan on 8 to 16,384 devices.")] = False,
     timeline: Annotated[bool, typer.Option("--timeline", help="Also show what each queue does in a step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
@@ -61,7 +64,7 @@ def plan(
     from shardwise.report.text.verdict import no_fit, reasons
     from shardwise.sources import Source
 
-    where = _cluster(cluster, devices=devices)
+    where = _cluster(cluster, devices=devices, here=here)
     asked = Plan(micro_batch=micro_batch, precision=precision, recompute=recompute, engine=engine)
     strategies = asked_strategies(strategy, engine=engine)
     source = Source(model, seq=seq, image=image, while_tracing=_progress)
@@ -121,16 +124,16 @@ class Shown:
         return timeline(spec, plan=best.plan, cluster=best.cluster, optimizer=self.optimizer)
 
 
-def _cluster(text: str, *, devices: Path | None) -> "Cluster":
+def _cluster(text: str, *, devices: Path | None, here: bool) -> "Cluster":
     from shardwise.hardware import cluster_of
+    from shardwise.hardware.cluster_file import read_cluster_file
+    from shardwise.hardware.host_here import probed_cluster
 
     cluster = cluster_of(text)
-    if devices is None:
-        return cluster
-    from shardwise.hardware.cluster_file import read_cluster_file
-
-    measured = read_cluster_file(devices)
-    return replace(cluster, device=measured.device, link=measured.link or cluster.link)
+    if devices is not None:
+        measured = read_cluster_file(devices)
+        cluster = replace(cluster, device=measured.device, link=measured.link or cluster.link)
+    return probed_cluster(cluster) if here else cluster
 
 
 def _check(*, goal: str, optimizer: str) -> None:
@@ -154,6 +157,7 @@ def _progress(name: str) -> Iterator[None]:
 
 
 def _data(shown: Shown) -> dict[str, Any]:
+    from shardwise.hardware.host_here import host_is_probed
     from shardwise.report.text.costs import as_data, scaling_data
     from shardwise.report.text.queue_lanes import as_data as spans_as_data
 
@@ -162,6 +166,7 @@ def _data(shown: Shown) -> dict[str, Any]:
         "cluster": str(shown.found[0].cluster),
         "recommended": shown.recommendation.index,
         "why": shown.why,
+        "host": "probed" if host_is_probed(shown.found[0].cluster.device) else "assumed",
         "candidates": [as_data(candidate) for candidate in shown.found],
     }
     if shown.scaling is not None:
@@ -203,6 +208,7 @@ def _heading(shown: Shown) -> str:
 
 
 def _remarks(shown: Shown) -> Iterator[str]:
+    from shardwise.hardware.host_here import host_is_probed
     from shardwise.planner.time.step_time import why_not_timed
     from shardwise.report.text.verdict import verdict
 
@@ -214,5 +220,7 @@ def _remarks(shown: Shown) -> Iterator[str]:
     unknown = why_not_timed(shown.source.spec_for(first.plan), plan=first.plan, cluster=first.cluster)
     time = f"time is not predicted: {unknown}" if unknown else f"time ± {first.time_band:.0%}, of it comm exposed"
     yield f"Predicted, not measured; {fits}; {time}."
+    if unknown is None and not host_is_probed(first.cluster.device):
+        yield "The host is assumed: where the CPU bounds a step, --here on the machine itself measures how fast it is."
     if shown.scaling is not None:
         yield "Scaling: a strategy keeps its micro-batch; without the allocator's model, stragglers and congestion."

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.errors import InvalidCluster, UnknownName
 from shardwise.hardware.calibration import Calibration, read_calibration
+from shardwise.hardware.host_speed import HostSpeed
 from shardwise.hardware.sourced import Sourced, check_table, read_sourced, shipped_table
 
 _VALUES: Mapping[str, type] = {
@@ -43,6 +44,7 @@ class Device:
     link                 name of the link to the other devices of its node
     nic                  name of the link to other nodes that usually comes with each device
     calibration          what `shardwise calibrate` measured of it
+    host                 how fast the CPU is that issues its work; None: assumed to be as where it was calibrated
     """
 
     name: str
@@ -64,6 +66,7 @@ class Device:
     link: Sourced[str] | None = None
     nic: Sourced[str] | None = None
     calibration: Calibration | None = None
+    host: HostSpeed | None = None
 
     def __hash__(self) -> int:
         # Not over all it holds: devices are keys of caches, and nearly always the very same object.
