@@ -33,7 +33,7 @@ LISTS: dict[str, dict[str, str]] = {
         "write-schedule-free": "calls `.eval()` of a schedule-free optimizer",
         "write-ema": "copies an average (EMA) of slices back",
         "shared-encoder": "prepares two models that share an encoder",
-        "accelerate-device-placement": "gives a prepared model to `Accelerator(device_placement=False)`",
+        "accelerate-loop": "gives a prepared model to `Accelerator.prepare`",
         "nf4-state": "prepares a bitsandbytes NF4 model on ranks with different seeds",
         "same-data": "reads the same seeded loader on every rank, without a sampler",
         "grad-scaler-of-torch": "uses torch's `GradScaler`, and one rank alone finds an overflow",
