@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
-from published import MEASURED, Row, measured, read
+from published import MEASURED, measured, read
+from published_rows import Row
 
 from shardwise.hardware import cluster_of, device_of
 from shardwise.planner.search.candidates import Candidate, cost
@@ -43,6 +44,7 @@ class Checked:
     @property
     def error(self) -> float:
         """Of the time: above 0 where the prediction is too slow."""
+        assert self.row.per_s is not None
         return self.row.per_s / self.predicted - 1
 
     @property
@@ -164,8 +166,10 @@ def main() -> None:
     parser.add_argument("--published", type=Path, help="the folder of published tables")
     parser.add_argument("--rows", action="store_true", help="print every row")
     arguments = parser.parse_args()
-    rows = list(measured(MEASURED)) + (read(arguments.published) if arguments.published else [])
-    found = check(rows)
+    rows = list(measured(MEASURED))
+    if arguments.published:
+        rows += read(arguments.published)[0]
+    found = check([row for row in rows if row.per_s is not None])
     if arguments.rows:
         for one in found:
             gib = one.candidate.memory.device_bytes / 2**30
