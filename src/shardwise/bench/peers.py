@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.bench.gradients import plain_name
 from shardwise.comm.dtensor import dtensor_types
+from shardwise.engine.activations.compiled_units import compile_units
 from shardwise.engine.params.precision import planned_dtype
 from shardwise.materialize import materialize
 from shardwise.placement import SHARDED, placement_of
@@ -225,7 +226,9 @@ def _make_real(model: nn.Module, optimizer: Optimizer, *, plan: Plan, device: to
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), src=0)
     rename_parameters(optimizer, names=names, parameters=dict(model.named_parameters()))
-    for name, module in unit_modules(model, policy=plan.units).items():
+    units = unit_modules(model, policy=plan.units)
+    compile_units(units, plan=plan)
+    for name, module in units.items():
         if plan.recompute_of(name) == "full":
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 

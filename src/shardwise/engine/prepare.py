@@ -14,6 +14,7 @@ from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups import MeshGroups, mesh_groups
 from shardwise.comm.join import join_job
 from shardwise.comm.watch import WATCH_SECONDS, check_watch_seconds, watch_over
+from shardwise.engine.activations.compiled_units import check_compile
 from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.description import asked_device, describe
 from shardwise.engine.engine import Engine, is_prepared, register
@@ -213,6 +214,7 @@ def _description(
         )
     spec = model_spec(model, policy=plan.units)
     placements = plan.placements(unit.name for unit in spec.units)
+    check_compile(placements, plan=plan)
     check_kept(model, spec=spec, plan=plan)
     if plan.offload_states and not any(placement.grads is SHARDED for placement in placements.values()):
         raise InvalidPlan(

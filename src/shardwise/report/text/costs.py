@@ -29,6 +29,7 @@ def as_data(candidate: Candidate) -> dict[str, Any]:
         "seq": candidate.seq,
         "precision": plan.precision,
         "recompute": plan.recompute,
+        "compile": plan.compile,
         "fits": candidate.fits,
         "capacity_bytes": candidate.capacity_bytes,
         "peak_bytes": {
