@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.models.catalogue import shape_of
 from shardwise.models.llama import Llama
 from shardwise.models.shapes import LlamaShape
-from shardwise.tasks import Task, token_task
+from shardwise.tasks import Task, cross_entropy_of_tokens, token_task
 
 # Lightning's demo
 
@@ -157,7 +157,8 @@ def _text_task(shape: TextShape) -> Task:
     def loss(model: nn.Module, tokens: Tensor) -> Tensor:
         logits = model(tokens)
         targets = torch.zeros(logits.shape[:-1], dtype=torch.long)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        # Not in fp32, as `transformers` did not then either; autocast sees to it by itself.
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     return Task(model=model, loss=loss, make_batch=lambda size: torch.zeros(size, shape.length, dtype=torch.long))
 
@@ -231,8 +232,10 @@ class Adapted(nn.Module):
         return out
 
 
-def _lora(shape: LlamaShape, *, length: int, rank: int, adapted: tuple[str, ...], dropout: float) -> Callable[[], Task]:
-    """Whole in bf16, frozen but for the adapters."""
+def _lora(
+    shape: LlamaShape, *, length: int, rank: int, adapted: tuple[str, ...], dropout: float = 0.0, lean: bool = False
+) -> Callable[[], Task]:
+    """Whole in bf16, frozen but for the adapters; `lean`: with a loss that writes over the logits."""
 
     def task() -> Task:
         made = token_task(replace(shape, max_seq=length), seq=length, device="meta")
@@ -244,7 +247,7 @@ def _lora(shape: LlamaShape, *, length: int, rank: int, adapted: tuple[str, ...]
                 for name in adapted:
                     part = block.attention if name in ("q", "k", "v", "out") else block.feed_forward
                     setattr(part, name, Adapted(getattr(part, name), rank=rank, dropout=dropout))
-        return made
+        return replace(made, loss=cross_entropy_of_tokens) if lean else made
 
     return task
 
@@ -253,5 +256,6 @@ _EVERY = ("q", "k", "v", "out", "gate", "up", "down")
 llama_2_7b_lora, llama_2_13b_lora = (
     _lora(_llama(f"llama-2-{size}"), length=1304, rank=8, adapted=("q", "v"), dropout=0.05) for size in ("7b", "13b")
 )
-llama_31_8b_lora = _lora(_llama("llama-3.1-8b"), length=4096, rank=16, adapted=_EVERY, dropout=0.1)
-qwen_25_7b_lora = _lora(QWEN_25_7B, length=4096, rank=16, adapted=_EVERY, dropout=0.0)
+# Automodel's kernels for adapters make their dropout on the way, and its loss keeps no second copy of the logits.
+llama_31_8b_lora = _lora(_llama("llama-3.1-8b"), length=4096, rank=16, adapted=_EVERY, lean=True)
+qwen_25_7b_lora = _lora(QWEN_25_7B, length=4096, rank=16, adapted=_EVERY, lean=True)

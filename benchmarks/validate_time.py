@@ -9,6 +9,7 @@ rank correlation, and what ran although it is said not to fit. No GPU is needed;
 
 import argparse
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -17,7 +18,7 @@ from pathlib import Path
 from published import MEASURED, measured, read
 from published_rows import Row
 
-from shardwise.hardware import cluster_of, device_of
+from shardwise.hardware import Cluster, cluster_of, device_of
 from shardwise.planner.search.candidates import Candidate, cost
 from shardwise.planner.time.step_time import FITTED_DEVICES, block_seconds, time_band
 from shardwise.sources import Source
@@ -76,16 +77,21 @@ def _longer(param: TensorSpec, before: int | None, after: int) -> TensorSpec:
     return replace(param, shape=(after, param.shape[1])) if is_position else param
 
 
+def cluster_for(row: Row) -> Cluster:
+    """The row's cluster, with its software."""
+    cluster = cluster_of(row.cluster)
+    device = replace(cluster.device, software=row.software, matmul_precision=row.matmul)
+    return replace(cluster, device=device)
+
+
 def check(rows: Sequence[Row]) -> list[Checked]:
     sources: dict[str, Source] = {}
     seen: dict[tuple[object, ...], Candidate] = {}
     found = []
     for row in rows:
-        key = (row.model, row.cluster, repr(row.plan), row.seq, row.length)
+        key = (row.model, row.cluster, repr(row.plan), row.seq, row.length, row.software, row.matmul)
         if key not in seen:
-            seen[key] = cost(
-                spec_of(row, sources), plan=row.plan, cluster=cluster_of(row.cluster), optimizer=row.optimizer
-            )
+            seen[key] = cost(spec_of(row, sources), plan=row.plan, cluster=cluster_for(row), optimizer=row.optimizer)
         found.append(Checked(row=row, candidate=seen[key], step_seconds=_block(row, sources)))
     return found
 
@@ -93,7 +99,7 @@ def check(rows: Sequence[Row]) -> list[Checked]:
 def _block(row: Row, sources: dict[str, Source]) -> float | None:
     if row.block_steps is None:
         return None
-    cluster, spec = cluster_of(row.cluster), spec_of(row, sources)
+    cluster, spec = cluster_for(row), spec_of(row, sources)
     return block_seconds(spec, plan=row.plan, cluster=cluster, num_steps=row.block_steps, optimizer=row.optimizer)
 
 
@@ -107,11 +113,11 @@ def rank_correlation(found: Sequence[Checked]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
-    for rank, index in enumerate(order):
-        ranks[index] = float(rank)
-    return ranks
+    """Equal values share the mean of their ranks."""
+    order = sorted(values)
+    first = {value: index for index, value in reversed(list(enumerate(order)))}
+    counts = Counter(values)
+    return [first[value] + (counts[value] - 1) / 2 for value in values]
 
 
 def pairs(found: Sequence[Checked]) -> Iterator[tuple[Checked, Checked]]:

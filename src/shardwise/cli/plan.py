@@ -47,6 +47,14 @@ def plan(
     devices: Annotated[
         Path | None, typer.Option("--devices", help="A device table that `shardwise calibrate` wrote.")
     ] = None,
+    software: Annotated[
+        str | None, typer.Option("--software", help="How old the kernels are: 2023, 2024, current (default: current).")
+    ] = None,
+    matmul_precision: Annotated[
+        str | None,
+        typer.Option("--matmul-precision", help="As torch.set_float32_matmul_precision: highest, or high for TF32."),
+    ] = None,
+    compile_with: Annotated[str, typer.Option("--compile", help="none, inductor or aot_eager.")] = "none",
     scale: Annotated[bool, typer.Option("--scale", help="Also show the best plan on 8 to 16,384 devices.")] = False,
     timeline: Annotated[bool, typer.Option("--timeline", help="Also show what each queue does in a step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
@@ -61,8 +69,8 @@ def plan(
     from shardwise.report.text.verdict import no_fit, reasons
     from shardwise.sources import Source
 
-    where = _cluster(cluster, devices=devices)
-    asked = Plan(micro_batch=micro_batch, precision=precision, recompute=recompute, engine=engine)
+    where = _cluster(cluster, devices=devices, software=software, matmul_precision=matmul_precision)
+    asked = Plan(micro_batch=micro_batch, precision=precision, recompute=recompute, engine=engine, compile=compile_with)
     strategies = asked_strategies(strategy, engine=engine)
     source = Source(model, seq=seq, image=image, while_tracing=_progress)
     found = candidates(
@@ -121,16 +129,24 @@ class Shown:
         return timeline(spec, plan=best.plan, cluster=best.cluster, optimizer=self.optimizer)
 
 
-def _cluster(text: str, *, devices: Path | None) -> "Cluster":
+def _cluster(text: str, *, devices: Path | None, software: str | None, matmul_precision: str | None) -> "Cluster":
     from shardwise.hardware import cluster_of
 
     cluster = cluster_of(text)
-    if devices is None:
-        return cluster
-    from shardwise.hardware.cluster_file import read_cluster_file
+    if devices is not None:
+        from shardwise.hardware.cluster_file import read_cluster_file
 
-    measured = read_cluster_file(devices)
-    return replace(cluster, device=measured.device, link=measured.link or cluster.link)
+        measured = read_cluster_file(devices)
+        cluster = replace(cluster, device=measured.device, link=measured.link or cluster.link)
+    device = cluster.device
+    return replace(
+        cluster,
+        device=replace(
+            device,
+            software=software or device.software,
+            matmul_precision=matmul_precision or device.matmul_precision,
+        ),
+    )
 
 
 def _check(*, goal: str, optimizer: str) -> None:
