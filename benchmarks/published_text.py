@@ -81,5 +81,5 @@ def deepspeed(path: Path) -> Iterator[Row | LeftOut]:
             optimizer="adamw",
             per_s=float(row["value"]),
             software="2023",
-            foreign="DeepSpeed",
+            foreign="deepspeed",
         )

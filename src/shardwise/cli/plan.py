@@ -55,6 +55,9 @@ def plan(
         typer.Option("--matmul-precision", help="As torch.set_float32_matmul_precision: highest, or high for TF32."),
     ] = None,
     compile_with: Annotated[str, typer.Option("--compile", help="none, inductor or aot_eager.")] = "none",
+    like: Annotated[
+        str, typer.Option("--like", help="Time the same strategies as another engine runs them: deepspeed.")
+    ] = "",
     scale: Annotated[bool, typer.Option("--scale", help="Also show the best plan on 8 to 16,384 devices.")] = False,
     timeline: Annotated[bool, typer.Option("--timeline", help="Also show what each queue does in a step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
@@ -74,7 +77,13 @@ def plan(
     strategies = asked_strategies(strategy, engine=engine)
     source = Source(model, seq=seq, image=image, while_tracing=_progress)
     found = candidates(
-        source.spec_for, plan=asked, strategies=strategies, cluster=where, optimizer=optimizer, goal=goal
+        source.spec_for,
+        plan=asked,
+        strategies=strategies,
+        cluster=where,
+        optimizer=optimizer,
+        goal=goal,
+        foreign=like.lower(),
     )
     chosen = recommend(found, goal=goal, spec_for=source.spec_for, optimizer=optimizer)
     why = reasons(chosen)
@@ -228,7 +237,11 @@ def _remarks(shown: Shown) -> Iterator[str]:
     yield verdict(shown.recommendation, why=shown.why)
     fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity"
     unknown = why_not_timed(shown.source.spec_for(first.plan), plan=first.plan, cluster=first.cluster)
-    time = f"time is not predicted: {unknown}" if unknown else f"time ± {first.time_band:.0%}, of it comm exposed"
+    shown_first = shown.recommendation.best or first
+    time = f"time is not predicted: {unknown}" if unknown else f"time {shown_first.time_band}, of it comm exposed"
     yield f"Predicted, not measured; {fits}; {time}."
     if shown.scaling is not None:
-        yield "Scaling: a strategy keeps its micro-batch; without the allocator's model, stragglers and congestion."
+        yield (
+            "Scaling: a strategy keeps its micro-batch, so the global batch grows; with the wait for the slowest node, "
+            "without the allocator's model and congestion."
+        )

@@ -17,8 +17,8 @@ from shardwise.hardware.calibration import Calibration, shipped_calibration
 from shardwise.hardware.device import Device, device_of
 from shardwise.hardware.kernel_model import Kernel, KernelModel
 
-# The device whose calibration stands in for what another's own does not say.
-_USUAL = "h200"
+USUAL = "h200"
+"""The device whose calibration stands in for what another's own does not say."""
 
 _PEAK_SHARE = 0.9
 """The share of a peak that the best kernels reach: copies of the bandwidth, products of the operations."""
@@ -31,7 +31,7 @@ benchmarks/results/step_times_h200.json)."""
 
 def usual_calibration() -> Calibration:
     """The one that stands in for what a device's own does not say."""
-    found = shipped_calibration(_USUAL)
+    found = shipped_calibration(USUAL)
     assert found is not None
     return found
 
@@ -42,7 +42,7 @@ def kernel_model_of(device: Device) -> KernelModel:
     own = device.calibration or shipped_calibration(device.name)
     if own is not None:
         return KernelModel(device, calibration=own, is_own=True)
-    return BorrowedKernelModel(device, lender=kernel_model_of(device_of(_USUAL)))
+    return BorrowedKernelModel(device, lender=kernel_model_of(device_of(USUAL)))
 
 
 class BorrowedKernelModel(KernelModel):
