@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -85,18 +86,23 @@ def command_seconds(*arguments: str) -> float:
     return statistics.median(times)
 
 
-def main() -> None:
+def lines() -> Iterator[str]:
     for model in MODELS:
         memory, timed, whole = plans_per_second(model)
-        print(f"{model:16} plans a second: memory {memory:,.0f}, time {timed:,.0f}; allocator's model {whole:,.0f}")
+        yield f"{model:16} plans a second: memory {memory:,.0f}, time {timed:,.0f}; allocator's model {whole:,.0f}"
     for model in MODELS:
         seconds = command_seconds(model, "--cluster", "8xh100-80gb")
-        print(f"shardwise plan {model:16} --cluster 8xh100-80gb: {seconds:.2f} s")
+        yield f"shardwise plan {model:16} --cluster 8xh100-80gb: {seconds:.2f} s"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "own.py")
         path.write_text(OWN_MODEL)
         seconds = command_seconds(f"python:{path}:task", "--cluster", "8xh100-80gb")
-        print(f"shardwise plan of one's own 12 layers, traced: {seconds:.2f} s")
+        yield f"shardwise plan of one's own 12 layers, traced: {seconds:.2f} s"
+
+
+def main() -> None:
+    for line in lines():
+        print(line, flush=True)
 
 
 if __name__ == "__main__":
