@@ -7,7 +7,7 @@ DIR holds the tables that others published; what was measured by us is in benchm
     <!-- section NAME -->
     <!-- end of NAME -->
 
-of the page stands what this command writes; all else is left as it is. `speed` wants a quiet machine.
+of the page stands what this command writes; all else is left as it is.
 """
 
 import argparse
@@ -184,11 +184,10 @@ def main() -> None:
     parser.add_argument("--published", type=Path, required=True, help="the folder of published tables")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="leave the others")
     arguments = parser.parse_args()
-    written = {}
     for name in arguments.only:
-        written[name] = SECTIONS[name](arguments.published)
-        print(f"{name}: {len(written[name].splitlines())} lines", flush=True)
-    PAGE.write_text(fill(PAGE.read_text(), written))
+        text = SECTIONS[name](arguments.published)
+        PAGE.write_text(fill(PAGE.read_text(), {name: text}))
+        print(f"{name}: {len(text.splitlines())} lines", flush=True)
 
 
 if __name__ == "__main__":
