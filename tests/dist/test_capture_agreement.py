@@ -41,13 +41,19 @@ def batch(step: int, *, rank: int, padded: bool = False, size: int = 4) -> tuple
 
 
 def trained(
-    model: nn.Module, *, strategy: str, batches: Callable[[int], tuple[Tensor, Tensor]], captured: bool, steps: int
+    model: nn.Module,
+    *,
+    strategy: str,
+    batches: Callable[[int], tuple[Tensor, Tensor]],
+    captured: bool,
+    steps: int,
+    **settings: Any,
 ) -> tuple[list[float], dict[str, Tensor], list[bool], list[str]]:
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    shardwise.prepare(model, optimizer, Plan(strategy=strategy))
+    shardwise.prepare(model, optimizer, Plan(strategy=strategy, **settings))
 
     def step(*inputs: Tensor) -> Tensor:
         loss = model(*inputs).square().mean()
@@ -106,3 +112,44 @@ def test_what_one_rank_cannot_capture_none_does_and_the_line_names_it() -> None:
     (line,) = found[0][1]
     assert line.startswith("capture: ordinary steps, not captured: rank 1: test_capture_agreement.py:")
     assert line.endswith("reads a number from the device")
+
+
+class Block(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(8, 8), Block(8, 8))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        found: Tensor = self.blocks(x * mask[:, None])
+        return found
+
+
+def compiles_again(rank: int) -> list[bool]:
+    """The second rank compiles its blocks a second time, in the last step before the one that would be captured."""
+
+    def batches(step: int) -> tuple[Tensor, Tensor]:
+        if rank == 1 and step == 3:
+            torch._dynamo.reset()
+        return batch(step, rank=rank)
+
+    found = []
+    for captured in (True, False):
+        torch._dynamo.reset()
+        plan = {"units": "class:Block", "compile": "aot_eager"}
+        found.append(trained(Blocks(), strategy="fsdp", batches=batches, captured=captured, steps=10, **plan))
+    torch._dynamo.reset()
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[1][1])
+    return found[0][2]
+
+
+def test_ranks_wait_for_one_that_compiles_again_before_they_capture() -> None:
+    one, other = run_ranks(compiles_again, num_ranks=2)
+    assert one == other
+    # Steps 0 and 3 compile on a rank; three more are warm there, and the first replay is compared.
+    assert one == [False] * 6 + [True] * 4

@@ -186,6 +186,8 @@ def test_compiled_units_train_the_same(tmp_path: Path) -> None:
     for name in ("none", "aot_eager"):
         run(config(tmp_path / name, plan={"compile": name}, train={"steps": 3}))
     assert curve(tmp_path / "none") == curve(tmp_path / "aot_eager")
+    assert [line["compile_seconds"] is not None for line in lines(tmp_path / "aot_eager")] == [True, False, False]
+    assert [line["compile_seconds"] for line in lines(tmp_path / "none")] == [None, None, None]
 
 
 def deterministic(rank: int, asked: TrainConfig) -> tuple[bool, bool]:

@@ -21,6 +21,8 @@ LISTS: dict[str, dict[str, str]] = {
         "optimizer-state-by-number": "`load_full_state_dict` is given torch's own optimizer state (integer keys)",
         "optimizer-state-of-others": "`load_full_state_dict` is given names that do not exist",
         "method-other-than-forward": "trains through `model.training_step(x)` instead of `model(x)`",
+        "penalty-first": "runs the backward of a penalty on the weights, then the loss's",
+        "penalty-later": "runs the backward of a penalty on the weights after the loss's",
         "parameters-added": "adds parameters after `prepare`: a new head, a late LoRA, resized embeddings",
         "write-slices": "writes into the slices in `optimizer.param_groups`",
         "write-bf16": "writes into the module's parameters in bf16",

@@ -26,6 +26,7 @@ ROWS: list[set[str]] = [
     {"engine"},
     {"torch_engine"},
     {"engines"},
+    {"train_step"},
     {"data", "models"},
     {"tasks"},
     {"checkpoint"},

@@ -68,8 +68,12 @@ def _long_enough(run: BenchRun) -> BenchRun:
 
 
 def _warm_up(run: BenchRun) -> int:
-    """After three ordinary steps a captured one makes its graph; its first and tenth replay are compared."""
-    return max(run.warm_up, NUM_STEPS + 10 * run.config.plan.captures)
+    """After three ordinary steps a captured one makes its graph; its first and tenth replay are compared.
+
+    Steps in which something is compiled do not count as ordinary ones.
+    """
+    compiling = 2 if run.config.plan.compile != "none" else 0
+    return max(run.warm_up, NUM_STEPS + (10 + compiling if run.config.plan.captures else 0))
 
 
 def _measured(run: BenchRun, *, place: Place) -> Found:

@@ -7,6 +7,7 @@ master    what the optimizer steps: the owned slice where optim is sharded, else
           live in host memory; then it is staged there in the compute dtype, so that less crosses the bus.
 """
 
+import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -21,6 +22,7 @@ from shardwise.engine.params.guard import unguarded
 from shardwise.engine.params.host import HostCopies
 from shardwise.engine.params.precision import torch_dtype
 from shardwise.engine.params.slice_writes import MasterWrites
+from shardwise.layout import BufferCut, cut_out
 from shardwise.placement import SHARDED, Placement
 from shardwise.program.buffers import FlatSpec
 
@@ -62,7 +64,9 @@ class FlatParams:
         self.reduce_dtype = torch_dtype(spec.reduce_dtype)
         self.has_gradients = spec.has_gradients
         self.layout = spec.layout(num_slices=groups.gather.size)
-        self.pieces = self.layout.pieces()
+        self._cut = self.layout.cut()
+        # Those whose piece of the buffer does not have their shape as it is.
+        self._shaped = [(index, shape) for index, shape in enumerate(self.layout.shapes) if len(shape) != 1]
         size = self.layout.num_elements
         # Zeros, because the padding is communicated too and should not be what happened to lie there.
         self.full = torch.zeros(size, dtype=compute_dtype, device=device)
@@ -76,11 +80,8 @@ class FlatParams:
         # What somebody else wrote into the master; whether somebody got hold of the module's parameters.
         self.writes = MasterWrites(self.master)
         self.touched = False
-        # Gap, part, gap, part … of the owned slice, as the layout's pieces are of everything.
-        ends = [0, *(part.stop for part in self.owned)]
-        gaps = [part.start - end for part, end in zip(self.owned, ends, strict=False)]
-        sizes = [size for part, gap in zip(self.owned, gaps, strict=True) for size in (gap, part.stop - part.start)]
-        self.owned_pieces = (*sizes, self.layout.slice_elements - ends[-1])
+        if placement.optim is SHARDED:
+            self._owned_cut = cut_out([(p.start, p.stop) for p in self.owned], end=self.layout.slice_elements)
         # Made while there is storage behind them: a view of freed storage can be kept, but not made.
         self.full_views = self.views(self.full)
         self.gathering: Work | None = None
@@ -94,6 +95,8 @@ class FlatParams:
         self.awaits_grads = False
         # The averaged gradients that `p.grad` was given, where the owned part's are views of them.
         self.shown: list[Tensor | None] = [None] * len(params)
+        # The buffers of averages that `p.grad` may show.
+        self._averages: list[weakref.ref[Tensor]] = []
         # The parameters whose gradients this backward alone has made.
         self.with_new_grads: set[int] = set()
 
@@ -182,7 +185,6 @@ class FlatParams:
         if self.master is self.full:
             self.owned[index].parameter = parameter
 
-    @torch.no_grad()
     def gather(self) -> None:
         """Start to make the full buffer whole from the owned slices."""
         self.wait_gather()
@@ -225,8 +227,10 @@ class FlatParams:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The parameters' places in a buffer of this layout, in their shapes."""
-        pieces = torch.split_with_sizes(buffer, self.pieces)[::2]
-        return [piece.view(shape) for piece, shape in zip(pieces, self.layout.shapes, strict=True)]
+        views = _cut_out(buffer, self._cut)
+        for index, shape in self._shaped:
+            views[index] = views[index].view(shape)
+        return views
 
     @property
     def shows_grads(self) -> bool:
@@ -248,6 +252,8 @@ class FlatParams:
         shows_grads = self.shows_grads
         whole = [] if self.placement.grads is SHARDED else views or self.views(average)
         if shows_grads:
+            self._averages = [held for held in self._averages if held() is not None]
+            self._averages.append(weakref.ref(average if average._base is None else average._base))
             # The owned parts' gradients are views of the same memory.
             for index, (parameter, view) in enumerate(zip(self.params, whole, strict=True)):
                 old = self.hidden[index]
@@ -284,7 +290,15 @@ class FlatParams:
         mine = average if self.placement.grads is SHARDED else own_slice(average, group=self.groups.gather)
         if self.host is not None:
             mine = self.host.fetch(mine)
-        return torch.split_with_sizes(mine, self.owned_pieces)[1::2]
+        return _cut_out(mine, self._owned_cut)
+
+    def shows_average(self, index: int) -> bool:
+        """Whether `p.grad` is an average over all ranks, as far as nobody has replaced it."""
+        grad = self.params[index].grad
+        if grad is None:
+            return False
+        base = grad if grad._base is None else grad._base
+        return any(held() is base for held in self._averages)
 
     def hide_grads(self) -> None:
         """Before backward: autograd must find no gradient, or it would add this rank's own to the average."""
@@ -362,3 +376,8 @@ class FlatParams:
         with unguarded():
             for index in indices:
                 self.params[index].grad = self.shown[index] = None
+
+
+def _cut_out(buffer: Tensor, cut: BufferCut) -> list[Tensor]:
+    pieces = torch.split_with_sizes(buffer, cut.sizes)
+    return [pieces[place] for place in cut.places]
