@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
          "max_position_embeddings": 131072},
     ),
 }  # fmt: skip
-_CONFIGS = {
+CONFIGS = {
     "Qwen3ForCausalLM": "Qwen3Config",
     "Gemma3ForCausalLM": "Gemma3TextConfig",
     "BertForMaskedLM": "BertConfig",
@@ -64,7 +64,7 @@ def measure(name: str, *, capture: str, backend: str, steps: int) -> dict[str, A
 
     kind, size, seq, config = MODELS[name]
     torch.manual_seed(0)
-    made = getattr(transformers, _CONFIGS[kind])(**config)
+    made = getattr(transformers, CONFIGS[kind])(**config)
     with torch.device("cuda"):
         model = getattr(transformers, kind)._from_config(made, attn_implementation="sdpa").float().train()
     ids = torch.randint(5, config["vocab_size"], (size, seq), device="cuda")

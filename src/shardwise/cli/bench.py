@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.cli.train import ranks_to_start
-from shardwise.errors import ShardwiseError, UnknownName
+from shardwise.errors import InvalidCluster, ShardwiseError, UnknownName
 from shardwise.placement import STRATEGIES
 from shardwise.train.config import TrainConfig, load_config
 
@@ -132,6 +132,8 @@ def _command(config: Path, options: Mapping[str, object], *, settings: Sequence[
 def _predicted(asked: "Asked", *, cluster: str | None, devices: Path | None) -> "Asked":
     """With what the planner says of its cases, and of more devices; a line on standard error where it says nothing."""
     from shardwise.bench.prediction import PLANNED_ENGINES, cluster_here, forecast_of
+    from shardwise.hardware.host_here import probed_cluster
+    from shardwise.planner.time.compute import can_time
     from shardwise.report.text.costs import scaling_data
 
     title, capacity_bytes = _device(asked.config)
@@ -143,6 +145,11 @@ def _predicted(asked: "Asked", *, cluster: str | None, devices: Path | None) -> 
         cluster=cluster,
         devices=None if devices is None else str(devices),
     )
+    if can_time(here.device):
+        try:
+            here = probed_cluster(here)
+        except InvalidCluster as error:
+            print(f"the host is assumed: {error}", file=sys.stderr)
     forecast = forecast_of(asked.config, cluster=here, device=device)
     scaling: list[dict[str, Any]] = []
     try:

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.errors import InvalidCluster, UnknownName
 from shardwise.hardware.calibration import Calibration, read_calibration
+from shardwise.hardware.host_speed import HostSpeed
 from shardwise.hardware.software import CURRENT, check_matmul_precision, software_of
 from shardwise.hardware.sourced import Sourced, check_table, read_sourced, shipped_table
 
@@ -47,6 +48,7 @@ class Device:
     architecture         by which software.toml finds how fast kernels are on it
     software             the generation of software that runs on it
     matmul_precision     what torch.set_float32_matmul_precision was called with
+    host                 how fast the CPU is that issues its work; None: assumed to be as where it was calibrated
     """
 
     name: str
@@ -71,6 +73,7 @@ class Device:
     link: Sourced[str] | None = None
     nic: Sourced[str] | None = None
     calibration: Calibration | None = None
+    host: HostSpeed | None = None
 
     def __post_init__(self) -> None:
         software_of(self.software)

@@ -46,8 +46,9 @@ def fit_calibration(measured: Mapping[str, Any], *, device: Device, source: str)
         kernel_seconds=kernel_seconds,
         reach={},
         points={},
-        launch_seconds=_launches(rows, kernel_seconds=kernel_seconds, is_host=is_host),
+        launch_seconds=launches_of(rows, kernel_seconds=kernel_seconds, is_host=is_host),
         update=_updates(rows, device=device, is_host=is_host),
+        ranks_per_core=max(measured.get("ranks_per_core", 1.0), 1.0),
     )
     groups: dict[str, list[tuple[Kernel, float]]] = defaultdict(list)
     for kernel, seconds in timed:
@@ -127,7 +128,7 @@ _ISSUED_AS = {
 }
 
 
-def _launches(rows: Rows, *, kernel_seconds: float, is_host: bool) -> dict[str, tuple[float, float]]:
+def launches_of(rows: Rows, *, kernel_seconds: float, is_host: bool) -> dict[str, tuple[float, float]]:
     """Operation → the CPU's seconds to issue it, in forward and in backward.
 
     Where the CPU is the device, a kernel's own time has all of that in it but what autograd and modules add.

@@ -7,7 +7,8 @@ import pytest
 
 from shardwise.errors import InvalidCluster, UnknownName
 from shardwise.hardware import KINDS, cluster_of, device_of
-from shardwise.hardware.borrowed import kernel_model_of, usual_calibration
+from shardwise.hardware.borrowed import kernel_model_of
+from shardwise.hardware.calibration import shipped_calibration
 from shardwise.hardware.kernel_model import Kernel, attention, product
 from shardwise.hardware.software import CURRENT, generations, software_of
 
@@ -51,7 +52,7 @@ def test_the_shipped_calibration_is_that_of_today() -> None:
 
 
 def test_a_device_that_was_calibrated_has_its_own_software() -> None:
-    own = replace(H100, calibration=usual_calibration())
+    own = replace(H100, calibration=shipped_calibration("h200"))
     for kernel in (ATTENTION, PRODUCT, NORM):
         assert kernel_model_of(replace(own, software="2023")).seconds(kernel) == kernel_model_of(own).seconds(kernel)
 

@@ -20,7 +20,7 @@ BORROWED_FAR = "kernels of an H200 on another architecture"
 BORROWED_NEW = "kernels of an H200 on a kind of device that was never checked"
 NODES = "across nodes"
 COMPILED = "compiled"
-HOST_CALIBRATED = "bound by the host"
+HOST_MEASURED = "bound by the host"
 HOST = "bound by a host that was not measured"
 FOREIGN = "an engine of which only the extra time is modelled"
 
@@ -31,7 +31,7 @@ PARTS = {
     BORROWED_NEW: 0.2,
     NODES: 0.08,
     COMPILED: 0.06,
-    HOST_CALIBRATED: 0.08,
+    HOST_MEASURED: 0.08,
     HOST: 0.35,
     FOREIGN: 0.2,
 }
@@ -70,8 +70,9 @@ def time_band(*, plan: Plan, cluster: Cluster, host_share: float, foreign: str =
     if plan.compile == "inductor":
         facts.append(COMPILED)
     if host_share > _HOST_BOUND and cluster.device.name != "cpu":
-        # Only a calibration in the user's own file was measured on the user's own host.
-        facts.append(HOST_CALIBRATED if cluster.device.calibration is not None else HOST)
+        # Probed, or with a calibration in the user's own file, which was measured on the user's own host.
+        is_known = cluster.device.host is not None or cluster.device.calibration is not None
+        facts.append(HOST_MEASURED if is_known else HOST)
     if foreign:
         facts.append(FOREIGN)
     return TimeBand(tuple(sorted(facts, key=lambda fact: -PARTS[fact])))

@@ -6,7 +6,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from shardwise.hardware import Device
-from shardwise.hardware.borrowed import kernel_model_of, usual_calibration
+from shardwise.hardware.borrowed import kernel_model_of
 from shardwise.hardware.kernel_model import Kernel, attention, product
 from shardwise.spec.step import Op, Stream
 
@@ -152,14 +152,6 @@ def _convolution(name: str, dtype: str, *, num_flops: float, num_bytes: float, w
 @lru_cache(maxsize=64)
 def _issue_seconds(device: Device) -> Mapping[str, tuple[float, float]]:
     return kernel_model_of(device).calibration.launch_seconds
-
-
-def host_factor(device: Device) -> float:
-    """How many times as long the CPU of a calibrated device needs for a call as that which engines were measured on."""
-    own, usual = (
-        calibration.launch_seconds for calibration in (kernel_model_of(device).calibration, usual_calibration())
-    )
-    return own.get("call", own["other"])[0] / usual["call"][0]
 
 
 def launch_seconds(op: Op, *, backward: bool, device: Device) -> float:

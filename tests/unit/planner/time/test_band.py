@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.hardware import cluster_of
-from shardwise.hardware.borrowed import usual_calibration
+from shardwise.hardware.calibration import shipped_calibration
 from shardwise.plan import Plan
 from shardwise.planner.time.band import TimeBand, time_band
 
@@ -36,14 +36,14 @@ def test_whatever_is_less_sure_widens_it(options: dict[str, object]) -> None:
 
 def test_a_host_that_was_calibrated_is_surer_than_one_that_was_not() -> None:
     cluster = cluster_of("8xh200")
-    own = replace(cluster, device=replace(cluster.device, calibration=usual_calibration()))
+    own = replace(cluster, device=replace(cluster.device, calibration=shipped_calibration("h200")))
     bands = [time_band(plan=PLAN, cluster=one, host_share=1.0).value for one in (own, cluster)]
     assert bands[0] < 0.12 < bands[1]
 
 
 def test_a_device_of_ones_own_is_calibrated_whatever_it_is() -> None:
     cluster = cluster_of("8xmi300x")
-    own = replace(cluster, device=replace(cluster.device, calibration=usual_calibration()))
+    own = replace(cluster, device=replace(cluster.device, calibration=shipped_calibration("h200")))
     assert time_band(plan=PLAN, cluster=own, host_share=0.1).value == band("8xh200")
 
 
