@@ -87,7 +87,7 @@ def memory(_: Path) -> str:
 
 def time(folder: Path) -> str:
     found, _ = predictions(folder)
-    ranks = ", ".join(f"{name} {value:.3f}" for name, value in correlations(found).items())
+    ranks = "; ".join(f"{name}: {value:.3f}" for name, value in correlations(found).items())
     return "\n".join(
         [
             *table(found),
