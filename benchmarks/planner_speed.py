@@ -25,7 +25,7 @@ from shardwise.sources import Source
 MODELS = ("gpt2-124m", "llama-3.1-8b", "llama-3.1-405b")
 CLUSTER = "8x8xh100-80gb"
 # On which all of them fit.
-LARGE_CLUSTER = "64x8xh100-80gb"
+LARGE_CLUSTER = "64x8xb200"
 NUM_RANKS = 64
 OWN_MODEL = """
 import torch
