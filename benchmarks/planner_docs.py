@@ -28,7 +28,18 @@ import scaling_curves
 from memory_predictions import compare
 from published import MEASURED, measured, read
 from published_rows import LeftOut
-from validate_time import Checked, check, correlations, inside, misfits, strategies, summary, table, timed
+from validate_time import (
+    Checked,
+    check,
+    correlations,
+    inside,
+    misfits,
+    on_our_engine,
+    strategies,
+    summary,
+    table,
+    timed,
+)
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "planner.md"
@@ -112,7 +123,16 @@ def peaks(folder: Path) -> str:
     wrong = list(misfits(found))
     ran, not_ran = (sum(one.row.ran == did for one in found) for did in (True, False))
     told = "; ".join(wrong) if wrong else "none is said to be otherwise"
-    return "\n".join([*lines, "", f"{ran} rows ran and {not_ran} ran out of memory: {told}."])
+    count, also_wrong = on_our_engine(found)
+    ours = "; ".join(also_wrong) if also_wrong else "all are said to fit"
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{ran} rows ran and {not_ran} ran out of memory: {told}. The {count} trainings under FSDP, planned with "
+            f"our engine instead: {ours}.",
+        ]
+    )
 
 
 def curves(_: Path) -> str:

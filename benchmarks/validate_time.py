@@ -224,6 +224,22 @@ def misfits(found: Sequence[Checked]) -> Iterator[str]:
             yield f"ran out of memory, and is said to fit: {one.row}"
 
 
+def on_our_engine(found: Sequence[Checked]) -> tuple[int, list[str]]:
+    """Of trainings that ran under fully_shard: how many, and which of them are said not to fit on our engine."""
+    sources: dict[str, Source] = {}
+    rows = {str(one.row): one.row for one in found if one.row.ran and one.row.plan.strategy == "fsdp"}
+    rows = {name: row for name, row in rows.items() if row.plan.engine == "torch" and row.block_steps is None}
+    wrong = []
+    for name, row in rows.items():
+        ours = replace(row, plan=replace(row.plan, engine="shardwise"))
+        candidate = cost(
+            spec_of(ours, sources), plan=ours.plan, cluster=cluster_for(ours), optimizer=row.optimizer, quick=True
+        )
+        if candidate.fits == "no":
+            wrong.append(f"ran with fully_shard, and is said not to fit on our engine: {name}")
+    return len(rows), wrong
+
+
 def strategies(found: Sequence[Checked]) -> str:
     compared = list(pairs(timed(found)))
     right = sum((a.predicted > b.predicted) == ((a.row.per_s or 0) > (b.row.per_s or 0)) for a, b in compared)
