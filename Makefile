@@ -13,7 +13,7 @@ BARE := $(VENV)/.bare-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 READY := $(VENV)/.ready-$(shell echo '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)'
 
-.PHONY: setup demo test test-unit test-jobs test-ranks reliability chaos chaos-long check format bench clean
+.PHONY: setup demo test test-unit test-jobs test-ranks reliability chaos chaos-long check format bench planner-docs clean
 
 setup: $(READY)
 
@@ -82,6 +82,11 @@ check: setup
 format: setup
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+
+# Predicts again all that docs/planner.md says, and writes it there. PUBLISHED is a folder of tables that others
+# published (benchmarks/published.py reads them).
+planner-docs: setup
+	@$(BIN)/python benchmarks/planner_docs.py --published $(PUBLISHED) $(ARGS)
 
 bench: setup
 	@$(BIN)/python benchmarks/startup.py

@@ -47,6 +47,17 @@ def plan(
     devices: Annotated[
         Path | None, typer.Option("--devices", help="A device table that `shardwise calibrate` wrote.")
     ] = None,
+    software: Annotated[
+        str | None, typer.Option("--software", help="How old the kernels are: 2023, 2024, current (default: current).")
+    ] = None,
+    matmul_precision: Annotated[
+        str | None,
+        typer.Option("--matmul-precision", help="As torch.set_float32_matmul_precision: highest, or high for TF32."),
+    ] = None,
+    compile_with: Annotated[str, typer.Option("--compile", help="none, inductor or aot_eager.")] = "none",
+    like: Annotated[
+        str, typer.Option("--like", help="Time the same strategies as another engine runs them: deepspeed.")
+    ] = "",
     here: Annotated[
         bool, typer.Option("--here", help="The devices are of this machine: measure its host, which takes seconds.")
     ] = False,
@@ -64,12 +75,18 @@ def plan(
     from shardwise.report.text.verdict import no_fit, reasons
     from shardwise.sources import Source
 
-    where = _cluster(cluster, devices=devices, here=here)
-    asked = Plan(micro_batch=micro_batch, precision=precision, recompute=recompute, engine=engine)
+    where = _cluster(cluster, devices=devices, software=software, matmul_precision=matmul_precision, here=here)
+    asked = Plan(micro_batch=micro_batch, precision=precision, recompute=recompute, engine=engine, compile=compile_with)
     strategies = asked_strategies(strategy, engine=engine)
     source = Source(model, seq=seq, image=image, while_tracing=_progress)
     found = candidates(
-        source.spec_for, plan=asked, strategies=strategies, cluster=where, optimizer=optimizer, goal=goal
+        source.spec_for,
+        plan=asked,
+        strategies=strategies,
+        cluster=where,
+        optimizer=optimizer,
+        goal=goal,
+        foreign=like.lower(),
     )
     chosen = recommend(found, goal=goal, spec_for=source.spec_for, optimizer=optimizer)
     why = reasons(chosen)
@@ -124,7 +141,9 @@ class Shown:
         return timeline(spec, plan=best.plan, cluster=best.cluster, optimizer=self.optimizer)
 
 
-def _cluster(text: str, *, devices: Path | None, here: bool) -> "Cluster":
+def _cluster(
+    text: str, *, devices: Path | None, software: str | None, matmul_precision: str | None, here: bool
+) -> "Cluster":
     from shardwise.hardware import cluster_of
     from shardwise.hardware.cluster_file import read_cluster_file
     from shardwise.hardware.host_here import probed_cluster
@@ -133,6 +152,12 @@ def _cluster(text: str, *, devices: Path | None, here: bool) -> "Cluster":
     if devices is not None:
         measured = read_cluster_file(devices)
         cluster = replace(cluster, device=measured.device, link=measured.link or cluster.link)
+    device = replace(
+        cluster.device,
+        software=software or cluster.device.software,
+        matmul_precision=matmul_precision or cluster.device.matmul_precision,
+    )
+    cluster = replace(cluster, device=device)
     return probed_cluster(cluster) if here else cluster
 
 
@@ -218,9 +243,13 @@ def _remarks(shown: Shown) -> Iterator[str]:
     yield verdict(shown.recommendation, why=shown.why)
     fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity"
     unknown = why_not_timed(shown.source.spec_for(first.plan), plan=first.plan, cluster=first.cluster)
-    time = f"time is not predicted: {unknown}" if unknown else f"time ± {first.time_band:.0%}, of it comm exposed"
+    shown_first = shown.recommendation.best or first
+    time = f"time is not predicted: {unknown}" if unknown else f"time {shown_first.time_band}, of it comm exposed"
     yield f"Predicted, not measured; {fits}; {time}."
     if unknown is None and not host_is_probed(first.cluster.device):
         yield "The host is assumed: where the CPU bounds a step, --here on the machine itself measures how fast it is."
     if shown.scaling is not None:
-        yield "Scaling: a strategy keeps its micro-batch; without the allocator's model, stragglers and congestion."
+        yield (
+            "Scaling: a strategy keeps its micro-batch, so the global batch grows; with the wait for the slowest node, "
+            "without the allocator's model and congestion."
+        )

@@ -6,7 +6,8 @@ processors:
 
     seconds = (peak part of the device + rest · processors × clock of the lender / those of the device) / relative reach
 
-The relative reach is 1; that of matrix products and of attention may be fitted to published trainings (devices.toml).
+The relative reach is that of the software's kernels on the device's architecture (software.toml); 1 where it says
+nothing. A device of the table, or of a user's file, may have its own.
 """
 
 from dataclasses import replace
@@ -18,8 +19,8 @@ from shardwise.hardware.fit import launches_of
 from shardwise.hardware.host_speed import engine_factor, reference_host
 from shardwise.hardware.kernel_model import Kernel, KernelModel
 
-# The device whose calibration stands in for what another's own does not say.
-_USUAL = "h200"
+USUAL = "h200"
+"""The device whose calibration stands in for what another's own does not say."""
 
 _PEAK_SHARE = 0.9
 """The share of a peak that the best kernels reach: copies of the bandwidth, products of the operations."""
@@ -36,7 +37,7 @@ def kernel_model_of(device: Device) -> KernelModel:
     own = device.calibration or shipped_calibration(device.name)
     if own is not None:
         return KernelModel(device, calibration=on_host(own, device=device), is_own=True)
-    return BorrowedKernelModel(device, lender=kernel_model_of(device_of(_USUAL)))
+    return BorrowedKernelModel(device, lender=kernel_model_of(device_of(USUAL)))
 
 
 def on_host(calibration: Calibration, *, device: Device) -> Calibration:
@@ -88,13 +89,11 @@ class BorrowedKernelModel(KernelModel):
         self.lender = lender
         self.processors = _processor_speed(device) / _processor_speed(lender.device)
 
-    def seconds(self, kernel: Kernel) -> float:
-        found = self._seen.get(kernel)
-        if found is None:
-            busy = self.law(kernel) / self._reach(kernel) if kernel.name == "matmul" else self._transferred(kernel)
-            found = self.start_seconds(kernel) + busy / relative_reach(self.device, kernel)
-            self._seen[kernel] = found
-        return found
+    def _busy(self, kernel: Kernel) -> float:
+        # Products that are not aligned are bound by the loads of single values, which go with the processors.
+        if kernel.name == "matmul" and "unaligned" not in kernel.role:
+            return super()._busy(kernel)
+        return self._transferred(kernel)
 
     def _transferred(self, kernel: Kernel) -> float:
         borrowed = _as_calibrated(kernel)
@@ -127,13 +126,3 @@ def _processor_speed(device: Device) -> float:
         assert device.fp32_flops_per_s is not None
         return device.fp32_flops_per_s.value / 256
     return device.num_processors.value * device.processor_hz.value
-
-
-def relative_reach(device: Device, kernel: Kernel) -> float:
-    """How fast a kernel is on a device, relative to what the lender's calibration predicts."""
-    found = None
-    if kernel.name == "matmul":
-        found = device.matmul_reach
-    elif kernel.name.startswith("attention"):
-        found = device.attention_reach
-    return found.value if found is not None else 1.0

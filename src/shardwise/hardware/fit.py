@@ -53,13 +53,13 @@ def fit_calibration(measured: Mapping[str, Any], *, device: Device, source: str)
     groups: dict[str, list[tuple[Kernel, float]]] = defaultdict(list)
     for kernel, seconds in timed:
         groups[kernel.key].append((kernel, seconds))
-    model = KernelModel(device, calibration=rough, is_own=True)
+    model = KernelModel(replace(device, calibration=rough), calibration=rough, is_own=True)
     reach = {key: _reach(group, model=model) for key, group in groups.items()}
     if "widen" in reach and "narrow" in reach:
         # A trace does not tell them apart; a step has as many casts of the one kind as of the other.
         reach["cast"] = harmonic_mean((reach["widen"], reach["narrow"]))
     reached = replace(rough, reach=reach)
-    model = KernelModel(device, calibration=reached, is_own=True)
+    model = KernelModel(replace(device, calibration=reached), calibration=reached, is_own=True)
     return replace(reached, points={key: _points(group, model=model) for key, group in groups.items()})
 
 

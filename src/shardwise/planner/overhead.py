@@ -67,6 +67,13 @@ benchmarks/results/step_times_h200.json that the CPU bounds.
 fully_shard's `step` was fitted (3.5 ms) with a program that gathered the last unit once. One gather, wait and free were
 then taken off it by hand, not fitted again. No measured row is of shard_grad_op, which lacks that second gather."""
 
+FOREIGN_TENSOR_SECONDS: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {"deepspeed": MappingProxyType({"zero2": 0.35e-3, "shard_grad_op": 1.2e-3, "fsdp": 1.2e-3})}
+)
+"""Engine that is neither ours nor torch's → strategy → seconds that a step takes longer than ours for each tensor of
+parameters: hooks that copy, reduce or gather it by itself, and wait. Of DeepSpeed's ZeRO-2 and ZeRO-3, fitted to its
+published rows of GPT-2 and BERT on 16 V100s, of 2021; its ZeRO-1 and plain data parallelism take as long as ours."""
+
 CAPTURED = Overhead(gather=0.0, wait=0.0, free=0.0, take=0.0, reduce=0.0, deliver=0.0, step=0.0)
 """Of a step that is one CUDA graph."""
 

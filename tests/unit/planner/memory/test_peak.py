@@ -98,9 +98,10 @@ def test_offloaded_activations_take_less() -> None:
     assert away.breakdown_bytes["activations"] < here.breakdown_bytes["activations"] / 4
 
 
-def test_accumulation_holds_gradients_from_pass_to_pass() -> None:
-    spec = spec_for("gpt2-124m")
-    plain = Plan(precision="bf16", mesh=Mesh(shard=8))
+@pytest.mark.parametrize("engine", ["shardwise", "torch"])
+def test_accumulation_holds_gradients_from_pass_to_pass(engine: str) -> None:
+    spec = spec_for("gpt2-124m", Plan(precision="bf16", engine=engine))
+    plain = Plan(precision="bf16", mesh=Mesh(shard=8), engine=engine)
     kept = replace(plain, accumulate=4)
     reduced = replace(plain, accumulate=4, accumulate_reduced=True)
     rest = [

@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from planned_specs import spec_for
 
-from shardwise.hardware import device_of, devices
+from shardwise.hardware import cluster_of, device_of, devices
+from shardwise.plan import Plan
 from shardwise.planner.time.compute import (
     StreamSeconds,
     can_time,
@@ -16,6 +18,7 @@ from shardwise.planner.time.compute import (
     stream_seconds,
     update_seconds,
 )
+from shardwise.planner.time.step_time import estimate_time
 from shardwise.spec.law import Law
 from shardwise.spec.shipped import ready_spec
 from shardwise.spec.step import Op, StepTrace, Stream
@@ -155,3 +158,36 @@ def test_an_operation_that_nobody_measured_takes_the_time_of_its_bytes() -> None
         op_seconds(op(name), batch=1, seq=None, precision="bf16", device=H200) for name in ("add", "erfinv")
     )
     assert other == pytest.approx(added, rel=0.2)
+
+
+def _const(value: int) -> Law:
+    return Law((value, 0, 0, 0, 0, 0))
+
+
+def _chain(num_bytes: int) -> Stream:
+    """A product, three operations that memory bounds, and another product."""
+    product = Op(name="mm", num_flops=_const(2**30), num_bytes=_const(2**20), dims=(_const(512),) * 3)
+    single = [Op(name=name, num_flops=_const(0), num_bytes=_const(num_bytes)) for name in ("mul", "add", "silu")]
+    return Stream(ops=(product, *single, product))
+
+
+def test_a_compiled_chain_is_one_pass_over_memory() -> None:
+    options = {"batch": 1, "seq": None, "precision": "bf16", "device": device_of("h200"), "backward": False}
+    eager = stream_seconds(_chain(2**30), **options)  # type: ignore[arg-type]
+    fused = stream_seconds(_chain(2**30), fuses=True, **options)  # type: ignore[arg-type]
+    products = stream_seconds(_chain(1), fuses=True, **options)  # type: ignore[arg-type]
+    assert fused.kernel - products.kernel == pytest.approx((eager.kernel - products.kernel) / 3, rel=0.1)
+    assert fused.launch < eager.launch
+
+
+@pytest.mark.parametrize(("backend", "is_faster"), [("inductor", True), ("aot_eager", False)])
+def test_only_inductor_makes_kernels_of_chains(backend: str, is_faster: bool) -> None:
+    plan = Plan(precision="bf16", micro_batch=2, engine="torch")
+    spec = spec_for("llama-3.2-1b", plan)
+    eager, compiled = (
+        estimate_time(spec, plan=one, cluster=cluster_of("8xh100")) for one in (plan, replace(plan, compile=backend))
+    )
+    assert eager is not None
+    assert compiled is not None
+    assert (compiled.step_seconds < 0.95 * eager.step_seconds) == is_faster
+    assert is_faster or compiled.step_seconds == eager.step_seconds
