@@ -4,8 +4,8 @@ From the bottom up; each imports only what stands above it here.
 
 tape.py         the operations that a run issued; pass_state.py: how a pass counts; step_errors.py: what is wrong with a
                 step; transfer.py: copies to the host
-params/         flat buffers (flat.py), guards against reading what is freed, what users write (written.py), what a
-                quantised weight carries, casts;
+params/         flat buffers (flat_buffers.py) and their gradients (flat.py), guards against reading what is freed, what
+                users write (written.py), what a quantised weight carries, casts;
                 unit.py: a unit at work
 grads/          the buffers that gradients are reduced in (segment.py, bucket.py), and which parameters were used
 activations/    recompute, offload and torch.compile of units
