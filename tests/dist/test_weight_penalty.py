@@ -69,7 +69,7 @@ def test_a_penalty_whose_backward_comes_first_counts_as_in_one_loss(strategy: st
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.ledger("penalty-later", outcome="right")
+@pytest.mark.ledger("penalty-later", outcome="right", under=("zero2",))
 def test_a_penalty_after_the_loss_counts_where_no_average_is_shown() -> None:
     plan = Plan(strategy="zero2")
     expected = run_ranks(train, num_ranks=2, args=(plan, together))

@@ -38,8 +38,8 @@ def told(model: str, *, capacity: float | None, num_ranks: int = 8, **plan: Any)
         # They are recomputed already: a smaller micro-batch, and more passes, so that a step is the same.
         (
             24,
-            {"strategy": "fsdp", "micro_batch": 16, "recompute": "full"},
-            "plan.micro_batch = 8, plan.accumulate = 2",
+            {"strategy": "fsdp", "micro_batch": 32, "recompute": "full"},
+            "plan.micro_batch = 16, plan.accumulate = 2",
         ),
     ],
 )
