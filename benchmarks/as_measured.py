@@ -5,7 +5,7 @@ their vocabularies not padded, trained with the usual loss. Once these are measu
 from collections.abc import Collection
 from dataclasses import replace
 
-from shardwise.models.catalogue import shape_of
+from shardwise.models.catalogue import CATALOGUE, shape_of
 from shardwise.models.shapes import GPTShape, LlamaShape
 from shardwise.sources import Source, Way
 from shardwise.spec import ModelSpec
@@ -13,8 +13,8 @@ from shardwise.tasks import cross_entropy, token_task
 
 
 def source_as_measured(model: str, *, seq: int | None = None, image: int | None = None) -> Source:
-    """The source of a row's model. Of MPT, whose rows are others', nothing has changed."""
-    if isinstance(shape_of(model), GPTShape | LlamaShape) and not model.startswith("mpt-"):
+    """The source of a row's model. Of MPT, and of what is not in the catalogue, nothing has changed."""
+    if isinstance(CATALOGUE.get(model), GPTShape | LlamaShape) and not model.startswith("mpt-"):
         return _Unpadded(model, seq=seq)
     return Source(model, seq=seq, image=image)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.models.catalogue import shape_of
 from shardwise.models.llama import Llama
 from shardwise.models.shapes import LlamaShape
-from shardwise.tasks import Task, cross_entropy_of_tokens, token_task
+from shardwise.tasks import Task, cross_entropy, token_task
 
 # Lightning's demo
 
@@ -205,13 +205,18 @@ QWEN_25_7B = replace(
 )
 
 
+def _with_usual_loss(task: Task) -> Task:
+    """The catalogue's own loss writes over the logits; others' keeps them."""
+    return replace(task, loss=cross_entropy)
+
+
 def llama_2_34b() -> Task:
-    return token_task(LLAMA_2_34B, seq=4096, device="meta")
+    return _with_usual_loss(token_task(LLAMA_2_34B, seq=4096, device="meta"))
 
 
 def llama_32_3b() -> Task:
     """Whole in bf16, as torchtune trains it."""
-    task = token_task(LLAMA_32_3B, seq=4096, device="meta")
+    task = _with_usual_loss(token_task(LLAMA_32_3B, seq=4096, device="meta"))
     task.model.to(torch.bfloat16)
     return task
 
@@ -247,7 +252,7 @@ def _lora(
                 for name in adapted:
                     part = block.attention if name in ("q", "k", "v", "out") else block.feed_forward
                     setattr(part, name, Adapted(getattr(part, name), rank=rank, dropout=dropout))
-        return replace(made, loss=cross_entropy_of_tokens) if lean else made
+        return made if lean else _with_usual_loss(made)
 
     return task
 
