@@ -32,19 +32,24 @@ def compiled(rank: int, strategy: str, backend: str, form: str, when: str) -> No
         shardwise.prepare(model, optimizer, plan, collectives=collectives)
         if with_compile and when == "after":
             compile_block(model, backend=backend, form=form)
-        losses = []
-        for step in range(3):
-            loss = cross_entropy(model, batch(step, rank))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        results.append(losses)
+        results.append(losses_of(model, optimizer, batch, rank))
     torch._dynamo.reset()
     if backend == "aot_eager":
         assert results[0] == results[1]
     else:
         assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+
+def losses_of(model: Any, optimizer: torch.optim.Optimizer, batch: Any, rank: int) -> list[float]:
+    """Of three steps."""
+    losses = []
+    for step in range(3):
+        loss = cross_entropy(model, batch(step, rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def compile_block(model: Any, *, backend: str, form: str) -> None:
@@ -81,13 +86,7 @@ def by_plan(rank: int, plan: Plan) -> tuple[list[float], int]:
     torch.manual_seed(0)
     model, batch = MODELS["gpt"]()
     model, optimizer = shardwise.prepare(model, adamw(model.parameters()), plan)
-    losses = []
-    for step in range(3):
-        loss = cross_entropy(model, batch(step, rank))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_of(model, optimizer, batch, rank)
     num_graphs = counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
     return losses, num_graphs

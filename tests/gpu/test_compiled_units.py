@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from capture_cases import SHAPE, Ran, deterministic, gpt_batch, run
 from torch import Tensor, nn
@@ -21,12 +20,9 @@ REPLAYED = "capture: steps are replayed as CUDA graphs from here on"
 
 
 @pytest.fixture(autouse=True)
-def group() -> Any:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+def reset_compiler(one_rank: None) -> Any:
     yield
     torch._dynamo.reset()
-    dist.destroy_process_group()
 
 
 def both(*, backend: str = "inductor", plan: dict[str, Any] | None = None, **how: Any) -> tuple[Ran, Ran]:

@@ -1,10 +1,7 @@
 """Steps captured by hand are the ordinary steps of the same engine: torch's DDP and fully_shard on one NCCL rank."""
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from shardwise.bench.contestants import plan_for
 from shardwise.bench.graph_update import GraphUpdate, counts_on_device
@@ -17,18 +14,11 @@ from shardwise.train.config import TrainConfig
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("one_rank"),
     pytest.mark.timeout(120),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 NUM_STEPS = 16
-
-
-@pytest.fixture(autouse=True)
-def group() -> Any:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    yield
-    dist.destroy_process_group()
 
 
 def started(engine: str, strategy: str, *, precision: str, clip_norm: float) -> BenchTraining:
