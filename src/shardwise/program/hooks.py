@@ -1,7 +1,8 @@
 """A model's forward and backward → triggers at its units, for whoever listens.
 
-The engine runs rows at them, the trace and the profile mark where rows begin. Two hooks per unit, one per parameter;
-one set of hooks for all, so that all see the same rows.
+The engine runs rows at them, the trace and the profile mark where rows begin. Two hooks per unit, and one per
+parameter, since any of them may be the first that a backward comes to (a penalty on the weights). One set of hooks for
+all, so that all see the same rows.
 """
 
 import weakref
