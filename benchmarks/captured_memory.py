@@ -35,7 +35,7 @@ def main() -> None:
     name, capture = sys.argv[1:]
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    model, step, batch = training(name, capture=capture, tell=print)
+    model, step, batch = training(name, capture=capture, backend="none", tell=print)
     show("prepared")
     for number in range(max(_SHOWN) + 1):
         step(*batch)

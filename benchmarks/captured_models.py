@@ -2,7 +2,8 @@
 
 For each: the median time of a step, the time in which the GPU was busy with kernels in one step, memory, and what
 `capture = "auto"` decided. Weights are random; bf16, fused AdamW, `fsdp` on one NCCL rank. Each model runs in a process
-of its own, first eager, then captured. Writes benchmarks/results/captured_models_h200.json.
+of its own, first eager, then captured. Writes benchmarks/results/captured_models_h200.json; with `--compile inductor`
+units are compiled in both, and benchmarks/results/captured_models_inductor_h200.json is written.
 
     allocated_bytes, reserved_bytes   peaks of the training: warm-up, comparisons and replays
     mixed_…                           peaks of all that, and then of steps with a padded batch (a guard fails), of half
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "captured_models_h200.json"
+RESULTS = Path(__file__).parent / "results"
 _LLAMA_LIKE = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "use_cache": False}
 # Name → kind of model, samples, tokens, config.
 MODELS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
@@ -57,7 +58,7 @@ CONFIGS = {
 }
 
 
-def training(name: str, *, capture: str, tell: Callable[[str], None]) -> tuple[Any, Any, tuple[Any, Any]]:
+def training(name: str, *, capture: str, backend: str, tell: Callable[[str], None]) -> tuple[Any, Any, tuple[Any, Any]]:
     """(model, step, batch) of one model."""
     import torch
     import transformers
@@ -73,7 +74,7 @@ def training(name: str, *, capture: str, tell: Callable[[str], None]) -> tuple[A
     ids = torch.randint(5, config["vocab_size"], (size, seq), device="cuda")
     mask = torch.ones_like(ids)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    shardwise.prepare(model, optimizer, Plan(precision="bf16", capture=capture))
+    shardwise.prepare(model, optimizer, Plan(precision="bf16", compile=backend, capture=capture))
 
     def step(ids: Any, mask: Any) -> Any:
         loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
@@ -85,15 +86,18 @@ def training(name: str, *, capture: str, tell: Callable[[str], None]) -> tuple[A
     return model, shardwise.capture(step, model, optimizer, tell=tell), (ids, mask)
 
 
-def measure(name: str, *, capture: str, steps: int) -> dict[str, Any]:
+def measure(name: str, *, capture: str, backend: str, steps: int) -> dict[str, Any]:
     """One training of one model: what a step takes, once it is warm."""
     import torch
 
+    from shardwise.engine.compile_clock import CompileClock
+
     lines: list[str] = []
-    model, taken, (ids, mask) = training(name, capture=capture, tell=lines.append)
-    # Replays 1 and 10 are compared with ordinary steps.
-    for _ in range(14):
-        loss = taken(ids, mask)
+    model, taken, (ids, mask) = training(name, capture=capture, backend=backend, tell=lines.append)
+    # Replays 1 and 10 are compared with ordinary steps; the first may compile.
+    with CompileClock() as clock:
+        for _ in range(15):
+            loss = taken(ids, mask)
     torch.cuda.synchronize()
     seconds = []
     for _ in range(5):
@@ -108,6 +112,8 @@ def measure(name: str, *, capture: str, steps: int) -> dict[str, Any]:
     return {
         "model": name,
         "capture": capture,
+        "compile": backend,
+        "compile_seconds": clock.seconds,
         "step_seconds": statistics.median(seconds),
         "fastest_seconds": min(seconds),
         "slowest_seconds": max(seconds),
@@ -178,7 +184,7 @@ def _busy_seconds(step: Callable[[], Any]) -> float:
     return busy * 1e-6
 
 
-def _run_here(name: str, *, steps: int) -> None:
+def _run_here(name: str, *, backend: str, steps: int) -> None:
     """Eager, then captured; a row each on standard output."""
     import gc
 
@@ -188,7 +194,7 @@ def _run_here(name: str, *, steps: int) -> None:
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     for capture in ("off", "auto"):
-        print(json.dumps(measure(name, capture=capture, steps=steps)), flush=True)
+        print(json.dumps(measure(name, capture=capture, backend=backend, steps=steps)), flush=True)
         gc.collect()
         # Tensors of torch itself, which the next training would find.
         torch._C._cuda_clearCublasWorkspaces()
@@ -201,15 +207,19 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--compile", choices=("none", "inductor", "aot_eager"), default="none")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--here", default="")
     arguments = parser.parse_args()
     if arguments.here:
-        _run_here(arguments.here, steps=arguments.steps)
+        _run_here(arguments.here, backend=arguments.compile, steps=arguments.steps)
         return
+    of_backend = "" if arguments.compile == "none" else f"_{arguments.compile}"
+    out = arguments.out or RESULTS / f"captured_models{of_backend}_h200.json"
     rows = []
     for name in arguments.models:
         command = [sys.executable, __file__, "--here", name, "--steps", str(arguments.steps)]
+        command += ["--compile", arguments.compile]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
         found = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
         if len(found) != 2:
@@ -222,11 +232,13 @@ def main() -> None:
             f"captured {captured['step_seconds'] * 1e3:.1f} (busy {captured['gpu_busy_seconds'] * 1e3:.1f}); "
             f"captured / busy eager {captured['step_seconds'] / eager['gpu_busy_seconds']:.3f}; reserved "
             f"{eager['reserved_bytes'] / 2**30:.2f} and {captured['reserved_bytes'] / 2**30:.2f} GiB, mixed "
-            f"{eager['mixed_reserved_bytes'] / 2**30:.2f} and {captured['mixed_reserved_bytes'] / 2**30:.2f}",
+            f"{eager['mixed_reserved_bytes'] / 2**30:.2f} and {captured['mixed_reserved_bytes'] / 2**30:.2f}; "
+            f"compiled {eager['compile_seconds']:.1f} and {captured['compile_seconds']:.1f} s",
             captured["told"],
             flush=True,
         )
-    arguments.out.write_text(json.dumps({"machine": _machine(), "rows": rows}, indent=1) + "\n")
+        # After each: what was measured is kept when time runs out.
+        out.write_text(json.dumps({"machine": _machine(), "rows": rows}, indent=1) + "\n")
 
 
 def _machine() -> dict[str, str]:

@@ -53,15 +53,19 @@ def table(rows: list[Row]) -> list[str]:
     return lines
 
 
+def chosen_rows(path: Path) -> list[Row]:
+    """Of what was measured, the first row of each model and strategy."""
+    chosen: dict[tuple[str, str], Row] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        if row["engine"] == "shardwise" and row["strategy"] in STRATEGIES and not row["error"]:
+            chosen.setdefault((row["model"], row["strategy"]), row)
+    return sorted(chosen.values(), key=lambda row: (row["model"], STRATEGIES.index(row["strategy"])))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measured", type=Path)
-    rows = json.loads(parser.parse_args().measured.read_text())["rows"]
-    chosen: dict[tuple[str, str], Row] = {}
-    for row in rows:
-        if row["engine"] == "shardwise" and row["strategy"] in STRATEGIES and not row["error"]:
-            chosen.setdefault((row["model"], row["strategy"]), row)
-    print("\n".join(table(sorted(chosen.values(), key=lambda row: (row["model"], STRATEGIES.index(row["strategy"]))))))
+    print("\n".join(table(chosen_rows(parser.parse_args().measured))))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from as_measured import source_as_measured
+
 from shardwise.plan import Plan
 from shardwise.planner import MemoryEstimate, estimate
 from shardwise.planner.memory.constants import DEFAULT_COMMUNICATOR_BYTES
@@ -21,7 +23,7 @@ TOTALS = ("allocated", "reserved", "device")
 
 @cache
 def _source(model: str, seq: int | None, image: int | None) -> Source:
-    return Source(model, seq=seq, image=image)
+    return source_as_measured(model, seq=seq, image=image)
 
 
 def predict_row(row: Row, *, device: str = "cuda") -> MemoryEstimate:

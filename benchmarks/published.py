@@ -1,43 +1,19 @@
 """Measured step times as rows: our own on one H200, and tables that others published (docs/planner.md names them).
 
-Each reader says what its table's trainings are taken for.
+Each reader says what its table's trainings are taken for; published_llama.py and published_text.py hold more of them.
 """
 
-import csv
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from published_llama import adapters, ibm_and_torchtitan, torchtune
+from published_rows import LeftOut, Row, csv_rows, own_model
+from published_text import bert, deepspeed
 
 from shardwise.plan import Plan
 
-TRANSFORMER = f"{Path(__file__).parent / 'published_models.py'}:transformer_1b"
 MEASURED = Path(__file__).parent / "results" / "step_times_h200.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A published measurement: what was run, and `per_s` of it (tokens of a GPU, or samples of all)."""
-
-    table: str
-    model: str
-    cluster: str
-    plan: Plan
-    seq: int | None
-    optimizer: str
-    per_s: float
-    # Of a sample, where the catalogue's spec is taken at another length.
-    length: int | None = None
-    # How many steps were measured in one go; None: so many that it does not matter.
-    block_steps: int | None = None
-
-    def __str__(self) -> str:
-        seq = f" x {self.seq}" if self.seq else ""
-        plan = self.plan
-        return (
-            f"{self.model.rpartition(':')[2]:12} {self.cluster:26} {self.table:20} {plan.precision} "
-            f"{plan.micro_batch}{seq} accumulate {plan.accumulate} recompute {plan.recompute}"
-        )
 
 
 def measured(path: Path) -> Iterator[Row]:
@@ -58,7 +34,6 @@ def measured(path: Path) -> Iterator[Row]:
                 capture=row["captured"],
                 micro_batch=row["batch"],
             ),
-            seq=None,
             optimizer="adamw",
             per_s=row["batch"] / row["step_seconds"],
             length=row["seq"],
@@ -66,11 +41,12 @@ def measured(path: Path) -> Iterator[Row]:
         )
 
 
-def llm_foundry(path: Path) -> Iterator[Row]:
+def llm_foundry(path: Path) -> Iterator[Row | LeftOut]:
     """MPT under Composer's FSDP with mixed_precision PURE: gathers and reduces in bf16, every micro-batch reduces."""
     nodes = {"a100_80gb": "a100-80gb@roce-8x200", "h100_80gb": "h100-80gb@roce-8x400"}
-    for row in _rows(path):
+    for row in csv_rows(path):
         if row["precision"] == "amp_fp8":
+            yield LeftOut(table="MPT", what=f"{row['model']}, {row['seq_len_tokens']} tokens", reason="fp8")
             continue
         num_gpus = int(row["num_gpus"])
         kind = nodes[row["gpu_type"]]
@@ -92,15 +68,18 @@ def llm_foundry(path: Path) -> Iterator[Row]:
             seq=int(row["seq_len_tokens"]),
             optimizer="adamw",
             per_s=float(row["throughput_tokens_per_s_per_gpu"]),
+            software="2023",
         )
 
 
-def resnet(path: Path) -> Iterator[Row]:
+def resnet(path: Path) -> Iterator[Row | LeftOut]:
     """ResNet-50 under DDP, or DeepSpeed without ZeRO, on nodes of four; fp32 as torch has it, or autocast in fp16."""
     kinds = {"mahti": ("a100-40gb", "ib-2x200"), "puhti": ("v100-32gb", "ib-2x100")}
-    for row in _rows(path):
-        is_ddp = row["strategy"].startswith(("DDP", "DeepSpeed"))
-        if not is_ddp or row["outcome"] != "ok" or row["cluster"] not in kinds or "resnet50" not in row["model"]:
+    for row in csv_rows(path):
+        reason = _why_not_resnet(row, kinds)
+        if reason:
+            what = f"{row['benchmark']}, {row['gpus']} x {row['gpu']} of {row['cluster']}, {row['date']}"
+            yield LeftOut(table="ResNet-50", what=what, reason=reason)
             continue
         kind, fabric = kinds[row["cluster"]]
         gpus, nodes = int(row["gpus"]), int(row["nodes"])
@@ -110,27 +89,38 @@ def resnet(path: Path) -> Iterator[Row]:
             model="resnet50",
             cluster=f"{nodes}x{gpus // nodes}x{kind}@{fabric}" if nodes > 1 else f"{gpus}x{kind}",
             plan=Plan(strategy="ddp", precision=precision, engine="torch", micro_batch=int(row["batch_size_per_gpu"])),
-            seq=None,
             optimizer="sgd",
             per_s=float(row["throughput"]),
+            software="2023",
         )
 
 
-def lightning(path: Path) -> Iterator[Row]:
+def _why_not_resnet(row: dict[str, str], kinds: Mapping[str, object]) -> str:
+    if row["outcome"] != "ok":
+        return "it did not run"
+    if row["cluster"] not in kinds:
+        return "the links of the cluster are not known, or its devices not in the table"
+    if not row["strategy"].startswith(("DDP", "DeepSpeed")) or "resnet50" not in row["model"]:
+        return "not ResNet-50 under DDP"
+    return ""
+
+
+def lightning(path: Path) -> Iterator[Row | LeftOut]:
     """A transformer of 1 B parameters on two A100-40GB in fp32; FSDP's strategies as fully_shard has them."""
     strategies = {"DDP": "ddp", "FSDP SHARD_GRAD_OP": "shard_grad_op", "FSDP FULL_SHARD": "fsdp"}
-    for row in _rows(path):
+    for row in csv_rows(path):
         if row["strategy"] not in strategies:
+            yield LeftOut(table="Transformer 1B", what=row["strategy"], reason="no strategy of the planner")
             continue
         steps_per_s = float(row["iterations_per_s"] or 1 / float(row["iteration_time_s"]))
         yield Row(
             table=f"Transformer 1B, {row['framework'].partition(' ')[0]}",
-            model=f"python:{TRANSFORMER}",
+            model=own_model("transformer_1b"),
             cluster="2xa100-40gb",
             plan=Plan(strategy=strategies[row["strategy"]], engine="torch", micro_batch=1),
-            seq=None,
             optimizer="adam",
             per_s=2 * steps_per_s,
+            software="2023",
         )
 
 
@@ -138,34 +128,36 @@ def timm(path: Path) -> Iterator[Row]:
     """Vision models of the catalogue on one RTX 3090, with autocast in fp16."""
     names = {f"vit_{size}_patch{patch}_224": f"vit-{size}" for size, patch in _VITS}
     names |= {f"resnet{number}": f"resnet{number}" for number in (18, 34, 50)}
-    for row in _rows(path):
+    for row in csv_rows(path):
         if row["model"] in names and row["train_img_size_px"] == "224":
             yield Row(
                 table="timm, one GPU",
                 model=names[row["model"]],
                 cluster="1xrtx-3090",
                 plan=Plan(strategy="ddp", precision="fp16", engine="torch", micro_batch=int(row["train_batch_size"])),
-                seq=None,
                 optimizer="sgd",
                 per_s=float(row["train_samples_per_s"]),
+                software="2023",
             )
 
 
 _VITS = (("tiny", 16), ("small", 16), ("base", 16), ("large", 16), ("huge", 14))
 
 
-def _rows(path: Path) -> Iterator[dict[str, str]]:
-    with path.open(newline="") as file:
-        yield from csv.DictReader(file)
+TABLES = (
+    ("llm_foundry_mpt_fsdp.csv", llm_foundry),
+    ("resnet50_ddp_scaling.csv", resnet),
+    ("lightning_docs_memory.csv", lightning),
+    ("timm_train_rtx3090.csv", timm),
+    ("fsdp_ibm_torchtitan.csv", ibm_and_torchtitan),
+    ("more_ddp_zero_lora.csv", bert),
+    ("more_ddp_zero_lora.csv", deepspeed),
+    ("more_ddp_zero_lora.csv", adapters),
+    ("more_ddp_zero_lora.csv", torchtune),
+)
 
 
-TABLES = {
-    "llm_foundry_mpt_fsdp.csv": llm_foundry,
-    "resnet50_ddp_scaling.csv": resnet,
-    "lightning_docs_memory.csv": lightning,
-    "timm_train_rtx3090.csv": timm,
-}
-
-
-def read(folder: Path) -> list[Row]:
-    return [row for name, reader in TABLES.items() for row in reader(folder / name)]
+def read(folder: Path) -> tuple[list[Row], list[LeftOut]]:
+    """The rows that the planner can express, and those that it cannot, with the reason."""
+    found = [one for name, reader in TABLES for one in reader(folder / name)]
+    return [one for one in found if isinstance(one, Row)], [one for one in found if isinstance(one, LeftOut)]

@@ -1,24 +1,28 @@
-"""Predicted step times beside measured ones: our own on one H200, and what others published.
+"""Predicted step times and peaks compared with measured ones: our own on one H200, and what others published.
 
-    python benchmarks/validate_time.py [--published DIR] [--rows]
+    python benchmarks/validate_time.py [--published DIR] [--rows] [--left-out]
 
 Our own are in benchmarks/results/step_times_h200.json (step_times.py). DIR holds tables that others published
-(docs/planner.md says which, and how each row is read). Printed: the median and worst error by table and device, the
-rank correlation, and what ran although it is said not to fit. No GPU is needed; one model is traced, with torch.
+(docs/planner.md says which, and how each row is read). Printed: errors by table and device, apart for rows that
+constants may be fitted to and for those that are held out (published_rows.py); how many are inside the band that
+`shardwise plan` would print; rank correlations; what is said not to fit. No GPU is needed; some models are traced.
 """
 
 import argparse
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
-from published import MEASURED, Row, measured, read
+from as_measured import source_as_measured
+from published import MEASURED, measured, read
+from published_rows import Row
 
-from shardwise.hardware import cluster_of, device_of
+from shardwise.hardware import Cluster, cluster_of
 from shardwise.planner.search.candidates import Candidate, cost
-from shardwise.planner.time.step_time import FITTED_DEVICES, block_seconds, time_band
+from shardwise.planner.time.step_time import block_seconds
 from shardwise.sources import Source
 from shardwise.spec import ROOT, ModelSpec, TensorSpec
 
@@ -43,7 +47,22 @@ class Checked:
     @property
     def error(self) -> float:
         """Of the time: above 0 where the prediction is too slow."""
+        assert self.row.per_s is not None
         return self.row.per_s / self.predicted - 1
+
+    @property
+    def band(self) -> float:
+        return self.candidate.time_band.value
+
+    @property
+    def is_inside(self) -> bool:
+        return abs(self.error) <= self.band
+
+    @property
+    def memory_error(self) -> float:
+        """Of what is allocated: above 0 where the prediction is too large."""
+        assert self.row.peak_bytes is not None
+        return self.candidate.memory.allocated_bytes / self.row.peak_bytes - 1
 
     @property
     def device(self) -> str:
@@ -55,7 +74,7 @@ class Checked:
 
 def spec_of(row: Row, sources: dict[str, Source]) -> ModelSpec:
     """The catalogue's spec; a longer MPT has more positions, which are parameters."""
-    source = sources.setdefault(f"{row.model} {row.length}", Source(row.model, seq=row.length))
+    source = sources.setdefault(f"{row.model} {row.length}", source_as_measured(row.model, seq=row.length))
     spec = source.spec_for(row.plan)
     if row.seq is None:
         return spec
@@ -74,15 +93,26 @@ def _longer(param: TensorSpec, before: int | None, after: int) -> TensorSpec:
     return replace(param, shape=(after, param.shape[1])) if is_position else param
 
 
+def cluster_for(row: Row) -> Cluster:
+    """The row's cluster, with its software."""
+    cluster = cluster_of(row.cluster)
+    device = replace(cluster.device, software=row.software, matmul_precision=row.matmul)
+    return replace(cluster, device=device)
+
+
 def check(rows: Sequence[Row]) -> list[Checked]:
     sources: dict[str, Source] = {}
     seen: dict[tuple[object, ...], Candidate] = {}
     found = []
     for row in rows:
-        key = (row.model, row.cluster, repr(row.plan), row.seq, row.length)
+        key = (row.model, row.cluster, repr(row.plan), row.seq, row.length, row.software, row.matmul)
         if key not in seen:
             seen[key] = cost(
-                spec_of(row, sources), plan=row.plan, cluster=cluster_of(row.cluster), optimizer=row.optimizer
+                spec_of(row, sources),
+                plan=row.plan,
+                cluster=cluster_for(row),
+                optimizer=row.optimizer,
+                foreign=row.foreign,
             )
         found.append(Checked(row=row, candidate=seen[key], step_seconds=_block(row, sources)))
     return found
@@ -91,87 +121,155 @@ def check(rows: Sequence[Row]) -> list[Checked]:
 def _block(row: Row, sources: dict[str, Source]) -> float | None:
     if row.block_steps is None:
         return None
-    cluster, spec = cluster_of(row.cluster), spec_of(row, sources)
+    cluster, spec = cluster_for(row), spec_of(row, sources)
     return block_seconds(spec, plan=row.plan, cluster=cluster, num_steps=row.block_steps, optimizer=row.optimizer)
 
 
 # Judging
 
 
+def timed(found: Sequence[Checked]) -> list[Checked]:
+    return [one for one in found if one.row.per_s is not None]
+
+
 def rank_correlation(found: Sequence[Checked]) -> float:
     """Spearman's: of the ranks of what was predicted and what was measured."""
-    predicted, measured = (_ranks([of(one) for one in found]) for of in (lambda c: c.predicted, lambda c: c.row.per_s))
+    predicted = _ranks([one.predicted for one in found])
+    measured = _ranks([one.row.per_s or 0.0 for one in found])
     return statistics.correlation(predicted, measured)
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
-    for rank, index in enumerate(order):
-        ranks[index] = float(rank)
-    return ranks
+    """Equal values share the mean of their ranks."""
+    first = {value: index for index, value in reversed(list(enumerate(sorted(values))))}
+    counts = Counter(values)
+    return [first[value] + (counts[value] - 1) / 2 for value in values]
 
 
 def pairs(found: Sequence[Checked]) -> Iterator[tuple[Checked, Checked]]:
-    """Two strategies on the same model and cluster that differ by more than 5%."""
+    """Two strategies on the same model and cluster, with the same micro-batch, that differ by more than 5%."""
     for one, other in combinations(found, 2):
-        same = (one.row.model, one.row.cluster, one.row.table) == (other.row.model, other.row.cluster, other.row.table)
-        differ = abs(one.row.per_s / other.row.per_s - 1) > PAIR_DIFFERENCE
-        if same and differ and one.row.plan.strategy != other.row.plan.strategy:
+        if _trained(one) != _trained(other) or one.row.plan.strategy == other.row.plan.strategy:
+            continue
+        if abs((one.row.per_s or 0.0) / (other.row.per_s or 1.0) - 1) > PAIR_DIFFERENCE:
             yield one, other
 
 
-def report(found: Sequence[Checked]) -> Iterator[str]:
+def _trained(one: Checked) -> tuple[object, ...]:
+    row = one.row
+    return row.model, row.cluster, row.table, row.plan.micro_batch, row.plan.precision, row.plan.recompute, row.length
+
+
+def nine_of_ten(errors: Sequence[float]) -> float:
+    """Nine of ten are no larger."""
+    return sorted(errors)[int(0.9 * (len(errors) - 1))]
+
+
+def inside(found: Sequence[Checked]) -> str:
+    count = sum(one.is_inside for one in found)
+    return f"{count} of {len(found)} ({count / len(found):.0%})"
+
+
+# Printing
+
+
+def table(found: Sequence[Checked]) -> Iterator[str]:
+    """Errors by table and device."""
     groups: dict[tuple[str, str], list[Checked]] = {}
-    for one in found:
+    for one in timed(found):
         groups.setdefault((one.row.table, one.device), []).append(one)
-    yield "| table | device | rows | fitted | median error | 90% within | worst | bias | said not to fit |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for (table, device), group in groups.items():
-        errors = sorted(abs(one.error) for one in group)
-        no = sum(one.candidate.fits == "no" for one in group)
-        fitted = "yes" if device in FITTED_DEVICES else "no"
+    yield "| table | device | rows | held out | median error | of held out | nine of ten | worst | bias | inside band |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for (name, device), group in groups.items():
+        errors = [abs(one.error) for one in group]
+        held = [abs(one.error) for one in group if one.row.is_held_out]
+        held_median = f"{statistics.median(held):.1%}" if held else "–"
         bias = statistics.median(one.error for one in group)
         yield (
-            f"| {table} | {device} | {len(group)} | {fitted} | {statistics.median(errors):.1%} | "
-            f"{_ninth(errors):.1%} | {errors[-1]:.1%} | {bias:+.1%} | {no} |"
+            f"| {name} | {device} | {len(group)} | {len(held)} | {statistics.median(errors):.1%} | {held_median} | "
+            f"{nine_of_ten(errors):.1%} | {max(errors):.1%} | {bias:+.1%} | {inside(group)} |"
         )
-    yield ""
-    for is_fitted, kinds in ((True, "kinds of device that were fitted to"), (False, "others")):
-        errors = sorted(abs(one.error) for one in found if (one.device in FITTED_DEVICES) == is_fitted)
-        if errors:
-            band = time_band(device_of(FITTED_DEVICES[0] if is_fitted else "l4"))
-            yield (
-                f"{kinds}: median {statistics.median(errors):.1%}, nine of ten within {_ninth(errors):.1%} "
-                f"(the band that `shardwise plan` prints: {band:.0%})"
-            )
-    for table in dict.fromkeys(one.row.table for one in found):
-        group = [one for one in found if one.row.table == table]
-        yield f"{table}: rank correlation {rank_correlation(group):.3f}"
-    compared = list(pairs(found))
-    right = sum((a.predicted > b.predicted) == (a.row.per_s > b.row.per_s) for a, b in compared)
-    if compared:
-        yield f"pairs of strategies that differ by more than 5%: {right} of {len(compared)} right"
 
 
-def _ninth(errors: Sequence[float]) -> float:
-    """Nine of ten are no larger."""
-    return errors[int(0.9 * (len(errors) - 1))]
+def summary(found: Sequence[Checked]) -> Iterator[str]:
+    """One line for each half, and for both."""
+    halves = {
+        "fitted": [one for one in timed(found) if not one.row.is_held_out],
+        "held out": [one for one in timed(found) if one.row.is_held_out],
+        "all": timed(found),
+    }
+    yield "| rows | count | median error | nine of ten | inside their band | median band |"
+    yield "|---|---|---|---|---|---|"
+    for name, half in halves.items():
+        errors = [abs(one.error) for one in half]
+        yield (
+            f"| {name} | {len(half)} | {statistics.median(errors):.1%} | {nine_of_ten(errors):.1%} | {inside(half)} | "
+            f"{statistics.median(one.band for one in half):.1%} |"
+        )
+
+
+def correlations(found: Sequence[Checked]) -> dict[str, float]:
+    """Table → rank correlation, of those with ten rows or more."""
+    by_table: dict[str, list[Checked]] = {}
+    for one in timed(found):
+        by_table.setdefault(one.row.table, []).append(one)
+    return {name: rank_correlation(group) for name, group in by_table.items() if len(group) >= 10}
+
+
+def misfits(found: Sequence[Checked]) -> Iterator[str]:
+    """What ran and is said not to fit, and the other way round."""
+    for one in found:
+        if one.row.ran and one.candidate.fits == "no":
+            yield f"ran, and is said not to fit: {one.row}"
+        if not one.row.ran and one.candidate.fits != "no":
+            yield f"ran out of memory, and is said to fit: {one.row}"
+
+
+def on_our_engine(found: Sequence[Checked]) -> tuple[int, list[str]]:
+    """Of trainings that ran under fully_shard: how many, and which of them are said not to fit on our engine."""
+    sources: dict[str, Source] = {}
+    rows = {str(one.row): one.row for one in found if one.row.ran and one.row.plan.strategy == "fsdp"}
+    rows = {name: row for name, row in rows.items() if row.plan.engine == "torch" and row.block_steps is None}
+    wrong = []
+    for name, row in rows.items():
+        ours = replace(row, plan=replace(row.plan, engine="shardwise"))
+        candidate = cost(
+            spec_of(ours, sources), plan=ours.plan, cluster=cluster_for(ours), optimizer=row.optimizer, quick=True
+        )
+        if candidate.fits == "no":
+            wrong.append(f"ran with fully_shard, and is said not to fit on our engine: {name}")
+    return len(rows), wrong
+
+
+def strategies(found: Sequence[Checked]) -> str:
+    compared = list(pairs(timed(found)))
+    right = sum((a.predicted > b.predicted) == ((a.row.per_s or 0) > (b.row.per_s or 0)) for a, b in compared)
+    return f"{right} of {len(compared)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--published", type=Path, help="the folder of published tables")
     parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--left-out", action="store_true", help="print every row that is not predicted, and why")
     arguments = parser.parse_args()
-    rows = list(measured(MEASURED)) + (read(arguments.published) if arguments.published else [])
+    rows, left_out = list(measured(MEASURED)), []
+    if arguments.published:
+        published, left_out = read(arguments.published)
+        rows += published
     found = check(rows)
     if arguments.rows:
-        for one in found:
+        for one in timed(found):
             gib = one.candidate.memory.device_bytes / 2**30
-            rates = f"{one.row.per_s:,.1f}, predicted {one.predicted:,.1f} ({one.error:+.1%})"
-            print(f"{one.row}: {rates}, {gib:.0f} GiB: {one.candidate.fits}")
-    print("\n".join(report(found)))
+            half = "held out" if one.row.is_held_out else "fitted"
+            rates = f"{one.row.per_s:,.1f}, predicted {one.predicted:,.1f} ({one.error:+.1%}, band {one.band:.0%})"
+            print(f"{half} {one.row}: {rates}, {gib:.0f} GiB: {one.candidate.fits}")
+    if arguments.left_out:
+        print("\n".join(f"left out: {one.table}, {one.what}: {one.reason}" for one in left_out))
+    print("\n".join([*table(found), "", *summary(found), "", *misfits(found)]))
+    for name, value in correlations(found).items():
+        print(f"{name}: rank correlation {value:.3f}")
+    print(f"pairs of strategies that differ by more than 5%: {strategies(found)} in the right order")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,11 @@ from reliability.said import take
 settings.register_profile("shardwise", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("shardwise")
 
-# Set by pytest for each test, and by torch and scikit-learn when they are first imported.
-_SET_BY_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "KMP_")
+# What one run of the tests has traced or measured is not for the next; tests of the cache turn it on.
+os.environ["SHARDWISE_CACHE"] = "off"
+
+# Set by pytest for each test, by torch and scikit-learn when they are first imported, and by what torch compiles with.
+_SET_BY_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_", "KMP_")
 
 
 @pytest.fixture(autouse=True)

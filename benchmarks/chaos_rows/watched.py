@@ -41,7 +41,7 @@ COMPARE_EVERY = 5
 def hangs(asked: Asked) -> Tally:
     tally = Tally()
     slowest = 0.0
-    for number, ((fault, strategy), words) in enumerate(list(STOPS.items()) * asked.pick(short=1, long=3)):
+    for number, ((fault, strategy), words) in enumerate(list(STOPS.items()) * asked.pick(short=1, long=2)):
         with tally.trying(f"{fault}, {strategy}"):
             folder = asked.folder / str(number)
             folder.mkdir()

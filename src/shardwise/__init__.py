@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardwise.plan import Plan
     from shardwise.spec import ModelSpec, TensorSpec, UnitSpec
     from shardwise.tasks import Task, load_task
+    from shardwise.train_step import step
     from shardwise.units import model_spec
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ _HOME = {
     "mean_count": "shardwise.engines",
     "model_spec": "shardwise.units",
     "prepare": "shardwise.engines",
+    "step": "shardwise.train_step",
     "tape": "shardwise.engine.engine",
 }
 
@@ -81,6 +83,7 @@ __all__ = [
     "mean_count",
     "model_spec",
     "prepare",
+    "step",
     "tape",
 ]
 

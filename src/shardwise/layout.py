@@ -29,17 +29,9 @@ class Layout:
         """(offset, number of elements) of each parameter."""
         return ((offset, prod(shape)) for offset, shape in zip(self.offsets, self.shapes, strict=True))
 
-    def pieces(self) -> tuple[int, ...]:
-        """Sizes that cut the buffer into parameter, gap, parameter, gap …; gaps may be empty.
-
-        One split by these is several times as fast as a slice for each parameter.
-        """
-        ends = [*self.offsets[1:], self.num_elements]
-        return tuple(
-            size
-            for (offset, length), end in zip(self.sizes(), ends, strict=True)
-            for size in (length, end - offset - length)
-        )
+    def cut(self) -> "BufferCut":
+        """How to cut the buffer into its parameters."""
+        return cut_out([(offset, offset + size) for offset, size in self.sizes()], end=self.num_elements)
 
     def owned(self, index: int) -> list[tuple[int, int, int]]:
         """(parameter, start, stop) of what lies in slice `index`, in elements from the slice's start.
@@ -54,6 +46,33 @@ class Layout:
             if start < stop:
                 parts.append((parameter, start - first, stop - first))
         return parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferCut:
+    """Sizes that cut a buffer into parts and what lies between them, and which of the pieces the parts are.
+
+    One split by these is several times as fast as a slice for each part.
+    """
+
+    sizes: tuple[int, ...]
+    places: tuple[int, ...]
+
+
+def cut_out(parts: Sequence[tuple[int, int]], *, end: int) -> BufferCut:
+    """BufferCut (start, stop) of each part, in their order, out of a buffer of `end` elements."""
+    sizes: list[int] = []
+    places: list[int] = []
+    last = 0
+    for start, stop in parts:
+        if start > last:
+            sizes.append(start - last)
+        places.append(len(sizes))
+        sizes.append(stop - start)
+        last = stop
+    if end > last:
+        sizes.append(end - last)
+    return BufferCut(sizes=tuple(sizes), places=tuple(places))
 
 
 def lay_out(shapes: Sequence[tuple[int, ...]], *, num_slices: int) -> Layout:

@@ -26,6 +26,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "full", "selective"),
     "engine": tuple(LIMITS),
     "collectives": ("backend", "ring"),
+    "compile": ("none", "inductor", "aot_eager"),
     "capture": ("auto", "on", "off"),
 }
 _LEAST: Mapping[str, int] = {
@@ -101,6 +102,7 @@ class Plan:
     bucket_bytes       gradients that are reduced together, at least, where grads are replicated
     dynamic            units are called in another order in every step, or on every rank: the ranks agree on each
                        gather, which costs time. Units that are only skipped now and then do not need it
+    compile            torch.compile of each unit but the root, by this backend
     capture            steps as CUDA graphs (shardwise.capture, train): where it is safe and pays (auto), always or not
                        at all (on, off; in TOML also true, false)
     engine             ours, or the same plan on torch's own DDP and fully_shard
@@ -125,6 +127,7 @@ class Plan:
     reduces_in_flight: int = 1
     bucket_bytes: int = 25 * 2**20
     dynamic: bool = False
+    compile: str = "none"
     capture: str | bool = "auto"
     engine: str = "shardwise"
     collectives: str = "backend"

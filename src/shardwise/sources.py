@@ -14,11 +14,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardwise.errors import InvalidModel
-from shardwise.models.catalogue import CATALOGUE, shape_of
+from shardwise.models.catalogue import shape_of
 from shardwise.models.shapes import GPTShape, LlamaShape
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import computes_in
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.spec.kept import keep_spec, kept_spec, spec_key
 from shardwise.spec.shipped import ready_spec
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class Source:
         self._seq, self._image, self._kernels = seq, image, kernels
         self._while_tracing = while_tracing
         self._task: Task | None = None
+        # Whether the spec that comes with the package holds for what is asked.
+        self._is_shipped = False
         self._spec = self._first_spec()
 
     def spec_for(self, plan: Plan) -> ModelSpec:
@@ -71,6 +74,7 @@ class Source:
         if self._is_ready():
             spec = ready_spec(self.reference, ways=())
             if spec is not None:
+                self._is_shipped = True
                 return replace(spec, seq=self._seq or spec.seq)
         return self._live([])
 
@@ -86,13 +90,25 @@ class Source:
         return self._seq is None and self._image in (None, shape.image_size)
 
     def _with(self, ways: Collection[Way]) -> ModelSpec:
-        if self._task is None:
-            spec = ready_spec(self.reference, ways=ways) if self.reference in CATALOGUE else None
+        if self._is_shipped:
+            spec = ready_spec(self.reference, ways=ways)
             if spec is not None and len(spec.traces) == len(ways):
                 return replace(self._spec, batch_bytes=spec.batch_bytes, traces=(*self._spec.traces, *spec.traces))
         return self._live(ways)
 
     def _live(self, ways: Collection[Way]) -> ModelSpec:
+        """By tracing it, or as it was traced before."""
+        key = spec_key(self.reference, seq=self._seq, image=self._image, kernels=self._kernels, ways=ways)
+        traced = kept_spec(key)
+        if traced is None:
+            traced = self._traced(ways)
+            keep_spec(key, traced)
+        before = self._spec if hasattr(self, "_spec") else traced
+        if not traced.traces:
+            return replace(before, seq=self._seq)
+        return replace(traced, seq=before.seq, traces=(*before.traces, *traced.traces))
+
+    def _traced(self, ways: Collection[Way]) -> ModelSpec:
         with self._while_tracing(self.reference), _nothing_collected():
             from shardwise.trace import trace_task
 
@@ -100,11 +116,7 @@ class Source:
                 from shardwise.trace.foreign import task_of
 
                 self._task = task_of(self.reference, seq=self._seq, image=self._image)
-            traced = trace_task(self._task, name=self.reference, ways=ways, kernels=self._kernels)
-        before = self._spec if hasattr(self, "_spec") else traced
-        if not traced.traces:
-            return replace(before, seq=self._seq)
-        return replace(traced, seq=before.seq, traces=(*before.traces, *traced.traces))
+            return trace_task(self._task, name=self.reference, ways=ways, kernels=self._kernels)
 
 
 @contextmanager

@@ -110,8 +110,7 @@ def token_task(
 
     splits = dataset and token_splits(dataset, seq=seq, vocab_size=shape.vocab_size)
     task = _task(build_model(shape, device=device), splits=splits or None, make_batch=make_batch)
-    lean = isinstance(shape, GPTShape) and shape.lean_loss
-    return replace(task, loss=cross_entropy_of_tokens) if lean else task
+    return replace(task, loss=cross_entropy_of_tokens)
 
 
 def image_task(

@@ -13,8 +13,10 @@ from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, ViTShape
 Batch = tuple[Tensor, Tensor]
 
 # Widths that divide by nothing, so that slices cut through parameters.
-GPT = GPTShape(num_layers=3, width=18, num_heads=3, vocab_size=31, max_seq=8)
-LLAMA = LlamaShape(num_layers=3, width=24, num_heads=4, num_kv_heads=2, ffn_width=37, vocab_size=29, max_seq=8)
+GPT = GPTShape(num_layers=3, width=18, num_heads=3, vocab_size=31, max_seq=8, vocab_multiple=1)
+LLAMA = LlamaShape(
+    num_layers=3, width=24, num_heads=4, num_kv_heads=2, ffn_width=37, vocab_size=29, max_seq=8, vocab_multiple=1
+)
 VIT = ViTShape(num_layers=2, width=18, num_heads=3, image_size=8, patch_size=4, num_channels=1, num_classes=7)
 RESNET = ResNetShape(
     block="basic", num_blocks=(1, 1, 1, 1), width=3, image_size=8, num_channels=1, num_classes=5, small_images=True

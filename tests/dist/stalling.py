@@ -36,6 +36,8 @@ def go_wrong(fault: str, model: nn.Module, collectives: WrongCollectives | None,
     print(f"wrong at {time.time()}", flush=True)
     if fault == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "data":
         time.sleep(1000)
     elif fault == "alone":

@@ -186,9 +186,10 @@ def test_fully_shard_gathers_and_scatters() -> None:
         ("lightning", "fsdp", {"accumulate": 2}),
         ("accelerate", "ddp", {"recompute": "full"}),
         ("lightning", "fsdp", {"recompute": "full"}),
+        ("accelerate", "ddp", {"compile": "aot_eager"}),
     ),
 )
-def test_passes_that_accumulate_and_units_that_recompute_are_the_same_too(
+def test_passes_that_accumulate_and_units_that_recompute_or_are_compiled_are_the_same_too(
     engine: str, strategy: str, plan: dict[str, Any]
 ) -> None:
     assert_same_training(found(engine, strategy, **plan)[0], found("shardwise", "ddp", **plan)[0])

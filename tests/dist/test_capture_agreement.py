@@ -48,12 +48,13 @@ def trained(
     captured: bool,
     steps: int,
     after: Callable[[Any, int], None] = lambda taken, number: None,
+    **settings: Any,
 ) -> tuple[list[float], dict[str, Tensor], list[bool], list[str]]:
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    shardwise.prepare(model, optimizer, Plan(strategy=strategy))
+    shardwise.prepare(model, optimizer, Plan(strategy=strategy, **settings))
 
     def step(*inputs: Tensor) -> Tensor:
         loss = model(*inputs).square().mean()
@@ -139,3 +140,44 @@ def test_what_one_rank_would_overwrite_costs_all_ranks_their_graphs_and_they_cap
     assert one == other
     # Steps 3 and 16 hold replays 1 and 10, which are compared.
     assert [step for step, replayed in enumerate(one) if not replayed] == [0, 1, 2, 3, 7, 8, 14, 15, 16]
+
+
+class Block(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(8, 8), Block(8, 8))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        found: Tensor = self.blocks(x * mask[:, None])
+        return found
+
+
+def compiles_again(rank: int) -> list[bool]:
+    """The second rank compiles its blocks a second time, in the last step before the one that would be captured."""
+
+    def batches(step: int) -> tuple[Tensor, Tensor]:
+        if rank == 1 and step == 3:
+            torch._dynamo.reset()
+        return batch(step, rank=rank)
+
+    found = []
+    for captured in (True, False):
+        torch._dynamo.reset()
+        plan = {"units": "class:Block", "compile": "aot_eager"}
+        found.append(trained(Blocks(), strategy="fsdp", batches=batches, captured=captured, steps=10, **plan))
+    torch._dynamo.reset()
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[1][1])
+    return found[0][2]
+
+
+def test_ranks_wait_for_one_that_compiles_again_before_they_capture() -> None:
+    one, other = run_ranks(compiles_again, num_ranks=2)
+    assert one == other
+    # Steps 0 and 3 compile on a rank; three more are warm there, and the first replay is compared.
+    assert one == [False] * 6 + [True] * 4

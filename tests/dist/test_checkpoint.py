@@ -1,5 +1,6 @@
 """Checkpoints of several ranks: other engines, torch's own load, failures of one rank, ranks that are killed."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,15 +22,16 @@ from training import line, make_collectives
 import shardwise
 from shardwise.checkpoint import CheckpointReader, Checkpoints, open_checkpoint
 from shardwise.mesh import Mesh
+from shardwise.models.shapes import GPTShape
 from shardwise.plan import Plan
 from shardwise.tasks import cross_entropy
 
 FSDP = Plan(strategy="fsdp")
 
 
-def prepared(plan: Plan, **options: Any) -> Any:
+def prepared(plan: Plan, *, shape: GPTShape = GPT, **options: Any) -> Any:
     torch.manual_seed(3)
-    model, batch = make_tokens(GPT)
+    model, batch = make_tokens(shape)
     model, optimizer = shardwise.prepare(model, adamw(model.parameters()), plan, **options)
     return model, optimizer, batch
 
@@ -70,6 +72,33 @@ def between_plans(rank: int, folder: str, plans: list[Plan]) -> int:
             assert losses == train(model, optimizer, batch, rank=rank, steps=range(2, 4))
     checkpoints.close()
     return len(plans) - 1
+
+
+def padded(rank: int, folder: str) -> int:
+    """A vocabulary of 31 in 128 rows: of the embedding rank 1 holds nothing but padding. Between plans and engines."""
+    checkpoints = Checkpoints(folder)
+    plans = [Plan(strategy="fsdp"), Plan(strategy="ddp"), Plan(strategy="fsdp", engine="torch"), Plan(strategy="zero2")]
+    for number, (plan, other) in enumerate(pairwise(plans)):
+        model, optimizer, batch = prepared(plan, shape=replace(GPT, vocab_multiple=128))
+        train(model, optimizer, batch, rank=rank, steps=range(2))
+        checkpoints.save(model, optimizer, step=number)
+        saved = checkpoints.latest()
+        assert saved is not None
+        assert saved.manifest.contents.parameters["embed.weight"][0] == [31, GPT.width]
+        target, targets_optimizer, _ = prepared(other, shape=replace(GPT, vocab_multiple=128))
+        checkpoints.load(saved, target, targets_optimizer)
+        full = shardwise.full_state_dict(model)["model"]
+        assert equal(shardwise.full_state_dict(target)["model"], full), (plan, other)
+        assert full["embed.weight"].shape[0] == 128
+        assert not full["embed.weight"][31:].any()
+        losses = train(target, targets_optimizer, batch, rank=rank, steps=range(2, 4))
+        assert losses == train(model, optimizer, batch, rank=rank, steps=range(2, 4)), (plan, other)
+    checkpoints.close()
+    return len(plans) - 1
+
+
+def test_a_padded_vocabulary_goes_between_plans_and_engines_without_its_padding(tmp_path: Path) -> None:
+    assert run_ranks(padded, num_ranks=2, args=(str(tmp_path),)) == [3, 3]
 
 
 def test_offloaded_mixed_and_bf16_plans_load_each_others_fp32_masters(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """Units that torch.compile has compiled train as they do without."""
 
 import shutil
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from cases import MODELS, adamw
 from ranks import run_ranks
+from torch._dynamo.utils import counters
 from training import make_collectives
 from whole import whole
 
@@ -29,19 +32,24 @@ def compiled(rank: int, strategy: str, backend: str, form: str, when: str) -> No
         shardwise.prepare(model, optimizer, plan, collectives=collectives)
         if with_compile and when == "after":
             compile_block(model, backend=backend, form=form)
-        losses = []
-        for step in range(3):
-            loss = cross_entropy(model, batch(step, rank))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        results.append(losses)
+        results.append(losses_of(model, optimizer, batch, rank))
     torch._dynamo.reset()
     if backend == "aot_eager":
         assert results[0] == results[1]
     else:
         assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+
+def losses_of(model: Any, optimizer: torch.optim.Optimizer, batch: Any, rank: int) -> list[float]:
+    """Of three steps."""
+    losses = []
+    for step in range(3):
+        loss = cross_entropy(model, batch(step, rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def compile_block(model: Any, *, backend: str, form: str) -> None:
@@ -69,3 +77,43 @@ def test_a_compiled_unit_trains_the_same(strategy: str, form: str, when: str) ->
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_unit_compiled_by_inductor_trains_the_same() -> None:
     run_ranks(compiled, num_ranks=2, args=("fsdp", "inductor", "in place", "before"))
+
+
+def by_plan(rank: int, plan: Plan) -> tuple[list[float], int]:
+    """Losses, and how many graphs were compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model, batch = MODELS["gpt"]()
+    model, optimizer = shardwise.prepare(model, adamw(model.parameters()), plan)
+    losses = losses_of(model, optimizer, batch, rank)
+    num_graphs = counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    return losses, num_graphs
+
+
+def compiled_by_plans(rank: int, plans: list[Plan]) -> None:
+    for plan in plans:
+        expected, _ = by_plan(rank, replace(plan, compile="none"))
+        losses, num_graphs = by_plan(rank, plan)
+        assert losses == expected, plan
+        # The blocks are of one class, and share what was compiled for the first.
+        assert num_graphs == 1, plan
+
+
+def test_a_plan_that_compiles_trains_the_same_on_both_engines_and_compiles_blocks_of_a_class_once() -> None:
+    plans = [Plan(compile="aot_eager"), Plan(compile="aot_eager", recompute="full")]
+    plans += [Plan(compile="aot_eager", engine="torch", strategy=strategy) for strategy in ("ddp", "fsdp")]
+    run_ranks(compiled_by_plans, num_ranks=2, args=(plans,))
+
+
+def copied(rank: int) -> None:
+    model, _ = MODELS["gpt"]()
+    model, _ = shardwise.prepare(model, adamw(model.parameters()), Plan(compile="aot_eager"))
+    copy = deepcopy(model)
+    assert not any("forward" in module.__dict__ for module in copy.modules())
+    assert sum("forward" in module.__dict__ for module in model.modules()) == len(model.blocks)
+
+
+def test_a_copy_of_a_compiled_model_is_not_compiled() -> None:
+    run_ranks(copied, num_ranks=1)

@@ -69,6 +69,21 @@ def test_a_rank_that_breaks_in_training_is_the_one_that_is_shown(
     check_broken(point, tmp_path, code=code, errors=capfd.readouterr().err)
 
 
+def test_a_rank_that_runs_out_of_memory_tells_what_was_held_what_was_predicted_and_what_to_change(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert broken_at("memory", tmp_path) == 1
+    first, *_, ledger, held, _, predicted, fits, below = capfd.readouterr().err.splitlines()
+    assert first.startswith("rank 1 failed first (step 3, blocks.1): OutOfMemoryError: CUDA out of memory.")
+    assert ledger == "rank 1 ran out of memory in step 3, forward, in forward blocks.1"
+    assert held.startswith("  held then: params ")
+    assert predicted.startswith("  predicted for this plan: ")
+    assert "activations " in predicted
+    assert fits.startswith("  needs less: plan.")
+    assert below.startswith("what each rank wrote: ")
+    assert processes_with(f"POINT_FOLDER={tmp_path}") == []
+
+
 @pytest.mark.parametrize(
     ("point", "error"),
     [

@@ -155,7 +155,9 @@ def test_a_full_state_moves_between_the_engines_and_training_goes_on_as_if_it_ha
 def options_kept(rank: int, plan: Plan) -> tuple[list[tuple[float, int]], bool, str]:
     """(weight decay, number of parameters) of each group; whether they are the model's; the prepared class."""
     with torch.device("meta"):
-        model = build_model(GPTShape(num_layers=2, width=18, num_heads=3, vocab_size=31, max_seq=8), device="meta")
+        model = build_model(
+            GPTShape(num_layers=2, width=18, num_heads=3, vocab_size=31, max_seq=8, vocab_multiple=1), device="meta"
+        )
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.5},
@@ -198,7 +200,7 @@ def frozen() -> nn.Module:
 
 
 def gpt() -> nn.Module:
-    return build_model(GPTShape(num_layers=2, width=6, num_heads=3, vocab_size=5, max_seq=4))
+    return build_model(GPTShape(num_layers=2, width=6, num_heads=3, vocab_size=5, max_seq=4, vocab_multiple=1))
 
 
 REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], type[ShardwiseError], str]] = [

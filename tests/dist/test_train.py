@@ -184,8 +184,10 @@ def test_rank_0_says_what_goes_on_and_fresh_starts_anew(tmp_path: Path) -> None:
 @pytest.mark.whole
 def test_compiled_units_train_the_same(tmp_path: Path) -> None:
     for name in ("none", "aot_eager"):
-        run(config(tmp_path / name, train={"steps": 3, "compile": name}))
+        run(config(tmp_path / name, plan={"compile": name}, train={"steps": 3}))
     assert curve(tmp_path / "none") == curve(tmp_path / "aot_eager")
+    assert [line["compile_seconds"] is not None for line in lines(tmp_path / "aot_eager")] == [True, False, False]
+    assert [line["compile_seconds"] for line in lines(tmp_path / "none")] == [None, None, None]
 
 
 def deterministic(rank: int, asked: TrainConfig) -> tuple[bool, bool]:
@@ -239,7 +241,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "brings no dataset: set task.dataset",
     ),
     "nothing to compile": (
-        {"plan": {"units": "none"}, "train": {"compile": "aot_eager"}},
+        {"plan": {"units": "none", "compile": "aot_eager"}},
         "only units inside it are compiled",
     ),
     "another mesh": (

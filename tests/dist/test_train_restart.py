@@ -83,6 +83,9 @@ def test_losses_on_other_numbers_of_ranks_are_of_the_same_samples(tmp_path: Path
 
 def told_to_stop(rank: int, asked: TrainConfig, told: int, number: signal.Signals) -> tuple[Outcome, bool]:
     """The body of ranks of which one gets a signal after step 3."""
+    if number == signal.SIGHUP:
+        # As in a terminal: under nohup it would be ignored.
+        signal.signal(number, signal.SIG_DFL)
     handler = signal.getsignal(number)
 
     def on_step(metrics: StepMetrics) -> None:

@@ -124,7 +124,8 @@ def on_ranks(rank: int, case: Case, plan: Plan, late: bool, different_start: boo
         optimizer.step()
         optimizer.zero_grad(set_to_none=case.set_to_none)
         losses.append([loss.item()])
-    weights = {name: model.state_dict()[name] for name, _ in model.named_parameters()}
+    state = model.state_dict()
+    weights = {name: state[name] for name, _ in model.named_parameters()}
     if isinstance(collectives, LateCollectives):
         for unit in model_units(model):
             unit.ensure()

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise
@@ -16,18 +15,14 @@ from shardwise.models.shapes import GPTShape
 from shardwise.placement import STRATEGIES
 from shardwise.tasks import cross_entropy
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 SHAPE = GPTShape(num_layers=3, width=128, num_heads=4, vocab_size=257, max_seq=64)
 NUM_STEPS = 8
-
-
-@pytest.fixture(autouse=True)
-def group() -> Any:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    yield
-    dist.destroy_process_group()
 
 
 def batch_of(step: int, *, size: int = 4) -> tuple[Tensor, Tensor]:

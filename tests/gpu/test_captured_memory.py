@@ -1,12 +1,10 @@
 """Captured trainings take the memory of eager ones, and what users keep is never overwritten."""
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from capture_cases import Masked, masked_batch, masked_loss, run
 from torch import Tensor, nn
 
@@ -16,17 +14,13 @@ from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.tasks import cross_entropy
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("one_rank"),
+]
 
 SHAPE = GPTShape(num_layers=8, width=512, num_heads=8, vocab_size=16384, max_seq=512)
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    yield
-    dist.destroy_process_group()
 
 
 class Kept(nn.Module):

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from capture_cases import Masked, gpt_batch, masked_batch, masked_loss, run, tokens
 from torch import Tensor, nn
 
@@ -14,15 +13,11 @@ from shardwise import Plan
 from shardwise.placement import STRATEGIES
 from shardwise.tasks import cross_entropy
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-@pytest.fixture(autouse=True)
-def group() -> Any:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    yield
-    dist.destroy_process_group()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def both(strategy: str = "fsdp", *, precision: str = "fp32", **how: Any) -> tuple[Any, Any]:

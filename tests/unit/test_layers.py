@@ -11,7 +11,7 @@ SOURCE = Path(shardwise.__file__).parent
 
 # From the bottom up. A row may import itself and the rows before it.
 ROWS: list[set[str]] = [
-    {"errors", "atomic", "regular_file", "toml_file", "json_form"},
+    {"errors", "atomic", "regular_file", "toml_file", "json_form", "cache_folder"},
     {"autopsy"},
     {
         *("placement", "mesh", "policy", "patterns", "dtypes", "layout", "categories", "quantities", "span"),
@@ -26,6 +26,7 @@ ROWS: list[set[str]] = [
     {"engine"},
     {"torch_engine"},
     {"engines"},
+    {"train_step"},
     {"data", "models"},
     {"tasks"},
     {"checkpoint"},
@@ -48,6 +49,7 @@ WITHOUT_TORCH = [
     "shardwise.data.sampler",
     "shardwise.hardware",
     "shardwise.hardware.device_file",
+    "shardwise.hardware.host_here",
     "shardwise.hardware.nccl_tests",
     "shardwise.bench.benchmark",
     "shardwise.bench.contestants",

@@ -18,6 +18,10 @@ from shardwise.regular_file import read_at_most
 
 # A ring of 2,000 collectives with their stacks takes about 2 MiB.
 _MOST_BYTES = 1 << 28
+_NO_DUMP = (
+    *(ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, RecursionError),
+    pickle.UnpicklingError,
+)
 # Frames of the libraries between the user's code and the backend.
 _NOT_THE_USERS = re.compile(r"[/\\](torch|shardwise)[/\\]")
 
@@ -39,7 +43,7 @@ def read_dump(path: Path) -> RankRecord:
         return RankRecord(rank=int(number[1]), groups=_groups(found))
     except OSError as error:
         raise InvalidData(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, pickle.UnpicklingError) as error:
+    except _NO_DUMP as error:
         raise InvalidData(f"{path} is not a dump of PyTorch's flight recorder: {error}") from error
 
 

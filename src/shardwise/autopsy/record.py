@@ -1,7 +1,7 @@
 """What one rank had issued when it stopped."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,17 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """One rank's groups by name; `state`: where it stood, in words, if it noted that down."""
+    """One rank's groups by name; and, of a record of our own:
+
+    state     where it stood, in words, and what its step program says next
+    failed    the error of its own that ended it; "" where it waited for others
+    heard     rank → where it stood, as this one has heard last
+    program   group → the collectives of a step, in the order of the step program
+    """
 
     rank: int
     groups: Mapping[str, GroupRecord]
     state: str = ""
+    failed: str = ""
+    heard: Mapping[int, str] = field(default_factory=dict)
+    program: Mapping[str, Sequence[str]] = field(default_factory=dict)

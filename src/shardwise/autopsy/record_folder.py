@@ -1,28 +1,39 @@
 """The records of a job's ranks, found in a folder."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from shardwise.autopsy.flight_recorder import read_dump
+from shardwise.autopsy.own_record import PREFIX, read_record
 from shardwise.autopsy.record import RankRecord
 from shardwise.errors import InvalidData
 
 
 def read_records(folder: Path) -> list[RankRecord]:
-    """One per rank, in rank order."""
+    """One per rank, in rank order. A rank may have left both a record of our own and a dump of the flight recorder."""
     if not folder.is_dir():
         raise InvalidData(f"{folder} is not a folder: give the one that holds the ranks' records")
-    found: dict[int, RankRecord] = {}
+    own: dict[int, RankRecord] = {}
+    dumped: dict[int, RankRecord] = {}
     for path in sorted(folder.iterdir()):
         if not re.search(r"\d(\.json|\.pickle)?$", path.name) or not path.is_file():
             continue
-        record = read_dump(path)
+        is_own = path.name.startswith(PREFIX)
+        record = read_record(path) if is_own else read_dump(path)
+        found = own if is_own else dumped
         if record.rank in found:
             raise InvalidData(f"{folder} holds two records of rank {record.rank}: give a folder of one job")
         found[record.rank] = record
-    if not any(record.groups for record in found.values()):
+    merged = {
+        rank: replace(own[rank], groups={**dumped[rank].groups, **own[rank].groups}) if rank in dumped else own[rank]
+        for rank in own
+    }
+    found = {**dumped, **merged}
+    if not any(record.groups or record.failed for record in found.values()):
         raise InvalidData(
-            f"{folder} holds no record of a collective: a job writes them when it hangs, and PyTorch's flight recorder "
-            "does with TORCH_FR_BUFFER_SIZE=2000 in its environment"
+            f"{folder} holds no record of a collective: ranks of shardwise train leave them in its run folder when it "
+            "fails, those of your own loop with SHARDWISE_AUTOPSY=DIR in their environment, and PyTorch's flight "
+            "recorder with TORCH_FR_BUFFER_SIZE=2000"
         )
     return [found[rank] for rank in sorted(found)]

@@ -204,7 +204,10 @@ def _found(asked: Asked, *, made: str, unfinished: str) -> Bench:
 
 
 # Of a config, what a bench does not use, and what differs from case to case.
-_UNUSED = ("run.", "checkpoint.", "train.eval", "train.log_every", "plan.strategy", "plan.engine", "plan.capture")
+_UNUSED = (
+    "run.", "checkpoint.", "train.eval", "train.log_every", "plan.strategy", "plan.engine", "plan.capture",
+    "plan.compile",
+)  # fmt: skip
 
 
 def _settings(asked: Asked) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """The engines that a bench compares, and which of them can run a case. No torch here: this is asked before any process
-is started. Accelerate and Lightning are set up in peers.py.
+is started. Other libraries are set up in peers.py, megatron_peer.py and deepspeed_peer.py.
+
+A name's end says how its steps run (modes.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -7,13 +9,14 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from shardwise.bench.modes import mode_of
 from shardwise.engine_limits import LIMITS, EngineLimits, Setting, lives_alike
 from shardwise.errors import InvalidPlan, UnknownName
-from shardwise.placement import SHARDED, placement_of
+from shardwise.placement import SHARDED, Placement, placement_of, strategy_of
 from shardwise.plan import Plan
 from shardwise.train.config import TrainConfig
 
-# Settings of a plan that Accelerate and Lightning do not have, or that peers.py does not set up.
+# Settings of a plan that other libraries do not have, or that are not set up for them here.
 _NOT_BY_PEERS = (
     "keep_fp32", "accumulate_reduced", "recompute_overrides", "overrides", "reduce_dtype", "offload_activations",
     "offload_states", "dynamic", "collectives",
@@ -21,24 +24,35 @@ _NOT_BY_PEERS = (
 _PLAIN = Plan()
 # Optimizers that count their steps on the host, so that they cannot be captured.
 _NOT_CAPTURABLE = ("sgd", "adagrad")
+STAGES: Mapping[str, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
+"""Strategies → the number by which Megatron-FSDP and DeepSpeed call what is sharded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contestant:
-    """An engine. `package`: what has to be installed for it; `refuses`: why it cannot run a plan, "" if it can."""
+    """An engine. `refuses`: why it cannot run a plan, "" if it can.
+
+    package   the module that has to be there for it; `install`: what pip is told to install it
+    """
 
     what: str
     refuses: Callable[[TrainConfig], str]
     package: str = ""
+    install: str = "'shardwise[peers]'"
 
 
 def plan_for(engine: str, strategy: str, plan: Plan) -> Plan:
-    """The plan of a case; `why_not` says what the engine cannot do."""
+    """The plan of a case; `why_not` says what the engine cannot do.
+
+    Only our engine captures by its plan: others' steps are captured by hand (graph_update.py).
+    """
+    compiler = plan.compile if plan.compile != "none" else "inductor"
     return replace(
         plan,
         strategy=strategy,
-        engine="torch" if engine == "torch" else "shardwise",
-        capture="on" if engine == "captured" else "off",
+        engine="torch" if engine.startswith("torch") else "shardwise",
+        compile=compiler if mode_of(engine) == "compiled" else "none",
+        capture="on" if engine in ("captured", "compiled") else "off",
     )
 
 
@@ -52,8 +66,8 @@ def why_not(engine: str, strategy: str, config: TrainConfig) -> str:
     except InvalidPlan as error:
         return str(error)
     if contestant.package and find_spec(contestant.package) is None:
-        return f"{contestant.package} is not installed: pip install 'shardwise[peers]'"
-    return contestant.refuses(config)
+        return f"{contestant.package} is not installed: pip install {contestant.install}"
+    return (_graph(config, engine=engine) if mode_of(engine) != "eager" else "") or contestant.refuses(config)
 
 
 def on_gpu(config: TrainConfig) -> bool:
@@ -65,11 +79,16 @@ def _nothing(config: TrainConfig) -> str:
     return ""
 
 
-def _captured(config: TrainConfig) -> str:
+def _graph(config: TrainConfig, *, engine: str) -> str:
+    """Why its steps cannot be CUDA graphs."""
     if not on_gpu(config):
-        return "captured needs a GPU"
+        return f"{engine} needs a GPU"
     if config.optimizer.name in _NOT_CAPTURABLE:
         return f"torch cannot capture the optimizer {config.optimizer.name}"
+    if config.train.nonfinite == "skip":
+        return "train.nonfinite = 'skip' reads the norm in each step, so that none can be captured"
+    if config.plan.precision == "fp16":
+        return "precision = 'fp16' looks for overflows in each step, so that none can be captured"
     return ""
 
 
@@ -88,9 +107,27 @@ def _lightning(config: TrainConfig) -> str:
     return _peer(config.plan, engine="lightning")
 
 
-def _peer(plan: Plan, *, engine: str) -> str:
+def _megatron(config: TrainConfig) -> str:
+    reason = _peer(config.plan, engine="megatron-fsdp", can_place=_has_stage)
+    return reason or ("" if on_gpu(config) else "megatron-fsdp needs a GPU")
+
+
+def _deepspeed(config: TrainConfig) -> str:
+    """With ZeRO: without it DeepSpeed tells no norm, and keeps no fp32 weights in bf16."""
+    return _peer(config.plan, engine="deepspeed", can_place=_has_zero_stage)
+
+
+def _has_stage(placement: Placement) -> bool:
+    return strategy_of(placement) in STAGES
+
+
+def _has_zero_stage(placement: Placement) -> bool:
+    return STAGES.get(strategy_of(placement), 0) > 0
+
+
+def _peer(plan: Plan, *, engine: str, can_place: Callable[[Placement], bool] = lives_alike) -> str:
     settings = tuple(Setting(key=key, plain=getattr(_PLAIN, key)) for key in _NOT_BY_PEERS)
-    reason = _short(EngineLimits(name=engine, can_place=lives_alike, run_settings=settings), plan)
+    reason = _short(EngineLimits(name=engine, can_place=can_place, run_settings=settings), plan)
     if reason:
         return reason
     if plan.precision not in ("fp32", "bf16"):
@@ -109,8 +146,18 @@ def _short(limits: EngineLimits, plan: Plan) -> str:
 
 ENGINES: Mapping[str, Contestant] = {
     "shardwise": Contestant(what="this engine", refuses=_nothing),
-    "captured": Contestant(what="this engine, each step one CUDA graph", refuses=_captured),
+    "captured": Contestant(what="this engine, each step one CUDA graph", refuses=_nothing),
+    "compiled": Contestant(what="the same with compiled units", refuses=_nothing),
     "torch": Contestant(what="DistributedDataParallel and fully_shard", refuses=_torch),
+    "torch-captured": Contestant(what="the same, each step one CUDA graph", refuses=_torch),
+    "torch-compiled": Contestant(what="the same with compiled units", refuses=_torch),
     "accelerate": Contestant(what="Hugging Face Accelerate", refuses=_accelerate, package="accelerate"),
     "lightning": Contestant(what="Lightning Fabric", refuses=_lightning, package="lightning"),
+    "megatron-fsdp": Contestant(
+        what="Megatron-FSDP", refuses=_megatron, package="megatron_fsdp", install="megatron-fsdp"
+    ),
+    "megatron-fsdp-captured": Contestant(
+        what="the same, each step one CUDA graph", refuses=_megatron, package="megatron_fsdp", install="megatron-fsdp"
+    ),
+    "deepspeed": Contestant(what="DeepSpeed with ZeRO", refuses=_deepspeed, package="deepspeed", install="deepspeed"),
 }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from shardwise.bench.gradients import GradientNorms, parts_of
+from shardwise.bench.gradients import GradientNorms, parts_of, tells_gradients
 from shardwise.bench.observer import Observer, stepped_dtypes
 from shardwise.bench.run_files import BenchRun
 from shardwise.bench.subject import BenchTraining
@@ -35,7 +35,8 @@ def take_first_steps(subject: BenchTraining, *, run: BenchRun) -> FirstSteps:
     if run.silent:
         (taken, seconds), *_ = [_timed(subject, run=run) for _ in range(NUM_STEPS)]
         return FirstSteps(first_step_seconds=seconds, step_tokens=taken.num_tokens)
-    training, names = subject.training, subject.trained_names
+    training = subject.training
+    names = subject.trained_names if tells_gradients(training.model) else []
     window = Window(device=training.device, num_ranks=training.sharing.num_ranks)
     gradients = GradientNorms(parts_of(training.model, names=names), names=names)
     observer = Observer()

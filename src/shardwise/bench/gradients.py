@@ -44,6 +44,11 @@ def parts_of(model: nn.Module, *, names: Iterable[str]) -> list[Part]:
     ]
 
 
+def tells_gradients(model: nn.Module) -> bool:
+    """Whether an optimizer's step finds the gradients in its parameters: DeepSpeed steps parameters of its own."""
+    return type(model).__name__ != "DeepSpeedEngine"
+
+
 def plain_name(name: str, *, known: Iterable[str]) -> str:
     """The model's own name for a parameter: without what was put around modules, if the model has none such itself."""
     while name not in known:

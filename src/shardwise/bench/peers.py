@@ -12,9 +12,7 @@ take over the process group that is there.
 Fabric and not the Trainer: it is Lightning's fastest way, since the loop stays ours.
 """
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,19 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from shardwise.bench.gradients import plain_name
-from shardwise.comm.dtensor import dtensor_types
+from shardwise.bench.peer_setup import accumulating, make_real, told_of_the_group, unit_classes
 from shardwise.engine.params.precision import planned_dtype
-from shardwise.materialize import materialize
 from shardwise.placement import SHARDED, placement_of
 from shardwise.plan import Plan
-from shardwise.spec import ROOT
-from shardwise.torch_engine.prepare import rename_parameters, shard_units, to_master_dtype
-from shardwise.train.batches import to_device
+from shardwise.torch_engine.prepare import rename_parameters, shard_units
 from shardwise.train.config import TrainConfig
-from shardwise.train.loop import Training, Update
+from shardwise.train.loop import Update
 from shardwise.units import unit_modules
 
 
@@ -42,8 +36,8 @@ def by_accelerate(
     model: nn.Module, optimizer: Optimizer, *, config: TrainConfig, device: torch.device
 ) -> tuple[nn.Module, Optimizer, Update]:
     """`Accelerator.prepare`."""
-    _make_real(model, optimizer, plan=config.plan, device=device)
-    with _told_of_the_group(device):
+    make_real(model, optimizer, plan=config.plan, device=device)
+    with told_of_the_group(device):
         accelerator = _accelerator(model, plan=config.plan, device=device)
         prepared, stepped = accelerator.prepare(model, optimizer)
 
@@ -54,7 +48,7 @@ def by_accelerate(
         norm: Tensor = accelerator.clip_grad_norm_(prepared.parameters(), max_norm)
         return norm
 
-    return prepared, optimizer, _update(stepped, backward=accelerator.backward, clip=clip, no_sync=no_sync)
+    return prepared, optimizer, accumulating(stepped, backward=accelerator.backward, clip=clip, no_sync=no_sync)
 
 
 def _accelerator(model: nn.Module, *, plan: Plan, device: torch.device) -> Any:
@@ -69,7 +63,7 @@ def _accelerator(model: nn.Module, *, plan: Plan, device: torch.device) -> Any:
     if placement.params is not SHARDED:
         ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, bucket_cap_mb=_bucket_mb(plan))
         return Accelerator(mixed_precision=_mixed(plan), kwargs_handlers=[ddp], **options)
-    classes = sorted({kind.__name__ for kind in _unit_classes(model, plan=plan)})
+    classes = sorted({kind.__name__ for kind in unit_classes(model, plan=plan)})
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=placement.reshard_after_forward,
@@ -85,9 +79,9 @@ def by_lightning(
     model: nn.Module, optimizer: Optimizer, *, config: TrainConfig, device: torch.device
 ) -> tuple[nn.Module, Optimizer, Update]:
     """`Fabric.setup_module` and `setup_optimizers`."""
-    _make_real(model, optimizer, plan=config.plan, device=device)
+    make_real(model, optimizer, plan=config.plan, device=device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    with _told_of_the_group(device):
+    with told_of_the_group(device):
         fabric = _fabric(model, plan=config.plan, device=device)
         fabric.launch()
         prepared = fabric.setup_module(model, move_to_device=False)
@@ -102,7 +96,7 @@ def by_lightning(
         norm: Tensor = fabric.clip_gradients(prepared, stepped, max_norm=max_norm, error_if_nonfinite=False)
         return norm
 
-    return prepared, optimizer, _update(stepped, backward=fabric.backward, clip=clip, no_sync=no_sync)
+    return prepared, optimizer, accumulating(stepped, backward=fabric.backward, clip=clip, no_sync=no_sync)
 
 
 def _fabric(model: nn.Module, *, plan: Plan, device: torch.device) -> Any:
@@ -121,7 +115,7 @@ def _fabric(model: nn.Module, *, plan: Plan, device: torch.device) -> Any:
         )
     else:
         strategy = FSDPStrategy(
-            auto_wrap_policy=_unit_classes(model, plan=plan) or None,
+            auto_wrap_policy=unit_classes(model, plan=plan) or None,
             sharding_strategy="FULL_SHARD" if placement.reshard_after_forward else "SHARD_GRAD_OP",
             mixed_precision=_flat_policy(plan),
         )
@@ -170,74 +164,10 @@ def _this_job() -> Any:
     return ThisJob()
 
 
-@contextmanager
-def _told_of_the_group(device: torch.device) -> Iterator[None]:
-    """The variables by which others know of a job, said of the group that is there; all on one machine, where the
-    number of a rank is by their rule the one of its device.
-
-    What else they change for the whole process is put back: variables, and the number of threads, which shall be the
-    same for all engines.
-    """
-    rank, num_ranks, threads = dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
-    local_rank = rank if device.index is None else device.index
-    said = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    told = {name: str(value) for name, value in said.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    before = dict(os.environ)
-    os.environ.update(told)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        torch.set_num_threads(threads)
-
-
-def _update(
-    optimizer: Any,
-    *,
-    backward: Callable[[Tensor], Any],
-    clip: Callable[[float], Tensor],
-    no_sync: Callable[[bool], AbstractContextManager[None]],
-) -> Update:
-    """train/loop.update, by the means of others."""
-
-    def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -> tuple[Tensor, Tensor | None]:
-        total = torch.zeros((), device=training.device)
-        for number, (weight, batch) in enumerate(zip(weights, batches, strict=True)):
-            with no_sync(number + 1 < len(batches)):
-                loss = training.task.loss(training.model, to_device(batch, training.device)) * weight
-                backward(loss)
-            total += loss.detach()
-        norm = clip(training.config.train.clip_norm) if training.config.train.clip_norm else None
-        optimizer.step()
-        optimizer.zero_grad()
-        return total, norm.full_tensor() if isinstance(norm, dtensor_types()) else norm
-
-    return update
-
-
-def _make_real(model: nn.Module, optimizer: Optimizer, *, plan: Plan, device: torch.device) -> None:
-    """On the device, with the values of rank 0, in fp32; units that are computed again in backward are marked so."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    materialize(model, device=device)
-    model.to(device)
-    to_master_dtype(model, plan=plan)
-    for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor.detach(), src=0)
-    rename_parameters(optimizer, names=names, parameters=dict(model.named_parameters()))
-    for name, module in unit_modules(model, policy=plan.units).items():
-        if plan.recompute_of(name) == "full":
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-
-
 def _sharded(model: nn.Module, mesh: Any, *, plan: Plan) -> nn.Module:
     placements = plan.placements(unit_modules(model, policy=plan.units))
     shard_units(model, plan=plan, placements=placements, mesh=mesh["data_parallel"])
     return model
-
-
-def _unit_classes(model: nn.Module, *, plan: Plan) -> set[type[nn.Module]]:
-    return {type(module) for name, module in unit_modules(model, policy=plan.units).items() if name != ROOT}
 
 
 def _bucket_mb(plan: Plan) -> float:

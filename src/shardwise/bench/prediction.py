@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.bench.results import PredictedCase
-from shardwise.errors import InvalidCluster, UnknownName
+from shardwise.errors import InvalidCluster
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.cluster import make_cluster
 from shardwise.hardware.cluster_file import read_cluster_file
@@ -18,9 +18,10 @@ from shardwise.planner.time.step_time import estimate_time, timeline
 from shardwise.profile.compare import predict_memory
 from shardwise.sources import Source
 from shardwise.train.config import OptimizerSection, TrainConfig
+from shardwise.train.what_fits import optimizer_rule
 
 PLANNED_ENGINES = ("shardwise", "captured", "torch")
-"""Engines whose schedule the planner knows."""
+"""Engines whose schedule the planner knows; of compiled units and of torch's engine in a graph it knows nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +94,6 @@ def forecast_of(config: TrainConfig, *, cluster: Cluster, device: str) -> Foreca
         section=config.optimizer,
         clips=config.train.clip_norm > 0,
     )
-
-
-def optimizer_rule(section: OptimizerSection, *, device: str) -> str:
-    """The planner's rule for the kernels that torch takes.
-
-    Unless told to fuse: one tensor after the other on a CPU, and all at once (foreach) on a GPU.
-    """
-    if section.name == "sgd":
-        return "sgd" if section.momentum else "sgd-plain"
-    if section.name not in ("adamw", "adam"):
-        raise UnknownName.of("optimizer of the planner", section.name, known=("adamw", "adam", "sgd"))
-    return "adamw-fused" if section.fused else "adamw-loop" if device == "cpu" else "adamw-foreach"
 
 
 def cluster_here(*, num_ranks: int, device: str, title: str, cluster: str | None, devices: str | None) -> Cluster:

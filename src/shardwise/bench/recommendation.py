@@ -1,13 +1,15 @@
 """Which case of a bench to use, and why, from measured numbers alone. No torch here.
 
-The fastest; of those that cannot be told apart from it the simplest: Shardwise's own engine before others, and then
-ddp < zero1 < zero2 < shard_grad_op < fsdp. Two cannot be told apart if the interquartile ranges of their step times
-overlap, or their medians differ by less than 3%: as much as two starts of the same processes may differ.
+The fastest; of those that cannot be told apart from it the simplest: Shardwise's own engine before others, eager before
+captured before compiled, and then ddp < zero1 < zero2 < shard_grad_op < fsdp. Two cannot be told apart if the
+interquartile ranges of their step times overlap, or their medians differ by less than 3%: as much as two starts of the
+same processes may differ. Its speed is compared with cases of its own mode, captured with captured, if there are any.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shardwise.bench.modes import MODES
 from shardwise.bench.results import Bench, CaseResult, Spread
 from shardwise.placement import STRATEGIES
 from shardwise.quantities import fixed_text, significant, table_unit
@@ -15,6 +17,7 @@ from shardwise.quantities import fixed_text, significant, table_unit
 # Memory savings below this factor are not mentioned.
 _WORTHWHILE = 1.05
 _ALIKE = 1.03
+_OURS = ("shardwise", "captured", "compiled")
 
 
 def recommended(bench: Bench) -> Bench:
@@ -36,8 +39,8 @@ def choose(ran: Sequence[CaseResult]) -> CaseResult:
     return min(as_fast, key=_simplicity)
 
 
-def _simplicity(case: CaseResult) -> tuple[bool, int]:
-    return case.engine != "shardwise", list(STRATEGIES).index(case.strategy)
+def _simplicity(case: CaseResult) -> tuple[bool, int, int]:
+    return case.engine not in _OURS, MODES.index(case.mode), list(STRATEGIES).index(case.strategy)
 
 
 def _alike(one: Spread, other: Spread) -> bool:
@@ -67,16 +70,19 @@ def _why(bench: Bench, best: CaseResult, ran: Sequence[CaseResult]) -> str:
 
 
 def _compared(best: CaseResult, ran: Sequence[CaseResult]) -> str:
-    """Compared with the fastest case, if that is another; else with the next one."""
+    """Compared with the fastest case of its mode, if that is another; else with the next one. Of another mode, if there
+    is none.
+    """
     others = sorted((case for case in ran if case is not best), key=lambda case: _seconds(case).median)
     if not others:
         return ", the only one that ran"
-    rival = others[0]
+    rival = next((case for case in others if case.mode == best.mode), others[0])
+    name = rival.name if rival.mode == best.mode else f"{rival.name}, which is {rival.mode}"
     times = _seconds(rival).median / _seconds(best).median
     if _alike(_seconds(best), _seconds(rival)):
         simpler = "" if times >= 1 else ", and simpler"
-        return f", about as fast as {rival.name}{simpler}"
-    return f", {times:.2f} times as fast as {rival.name}"
+        return f", about as fast as {name}{simpler}"
+    return f", {times:.2f} times as fast as {name}"
 
 
 def _room(bench: Bench, best: CaseResult) -> str:

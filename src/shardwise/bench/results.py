@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.atomic import atomic_write
+from shardwise.bench.modes import mode_of
 from shardwise.bench.results_form import check_bench
 from shardwise.errors import ShardwiseError
 from shardwise.json_form import WrongForm
@@ -133,6 +134,11 @@ class CaseResult:
     @property
     def name(self) -> str:
         return self.strategy if self.engine == "shardwise" else f"{self.engine} {self.strategy}"
+
+    @property
+    def mode(self) -> str:
+        """How its steps were run: eager, captured or compiled."""
+        return mode_of(self.engine)
 
     @property
     def ran(self) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.launch.failure import during
 from shardwise.profile.traceless import TracelessCollectives, lending_broadcasts
 from shardwise.spec import ModelSpec
-from shardwise.train.loop import Training, Update, take_step
+from shardwise.train.config import TrainConfig
+from shardwise.train.loop import Training, Update, take_step, update
 from shardwise.train.metrics import Taken
 from shardwise.train.randomness import seed_everything
-from shardwise.train.setup import by_plan, open_data, set_up
+from shardwise.train.setup import Ready, by_plan, open_data, set_up
 from shardwise.units import model_spec, unit_modules
 
 
@@ -54,13 +56,11 @@ def start(run: BenchRun, *, place: Place, to_be_recorded: bool = False) -> Bench
     collectives = _collectives(run, place=place, to_be_recorded=to_be_recorded)
     before: list[tuple[ModelSpec, Mapping[str, nn.Module]]] = []
 
+    by = _engine(run.engine, collectives=collectives)
+
     def ready(model: nn.Module, optimizer: Optimizer, **where: Any) -> tuple[nn.Module, Optimizer, Update]:
         before.append((model_spec(model, policy=config.plan.units), unit_modules(model, policy=config.plan.units)))
-        if run.engine in ("accelerate", "lightning"):
-            from shardwise.bench.peers import by_accelerate, by_lightning
-
-            return (by_accelerate if run.engine == "accelerate" else by_lightning)(model, optimizer, **where)
-        return by_plan(model, optimizer, collectives=collectives, **where)
+        return by(model, optimizer, **where)
 
     with lending_broadcasts() if to_be_recorded and place.device.type == "cpu" else nullcontext():
         training = set_up(config, place=place, by=ready)
@@ -74,6 +74,52 @@ def start(run: BenchRun, *, place: Place, to_be_recorded: bool = False) -> Bench
     seed_everything(config.train.seed, step=0, rank=place.rank)
     ((spec, modules),) = before
     return BenchTraining(training=training, spec=spec, modules=modules)
+
+
+def _engine(name: str, *, collectives: Collectives | None) -> Ready:
+    """Who makes the model ready; other libraries are imported when one is asked for."""
+    if name in ("shardwise", "captured", "compiled", "torch"):
+        return partial(by_plan, collectives=collectives)
+    if name in ("torch-captured", "torch-compiled"):
+        return partial(_captured_by_hand, by=_by_torch)
+    if name == "accelerate":
+        from shardwise.bench.peers import by_accelerate
+
+        return by_accelerate
+    if name == "lightning":
+        from shardwise.bench.peers import by_lightning
+
+        return by_lightning
+    if name == "deepspeed":
+        from shardwise.bench.deepspeed_peer import by_deepspeed
+
+        return by_deepspeed
+    from shardwise.bench.megatron_peer import by_megatron
+
+    return (
+        by_megatron if name == "megatron-fsdp" else partial(_captured_by_hand, by=partial(by_megatron, captured=True))
+    )
+
+
+def _by_torch(
+    model: nn.Module, optimizer: Optimizer, *, config: TrainConfig, device: torch.device
+) -> tuple[nn.Module, Optimizer, Update]:
+    """As by_plan, with the plain step: a graph is made of it by hand."""
+    model, optimizer, _ = by_plan(model, optimizer, config=config, device=device)
+    return model, optimizer, update
+
+
+def _captured_by_hand(
+    model: nn.Module, optimizer: Optimizer, *, config: TrainConfig, device: torch.device, by: Ready
+) -> tuple[nn.Module, Optimizer, Update]:
+    """On a side stream from the beginning: autograd remembers where it gave a parameter its gradient."""
+    from shardwise.bench.graph_update import GraphUpdate, counts_on_device, on_stream
+
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    counts_on_device(optimizer, device=device)
+    with on_stream(stream):
+        prepared, optimizer, step = by(model, optimizer, config=config, device=device)
+    return prepared, optimizer, GraphUpdate(step, stream=stream)
 
 
 def _collectives(run: BenchRun, *, place: Place, to_be_recorded: bool) -> Collectives | None:

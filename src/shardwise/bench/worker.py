@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shardwise.bench.contestants import ENGINES
 from shardwise.bench.first_steps import NUM_STEPS, take_first_steps
+from shardwise.bench.modes import mode_of
 from shardwise.bench.results import Happening, UnitOutline
 from shardwise.bench.run_files import ASKED, BenchRun, Found
 from shardwise.bench.subject import BenchTraining, start
@@ -53,7 +54,7 @@ def run_rank(run: BenchRun) -> Found:
     ):
         found = _measured(run, place=place)
         # What a graph replays goes through no hook: of captured steps there is neither ledger nor tape.
-        if run.detailed and not run.silent and not config.plan.captures:
+        if run.detailed and not run.silent and not _captures(run):
             # The first model is gone, but for the circles in it.
             gc.collect()
             found = _recorded(run, found, place=place)
@@ -68,8 +69,15 @@ def _long_enough(run: BenchRun) -> BenchRun:
 
 
 def _warm_up(run: BenchRun) -> int:
-    """After three ordinary steps a captured one makes its graph; its first and tenth replay are compared."""
-    return max(run.warm_up, NUM_STEPS + 10 * run.config.plan.captures)
+    """After three ordinary steps ours makes its graph; its first and tenth replay are compared. By hand it is made in
+    the twelfth step. Steps in which something is compiled come before those.
+    """
+    compiles = 2 if run.config.plan.compile != "none" else 0
+    return max(run.warm_up, NUM_STEPS + compiles + 10 * _captures(run))
+
+
+def _captures(run: BenchRun) -> bool:
+    return mode_of(run.engine) != "eager"
 
 
 def _measured(run: BenchRun, *, place: Place) -> Found:
@@ -84,7 +92,7 @@ def _measured(run: BenchRun, *, place: Place) -> Found:
         window.add(subject.step())
     subject.settle()
     losses = [step.loss for step in window.read()]
-    if on_gpu and not run.config.plan.captures:
+    if on_gpu and not _captures(run):
         # A graph takes its memory when it is captured: what its replays use counts then, and never again.
         torch.cuda.reset_peak_memory_stats(device)
     seconds = []

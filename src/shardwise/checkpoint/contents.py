@@ -175,14 +175,12 @@ class _Window:
         self.name = name
         self._tensor = local(tensor)
         self._elements = self._tensor.reshape(-1)
-        self.boxes = Boxes(self._elements, shape=part.shape, start=part.start)
-
-    @property
-    def num_elements(self) -> int:
-        return self._elements.numel()
+        self.num_elements = part.stop - part.start
+        self.boxes = Boxes(self._elements[: self.num_elements], shape=part.shape, start=part.start)
 
     def close(self) -> None:
-        """It is filled."""
+        """It is filled; what follows is padding (holding.py)."""
+        self._elements[self.num_elements :] = 0
         if self._elements.data_ptr() != self._tensor.data_ptr():
             self._tensor.copy_(self._elements.view(self._tensor.shape))
 

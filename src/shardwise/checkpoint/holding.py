@@ -1,5 +1,7 @@
 """What this rank holds of any model: prepared by our engine, on torch's own, or plain in one process."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 import torch.distributed as dist
@@ -11,17 +13,36 @@ from shardwise.comm.dtensor import dtensor_types, local_part
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.prepared.slices import OwnedModel, OwnedSlice, group_names, held, slices_filled
 from shardwise.errors import CheckpointError
+from shardwise.models.layers import vocabularies
 
 
 def holding(model: nn.Module) -> OwnedModel:
-    """The model by full names: this rank's slices, and the buffers."""
-    found = held(model) if is_prepared(model) else _held_by_torch(model)
+    """The model by full names: this rank's slices, and the buffers.
+
+    Of an embedding or a head, the rows of the vocabulary alone: a checkpoint does not depend on how they are padded.
+    """
+    found = _without_padding(held(model) if is_prepared(model) else _held_by_torch(model), vocabularies(_bare(model)))
     for name, value in found.buffers.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
                 f"{name} is a {type(value).__name__}, not a tensor: a module's extra state is not saved"
             )
     return found
+
+
+def _without_padding(found: OwnedModel, num_rows: Mapping[str, int]) -> OwnedModel:
+    """The rows past `num_rows` are the last elements of a parameter: its slices just end earlier."""
+
+    def shape_of(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (num_rows[name], *shape[1:]) if name in num_rows else shape
+
+    slices = []
+    for part in found.slices:
+        shape = shape_of(part.name, part.shape)
+        start, stop = min(part.start, prod(shape)), min(part.stop, prod(shape))
+        slices.append(replace(part, shape=shape, start=start, stop=stop))
+    parameters = {name: (shape_of(name, shape), dtype) for name, (shape, dtype) in found.parameters.items()}
+    return replace(found, slices=slices, parameters=parameters)
 
 
 def filled(model: nn.Module) -> None:

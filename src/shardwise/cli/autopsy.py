@@ -39,7 +39,8 @@ def _print(records: "list[RankRecord]", findings: "list[Finding]") -> None:
 
     console = Console()
     for finding in findings:
-        console.print(f"{finding.group}: {finding.text}", highlight=False, markup=False, soft_wrap=True)
+        head = f"{finding.group}: " if finding.group else ""
+        console.print(_plain(f"{head}{finding.text}"), highlight=False, markup=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("rank", "group", "collectives", "the last one", "over"):
         table.add_column(column)
@@ -47,7 +48,14 @@ def _print(records: "list[RankRecord]", findings: "list[Finding]") -> None:
         for name, group in record.groups.items():
             last = group.issued[-1]
             table.add_row(
-                str(record.rank), name, f"{last.number:,}", last.name, "yes" if last.ended else "no", style=None
+                *(str(record.rank), _plain(name), f"{last.number:,}", _plain(last.name)),
+                "yes" if last.ended else "no",
+                style=None,
             )
     console.print()
     console.print(table, markup=False)
+
+
+def _plain(text: str) -> str:
+    """Without what a terminal would obey: a record may come from anybody."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)

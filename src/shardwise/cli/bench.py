@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.cli.train import ranks_to_start
-from shardwise.errors import ShardwiseError, UnknownName
+from shardwise.errors import InvalidCluster, ShardwiseError, UnknownName
 from shardwise.placement import STRATEGIES
 from shardwise.train.config import TrainConfig, load_config
 
@@ -29,7 +29,12 @@ def bench(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to train, as for `shardwise train`.")],
     strategies: Annotated[str, typer.Option("--strategies", help=f"{','.join(STRATEGIES)}, or all.")] = "all",
     engines: Annotated[
-        str, typer.Option("--engines", help="shardwise, captured, torch, accelerate, lightning, or all.")
+        str,
+        typer.Option(
+            "--engines",
+            help="shardwise, captured, compiled, torch, torch-captured, torch-compiled, accelerate, lightning, "
+            "megatron-fsdp, megatron-fsdp-captured, deepspeed, or all.",
+        ),
     ] = "shardwise",
     num_ranks: Annotated[
         int | None, typer.Option("--nproc", min=1, help="Ranks to start here; without, the plan's mesh, or one a GPU.")
@@ -132,6 +137,8 @@ def _command(config: Path, options: Mapping[str, object], *, settings: Sequence[
 def _predicted(asked: "Asked", *, cluster: str | None, devices: Path | None) -> "Asked":
     """With what the planner says of its cases, and of more devices; a line on standard error where it says nothing."""
     from shardwise.bench.prediction import PLANNED_ENGINES, cluster_here, forecast_of
+    from shardwise.hardware.host_here import probed_cluster
+    from shardwise.planner.time.compute import can_time
     from shardwise.report.text.costs import scaling_data
 
     title, capacity_bytes = _device(asked.config)
@@ -143,6 +150,11 @@ def _predicted(asked: "Asked", *, cluster: str | None, devices: Path | None) -> 
         cluster=cluster,
         devices=None if devices is None else str(devices),
     )
+    if can_time(here.device):
+        try:
+            here = probed_cluster(here)
+        except InvalidCluster as error:
+            print(f"the host is assumed: {error}", file=sys.stderr)
     forecast = forecast_of(asked.config, cluster=here, device=device)
     scaling: list[dict[str, Any]] = []
     try:

@@ -27,7 +27,7 @@ def doctor(path: Annotated[Path, typer.Argument(metavar="PLAN.toml", help="A pla
     mesh = f"mesh {plan.mesh}" if plan.mesh else "all ranks on the shard axis"
     console.print(
         f"{path}: a whole plan: {mesh}, precision {plan.precision}, recompute {plan.recompute}, "
-        f"units {plan.units}, engine {plan.engine}",
+        f"units {plan.units}, engine {plan.engine}" + (f", compile {plan.compile}" if plan.compile != "none" else ""),
         highlight=False,
         markup=False,
     )

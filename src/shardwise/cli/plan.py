@@ -47,6 +47,20 @@ def plan(
     devices: Annotated[
         Path | None, typer.Option("--devices", help="A device table that `shardwise calibrate` wrote.")
     ] = None,
+    software: Annotated[
+        str | None, typer.Option("--software", help="How old the kernels are: 2023, 2024, current (default: current).")
+    ] = None,
+    matmul_precision: Annotated[
+        str | None,
+        typer.Option("--matmul-precision", help="As torch.set_float32_matmul_precision: highest, or high for TF32."),
+    ] = None,
+    compile_with: Annotated[str, typer.Option("--compile", help="none, inductor or aot_eager.")] = "none",
+    like: Annotated[
+        str, typer.Option("--like", help="Time the same strategies as another engine runs them: deepspeed.")
+    ] = "",
+    here: Annotated[
+        bool, typer.Option("--here", help="The devices are of this machine: measure its host, which takes seconds.")
+    ] = False,
     scale: Annotated[bool, typer.Option("--scale", help="Also show the best plan on 8 to 16,384 devices.")] = False,
     timeline: Annotated[bool, typer.Option("--timeline", help="Also show what each queue does in a step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
@@ -61,12 +75,18 @@ def plan(
     from shardwise.report.text.verdict import no_fit, reasons
     from shardwise.sources import Source
 
-    where = _cluster(cluster, devices=devices)
-    asked = Plan(micro_batch=micro_batch, precision=precision, recompute=recompute, engine=engine)
+    where = _cluster(cluster, devices=devices, software=software, matmul_precision=matmul_precision, here=here)
+    asked = Plan(micro_batch=micro_batch, precision=precision, recompute=recompute, engine=engine, compile=compile_with)
     strategies = asked_strategies(strategy, engine=engine)
     source = Source(model, seq=seq, image=image, while_tracing=_progress)
     found = candidates(
-        source.spec_for, plan=asked, strategies=strategies, cluster=where, optimizer=optimizer, goal=goal
+        source.spec_for,
+        plan=asked,
+        strategies=strategies,
+        cluster=where,
+        optimizer=optimizer,
+        goal=goal,
+        foreign=like.lower(),
     )
     chosen = recommend(found, goal=goal, spec_for=source.spec_for, optimizer=optimizer)
     why = reasons(chosen)
@@ -121,16 +141,24 @@ class Shown:
         return timeline(spec, plan=best.plan, cluster=best.cluster, optimizer=self.optimizer)
 
 
-def _cluster(text: str, *, devices: Path | None) -> "Cluster":
+def _cluster(
+    text: str, *, devices: Path | None, software: str | None, matmul_precision: str | None, here: bool
+) -> "Cluster":
     from shardwise.hardware import cluster_of
+    from shardwise.hardware.cluster_file import read_cluster_file
+    from shardwise.hardware.host_here import probed_cluster
 
     cluster = cluster_of(text)
-    if devices is None:
-        return cluster
-    from shardwise.hardware.cluster_file import read_cluster_file
-
-    measured = read_cluster_file(devices)
-    return replace(cluster, device=measured.device, link=measured.link or cluster.link)
+    if devices is not None:
+        measured = read_cluster_file(devices)
+        cluster = replace(cluster, device=measured.device, link=measured.link or cluster.link)
+    device = replace(
+        cluster.device,
+        software=software or cluster.device.software,
+        matmul_precision=matmul_precision or cluster.device.matmul_precision,
+    )
+    cluster = replace(cluster, device=device)
+    return probed_cluster(cluster) if here else cluster
 
 
 def _check(*, goal: str, optimizer: str) -> None:
@@ -154,6 +182,7 @@ def _progress(name: str) -> Iterator[None]:
 
 
 def _data(shown: Shown) -> dict[str, Any]:
+    from shardwise.hardware.host_here import host_is_probed
     from shardwise.report.text.costs import as_data, scaling_data
     from shardwise.report.text.queue_lanes import as_data as spans_as_data
 
@@ -162,6 +191,7 @@ def _data(shown: Shown) -> dict[str, Any]:
         "cluster": str(shown.found[0].cluster),
         "recommended": shown.recommendation.index,
         "why": shown.why,
+        "host": "probed" if host_is_probed(shown.found[0].cluster.device) else "assumed",
         "candidates": [as_data(candidate) for candidate in shown.found],
     }
     if shown.scaling is not None:
@@ -203,6 +233,7 @@ def _heading(shown: Shown) -> str:
 
 
 def _remarks(shown: Shown) -> Iterator[str]:
+    from shardwise.hardware.host_here import host_is_probed
     from shardwise.planner.time.step_time import why_not_timed
     from shardwise.report.text.verdict import verdict
 
@@ -212,7 +243,13 @@ def _remarks(shown: Shown) -> Iterator[str]:
     yield verdict(shown.recommendation, why=shown.why)
     fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity"
     unknown = why_not_timed(shown.source.spec_for(first.plan), plan=first.plan, cluster=first.cluster)
-    time = f"time is not predicted: {unknown}" if unknown else f"time ± {first.time_band:.0%}, of it comm exposed"
+    shown_first = shown.recommendation.best or first
+    time = f"time is not predicted: {unknown}" if unknown else f"time {shown_first.time_band}, of it comm exposed"
     yield f"Predicted, not measured; {fits}; {time}."
+    if unknown is None and not host_is_probed(first.cluster.device):
+        yield "The host is assumed: where the CPU bounds a step, --here on the machine itself measures how fast it is."
     if shown.scaling is not None:
-        yield "Scaling: a strategy keeps its micro-batch; without the allocator's model, stragglers and congestion."
+        yield (
+            "Scaling: a strategy keeps its micro-batch, so the global batch grows; with the wait for the slowest node, "
+            "without the allocator's model and congestion."
+        )

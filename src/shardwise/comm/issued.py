@@ -43,14 +43,16 @@ class IssueLog:
 
     name     what the next one is for: set before it is issued
     folded   all of them, in their order, as one number
+    num_compared  how many were issued before these
     """
 
-    __slots__ = ("folded", "issued", "name")
+    __slots__ = ("folded", "issued", "name", "num_compared")
 
     def __init__(self) -> None:
         self.name = _UNNAMED
         self.folded = 0
         self.issued: Issued = []
+        self.num_compared = 0
 
     def note(self, buffer: Tensor) -> CollectiveName:
         """A collective is handed to the backend now."""
@@ -78,6 +80,7 @@ class IssueLog:
         """What was issued so far, to be compared now; from here on a new list."""
         issued, self.issued = self.issued, []
         self.folded = 0
+        self.num_compared += len(issued)
         return issued
 
 
@@ -114,6 +117,7 @@ class NotedWork:
         try:
             self._work.wait()
         except RuntimeError as error:
+            PROGRESS.lose(error)
             if PROGRESS.explain is not None:
                 PROGRESS.explain(error)
             raise

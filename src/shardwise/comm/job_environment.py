@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from shardwise.errors import InvalidJob
@@ -21,6 +22,8 @@ from shardwise.errors import InvalidJob
 STORE = "SHARDWISE_STORE"
 # The variable that switches captured steps off, for a debugger or to look for a fault.
 CAPTURE = "SHARDWISE_CAPTURE"
+# The variable that names the folder in which ranks of a job that fails leave their records.
+AUTOPSY = "SHARDWISE_AUTOPSY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,12 @@ class Rendezvous:
     port: int = 0
     serves: bool = False
     local: bool = True
+
+
+def autopsy_folder() -> Path | None:
+    """Where SHARDWISE_AUTOPSY has ranks leave their records (record_writer.py), if it is set."""
+    value = os.environ.get(AUTOPSY, "")
+    return Path(value) if value else None
 
 
 def capture_is_off() -> bool:

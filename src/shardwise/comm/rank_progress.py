@@ -13,6 +13,7 @@ from shardwise.program import Kind
 BETWEEN_STEPS = "between steps"
 FORWARD = "forward"
 BACKWARD = "backward"
+UPDATE = "update"
 EVALUATION = "evaluation"
 
 
@@ -25,9 +26,13 @@ class RankProgress:
     evaluated     collectives of forwards without gradients since the last step
     kind, unit    the operation that was issued last, as the tape would note it
     waits_for     the collective in whose wait this process is, "" for none
+    lost_in       the collective whose wait failed, "" for none
     """
 
-    __slots__ = ("count", "evaluated", "explain", "kind", "on_stall", "phase", "step", "taken", "unit", "waits_for")
+    __slots__ = (
+        *("count", "evaluated", "explain", "kind", "leave_record", "lost_in", "on_stall", "phase", "step", "taken"),
+        *("unit", "waits_for"),
+    )
 
     def __init__(self) -> None:
         self.restart()
@@ -35,6 +40,8 @@ class RankProgress:
         self.explain: Callable[[RuntimeError], None] | None = None
         # Called with (error, rank that stopped) before the watchdog ends this process.
         self.on_stall: Callable[[Exception, int], None] | None = None
+        # Called with an error that ends this process, or a collective of it: leaves a record for `shardwise autopsy`.
+        self.leave_record: Callable[[BaseException], None] | None = None
 
     def restart(self) -> None:
         """All ranks are at one point, before their first step."""
@@ -46,6 +53,13 @@ class RankProgress:
         self.kind: Kind | None = None
         self.unit = ""
         self.waits_for = ""
+        self.lost_in = ""
+
+    def lose(self, error: BaseException) -> None:
+        """A collective has failed: a peer is gone, or the network."""
+        self.lost_in = self.waits_for
+        if self.leave_record is not None:
+            self.leave_record(error)
 
     def end_step(self) -> None:
         """The update is issued, with what follows on it."""
@@ -53,6 +67,8 @@ class RankProgress:
         self.taken += 1
         self.count = 0
         self.phase = BETWEEN_STEPS
+        # Whoever caught the error of a collective has gone on.
+        self.lost_in = ""
 
     def standing(self, rank: int, *, idle_seconds: float) -> "Standing":
         """A copy, for the others."""
@@ -84,6 +100,9 @@ def waiting_in(what: str, *, counts: bool = True) -> Iterator[None]:
     PROGRESS.waits_for = what
     try:
         yield
+    except RuntimeError as error:
+        PROGRESS.lose(error)
+        raise
     finally:
         PROGRESS.waits_for = ""
 

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from shardwise.comm.issued import disagreement, first_difference
 from shardwise.comm.noticeboard import History, Noticeboard
 from shardwise.comm.pace import Pace
 from shardwise.comm.rank_progress import PROGRESS, Standing
+from shardwise.comm.record_writer import RECORDS
 from shardwise.comm.stall import Stall, find_stall
 from shardwise.errors import InvalidPlan, ShardwiseError
 
@@ -213,11 +215,12 @@ class Watch:
         self._say(f"{stall.text}; this process ends with exit code {EXIT_CODE}")
         self._hurry.set()
         time.sleep(3 * self._tick_seconds)
+        heard = {rank.rank: str(rank) for rank in self._ranks() if rank.rank != self._rank}
+        # Before the report, on which a launcher ends the job.
+        _in_time(partial(RECORDS.write, None, heard=heard))
         if PROGRESS.on_stall is not None:
             PROGRESS.on_stall(RankStopped(stall.text), stall.rank)
-        flushing = threading.Thread(target=_flush, daemon=True)
-        flushing.start()
-        flushing.join(timeout=1.0)
+        _in_time(_flush)
         os._exit(EXIT_CODE)
 
     # The store's thread
@@ -293,6 +296,13 @@ class Watch:
                 # The clock's thread is about to end this process, with an exit code of its own.
                 time.sleep(self._tick_seconds)
         self._failing = False
+
+
+def _in_time(last: Callable[[], None]) -> None:
+    """Do it, but for no longer than a second: a disk that hangs, or a lock of the main thread, keeps nobody."""
+    thread = threading.Thread(target=last, daemon=True)
+    thread.start()
+    thread.join(timeout=1.0)
 
 
 def _flush() -> None:

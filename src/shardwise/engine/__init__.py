@@ -4,11 +4,11 @@ From the bottom up; each imports only what stands above it here.
 
 tape.py         the operations that a run issued; pass_state.py: how a pass counts; step_errors.py: what is wrong with a
                 step; transfer.py: copies to the host
-params/         flat buffers (flat.py), guards against reading what is freed, what users write (written.py), what a
-                quantised weight carries, casts;
+params/         flat buffers (flat_buffers.py) and their gradients (flat.py), guards against reading what is freed, what
+                users write (written.py), what a quantised weight carries, casts;
                 unit.py: a unit at work
 grads/          the buffers that gradients are reduced in (segment.py, bucket.py), and which parameters were used
-activations/    recompute and offload
+activations/    recompute, offload and torch.compile of units
 optimizer/      what a rank's optimizer steps; the fp16 scaler
 step/           runner.py listens to the model's hooks and moves the program's cursor, executor.py does the rows on
                 tensors, learn.py finds the order of units in the first step, first_inputs.py ranks with equal batches

@@ -41,6 +41,8 @@ class Engine:
     undo: list[Callable[[], None]]
     # How long a rank waits for the others in what users may call on one rank by mistake.
     limit_seconds: float = 60.0
+    # Whether nobody but the engine tells what a plan needs when memory runs out (prepared/out_of_memory.py).
+    predicts_alone: bool = True
 
     def attach(self, model: nn.Module) -> None:
         """Listen to the model; until its first forward, to gradients that come without one."""

@@ -13,7 +13,9 @@ from shardwise.comm.agreement import agree, exchange
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups import MeshGroups, mesh_groups
 from shardwise.comm.join import join_job
+from shardwise.comm.record_writer import RECORDS
 from shardwise.comm.watch import WATCH_SECONDS, check_watch_seconds, watch_over
+from shardwise.engine.activations.compiled_units import check_compile
 from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.description import asked_device, describe
 from shardwise.engine.engine import Engine, is_prepared, register
@@ -29,10 +31,12 @@ from shardwise.engine.params.precision import check_kept
 from shardwise.engine.params.replicas import COMPARE_EVERY, Replicas, check_compare_every
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.pass_state import PassState
+from shardwise.engine.prepared.out_of_memory import explain_out_of_memory
 from shardwise.engine.prepared.prepared_module import become_prepared
 from shardwise.engine.refuse import check_model
 from shardwise.engine.step.edit import editing
 from shardwise.engine.step.first_inputs import FirstInputs
+from shardwise.engine.step.last_issued import last_issued
 from shardwise.engine.step.learn import FirstForward
 from shardwise.engine.step.runner import Runner
 from shardwise.engine.tape import Tape
@@ -100,12 +104,14 @@ def prepare(
     engine = _engine(model, optimizer, setting=setting, any_optimizer=any_optimizer)
     register(model, engine)
     become_prepared(model)
+    explain_out_of_memory(model)
     watch_over(
         engine.runner,
         limit_seconds=watch_seconds,
         waits_on_host=chosen.type == "cpu",
         issues=engine.runner.flags.same_order.history,
     )
+    RECORDS.tell_of(engine.runner, groups=setting.groups, last=last_issued)
     return model, optimizer
 
 
@@ -213,6 +219,7 @@ def _description(
         )
     spec = model_spec(model, policy=plan.units)
     placements = plan.placements(unit.name for unit in spec.units)
+    check_compile(placements, plan=plan)
     check_kept(model, spec=spec, plan=plan)
     if plan.offload_states and not any(placement.grads is SHARDED for placement in placements.values()):
         raise InvalidPlan(

@@ -63,7 +63,7 @@ def _refuse_wrapper(parent: nn.Module, name: str, child: Any) -> None:
     if isinstance(child, nn.Module) and is_prepared(child) and isinstance(parent, _wrappers()):
         raise InvalidModel(
             f"{type(parent).__name__} around a model that has been through shardwise.prepare: it is distributed "
-            "already; use it as it is (Accelerate: do not hand it to accelerator.prepare)"
+            "already; use it as it is"
         )
 
 

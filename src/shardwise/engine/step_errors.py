@@ -12,6 +12,14 @@ def backward_without_forward() -> InvalidModel:
     )
 
 
+def added_to_average(name: str) -> InvalidModel:
+    """The error for this rank's own gradient that autograd has added to the average over all ranks."""
+    return InvalidModel(
+        f"{name} got a gradient that does not come through the model's outputs (a penalty on the weights), on top of "
+        "gradients that are averaged already: add it to the loss, or run its backward before the loss's"
+    )
+
+
 def backward_raised() -> InvalidData:
     """The error for an update by the gradients of a backward that raised. They differ between ranks."""
     return InvalidData(

@@ -10,6 +10,7 @@ A table of TOML, which fit.py makes of what `calibrate` measured:
     [launch_seconds]      operation → the CPU's time to issue it, [forward, backward]; `other` for those not named;
                           `call`: to have one done, whatever does it, by which the speeds of CPUs are compared
     [update]              optimizer → [seconds to issue, more for each tensor, bytes an element, the part of the peak]
+    ranks_per_core        of CPUs: how many ranks share a core, which all times have in them (1 if it is left out)
 """
 
 import tomllib
@@ -49,6 +50,7 @@ class Calibration:
     points: Mapping[str, Points]
     launch_seconds: Mapping[str, tuple[float, float]]
     update: Mapping[str, tuple[float, float, float, float]]
+    ranks_per_core: float = 1.0
 
     def as_table(self) -> dict[str, Any]:
         """What `read_calibration` reads."""
@@ -56,6 +58,7 @@ class Calibration:
             "source": self.source,
             "kind": self.kind,
             "kernel_seconds": self.kernel_seconds,
+            **({"ranks_per_core": self.ranks_per_core} if self.ranks_per_core != 1.0 else {}),
             "reach": dict(self.reach),
             "launch_seconds": {name: list(values) for name, values in self.launch_seconds.items()},
             "update": {name: list(values) for name, values in self.update.items()},
@@ -65,7 +68,7 @@ class Calibration:
 
 def read_calibration(table: object, *, key: str) -> Calibration:
     """The calibration of a TOML table, which `key` names in errors."""
-    given = check_table(key, table, allowed=("source", "kind", *_NUMBERS, *_TABLES))
+    given = check_table(key, table, allowed=("source", "kind", "ranks_per_core", *_NUMBERS, *_TABLES))
     for name in ("source", "kind", *_NUMBERS, *_TABLES):
         if name not in given:
             raise InvalidCluster(f"{key}.{name} is missing: `shardwise calibrate` writes it")
@@ -83,6 +86,7 @@ def read_calibration(table: object, *, key: str) -> Calibration:
         points={name: _points(f"{key}.points.{name}", rows, kernel=name) for name, rows in points.items()},
         launch_seconds={name: _pair(f"{key}.launch_seconds.{name}", values) for name, values in launch_seconds.items()},
         update={name: _four(f"{key}.update.{name}", values) for name, values in update.items()},
+        ranks_per_core=_above_0(f"{key}.ranks_per_core", given.get("ranks_per_core", 1.0)),
     )
 
 

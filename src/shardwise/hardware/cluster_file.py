@@ -4,6 +4,8 @@ num_nodes = 2                  # 1 where it is left out
 devices_per_node = 4
 device = "h100-80gb"           # or a table, see below
 fabric = "ib-4x200"            # or a table; the device's usual one where it is left out
+software = "2023"              # the generation of kernels (software.toml); `current` where it is left out
+matmul_precision = "high"      # what torch.set_float32_matmul_precision is called with; `highest` where it is left out
 
 [device]                       # every number with its source and kind, as in devices.toml
 name = "our-h100"
@@ -14,6 +16,7 @@ capacity_bytes = { value = 85_000_000_000, source = "nvidia-smi on node 3", kind
 bytes_per_s = { value = 90e9, source = "ib_write_bw", kind = "measured" }
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ from shardwise.hardware.device import Device, device_of, read_device
 from shardwise.hardware.link import Fabric, Link, link_of, read_link
 from shardwise.hardware.sourced import check_table
 from shardwise.toml_file import read_toml
+
+_RUNS_WITH = ("software", "matmul_precision")
 
 
 def cluster_of(text: str) -> Cluster:
@@ -39,11 +44,11 @@ def read_cluster_file(path: str | Path) -> Cluster:
 
 
 def _cluster(data: dict[str, Any]) -> Cluster:
-    check_table("cluster", data, allowed=("num_nodes", "devices_per_node", "device", "link", "fabric"))
+    check_table("cluster", data, allowed=("num_nodes", "devices_per_node", "device", "link", "fabric", *_RUNS_WITH))
     for key in ("devices_per_node", "device"):
         if key not in data:
             raise InvalidCluster(f"{key} is missing")
-    device = _device(data["device"])
+    device = replace(_device(data["device"]), **{key: data[key] for key in _RUNS_WITH if key in data})
     num_nodes, devices_per_node = data.get("num_nodes", 1), data["devices_per_node"]
     # Before a fabric is made of them.
     check_count("num_nodes", num_nodes)

@@ -7,6 +7,8 @@ from typing import Any
 
 from shardwise.errors import InvalidCluster, UnknownName
 from shardwise.hardware.calibration import Calibration, read_calibration
+from shardwise.hardware.host_speed import HostSpeed
+from shardwise.hardware.software import CURRENT, check_matmul_precision, software_of
 from shardwise.hardware.sourced import Sourced, check_table, read_sourced, shipped_table
 
 _VALUES: Mapping[str, type] = {
@@ -36,17 +38,24 @@ class Device:
     num_processors       streaming multiprocessors, over which the tiles of a matrix product are spread
     processor_hz         their clock
     *_flops_per_s        peak of dense matrix products
-    *_reach              what matrix products and attention reach, relative to an H200 (borrowed.py)
+    *_reach              what matrix products and attention reach, relative to what its software does (borrowed.py)
     context_bytes        what a process holds before it has made one tensor
     communicator_bytes   what each NCCL communicator holds
     host_link            name of the link to the CPU
     link                 name of the link to the other devices of its node
     nic                  name of the link to other nodes that usually comes with each device
     calibration          what `shardwise calibrate` measured of it
+    architecture         by which software.toml finds how fast kernels are on it
+    software             the generation of software that runs on it
+    matmul_precision     what torch.set_float32_matmul_precision was called with
+    host                 how fast the CPU is that issues its work; None: assumed to be as where it was calibrated
     """
 
     name: str
     title: str = ""
+    architecture: str = ""
+    software: str = CURRENT
+    matmul_precision: str = "highest"
     aliases: tuple[str, ...] = ()
     capacity_bytes: Sourced[int] | None = None
     num_processors: Sourced[int] | None = None
@@ -64,6 +73,11 @@ class Device:
     link: Sourced[str] | None = None
     nic: Sourced[str] | None = None
     calibration: Calibration | None = None
+    host: HostSpeed | None = None
+
+    def __post_init__(self) -> None:
+        software_of(self.software)
+        check_matmul_precision(self.matmul_precision)
 
     def __hash__(self) -> int:
         # Not over all it holds: devices are keys of caches, and nearly always the very same object.
@@ -89,13 +103,14 @@ class Device:
 
 def read_device(name: str, table: object, *, key: str, like: Device | None = None) -> Device:
     """The device of a TOML table, which `key` names in errors; what it leaves out is taken from `like`."""
-    given = check_table(key, table, allowed=("title", "aliases", "calibration", *_VALUES))
+    given = check_table(key, table, allowed=("title", "architecture", "aliases", "calibration", *_VALUES))
     values: dict[str, Any] = {}
     if like is not None:
         values = {field.name: getattr(like, field.name) for field in fields(like)}
         values["aliases"] = ()
-    if not isinstance(given.get("title", ""), str):
-        raise InvalidCluster(f"{key}.title = {given['title']!r}: must be text")
+    for name_of in ("title", "architecture"):
+        if not isinstance(given.get(name_of, ""), str):
+            raise InvalidCluster(f"{key}.{name_of} = {given[name_of]!r}: must be text")
     aliases = given.get("aliases", [])
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
         raise InvalidCluster(f"{key}.aliases = {aliases!r}: must be a list of names")
@@ -104,6 +119,8 @@ def read_device(name: str, table: object, *, key: str, like: Device | None = Non
             values[field] = read_sourced(f"{key}.{field}", value, of=_VALUES[field])
     if "calibration" in given:
         values["calibration"] = read_calibration(given["calibration"], key=f"{key}.calibration")
+    if "architecture" in given:
+        values["architecture"] = given["architecture"]
     values.update(name=name, title=given.get("title", ""), aliases=tuple(aliases))
     return Device(**values)
 

@@ -46,19 +46,20 @@ def fit_calibration(measured: Mapping[str, Any], *, device: Device, source: str)
         kernel_seconds=kernel_seconds,
         reach={},
         points={},
-        launch_seconds=_launches(rows, kernel_seconds=kernel_seconds, is_host=is_host),
+        launch_seconds=launches_of(rows, kernel_seconds=kernel_seconds, is_host=is_host),
         update=_updates(rows, device=device, is_host=is_host),
+        ranks_per_core=max(measured.get("ranks_per_core", 1.0), 1.0),
     )
     groups: dict[str, list[tuple[Kernel, float]]] = defaultdict(list)
     for kernel, seconds in timed:
         groups[kernel.key].append((kernel, seconds))
-    model = KernelModel(device, calibration=rough, is_own=True)
+    model = KernelModel(replace(device, calibration=rough), calibration=rough, is_own=True)
     reach = {key: _reach(group, model=model) for key, group in groups.items()}
     if "widen" in reach and "narrow" in reach:
         # A trace does not tell them apart; a step has as many casts of the one kind as of the other.
         reach["cast"] = harmonic_mean((reach["widen"], reach["narrow"]))
     reached = replace(rough, reach=reach)
-    model = KernelModel(device, calibration=reached, is_own=True)
+    model = KernelModel(replace(device, calibration=reached), calibration=reached, is_own=True)
     return replace(reached, points={key: _points(group, model=model) for key, group in groups.items()})
 
 
@@ -127,7 +128,7 @@ _ISSUED_AS = {
 }
 
 
-def _launches(rows: Rows, *, kernel_seconds: float, is_host: bool) -> dict[str, tuple[float, float]]:
+def launches_of(rows: Rows, *, kernel_seconds: float, is_host: bool) -> dict[str, tuple[float, float]]:
     """Operation → the CPU's seconds to issue it, in forward and in backward.
 
     Where the CPU is the device, a kernel's own time has all of that in it but what autograd and modules add.

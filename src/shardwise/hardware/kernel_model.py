@@ -8,11 +8,12 @@ The peaks are the datasheet's; `reach` and the corrections come from a calibrati
 that has none, an H200's (borrowed.py).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, exp, log, log2
 
 from shardwise.hardware.calibration import Calibration, Points
 from shardwise.hardware.device import Device
+from shardwise.hardware.software import software_of
 
 # Rows and columns of the part of a product that one processor computes at a time.
 _TILES = tuple((rows, columns) for rows in (64, 128, 192, 256) for columns in (64, 96, 128, 160, 192, 256))
@@ -121,11 +122,23 @@ class KernelModel:
         """The kernel's time on the device."""
         found = self._seen.get(kernel)
         if found is None:
-            found = self.start_seconds(kernel) + self.law(kernel) / self._reach(kernel)
+            computed = self._as_computed(kernel)
+            found = self.start_seconds(computed) + self._busy(computed) / relative_reach(self.device, computed)
             if self.is_own:
-                found *= correction(kernel.sizes, points=self.calibration.points.get(kernel.key, ()))
+                found *= correction(computed.sizes, points=self.calibration.points.get(computed.key, ()))
             self._seen[kernel] = found
         return found
+
+    def _as_computed(self, kernel: Kernel) -> Kernel:
+        """Where torch may, it multiplies fp32 values as TF32."""
+        may = self.device.matmul_precision != "highest" and self.device.tf32_flops_per_s is not None
+        if may and kernel.dtype == "fp32" and (kernel.name == "matmul" or kernel.name.startswith("attention")):
+            return replace(kernel, dtype="tf32")
+        return kernel
+
+    def _busy(self, kernel: Kernel) -> float:
+        """Without its start."""
+        return self.law(kernel) / self._reach(kernel)
 
     def start_seconds(self, kernel: Kernel) -> float:
         """What a kernel takes however small it is."""
@@ -164,6 +177,29 @@ class KernelModel:
             if peak is not None:
                 return peak.value
         raise AssertionError(f"{self.device.name} has no peak")
+
+
+def relative_reach(device: Device, kernel: Kernel) -> float:
+    """How fast a kernel is on a device, relative to what the lender's calibration predicts."""
+    own, table = None, ""
+    if device.calibration is not None:
+        # It was measured with the software that runs on it.
+        return 1.0
+    if kernel.name == "matmul":
+        own, table = device.matmul_reach, "matmul_reach"
+    elif kernel.name.startswith("attention"):
+        own, table = device.attention_reach, "attention_reach"
+    elif kernel.name in ("rms_norm", "rms_norm_backward"):
+        table = f"{kernel.name}_reach"
+    if own is not None:
+        return own.value
+    software = software_of(device.software)
+    found = None
+    if kernel.name == "matmul" and kernel.dtype == "fp32":
+        found = software.reach("fp32_matmul_reach", architecture=device.architecture)
+    if found is None and table:
+        found = software.reach(table, architecture=device.architecture)
+    return found if found is not None else 1.0
 
 
 def product_seconds(sizes: tuple[float, ...], *, flops_per_s: float, num_processors: int) -> float:

@@ -72,14 +72,14 @@ def dispatch_rows(device: torch.device) -> Iterator[dict[str, Any]]:
     All kinds take turns, and the median of turns counts: what slows a shared host down comes and goes within seconds,
     and would be taken for a property of the layer that was being measured.
     """
-    chains = list(_chains(device))
-    turns = [[_issue_seconds(chain, x) for _, chain, x in chains] for _ in range(_NUM_TURNS)]
+    chains = list(layer_chains(device))
+    turns = [[chain_seconds(chain, x) for _, chain, x in chains] for _ in range(_NUM_TURNS)]
     for number, (name, _, _) in enumerate(chains):
         forward, backward = (statistics.median(turn[number][way] for turn in turns[1:]) for way in (0, 1))
-        yield {"name": "dispatch", "role": name, "forward": forward / _LENGTH, "backward": backward / _LENGTH}
+        yield {"name": "dispatch", "role": name, "forward": forward, "backward": backward}
 
 
-def _chains(device: torch.device) -> Iterator[tuple[str, nn.Module, Tensor]]:
+def layer_chains(device: torch.device) -> Iterator[tuple[str, nn.Module, Tensor]]:
     """(kind, layers of it one after the other, an input)."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for layers, shape in ((_LAYERS, (_ROWS, _WIDTH)), (_IMAGE_LAYERS, (2, 8, 8, 8))):
@@ -88,8 +88,8 @@ def _chains(device: torch.device) -> Iterator[tuple[str, nn.Module, Tensor]]:
             yield name, chain, torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
 
 
-def _issue_seconds(chain: nn.Module, x: Tensor) -> tuple[float, float]:
-    """Of a pass forward and one backward: until the call returns, not until the device is done."""
+def chain_seconds(chain: nn.Module, x: Tensor) -> tuple[float, float]:
+    """Of each layer, forward and backward: until the call returns, not until the device is done."""
     now = _clock(x.device)
     _finish(x.device)
     began = now()
@@ -102,7 +102,7 @@ def _issue_seconds(chain: nn.Module, x: Tensor) -> tuple[float, float]:
     backward = now() - began
     chain.zero_grad()
     x.grad = None
-    return forward, backward
+    return forward / _LENGTH, backward / _LENGTH
 
 
 def update_rows(device: torch.device) -> Iterator[dict[str, Any]]:

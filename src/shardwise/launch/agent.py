@@ -26,12 +26,15 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from shardwise.comm.job_environment import STORE
+from shardwise.autopsy.own_record import clear_records, path_of
+from shardwise.comm.job_environment import AUTOPSY, STORE
 from shardwise.launch.failure import LAST_WORDS_SECONDS, LOG, Failure, ended, first, reported
 from shardwise.launch.rank_process import LAUNCHER
 from shardwise.regular_file import open_to_append
 
 _MONITOR_SECONDS = 0.05
+# How long ranks that lost a peer have to leave a record, where the job ends with it.
+_RECORD_SECONDS = 1.0
 # A killed process is gone in milliseconds, unless the kernel holds it (a hung disk or driver).
 _KILL_SECONDS = 5.0
 
@@ -92,6 +95,11 @@ class Files:
     private: Path
     logs: Path
 
+    @property
+    def records(self) -> Path:
+        """Where ranks of a job that fails leave their records (autopsy/own_record.py)."""
+        return self.logs.parent
+
     def store(self, *, restarts: int) -> Path:
         return self.private / f"store-{restarts}"
 
@@ -128,6 +136,7 @@ class _Environment(LogsSpecs):
             environment |= {
                 LAUNCHER: str(os.getpid()),
                 LOG: str(log),
+                AUTOPSY: str(self._files.records),
                 STORE: str(self._files.store(restarts=restarts)),
                 "TORCHELASTIC_ERROR_FILE": reports[rank],
                 "GLOO_SOCKET_IFNAME": "lo",
@@ -176,6 +185,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._num_starts += 1
+        clear_records(self._files.records)
         self._pids = super()._start_workers(worker_group)
         # Over torch's own, which break off the agent wherever it is.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -209,6 +219,10 @@ class Agent(LocalElasticAgent):
         late = bool(running) and time.monotonic() > self._deadline
         if failure is None and running and not late:
             return RunResult(state=WorkerState.HEALTHY)
+        max_restarts = worker_group.spec.max_restarts
+        restarts = failure is not None and failure.passing and self.stopped_by is None and self.restarts < max_restarts
+        if failure is not None and not restarts:
+            self._await_records(failure)
         self._kill()
         # All have ended: the agent collects them and closes its books.
         result: RunResult = super()._monitor_workers(worker_group)
@@ -216,8 +230,7 @@ class Agent(LocalElasticAgent):
             raise JobStopped(self.stopped_by)
         if failure is None:
             return result
-        max_restarts = worker_group.spec.max_restarts
-        if not failure.passing or self.stopped_by is not None or self.restarts == max_restarts:
+        if not restarts:
             raise JobFailed(failure)
         print(f"{failure}; restart {self.restarts + 1} of {max_restarts}", file=sys.stderr)
         return RunResult(state=WorkerState.FAILED)
@@ -251,6 +264,21 @@ class Agent(LocalElasticAgent):
         if not left:
             return first(failures.values())
         return ended(0, rank=left[0], log=self._files.written(restarts=self.restarts, rank=left[0]))
+
+    def _await_records(self, failure: Failure) -> None:
+        """The job is over: ranks that lost a peer are about to write down what they had issued.
+
+        A rank that reported a failure wrote its record before. If it has none, it had not begun, and nobody has one.
+        """
+        records = {rank: path_of(self._files.records, rank=rank) for rank in self._pids}
+        if not failure.killed and not records[failure.rank].exists():
+            return
+        deadline = time.monotonic() + _RECORD_SECONDS
+        while time.monotonic() < deadline:
+            exits = self._exits()
+            if all(rank in exits or path.exists() for rank, path in records.items()):
+                return
+            time.sleep(_MONITOR_SECONDS)
 
     def _exits(self) -> dict[int, int]:
         """The exit codes of the ranks that have ended. They are only looked at: collecting them is the agent's."""

@@ -35,6 +35,7 @@ _OF_A_PEER = frozenset({"DistError", "RanksDisagree", "RanksMissing"})
 # Gloo has no error of its own, but names its files; ranks that agree on something pass on what one of them said.
 _TELLS_OF_A_PEER = re.compile(r"/gloo/|\brank \d+ could not go on\b")
 _FROM_OUTSIDE = frozenset({"OSError", "AcceleratorError", "DiskFailed", "RankStopped"})
+_OF_THE_WATCHDOG = frozenset({"RankStopped"})
 # Among these, what is the same when tried again.
 _TO_STAY = frozenset(
     {"FileNotFoundError", "FileExistsError", "NotADirectoryError", "IsADirectoryError", "PermissionError"}
@@ -117,6 +118,9 @@ def report(error: BaseException, *, rank: int) -> None:
     if path and Path(path).exists():
         return
     failure = failure_of(error, rank=rank)
+    if PROGRESS.leave_record is not None and not _is_a(error, _OF_THE_WATCHDOG):
+        # First: the launcher ends the job as soon as it has read the report. The watchdog has left one already.
+        PROGRESS.leave_record(error)
     if path:
         details = {"py_callstack": failure.traceback or failure.what, "timestamp": str(int(time.time()))}
         told = {"message": {"message": failure.what, "extraInfo": details}, "shardwise": asdict(failure)}

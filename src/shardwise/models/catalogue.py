@@ -21,9 +21,9 @@ _GPT: dict[str, Shape] = {
 }
 
 _MPT: dict[str, Shape] = {
-    # llm-foundry trains them with a fused loss.
+    # llm-foundry has rounded the vocabulary up to a multiple of 64, and that is what was measured.
     f"mpt-{size}": GPTShape(
-        num_layers=layers, width=width, num_heads=heads, vocab_size=50368, max_seq=2048, lean_loss=True
+        num_layers=layers, width=width, num_heads=heads, vocab_size=50368, max_seq=2048, vocab_multiple=64
     )
     for size, layers, width, heads in (
         ("125m", 12, 768, 12),

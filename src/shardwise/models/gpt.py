@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import InvalidModel
-from shardwise.models.layers import Embedding, Linear, PreNormBlock
+from shardwise.models.layers import Embedding, PreNormBlock, TokenEmbedding, TokenHead
 from shardwise.models.shapes import GPTShape
 
 
@@ -30,17 +30,17 @@ class Block(PreNormBlock):
 
 
 class GPT(nn.Module):
-    """Tokens [batch, seq] → logits [batch, seq, vocab]."""
+    """Tokens [batch, seq] → logits [batch, seq, shape.vocab_rows]; those past the vocabulary have probability 0."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.shape = shape
-        self.embed = Embedding(shape.vocab_size, shape.width)
+        self.embed = TokenEmbedding(shape.vocab_size, shape.width, num_rows=shape.vocab_rows)
         self.positions = Embedding(shape.max_seq, shape.width)
         self.drop = nn.Dropout(shape.dropout)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.norm = nn.LayerNorm(shape.width)
-        self.head = Linear(shape.width, shape.vocab_size, bias=False)
+        self.head = TokenHead(shape.width, shape.vocab_size, num_rows=shape.vocab_rows)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:

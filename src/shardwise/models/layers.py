@@ -1,5 +1,6 @@
 """Layers that several models share. Each fills its own parameters in `reset_parameters`."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -26,6 +27,58 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
+
+
+class TokenEmbedding(Embedding):
+    """The embedding of a vocabulary, in `num_rows` rows: those past it are 0, and no token reads them.
+
+    The random numbers are those of an embedding without them.
+    """
+
+    def __init__(self, vocab_size: int, width: int, *, num_rows: int) -> None:
+        self.vocab_size = vocab_size
+        super().__init__(num_rows, width)
+
+    def reset_parameters(self) -> None:
+        _reset_rows(self.weight, vocab_size=self.vocab_size, std=self.std)
+
+
+class TokenHead(Linear):
+    """Logits of a vocabulary, in `num_rows` columns.
+
+    Those past it are the lowest finite number: their probability is exactly 0 in every dtype, and so is the gradient
+    of their rows, which are 0 and stay 0 (weight decay included).
+    """
+
+    def __init__(self, width: int, vocab_size: int, *, num_rows: int) -> None:
+        self.vocab_size = vocab_size
+        super().__init__(width, num_rows, bias=False)
+
+    def reset_parameters(self) -> None:
+        _reset_rows(self.weight, vocab_size=self.vocab_size, std=self.std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        if self.out_features > self.vocab_size:
+            # Autograd need not know: it would copy all gradients only to set these to the 0 that they are.
+            with torch.no_grad():
+                logits[..., self.vocab_size :] = torch.finfo(logits.dtype).min
+        return logits
+
+
+def _reset_rows(weight: Tensor, *, vocab_size: int, std: float) -> None:
+    with torch.no_grad():
+        weight[:vocab_size].normal_(std=std)
+        weight[vocab_size:].zero_()
+
+
+def vocabularies(model: nn.Module) -> dict[str, int]:
+    """Parameters with a row for each token → how many tokens there are; rows past them are padding."""
+    return {
+        f"{path}.weight": module.vocab_size
+        for path, module in model.named_modules()
+        if isinstance(module, TokenEmbedding | TokenHead)
+    }
 
 
 class SelfAttention(nn.Module):

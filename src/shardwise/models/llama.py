@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import InvalidModel
-from shardwise.models.layers import Embedding, Linear
+from shardwise.models.layers import Linear, TokenEmbedding, TokenHead
 from shardwise.models.shapes import LlamaShape, RopeScaling
 
 
@@ -114,16 +114,16 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens [batch, seq] → logits [batch, seq, vocab]."""
+    """Tokens [batch, seq] → logits [batch, seq, shape.vocab_rows]; those past the vocabulary have probability 0."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.shape = shape
-        self.embed = Embedding(shape.vocab_size, shape.width)
+        self.embed = TokenEmbedding(shape.vocab_size, shape.width, num_rows=shape.vocab_rows)
         self.rotary = RotaryPositions(shape)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.width, eps=shape.norm_eps)
-        self.head = Linear(shape.width, shape.vocab_size, bias=False)
+        self.head = TokenHead(shape.width, shape.vocab_size, num_rows=shape.vocab_rows)
         if shape.tied:
             self.head.weight = self.embed.weight
 

@@ -1,10 +1,19 @@
 """The dimensions of the catalogue's models, and their parameter counts by formula. No torch here.
 
 A shape says everything that its module needs; `dataclasses.replace` makes a variant of one.
+
+num_params is what is published. Language models hold a little more, `num_held`: the rows of their embedding and head
+are rounded up to a multiple of `vocab_multiple`, because matrix products are slow where a dimension is not a multiple
+of 8, and fastest at multiples of 128. The rows past the vocabulary are 0 and stay 0 (layers.py).
 """
 
 from dataclasses import dataclass
 from typing import Literal
+
+
+def rounded_up(count: int, multiple: int) -> int:
+    """The smallest multiple that is not below `count`."""
+    return -(-count // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,13 +30,20 @@ class GPTShape:
     vocab_size: int = 50257
     max_seq: int = 1024
     dropout: float = 0.0
-    # Trained with a loss that writes over the logits (lean_loss.py).
-    lean_loss: bool = False
+    vocab_multiple: int = 128
 
     @property
     def num_params(self) -> int:
         layers, d = self.num_layers, self.width
         return 12 * layers * d * d + 13 * layers * d + 2 * d + (self.vocab_size + self.max_seq) * d
+
+    @property
+    def vocab_rows(self) -> int:
+        return rounded_up(self.vocab_size, self.vocab_multiple)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_params + (self.vocab_rows - self.vocab_size) * self.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +75,21 @@ class LlamaShape:
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tied: bool = False
+    vocab_multiple: int = 128
 
     @property
     def num_params(self) -> int:
         d, kv_width = self.width, self.num_kv_heads * self.width // self.num_heads
         block = 2 * d * d + 2 * d * kv_width + 3 * d * self.ffn_width + 2 * d
         return self.num_layers * block + d + self.vocab_size * d * (1 if self.tied else 2)
+
+    @property
+    def vocab_rows(self) -> int:
+        return rounded_up(self.vocab_size, self.vocab_multiple)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_params + (self.vocab_rows - self.vocab_size) * self.width * (1 if self.tied else 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +120,10 @@ class ViTShape:
         patches = (self.num_channels * self.patch_size**2 + 1) * d
         tokens = d + (self.num_patches + 1) * d
         return blocks + patches + tokens + (d + 1) * self.num_classes
+
+    @property
+    def num_held(self) -> int:
+        return self.num_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +168,10 @@ class ResNetShape:
                     total += conv_and_norm(inputs, outputs, 1)
                 inputs = outputs
         return total + (inputs + 1) * self.num_classes
+
+    @property
+    def num_held(self) -> int:
+        return self.num_params
 
 
 Shape = GPTShape | LlamaShape | ViTShape | ResNetShape

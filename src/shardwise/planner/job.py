@@ -96,12 +96,16 @@ class Job:
         }
 
     @cached_property
+    def owned_bytes(self) -> int:
+        """What the optimizer steps, and as much as its gradients take."""
+        weights = self.short.weights
+        return sum(states.owned * weights.get(name, 1) for name, states in self.states.items())
+
+    @cached_property
     def update_bytes(self) -> int:
         """What the optimizer makes for a while."""
-        weights = self.short.weights
-        owned = sum(states.owned * weights.get(name, 1) for name, states in self.states.items())
         largest = max(states.largest for states in self.states.values())
-        return self.optimizer.copies * owned + self.optimizer.largest * largest
+        return self.optimizer.copies * self.owned_bytes + self.optimizer.largest * largest
 
     @cached_property
     def program(self) -> StepProgram:

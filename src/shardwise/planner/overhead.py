@@ -1,7 +1,9 @@
 """What an engine itself costs: the CPU's time for each operation of the program, and the copies around a collective."""
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from importlib.resources import files
 from types import MappingProxyType
 
 
@@ -39,11 +41,15 @@ class Overhead:
         return replace(self, **{name: factor * getattr(self, name) for name in seconds})
 
 
+def _ours() -> Overhead:
+    """Our engine's, as benchmarks/fit_overhead.py wrote them."""
+    file = files("shardwise.planner").joinpath("our_overhead.toml")
+    return Overhead(**tomllib.loads(file.read_text(encoding="utf-8"))["seconds"])
+
+
 OVERHEADS: Mapping[str, Overhead] = MappingProxyType(
     {
-        "shardwise": Overhead(
-            gather=190e-6, wait=55e-6, free=55e-6, take=420e-6, reduce=320e-6, deliver=250e-6, step=1.5e-3, buffer=16e-6
-        ),
+        "shardwise": _ours(),
         "ddp": Overhead(
             gather=0.0, wait=10e-6, free=0.0, take=20e-6, reduce=20e-6, deliver=10e-6, step=0.5e-3, divides=True,
             refreshes=False,
@@ -54,11 +60,19 @@ OVERHEADS: Mapping[str, Overhead] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""By engine: ours, and torch's two. Fitted to the rows of benchmarks/results/step_times_h200.json that the CPU bounds,
-on hosts as that of the H200's calibration; on others they go with `host_factor`.
+"""By engine: ours, and torch's two, on the reference host (hardware/host_speed.py); on others they go with
+`host_factor`. Ours are fitted by `python benchmarks/fit_overhead.py`, torch's to the rows of
+benchmarks/results/step_times_h200.json that the CPU bounds.
 
 fully_shard's `step` was fitted (3.5 ms) with a program that gathered the last unit once. One gather, wait and free were
 then taken off it by hand, not fitted again. No measured row is of shard_grad_op, which lacks that second gather."""
+
+FOREIGN_TENSOR_SECONDS: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {"deepspeed": MappingProxyType({"zero2": 0.35e-3, "shard_grad_op": 1.2e-3, "fsdp": 1.2e-3})}
+)
+"""Engine that is neither ours nor torch's → strategy → seconds that a step takes longer than ours for each tensor of
+parameters: hooks that copy, reduce or gather it by itself, and wait. Of DeepSpeed's ZeRO-2 and ZeRO-3, fitted to its
+published rows of GPT-2 and BERT on 16 V100s, of 2021; its ZeRO-1 and plain data parallelism take as long as ours."""
 
 CAPTURED = Overhead(gather=0.0, wait=0.0, free=0.0, take=0.0, reduce=0.0, deliver=0.0, step=0.0)
 """Of a step that is one CUDA graph."""

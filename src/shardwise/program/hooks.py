@@ -1,7 +1,8 @@
 """A model's forward and backward → triggers at its units, for whoever listens.
 
-The engine runs rows at them, the trace and the profile mark where rows begin. Two hooks per unit, one per parameter;
-one set of hooks for all, so that all see the same rows.
+The engine runs rows at them, the trace and the profile mark where rows begin. Two hooks per unit, and one per
+parameter, since any of them may be the first that a backward comes to (a penalty on the weights). One set of hooks for
+all, so that all see the same rows.
 """
 
 import weakref
@@ -94,7 +95,9 @@ class UnitGrads(Generic[UnitT]):
 
 
 class StepHooks(Generic[UnitT]):
-    """The hooks of one model. `on_grad` is told of every single gradient."""
+    """The hooks of one model. `on_grad` is told of every single gradient; `on_first_grad` of one with which a backward
+    begins: what of it autograd has added to `p.grad` was added before anybody could look.
+    """
 
     def __init__(
         self,
@@ -102,10 +105,12 @@ class StepHooks(Generic[UnitT]):
         *,
         listener: StepListener[UnitT],
         on_grad: Callable[[UnitT, Tensor], None] | None = None,
+        on_first_grad: Callable[[UnitT, Tensor], None] | None = None,
     ) -> None:
         self.modules = modules
         self.listener = listener
         self.on_grad = on_grad
+        self.on_first_grad = on_first_grad
         self.grads = {unit: UnitGrads(unit, hooks=self) for unit in modules}
         self.in_backward = False
         self.handles: list[Any] = []
@@ -157,6 +162,19 @@ class StepHooks(Generic[UnitT]):
             grads.closed = False
         Variable._execution_engine.queue_callback(self._end_backward)
 
+    def _begin_with(self, unit: UnitT, parameter: Tensor) -> None:
+        """A backward begins with a gradient (a penalty on the weights): it does not come through the model's outputs.
+
+        The gradient is this backward's, so the listener must not find it among those of before.
+        """
+        # It may be of a class of the engine's, which notices who reads its gradient.
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.on_first_grad is not None:
+                self.on_first_grad(unit, parameter)
+            grad, parameter.grad = parameter.grad, None
+            self.begin_backward()
+            parameter.grad = grad
+
     def _end_backward(self) -> None:
         self.listener.end_backward()
         self.abandon_backward()
@@ -170,7 +188,7 @@ class StepHooks(Generic[UnitT]):
     def arrived(self, grads: UnitGrads[UnitT], key: int, parameter: Tensor) -> None:
         """A gradient that is the unit's last, or comes in an unusual way."""
         if not self.in_backward:
-            self.begin_backward()
+            self._begin_with(grads.unit, parameter)
         if key in grads.arrived:
             raise InvalidModel(
                 f"a parameter of {grads.unit} got two gradients in one backward, as a reentrant checkpoint gives them: "

@@ -103,6 +103,11 @@ class Cursor:
     def program(self) -> StepProgram:
         return self._compiled.program
 
+    def upcoming(self, *, restarts: bool) -> tuple[Operation, ...]:
+        """The operations of the next row that has any; with `restarts`, of a new step."""
+        rows = self._steps.program.rows
+        return next((row.operations for row in rows[0 if restarts else self._next :] if row.operations), ())
+
     def restart(self, *, at: int = 0) -> None:
         """A new forward, from this row on."""
         self._next = at

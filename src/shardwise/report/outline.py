@@ -29,7 +29,7 @@ def outline(shape: Shape, *, name: str) -> ModelSpec:
         return _spec(name, num_params=num_params, buffer_bytes=buffer_bytes)
     in_block = _block_params(shape)
     blocks = {f"blocks.{index}": in_block for index in range(shape.num_layers)}
-    at_root = shape.num_params - shape.num_layers * in_block
+    at_root = shape.num_held - shape.num_layers * in_block
     return _spec(name, num_params={ROOT: at_root, **blocks}, buffer_bytes={})
 
 

@@ -28,21 +28,34 @@ FORMAT = 1
 
 def save_spec(spec: ModelSpec, path: str | os.PathLike[str]) -> None:
     """Write a spec; the file appears whole or not at all."""
-    text = json.dumps(encode(spec), separators=(",", ":"), ensure_ascii=False)
     with atomic_write(path) as file:
-        file.write(text.encode() + b"\n")
+        file.write(encode_text(spec).encode() + b"\n")
+
+
+def encode_text(spec: ModelSpec) -> str:
+    """A spec as JSON."""
+    return json.dumps(encode(spec), separators=(",", ":"), ensure_ascii=False)
 
 
 def load_spec(path: str | os.PathLike[str], *, ways: Collection[tuple[str, str]] | None = None) -> ModelSpec:
     """Read a spec; of its traces, those of `ways` (computes in, recompute), or all."""
     try:
-        return decode(json.loads(Path(path).read_text(encoding="utf-8")), ways=ways)
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise InvalidData(f"{path}: cannot be read ({error.strerror})") from error
-    except ShardwiseError as error:
-        raise InvalidData(f"{path}: {error}") from error
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except ValueError as error:
         raise InvalidData(f"{path}: is not a spec of format {FORMAT} ({type(error).__name__}: {error})") from error
+    return decode_text(text, where=str(path), ways=ways)
+
+
+def decode_text(text: str, *, where: str, ways: Collection[tuple[str, str]] | None = None) -> ModelSpec:
+    """The spec of what `encode_text` gave, which `where` names in errors."""
+    try:
+        return decode(json.loads(text), ways=ways)
+    except ShardwiseError as error:
+        raise InvalidData(f"{where}: {error}") from error
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise InvalidData(f"{where}: is not a spec of format {FORMAT} ({type(error).__name__}: {error})") from error
 
 
 class _Table:

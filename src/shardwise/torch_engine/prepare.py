@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.agreement import agree
 from shardwise.comm.join import join_job
+from shardwise.engine.activations.compiled_units import check_compile, compile_units
 from shardwise.engine.description import asked_device, check_precision, describe
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.optimizer.known import StaleOptimizer, describe_optimizer
@@ -58,6 +59,7 @@ def prepare_on_torch(
     model.to(chosen)
     to_master_dtype(model, plan=plan)
     broadcast_carried(model, device=chosen)
+    compile_units(unit_modules(model, policy=plan.units), plan=plan)
     prepared = model
     if placements[ROOT].params is SHARDED:
         shard_units(model, plan=plan, placements=placements, mesh=_device_mesh(mesh, device=chosen))
@@ -138,6 +140,7 @@ def _description(
     spec = model_spec(model, policy=plan.units)
     placements = plan.placements(unit.name for unit in spec.units)
     check_plan(plan, placements=placements)
+    check_compile(placements, plan=plan)
     check_precision(model, plan=plan)
     if placements[ROOT].params is SHARDED:
         check_sharded(spec, plan=plan)

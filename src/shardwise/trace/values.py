@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+# What a number that is drawn between 0 and 1 counts as.
+_DRAWN = 0.5
 # Larger tensors are data, which nobody looks at.
 _MOST_ELEMENTS = 1 << 22
 
@@ -44,6 +46,11 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with _disable_current_modes():
                 return self._value(tensors[0]).item()
         out = func(*args, **options)
+        if func is torch.ops.aten.rand.default and out.numel() == 1:
+            # Such as `if torch.rand([]) < layerdrop`: most layers are not dropped, and then a step takes the most.
+            with _disable_current_modes():
+                self._real[out] = torch.full(out.shape, _DRAWN, dtype=out.dtype)
+            return out
         if not known or torch.Tag.nondeterministic_seeded in func.tags:
             if func._schema.is_mutable:
                 self._forget(tensors)

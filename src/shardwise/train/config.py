@@ -112,7 +112,6 @@ class LoopSection(ConfigSection):
     seed: int = key(0, "of weights, order and dropout", least=0, most=2**32 - 1)
     compare_every: int = key(1000, "steps between comparisons of what all ranks hold alike; 0: never", least=0)
     deterministic: bool = key(False, "only kernels that give the same bits each time, or an error")
-    compile: str = key("none", "torch.compile of each unit, by backend", choices=("none", "inductor", "aot_eager"))
 
     def __post_init__(self) -> None:
         ConfigSection.__post_init__(self)
@@ -179,6 +178,7 @@ class TrainConfig:
         for name in data:
             if name not in SECTIONS:
                 raise unknown_key(f"[{name}]", known=[f"[{section}]" for section in SECTIONS])
+        _check_moved(data)
         tables = {name: data.get(name, {}) for name in SECTIONS}
         sections = {name: kind.from_dict(tables[name]) for name, kind in SECTIONS.items() if kind is not Plan}
         return cls(**sections, plan=_plan(tables["plan"]))  # type: ignore[arg-type]
@@ -201,6 +201,18 @@ SECTIONS: Mapping[str, type[ConfigSection] | type[Plan]] = {
     "checkpoint": CheckpointSection,
     "run": RunSection,
 }
+
+
+# Old name → new name of keys that have another place now.
+_MOVED: Mapping[str, str] = {"train.compile": "plan.compile"}
+
+
+def _check_moved(data: Mapping[str, Any]) -> None:
+    for old, new in _MOVED.items():
+        section, _, name = old.partition(".")
+        table = data.get(section)
+        if isinstance(table, Mapping) and name in table:
+            raise InvalidConfig(f"{old} is {new} now: move the key to [{new.partition('.')[0]}]")
 
 
 def load_config(

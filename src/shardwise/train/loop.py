@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.data.sampler import DistributedSampler
+from shardwise.engine.compile_clock import CompileClock
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engines import accumulate, clip_grad_norm_
 from shardwise.launch.failure import during
@@ -120,7 +121,8 @@ def take_step(training: Training) -> Taken:
         # A graph's inputs are copied from device to device; a pass by itself brings its own batch.
         batches = to_device(batches, training.device)
     weights = tuple(share.weight(count, num_ranks=sharing.num_ranks) for count in share.counts)
-    loss, grad_norm = training.update(training, weights, batches)
+    with CompileClock() as clock:
+        loss, grad_norm = training.update(training, weights, batches)
     captured, capture_note = _reported(training.update)
     tokens = tokens_per_sample(batches[0])
     training.sampler.advance(share.num_samples)
@@ -133,6 +135,7 @@ def take_step(training: Training) -> Taken:
         position=training.sampler.position,
         loss=loss,
         grad_norm=grad_norm,
+        compile_seconds=clock.seconds if clock.num_compiles else None,
         captured=captured,
         capture_note=capture_note,
     )

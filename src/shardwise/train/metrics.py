@@ -35,6 +35,7 @@ class StepMetrics:
                     and saving; num_ranks as they were then
     peak_bytes      the most that this rank held so far: of GPU memory (cuda), or of its process (rss), see peak_of
     evaluation      metrics after this step, if it was evaluated
+    compile_seconds what torch.compile took of it on this rank; None where it compiled nothing
     captured        whether it was a replay of CUDA graphs; capture_note: what was decided of that in this step, and why
     """
 
@@ -52,6 +53,7 @@ class StepMetrics:
     peak_of: str
     num_ranks: int
     evaluation: Mapping[str, float] | None = None
+    compile_seconds: float | None = None
     captured: bool = False
     capture_note: str | None = None
 
@@ -79,6 +81,7 @@ class Taken:
     position: int
     loss: Tensor
     grad_norm: Tensor | None
+    compile_seconds: float | None = None
     captured: bool = False
     capture_note: str | None = None
 
@@ -136,6 +139,7 @@ class Window:
                 peak_bytes=peak_bytes,
                 peak_of=peak_of,
                 num_ranks=self._num_ranks,
+                compile_seconds=step.compile_seconds,
                 captured=step.captured,
                 capture_note=step.capture_note,
             )

@@ -6,7 +6,7 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from shardwise.quantities import MIB, significant
+from shardwise.quantities import MIB, seconds_text, significant
 from shardwise.train.metrics import StepMetrics, Writer
 
 
@@ -80,6 +80,8 @@ def spelled(evaluation: Mapping[str, float]) -> str:
 
 def _say_notes(console: Console, steps: Sequence[StepMetrics]) -> None:
     for step in steps:
+        if step.compile_seconds is not None:
+            _say(console, f"step {step.step}  torch.compile took {seconds_text(step.compile_seconds)} of it")
         if step.capture_note:
             _say(console, f"step {step.step}  {step.capture_note}")
 

@@ -14,11 +14,14 @@ from shardwise.comm.agreement import agree
 from shardwise.comm.job_environment import by_our_launcher
 from shardwise.comm.join import Place, joined
 from shardwise.comm.rank_progress import PROGRESS
+from shardwise.comm.record_writer import RECORDS
+from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.launch.failure import report, stalls_reported
 from shardwise.launch.folder_lock import locked
 from shardwise.train import run_folder
 from shardwise.train.config import TrainConfig
 from shardwise.train.loop import Training, run_steps
+from shardwise.train.memory_advice import advised
 from shardwise.train.metrics import JsonLines, MetricsRecorder, StepMetrics, TensorBoard, Writer
 from shardwise.train.preemption import preemption
 from shardwise.train.progress import progress_on
@@ -60,12 +63,18 @@ def train(
         ExitStack() as held,
         deterministic_kernels(config.train.deterministic),
         joined(device, limit_seconds=config.run.limit_seconds, on_error=report) as place,
+        advised(config, place=place),
         stalls_reported(),
         preemption(grace_seconds=config.checkpoint.grace_seconds) as request,
     ):
         console = console or Console()
         notes = _claim(config, place=place, fresh=fresh, command=command, held=held)
+        held.callback(setattr, RECORDS, "folder", RECORDS.folder)
+        RECORDS.folder = config.folder
         training = set_up(config, place=place)
+        if is_prepared(training.model):
+            # `advised` predicts with all that it needs at hand.
+            engine_of(training.model).predicts_alone = False
         checkpoints = Checkpoints(
             config.folder / run_folder.CHECKPOINTS,
             keep=config.checkpoint.keep,

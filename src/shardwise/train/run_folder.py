@@ -8,6 +8,7 @@ checkpoints/       step-00001000/ …
 saved.json         the step of the newest checkpoint, outside their folder: it may be a volume that is not mounted
 tensorboard/       if it is installed
 logs/              what each rank wrote, where our launcher started them
+autopsy-rank-N.json  what each rank had issued when the job failed, for `shardwise autopsy`
 """
 
 import json
@@ -22,6 +23,7 @@ import torch
 
 from shardwise import __version__
 from shardwise.atomic import atomic_write
+from shardwise.autopsy.own_record import clear_records
 from shardwise.checkpoint.disk import Disk
 from shardwise.checkpoint.folder import checkpoints_in, sweep
 from shardwise.errors import InvalidPlan
@@ -60,6 +62,7 @@ def claim(config: TrainConfig, *, fresh: bool, environment: dict[str, Any]) -> l
         changes = _changes(config)
         # What a killed save has left may be what fills the disk.
         sweep(folder / CHECKPOINTS, disk=Disk())
+        clear_records(folder)
         config.save(folder / _CONFIG)
         config.plan.save(folder / _PLAN)
         with atomic_write(folder / _ENVIRONMENT) as file:

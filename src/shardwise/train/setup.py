@@ -15,8 +15,7 @@ from shardwise.comm.join import Place
 from shardwise.data.sampler import DistributedSampler
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engines import prepare
-from shardwise.errors import InvalidData, InvalidModel
-from shardwise.spec import ROOT
+from shardwise.errors import InvalidData
 from shardwise.tasks import Task, load_task
 from shardwise.train.batches import Sharing, batches_of, check_size, samples_seen
 from shardwise.train.captured_update import CapturedUpdate
@@ -24,7 +23,6 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.loop import Training, Update
 from shardwise.train.optimizers import make_optimizer
 from shardwise.train.randomness import seed_everything
-from shardwise.units import unit_modules
 
 
 class Ready(Protocol):
@@ -62,8 +60,6 @@ def set_up(config: TrainConfig, *, place: Place, by: Ready = by_plan) -> Trainin
     seed_everything(config.train.seed, step=0, rank=0)
     task = _load_task(config)
     optimizer = make_optimizer(task.model, config.optimizer)
-    if config.train.compile != "none":
-        _compile_units(task.model, config=config)
     model, optimizer, step = by(task.model, optimizer, config=config, device=place.device)
     num_samples = len(cast(Any, task.dataset))
     assert config.plan.micro_batch is not None
@@ -124,15 +120,3 @@ def _load_task(config: TrainConfig) -> Task:
         lacks = "evaluate" if task.evaluate is None else "eval_dataset"
         raise InvalidData(f"train.eval_every = {config.train.eval_every}, but the task has no {lacks}: leave it out")
     return task
-
-
-def _compile_units(model: nn.Module, *, config: TrainConfig) -> None:
-    """In place and one by one: what communicates between units stays outside."""
-    units = [module for name, module in unit_modules(model, policy=config.plan.units).items() if name != ROOT]
-    if not units:
-        raise InvalidModel(
-            f"train.compile = {config.train.compile!r}: the model is one unit (plan.units = {config.plan.units!r}), "
-            "and only units inside it are compiled"
-        )
-    for module in units:
-        module.compile(backend=config.train.compile)

@@ -68,6 +68,7 @@ class Runs:
         b"",
         b"\x80\x04",
         b"{",
+        b'{"entries":' * 100_000,
         pickle.dumps([1]),
         pickle.dumps({"entries": 3}),
         pickle.dumps({"entries": [3]}),

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from shardwise.bench.prediction import cluster_here, forecast_of, optimizer_rule
+from shardwise.bench.prediction import cluster_here, forecast_of
 from shardwise.errors import InvalidCluster, UnknownName
 from shardwise.placement import STRATEGIES
 from shardwise.planner.memory.states import OPTIMIZERS
 from shardwise.train.config import OptimizerSection, TrainConfig
+from shardwise.train.what_fits import optimizer_rule
 
 CONFIG = TrainConfig.from_dict(
     {

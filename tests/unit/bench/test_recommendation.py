@@ -34,6 +34,10 @@ def bench(*cases: CaseResult, differences: tuple[Difference, ...] = (), capacity
     )
 
 
+def why(*cases: CaseResult) -> str:
+    return recommended(bench(*cases)).why
+
+
 class TestChoice:
     def test_the_fastest_wins_beyond_the_spread(self) -> None:
         assert choose([case("ddp", 1.0, 1.1, 1.2), case("fsdp", 0.7, 0.8, 0.9)]).name == "fsdp"
@@ -55,8 +59,22 @@ class TestChoice:
         assert choose([ours, case("ddp", 0.95, 1.05, 1.15, engine="torch")]) is ours
         assert choose([ours, case("ddp", 0.5, 0.6, 0.7, engine="torch")]).name == "torch ddp"
 
+    def test_of_ours_the_eager_one_wins_within_the_spread_and_ours_before_theirs(self) -> None:
+        eager, captured = case("ddp", 1.0, 1.1), case("ddp", 0.99, 1.09, engine="captured")
+        assert choose([captured, eager]) is eager
+        theirs = case("ddp", 0.98, 1.08, engine="torch-captured")
+        assert choose([theirs, captured]) is captured
+        assert choose([captured, case("ddp", 0.5, 0.6, engine="compiled")]).engine == "compiled"
+
 
 class TestWords:
+    def test_captured_is_compared_with_captured_and_eager_with_eager(self) -> None:
+        eager = (case("fsdp", 0.02), case("fsdp", 0.016, engine="torch"))
+        captured = (case("fsdp", 0.01, engine="captured"), case("fsdp", 0.0125, engine="torch-captured"))
+        assert "Use captured fsdp: 800 samples/s, 1.25 times as fast as torch-captured fsdp" in why(*eager, *captured)
+        assert "1.25 times as fast as fsdp" in why(*eager)
+        assert "1.60 times as fast as torch fsdp, which is eager" in why(*eager, captured[0])
+
     def test_speed_beside_the_next_one_and_who_holds_less(self) -> None:
         found = recommended(bench(case("ddp", 0.01, peak_mib=34), case("fsdp", 0.0121, peak_mib=12.1)))
         assert found.recommended == 0

@@ -12,6 +12,10 @@ from shardwise.bench.benchmark import Asked, BenchStopped, Progress
 from shardwise.bench.recommendation import recommended
 from shardwise.bench.results import Bench, Difference, Equivalence
 from shardwise.cli.app import main
+from shardwise.errors import InvalidCluster
+from shardwise.hardware import Cluster, device_of
+from shardwise.hardware.calibration import shipped_calibration
+from shardwise.hardware.host_speed import HostSpeed
 
 
 @pytest.fixture
@@ -107,6 +111,32 @@ class TestCommand:
         # Nothing is known of this CPU's speed.
         assert all(one is not None and one.step_seconds is None for one in predicted)
         assert wanted.scaling == ()
+
+    def test_it_probes_the_host_on_its_own(self, asked: list[Asked], monkeypatch: pytest.MonkeyPatch) -> None:
+        probed: list[str] = []
+        timed = replace(device_of("h200"), name="cpu", calibration=shipped_calibration("h200"))
+        monkeypatch.setattr("shardwise.hardware.host_here.host_here", lambda kind, title: probed.append(kind))
+        monkeypatch.setattr(
+            "shardwise.bench.prediction.cluster_here", lambda **asked: Cluster(devices_per_node=1, device=timed)
+        )
+        assert run("tiny.toml", "--strategies", "ddp") == 0
+        assert probed == ["cpu"]
+        assert asked[0].cases[0].predicted is not None
+
+    def test_a_host_that_cannot_be_probed_is_said_to_be_assumed(
+        self, asked: list[Asked], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        def refuse(kind: str, title: str) -> HostSpeed:
+            raise InvalidCluster("this host cannot be probed: busy")
+
+        timed = replace(device_of("h200"), name="cpu", calibration=shipped_calibration("h200"))
+        monkeypatch.setattr("shardwise.hardware.host_here.host_here", refuse)
+        monkeypatch.setattr(
+            "shardwise.bench.prediction.cluster_here", lambda **asked: Cluster(devices_per_node=1, device=timed)
+        )
+        assert run("tiny.toml", "--strategies", "ddp") == 0
+        assert "the host is assumed: this host cannot be probed: busy" in capfd.readouterr().err
+        assert asked[0].cases[0].predicted is not None
 
     def test_an_optimizer_that_the_planner_does_not_know_is_benched_all_the_same(
         self, asked: list[Asked], capfd: pytest.CaptureFixture[str]

@@ -27,7 +27,7 @@ def as_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
     data = as_json(capfd, "gpt2-124m", "--cluster", "8xh100-80gb")
-    assert set(data) == {"model", "cluster", "recommended", "why", "candidates"}
+    assert set(data) == {"model", "cluster", "recommended", "why", "host", "candidates"}
     assert [candidate["strategy"] for candidate in data["candidates"]] == list(STRATEGIES)
     assert data["candidates"][data["recommended"]]["strategy"] == "ddp"
     for candidate in data["candidates"]:
@@ -50,7 +50,7 @@ def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
 def test_the_table_says_what_fits_and_which_to_take(capfd: pytest.CaptureFixture[str]) -> None:
     assert run("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "1") == 0
     out = capfd.readouterr().out
-    assert "Recommended: fsdp" in out
+    assert "Recommended: zero1" in out
     assert "not measured" in out
     assert "time ±" in out
     lines = {line.split()[-1] for line in out.splitlines() if line.strip().startswith(("ddp", "▶"))}
@@ -203,3 +203,33 @@ def test_a_hugging_face_config_is_traced_and_planned(tmp_path: Path, capfd: pyte
     data = as_json(capfd, f"hf:{tmp_path}", "--cluster", "2xh100-80gb", "--seq", "32", "--strategy", "fsdp")
     assert data["candidates"][0]["fits"] == "yes"
     assert data["candidates"][0]["seq"] == 32
+
+
+def test_scaling_keeps_the_global_batch_in_sight(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("llama-3.1-8b", "--cluster", "8xh100", "--strategy", "fsdp", "--micro-batch", "1", "--scale")
+    rows = as_json(capfd, *options)["scaling"]
+    assert [row["global_batch"] for row in rows] == [row["num_ranks"] for row in rows]
+    assert rows[0]["global_batch_tokens"] == 8 * 8192
+    assert run(*options) == 0
+    assert "134.22M" in capfd.readouterr().out
+
+
+def test_software_tf32_and_compiling_change_the_time(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("gpt2-350m", "--cluster", "8xh100", "--strategy", "ddp", "--micro-batch", "8", "--engine", "torch")
+
+    def seconds(*more: str) -> float:
+        (candidate,) = as_json(capfd, *options, *more)["candidates"]
+        return float(candidate["step_seconds"])
+
+    assert seconds("--software", "2023") > 1.1 * seconds()
+    assert seconds("--compile", "inductor") < 0.95 * seconds()
+    assert seconds("--precision", "fp32", "--matmul-precision", "high") < 0.6 * seconds("--precision", "fp32")
+    assert run(*options, "--software", "1999") == 2
+    assert "2023" in capfd.readouterr().err
+
+
+def test_the_band_says_what_it_follows_from(capfd: pytest.CaptureFixture[str]) -> None:
+    data = as_json(capfd, "gpt2-350m", "--cluster", "2x8xa100", "--strategy", "zero2", "--like", "deepspeed")
+    for candidate in data["candidates"]:
+        assert "across nodes" in candidate["band_of_time_from"]
+        assert candidate["error_band"]["time"] > 0.2

@@ -38,7 +38,9 @@ def test_gpt_computes_what_gpt2_computes() -> None:
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=97, n_positions=32, n_embd=48, n_layer=3, n_head=4)
     theirs = jittered(transformers.GPT2LMHeadModel(config))
-    ours = build_model(GPTShape(num_layers=3, width=48, num_heads=4, vocab_size=97, max_seq=32)).eval()
+    ours = build_model(
+        GPTShape(num_layers=3, width=48, num_heads=4, vocab_size=97, vocab_multiple=1, max_seq=32)
+    ).eval()
     weights = in_our_names(theirs, layout=GPT2)
     load(ours, weights)
     tokens = torch.randint(97, (2, 32))
@@ -78,6 +80,7 @@ def test_llama_computes_what_llama_computes(scaled: bool) -> None:
         num_kv_heads=2,
         ffn_width=112,
         vocab_size=97,
+        vocab_multiple=1,
         max_seq=64,
         rope_scaling=scaling,
     )

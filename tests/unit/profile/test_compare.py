@@ -39,7 +39,8 @@ def test_the_rows_of_a_step_are_those_of_every_unit_and_the_highest_is_the_peak(
     assert len(found.entries) == 13 * 4 + 2
     highest = max(found.entries, key=lambda one: one.total_bytes)
     assert highest.at == found.memory.peak_at
-    assert highest.total_bytes == pytest.approx(found.memory.allocated_bytes, rel=0.01)
+    # The allocator's blocks are larger than what is asked for, by some MiB in all.
+    assert 0 <= found.memory.allocated_bytes - highest.total_bytes < 12 * 2**20
 
 
 def test_rows_that_were_not_seen_count_with_the_row_before(source: Source) -> None:

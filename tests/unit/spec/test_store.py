@@ -25,7 +25,7 @@ def test_every_catalogue_model_comes_with_a_spec() -> None:
     for name, shape in CATALOGUE.items():
         spec = ready_spec(name, ways=())
         assert spec is not None
-        assert spec.num_params == shape.num_params, name
+        assert spec.num_params == shape.num_held, name
         assert spec.traces == ()
 
 

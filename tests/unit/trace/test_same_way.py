@@ -96,6 +96,23 @@ def test_what_follows_from_weights_is_still_unknown() -> None:
         traced(LooksAtWeights(), loss=lambda model, x: model(x).sum(), make_batch=lambda size: torch.ones(size, 4))
 
 
+class DropsLayers(nn.Module):
+    """Leaves its layer out now and then, as Whisper and wav2vec2 do."""
+
+    def __init__(self, part: float) -> None:
+        super().__init__()
+        self.layer, self.head, self.part = nn.Linear(4, 4), nn.Linear(4, 4), part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x if torch.rand([]) < self.part else self.layer(x))
+
+
+@pytest.mark.parametrize(("part", "num_layers"), [(0.0, 2), (0.1, 2), (0.9, 1)])
+def test_a_layer_is_left_out_of_the_trace_where_it_mostly_is(part: float, num_layers: int) -> None:
+    found = traced(DropsLayers(part), loss=lambda model, x: model(x).sum(), make_batch=lambda size: torch.ones(size, 4))
+    assert found.count("addmm") == num_layers
+
+
 class Writes(nn.Module):
     """Writes into its mask: the batch of the next run is as it was made."""
 

@@ -1,5 +1,7 @@
 """A trace holds every storage and every operation of a step, and costs the same for a hundred equal blocks as for five."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from shardwise.models.shapes import GPTShape, LlamaShape
 from shardwise.spec import ROOT, ModelSpec
 from shardwise.spec.shipped import ready_spec
 from shardwise.spec.step import Act, StepTrace, What
-from shardwise.tasks import token_task
+from shardwise.tasks import cross_entropy, cross_entropy_of_tokens, token_task
 from shardwise.trace.observe import Way
 from shardwise.trace.ship import make_ready_spec
 from shardwise.trace.trace import trace_model
@@ -110,16 +112,21 @@ def test_the_flops_of_a_step_are_six_a_parameter_and_token() -> None:
     assert products == 6 * multiplied * GPT.max_seq
 
 
-def test_the_logits_are_in_fp32_three_times_at_once() -> None:
+@pytest.mark.parametrize(("loss_of", "times"), [(cross_entropy, 3 - 1 / 2), (cross_entropy_of_tokens, 3 / 4)])
+def test_the_usual_loss_has_the_logits_in_fp32_three_times_at_once_and_the_lean_one_three_quarters(
+    loss_of: Callable[..., Tensor], times: float
+) -> None:
     """Softmax for backward, its gradient, and the logits' own: the spike that often is the peak."""
-    (trace,) = traced(GPT).traces
+    task = token_task(GPT, device="meta")
+    spec = trace_model(task.model, loss=loss_of, make_batch=task.make_batch, name="model", ways=(Way(),))
+    (trace,) = spec.traces
     (loss,) = [row for row in trace.rows if row.trigger == "after forward" and row.unit == ROOT]
     logits = GPT.max_seq * GPT.vocab_size * 4
     heights, height = [], 0
     for event in loss.stream.events:
         height += event.num_bytes.line().per_sample * (1 if event.act is Act.BORN else -1)
         heights.append(height)
-    assert max(heights) == pytest.approx(3 * logits - logits / 2, rel=0.02)
+    assert max(heights) == pytest.approx(times * logits, rel=0.05)
 
 
 def test_a_hundred_blocks_give_the_trace_of_five() -> None:

@@ -116,4 +116,18 @@ def test_what_was_captured_and_why_not_is_in_the_lines_and_on_the_console(tmp_pa
     assert [(row["captured"], row["capture_note"]) for row in rows] == [(False, None), (False, note), (True, None)]
     out = StringIO()
     PlainLines(Console(file=out, width=60), first_step=0, num_steps=9).write(steps)
+    assert "torch.compile" not in out.getvalue()
     assert f"step 4  {note}\n" in out.getvalue()
+
+
+def test_what_compiling_took_is_in_the_line_of_its_step_and_on_the_console(tmp_path: Path) -> None:
+    steps = [metrics(1, compile_seconds=12.34), metrics(2)]
+    file = JsonLines(tmp_path / "metrics.jsonl", last_step=0)
+    file.write(steps)
+    file.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["compile_seconds"] for row in rows] == [12.34, None]
+    out = StringIO()
+    PlainLines(Console(file=out, width=60), first_step=0, num_steps=9).write(steps)
+    assert out.getvalue().count("torch.compile") == 1
+    assert "step 1  torch.compile took 12.3 s of it\n" in out.getvalue()

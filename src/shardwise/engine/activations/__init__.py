@@ -1,1 +1,1 @@
-"""Activations: recompute and offload."""
+"""What happens to a unit's forward: recompute, offload, torch.compile."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from shardwise.engine.activations.compiled_units import compile_units
 from shardwise.engine.activations.offload import ActivationOffload, offload_unit
 from shardwise.engine.activations.recompute import recompute_unit
 from shardwise.engine.activations.saved import Kept
@@ -18,6 +19,8 @@ def wrap_units(
 ) -> list[Callable[[], None]]:
     """Wrap each unit's forward as the plan says; returns what undoes it, to be called last first."""
     undo: list[Callable[[], None]] = []
+    # Innermost: a recomputation runs the compiled code again.
+    undo += compile_units({name: unit.module for name, unit in units.items()}, plan=plan)
     offload = ActivationOffload(model, device=device) if plan.offload_activations else None
     for name, unit in units.items():
         mode = plan.recompute_of(name)

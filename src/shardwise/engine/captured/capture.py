@@ -93,7 +93,9 @@ def _why_not(engine: Engine, model: nn.Module, optimizer: Optimizer) -> str | No
 def _why_not_unasked(model: nn.Module) -> str:
     """What may work, and is not done unless it is asked for."""
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
-        return "it has compiled modules; set capture = 'on' to capture them too"
+        return (
+            "it has modules that were compiled outside of the plan; set compile in the plan instead, or capture = 'on'"
+        )
     hooked = foreign_hook(model)
     return f"{hooked} has a hook, which a replay would not call; set capture = 'on' to do without" if hooked else ""
 

@@ -1,6 +1,7 @@
 """Calls of a step: first ordinary ones, which are looked at, then replays of graphs. All ranks do the same.
 
-ordinary   the step itself. What it reads, changes and waits for is noted until it is captured
+ordinary   the step itself. What it reads, changes and waits for is noted until it is captured; one in which torch
+           compiles something does not count
 capture    once a key has been seen a few times, and nothing that was noted speaks against it on any rank
 replay     the passes; then the update, if the values that the step looks at are those that were assumed; else the
            passes are undone, another graph of the key is tried, and then the step runs as an ordinary one
@@ -18,7 +19,7 @@ from shardwise.comm.host_group import HostGroup
 from shardwise.comm.leave import let_go_before_leaving
 from shardwise.comm.rank_progress import PROGRESS
 from shardwise.engine.captured.graph_store import GraphStore, KeyHistory, StoredGraph
-from shardwise.engine.captured.probed_step import ProbedStep
+from shardwise.engine.captured.probed_step import ProbedStep, StepProbe
 from shardwise.engine.captured.python_state import PythonState
 from shardwise.engine.captured.reads import NotCaptured
 from shardwise.engine.captured.replayed_grads import GradientComparison, is_compared, most_distance
@@ -94,6 +95,9 @@ class CapturedStep:
         self._parameters = [parameter for flat in engine.flats for parameter in flat.params]
         self._optimizer_key: tuple[Any, ...] = ()
         self._num_steps = 0
+        # Ordinary steps, less those in which something was compiled; and those.
+        self._num_warm = 0
+        self._num_compiling = 0
         self._num_replays = 0
         # Ordinary steps, one after the other, that could not have been captured, and why the last one could not.
         self._num_unfit = 0
@@ -141,10 +145,12 @@ class CapturedStep:
         try:
             history = self._store.find(self._key(inputs))
         except NotCaptured as why:
-            return None, _CAPTURE if self._num_steps > WARM_STEPS else _ORDINARY, str(why)
+            return None, _CAPTURE if self._num_warm >= WARM_STEPS else _ORDINARY, str(why)
         if history.graphs:
             return history, _FIRST_GRAPH + history.graphs[0].number if self._memory.is_clear() else _DROP, ""
-        if self._num_steps <= WARM_STEPS:
+        if self._num_warm < WARM_STEPS:
+            return history, _ORDINARY, ""
+        if history.probe is not None and history.probe.compiled:
             return history, _ORDINARY, ""
         # One such step alone may have made what later ones find.
         if self._num_unfit > 1:
@@ -177,19 +183,28 @@ class CapturedStep:
     def _watched(self, inputs: tuple[Any, ...], history: KeyHistory[RecordedStep] | None) -> Any:
         """An ordinary step, of which is noted what speaks against capturing it."""
         if history is None:
+            self._num_warm += 1
             return self._ordinary(inputs)
         probed = ProbedStep(self._engine, state=self._state, device=self._device)
         result = probed.run(lambda: self._ordinary(inputs), leaves_grads=self._holds_grads)
-        history.num_ordinary += 1
         history.probe = probed.probe
-        self._unfit = probed.probe.why_not
-        self._num_unfit = self._num_unfit + 1 if self._unfit else 0
-        self._ordinary_seconds.append(probed.probe.seconds)
-        if self._num_steps <= WARM_STEPS:
+        if probed.probe.compiled:
+            # It waited for the compiler, and may have done what later steps will not do.
+            self._num_compiling += 1
+        else:
+            self._count(history, probed.probe)
+        if self._num_warm <= WARM_STEPS:
             # A first step makes what later ones find.
             self._state.look_again()
         self._optimizer_key = optimizer_key(self._optimizer) if self._num_steps == 1 else self._optimizer_key
         return result
+
+    def _count(self, history: KeyHistory[RecordedStep], probe: StepProbe) -> None:
+        self._num_warm += 1
+        history.num_ordinary += 1
+        self._unfit = probe.why_not
+        self._num_unfit = self._num_unfit + 1 if self._unfit else 0
+        self._ordinary_seconds.append(probe.seconds)
 
     # Capture
 
@@ -201,9 +216,11 @@ class CapturedStep:
         probe = None if history is None else history.probe
         if not why and probe is not None:
             why = probe.why_not or ("" if self._must else self._device.lacks_memory())
-        offer = (why, probe is not None and bool(probe.reads), probe is None or probe.early, self._memory.is_clear())
-        everyone = self._group.gather(offer)
-        if self._refused([others[0] for others in everyone]):
+        compiled = probe is not None and probe.compiled
+        reads, early = probe is not None and bool(probe.reads), probe is None or probe.early
+        everyone = self._group.gather((why, reads, early, compiled, self._memory.is_clear()))
+        # A step in which a rank has compiled says nothing of the next one.
+        if any(others[3] for others in everyone) or self._refused([others[0] for others in everyone]):
             return False
         if not all(is_clear for *_, is_clear in everyone):
             self._drop_graphs()
@@ -216,8 +233,8 @@ class CapturedStep:
                 self.step,
                 inputs,
                 reads=probe.reads,
-                guarded=any(has_reads for _, has_reads, *_ in everyone),
-                early=all(early for _, _, early, _ in everyone),
+                guarded=any(others[1] for others in everyone),
+                early=all(others[2] for others in everyone),
                 written=probe.written,
             )
             changed = self._state.changed(before)
@@ -257,7 +274,7 @@ class CapturedStep:
             num_keys = len(self._store.histories)
             self._stop(
                 f"only {self._num_replays} of {_MANY_STEPS} steps could be replayed: {num_keys} kinds of steps were "
-                "seen (shapes, modes, values of attributes)"
+                f"seen (shapes, modes, values of attributes), and something was compiled in {self._num_compiling}"
             )
 
     def _stop(self, why: str) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from shardwise.engine.captured.python_state import PythonState, generators, versions
 from shardwise.engine.captured.reads import Read, noting_reads
 from shardwise.engine.captured.step_device import StepDevice
+from shardwise.engine.compile_clock import CompileClock
 from shardwise.engine.engine import Engine
 
 _GENERATORS = ("torch's", "Python's", "numpy's")
@@ -20,6 +21,7 @@ class StepProbe:
     why_not   what speaks against capturing it, in one line; "" if nothing does
     written   tensors that it wrote into and that outlive it
     seconds   how long it took, with the device idle before and after
+    compiled  torch.compile compiled something in it, so that it says nothing of other steps
     """
 
     reads: tuple[Read, ...]
@@ -27,6 +29,7 @@ class StepProbe:
     why_not: str
     written: tuple[Tensor, ...]
     seconds: float
+    compiled: bool
 
 
 class ProbedStep:
@@ -44,7 +47,7 @@ class ProbedStep:
         before = versions(tensors)
         passes = self._engine.runner.passes
         began = self._device.settled_seconds()
-        with self._device.noting_waits() as waits, noting_reads(self._device.type) as noted:
+        with CompileClock() as clock, self._device.noting_waits() as waits, noting_reads(self._device.type) as noted:
             passes.watcher = noted
             try:
                 result = step()
@@ -71,6 +74,7 @@ class ProbedStep:
             why_not=next(filter(None, reasons), ""),
             written=tuple(now[name] for name in written),
             seconds=seconds,
+            compiled=clock.num_compiles > 0,
         )
         return result
 

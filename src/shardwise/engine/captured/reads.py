@@ -5,7 +5,8 @@ one took, and compares on the device: `flag |= (mask.all() != what it was)`. Onl
 guarded. A number that is read may be an index, a shape or a log line; a step that reads one is not captured.
 
 Reads are seen by replacing methods of torch.Tensor while a step runs. A dispatch mode would see more, but compiled code
-refuses it, and in backward it changes how gradients add up.
+refuses it, and in backward it changes how gradients add up. Compiled code ends where Python looks at a value, and goes
+on after it: the look itself is Python's, and is seen.
 """
 
 import linecache
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 # Each hands a value to Python, and so waits for the device.
 _NUMBERS = ("item", "tolist", "__int__", "__float__", "__complex__", "__index__")
@@ -132,6 +134,8 @@ def _replaced_reads(device_type: str, *, thread: int, truth: _Reader, number: _R
     def replaced(name: str) -> Callable[..., Any]:
         own = getattr(Tensor, name)
 
+        # What compiled code calls would be compiled as well.
+        @_disable_dynamo
         def read(tensor: Tensor) -> Any:
             ours = threading.get_ident() == thread or torch._C._current_graph_task_id() != -1
             if tensor.device.type != device_type or not ours:
@@ -176,19 +180,25 @@ def hidden_capture() -> Iterator[None]:
 
     Models ask in order to leave out what they think cannot be captured (transformers then builds attention masks that
     it otherwise does without), and would run other kernels than in an ordinary step. SyncBatchNorm and optimizers ask
-    what to do, and are told the truth.
+    what to do, and are told the truth. torch.cuda's own function stays in its place and only learns another answer:
+    compiled code was compiled for that function, and would be compiled again for another.
     """
-    truth = torch.cuda.is_current_stream_capturing
+    graphs: Any = torch.cuda.graphs
+    truth, function = graphs._cuda_isCurrentStreamCapturing, graphs.is_current_stream_capturing.__code__
 
-    def is_current_stream_capturing() -> bool:
-        asking = str(sys._getframe(1).f_globals.get("__name__", ""))
-        return bool(truth()) if asking.partition(".")[0] in _OWN_PACKAGES else False
+    @_disable_dynamo
+    def answer() -> bool:
+        frame = sys._getframe(1)
+        while frame.f_code is not function and frame.f_back is not None:
+            frame = frame.f_back
+        asking = frame.f_back.f_globals.get("__name__", "") if frame.f_back is not None else ""
+        return bool(truth()) if str(asking).partition(".")[0] in _OWN_PACKAGES else False
 
-    torch.cuda.is_current_stream_capturing = is_current_stream_capturing
+    graphs._cuda_isCurrentStreamCapturing = answer
     try:
         yield
     finally:
-        torch.cuda.is_current_stream_capturing = truth
+        graphs._cuda_isCurrentStreamCapturing = truth
 
 
 def _place(frame: FrameType | None) -> str:

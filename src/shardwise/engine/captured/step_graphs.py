@@ -37,6 +37,8 @@ from shardwise.engine.engine import Engine
 _NOT_YET = -1
 _POLL_SECONDS = 2e-5
 _LIMIT_SECONDS = 1800.0
+# How torch says that code would have to be compiled again, which a recording does not allow.
+_RECOMPILES = "Detected recompile when torch.compile stance is 'fail_on_recompile'."
 
 
 class StepRecorder:
@@ -101,6 +103,7 @@ class StepRecorder:
         try:
             with (
                 torch.cuda.stream(self.stream),
+                torch.compiler.set_stance("fail_on_recompile"),
                 without_random_numbers(),
                 hidden_capture(),
                 assuming_reads(reads, device_type="cuda", compare=recorded.compare),
@@ -301,6 +304,8 @@ def _in_one_line(error: BaseException) -> str:
     if isinstance(error, NotCaptured):
         return str(error)
     message = str(error).strip().splitlines()[0][:200]
+    if message.startswith(_RECOMPILES):
+        return f"torch.compile compiles again when the step is recorded: {message.removeprefix(_RECOMPILES).strip()}"
     own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

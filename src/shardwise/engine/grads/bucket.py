@@ -62,10 +62,9 @@ class ReduceBucket:
                 if segment.dtype == dtype:
                     segment.flats.append(flat)
                     return segment
-        self.segments.append(Segment(flat, dtype=dtype))
+        self.segments.append(Segment(flat, dtype=dtype, is_freed=self.sharded))
         return self.segments[-1]
 
-    @torch.no_grad()
     def take_grads(self, unit: Unit) -> None:
         """Move a unit's gradients into the buffer; a parameter without one counts as zero."""
         unit.grads.closed = True
@@ -76,7 +75,6 @@ class ReduceBucket:
             segment.take(flat, weight=weight)
         self.tape.record(Kind.TAKE_GRADS, unit.name)
 
-    @torch.no_grad()
     def keep(self) -> None:
         """Leave the gradients in the buffer for a later pass."""
         for segment in self.segments:
@@ -86,7 +84,6 @@ class ReduceBucket:
     def holds(self) -> bool:
         return any(segment.holds for segment in self.segments)
 
-    @torch.no_grad()
     def forget(self, names: AbstractSet[str]) -> None:
         """Clear what is held for the parameters of these names; with all of them, the buffer goes."""
         for segment in self.segments:
@@ -100,7 +97,6 @@ class ReduceBucket:
                 segment.holds = False
                 segment.release()
 
-    @torch.no_grad()
     def start(self) -> None:
         """Sum over the ranks."""
         group = self.groups.reduce if self.sharded else self.groups.reduce_world
@@ -114,7 +110,6 @@ class ReduceBucket:
                 segment.work = self.collectives.all_reduce(buffer, group=group)
         self.tape.record(Kind.REDUCE, self.name, self._num_bytes)
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Wait for the sums, average them, and give each owner its gradient, unless its slice is to cross first."""
         for segment in self.segments:
@@ -126,7 +121,6 @@ class ReduceBucket:
                 self._deliver_slice(segment)
         self.tape.record(Kind.WAIT_REDUCE, self.name, self._num_bytes)
 
-    @torch.no_grad()
     def start_slice(self) -> None:
         """Sum this rank's slice over `replicate`: a copy of it, so that the buffer can go meanwhile."""
         self.groups.replicate.log.name = self._reduces_slice
@@ -138,7 +132,6 @@ class ReduceBucket:
             segment.work = self.collectives.all_reduce(mine, group=self.groups.replicate)
         self.tape.record(Kind.REDUCE_SLICE, self.name, self._slice_bytes)
 
-    @torch.no_grad()
     def finish_slice(self) -> None:
         """Wait for the sum of the slice, average it, and give it to its owner."""
         for segment in self.segments:

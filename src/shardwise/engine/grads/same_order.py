@@ -105,6 +105,15 @@ class SameOrder:
             for number, logs in ((self._num_sent - 1, self._sent), (self._num_sent, now))
         }
 
+    def numbered(self) -> dict[str, list[tuple[int, str]]]:
+        """The same by group, each with its number among all that was compared in the group: for a record (comm/)."""
+        found = {}
+        for name, log in self._logs.items():
+            now, before = log.issued, self._sent.get(name, [])
+            first = log.num_compared - len(before) + 1
+            found[name] = list(enumerate((*names_of(before), *names_of(now)), start=first))
+        return found
+
     def _judge(self, summed: int, *, issued: dict[str, Issued]) -> None:
         if (summed & _MASK) >> _COUNT_BITS == 0:
             return

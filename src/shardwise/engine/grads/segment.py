@@ -12,10 +12,14 @@ from shardwise.engine.params.guard import unguarded
 
 
 class Segment:
-    """Flat buffers whose gradients share one buffer and one collective: all of one dtype."""
+    """Flat buffers whose gradients share one buffer and one collective: all of one dtype.
 
-    def __init__(self, flat: FlatParams, *, dtype: torch.dtype) -> None:
+    `is_freed`: its memory goes when it has done its work; else the gradients lie in it, and it goes with them.
+    """
+
+    def __init__(self, flat: FlatParams, *, dtype: torch.dtype, is_freed: bool) -> None:
         self.dtype = dtype
+        self.is_freed = is_freed
         self.flats = [flat]
         # Of all gradients, and their places in it, flat by flat; once these are summed over the shard axis, of the
         # slice that goes over `replicate`.
@@ -33,12 +37,21 @@ class Segment:
     def views(self, flat: FlatParams) -> list[Tensor]:
         """The places of a flat's gradients in the buffer, which comes into being with the first that asks."""
         if self.buffer is None:
-            if self._kept is not None and self._kept.is_unused():
-                self.buffer, self._views = self._kept.buffer, self._kept.views
-            else:
-                self.buffer = torch.empty(self.num_elements, dtype=self.dtype, device=flat.device)
-                self._views = self._cut()
+            self._renew(flat.device)
         return self._views[self.flats.index(flat)]
+
+    def _renew(self, device: torch.device) -> None:
+        """The last step's buffer with its views, if there is one that can be used again; else a new one."""
+        if self._kept is not None and (self.is_freed or self._kept.is_unused()):
+            self.buffer, self._views = self._kept.buffer, self._kept.views
+            if self.is_freed:
+                self.buffer.untyped_storage().resize_(self.num_elements * self.dtype.itemsize)
+            return
+        self.buffer = torch.empty(self.num_elements, dtype=self.dtype, device=device)
+        self._views = self._cut()
+        if self.is_freed:
+            # Its views come back to life with its memory, and need not be made again.
+            self._kept = _Kept(buffer=self.buffer, views=self._views)
 
     def parts(self) -> Sequence[Tensor]:
         """The buffer, flat by flat."""
@@ -83,13 +96,17 @@ class Segment:
 
     def release(self) -> None:
         """The buffer has done its work here."""
+        if self.buffer is None:
+            return
+        if self.is_freed and self._kept is not None:
+            self._kept.buffer.untyped_storage().resize_(0)
         self.buffer = None
         self._views = []
 
     @property
     def kept(self) -> Tensor | None:
-        """The buffer that stays for the next step, if any."""
-        return self._kept.buffer if self._kept is not None else None
+        """The buffer whose memory stays for the next step, if any."""
+        return self._kept.buffer if self._kept is not None and not self.is_freed else None
 
     def gradients(self) -> list[list[Tensor]]:
         """Views of the buffer that can be its parameters' gradients.

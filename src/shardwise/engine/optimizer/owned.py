@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.comm.agreement import agree, meet
+from shardwise.comm.rank_progress import PROGRESS, UPDATE
 from shardwise.engine.optimizer.known import check_optimizer, describe_optimizer
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
@@ -176,6 +177,7 @@ class OwnedParameters:
         if sharded and _called_by_torchs_grad_scaler():
             raise _foreign_scaler()
         self._before_step()
+        PROGRESS.phase = UPDATE
 
     def adopted(self, optimizer: Optimizer) -> bool:
         return optimizer in self.group_names

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from shardwise.comm.agreement import exchange
 from shardwise.comm.collectives import own_slice
-from shardwise.engine.params.flat import FOR_STATE, FlatParams, Owned
+from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.params.flat_buffers import FOR_STATE, Owned
 from shardwise.errors import InvalidData
 from shardwise.placement import SHARDED
 

@@ -1,44 +1,28 @@
-"""The buffers of a unit's parameters: the full one that modules compute with, and the slice that a rank owns.
+"""The buffers of a unit's parameters, and their gradients.
 
-full      compute dtype; parameters are views of it. Freed by resizing its storage to 0, so that what autograd
-          saved of the parameters is valid again as soon as it is gathered again.
-master    what the optimizer steps: the owned slice where optim is sharded, else everything. Where params are
-          replicated and compute in the master's dtype it is not a second copy but a view of `full`. It may
-          live in host memory; then it is staged there in the compute dtype, so that less crosses the bus.
+Autograd leaves a rank's own gradients in `p.grad`; they are taken from there, and averages over all ranks come back.
+The owned parts, which the optimizer steps, get theirs. `p.grad` shows the averages where it can: where they are whole,
+and of the parameters' dtype.
 """
 
+import weakref
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import Collectives, Work, own_slice
+from shardwise.comm.collectives import Collectives, own_slice
 from shardwise.comm.groups import MeshGroups
-from shardwise.comm.issued import CollectiveName
+from shardwise.engine.params.flat_buffers import FlatBuffers, Owned, cut_pieces
 from shardwise.engine.params.guard import unguarded
 from shardwise.engine.params.host import HostCopies
-from shardwise.engine.params.precision import torch_dtype
-from shardwise.engine.params.slice_writes import MasterWrites
+from shardwise.layout import cut_out
 from shardwise.placement import SHARDED, Placement
 from shardwise.program.buffers import FlatSpec
 
-FOR_STATE = CollectiveName("gather for a state dict")
 
-
-@dataclass(slots=True, kw_only=True)
-class Owned:
-    """The part of one parameter that this rank's optimizer steps."""
-
-    parameter: nn.Parameter
-    index: int
-    start: int
-    stop: int
-
-
-class FlatParams:
-    """Parameters of one unit and one dtype in one buffer."""
+class FlatParams(FlatBuffers):
+    """Parameters of one unit and one dtype in one buffer, and what happens to their gradients."""
 
     def __init__(
         self,
@@ -51,182 +35,20 @@ class FlatParams:
         collectives: Collectives,
         host: HostCopies | None = None,
     ) -> None:
-        self.params = params
-        self.names = [param.name for param in spec.params]
-        self.placement = placement
-        self.device = device
-        self.groups = groups
-        self.collectives = collectives
-        self.host = host
-        compute_dtype, self.master_dtype = torch_dtype(spec.compute_dtype), torch_dtype(spec.master_dtype)
-        self.reduce_dtype = torch_dtype(spec.reduce_dtype)
-        self.has_gradients = spec.has_gradients
-        self.layout = spec.layout(num_slices=groups.gather.size)
-        self.pieces = self.layout.pieces()
-        size = self.layout.num_elements
-        # Zeros, because the padding is communicated too and should not be what happened to lie there.
-        self.full = torch.zeros(size, dtype=compute_dtype, device=device)
-        self.full_bytes = self.full.untyped_storage().nbytes()
-        self.master = self._make_master()
-        # What is copied into the full buffer; the master itself, where it need not be staged.
-        self.staged = self.master
-        if host is not None and compute_dtype != self.master_dtype:
-            self.staged = host.zeros(self.master.numel(), dtype=compute_dtype)
-        self.owned = self._own()
-        # What somebody else wrote into the master; whether somebody got hold of the module's parameters.
-        self.writes = MasterWrites(self.master)
-        self.touched = False
-        # Gap, part, gap, part … of the owned slice, as the layout's pieces are of everything.
-        ends = [0, *(part.stop for part in self.owned)]
-        gaps = [part.start - end for part, end in zip(self.owned, ends, strict=False)]
-        sizes = [size for part, gap in zip(self.owned, gaps, strict=True) for size in (gap, part.stop - part.start)]
-        self.owned_pieces = (*sizes, self.layout.slice_elements - ends[-1])
-        # Made while there is storage behind them: a view of freed storage can be kept, but not made.
-        self.full_views = self.views(self.full)
-        self.gathering: Work | None = None
-        # As ranks know it when they compare what they have issued; its unit's.
-        self.gathers = FOR_STATE
-        self.whole = True
-        if placement.params is SHARDED:
-            self.free()
+        super().__init__(
+            params, spec=spec, placement=placement, device=device, groups=groups, collectives=collectives, host=host
+        )
+        if self.placement.optim is SHARDED:
+            self._owned_cut = cut_out([(p.start, p.stop) for p in self.owned], end=self.layout.slice_elements)
         # The averaged gradients that `p.grad` showed before this backward, which are to be added to.
-        self.hidden: list[Tensor | None] = [None] * len(params)
+        self.hidden: list[Tensor | None] = [None] * len(self.params)
         self.awaits_grads = False
         # The averaged gradients that `p.grad` was given, where the owned part's are views of them.
-        self.shown: list[Tensor | None] = [None] * len(params)
+        self.shown: list[Tensor | None] = [None] * len(self.params)
+        # The buffers of averages that `p.grad` may show.
+        self._averages: list[weakref.ref[Tensor]] = []
         # The parameters whose gradients this backward alone has made.
         self.with_new_grads: set[int] = set()
-
-    def _make_master(self) -> Tensor:
-        optim_sharded = self.placement.optim is SHARDED
-        whole_size = self.layout.num_elements
-        size = self.layout.slice_elements if optim_sharded else whole_size
-        if self.host is not None:
-            return self.host.zeros(size, dtype=self.master_dtype)
-        if self.placement.params is SHARDED or self.full.dtype != self.master_dtype:
-            return torch.zeros(size, dtype=self.master_dtype, device=self.device)
-        # As `data`: what a gather writes into the full buffer does not count as a write into the slice.
-        return own_slice(self.full, group=self.groups.gather).data if optim_sharded else self.full
-
-    def _own(self) -> list[Owned]:
-        """What the optimizer steps: 1-D views of the owned slice, or whole parameters in their own shape.
-
-        Where the master is the full buffer, those are the module's own parameters.
-        """
-        if self.placement.optim is SHARDED:
-            parts = self.layout.owned(self.groups.gather.index)
-            views = [self.master[start:stop] for _, start, stop in parts]
-        else:
-            parts = [(i, offset, offset + size) for i, (offset, size) in enumerate(self.layout.sizes())]
-            views = [self.master[start:stop].view(self.params[i].shape) for i, start, stop in parts]
-        return [
-            Owned(
-                parameter=self.params[i]
-                if self.master is self.full
-                else nn.Parameter(view, requires_grad=self.params[i].requires_grad),
-                index=i,
-                start=start,
-                stop=stop,
-            )
-            for (i, start, stop), view in zip(parts, views, strict=True)
-        ]
-
-    @property
-    def aliased(self) -> bool:
-        """Whether an update of the master is an update of the full buffer."""
-        return self.master.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr()
-
-    @torch.no_grad()
-    def fill(self, index: int, value: Tensor) -> None:
-        """Take the values of one parameter, given whole, into the master (and what is whole of the full buffer)."""
-        self.writes.before_own()
-        flat = value.detach().reshape(-1)
-        offset, size = self.layout.offsets[index], prod(self.layout.shapes[index])
-        if self.placement.optim is SHARDED:
-            first = self.groups.gather.index * self.layout.slice_elements
-            start, stop = max(offset, first), min(offset + size, first + self.layout.slice_elements)
-            if start < stop:
-                self.master[start - first : stop - first].copy_(flat[start - offset : stop - offset])
-        else:
-            self.master[offset : offset + size].copy_(flat)
-        if self.placement.params is not SHARDED:
-            self.full[offset : offset + size].copy_(flat)
-        self.writes.after_own()
-
-    @torch.no_grad()
-    def take_over(self) -> None:
-        """Values that were written into the module's parameters into the master, which keeps its digits elsewhere."""
-        self.wait_gather()
-        self.writes.before_own()
-        full = own_slice(self.full, group=self.groups.gather) if self.placement.optim is SHARDED else self.full
-        master = self.master.to(self.device)
-        self.master.copy_(torch.where(full != master.to(full.dtype), full.to(master.dtype), master))
-        self.stage()
-        self.writes.after_own()
-
-    def lend_master(self) -> None:
-        """Somebody gets at the master's memory in a way that torch does not count."""
-        self.wait_gather()
-        self.writes.lend()
-
-    @torch.no_grad()
-    def stage(self) -> None:
-        """The master has changed."""
-        if self.staged is not self.master:
-            self.staged.copy_(self.master)
-
-    def attach(self, index: int, parameter: nn.Parameter) -> None:
-        """Make the module's parameter, which may be a new one where it was on the meta device, a view of the buffer."""
-        parameter.data = self.full_views[index]
-        self.params[index] = parameter
-        if self.master is self.full:
-            self.owned[index].parameter = parameter
-
-    @torch.no_grad()
-    def gather(self) -> None:
-        """Start to make the full buffer whole from the owned slices."""
-        self.wait_gather()
-        if not self.whole:
-            self.full.untyped_storage().resize_(self.full_bytes)
-            self.whole = True
-        if not self.aliased:
-            own_slice(self.full, group=self.groups.gather).copy_(self.staged, non_blocking=True)
-        self.groups.gather.log.name = self.gathers
-        self.gathering = self.collectives.all_gather(self.full, group=self.groups.gather)
-
-    def wait_gather(self) -> None:
-        """From here on the full buffer may be read."""
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
-
-    def free(self) -> None:
-        """Give the full buffer's memory back; its views stay and come back to life with the next gather."""
-        self.wait_gather()
-        self.full.untyped_storage().resize_(0)
-        self.whole = False
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """After an update of a whole master: the full buffer again in the compute dtype."""
-        if not self.aliased:
-            self.full.copy_(self.master)
-
-    @torch.no_grad()
-    def full_master(self) -> Tensor:
-        """All of the master, on every rank. Collective where optim is sharded."""
-        if self.placement.optim is not SHARDED:
-            return self.master.clone()
-        whole = torch.zeros(self.layout.num_elements, dtype=self.master_dtype, device=self.device)
-        own_slice(whole, group=self.groups.gather).copy_(self.master)
-        self.groups.gather.log.name = FOR_STATE
-        self.collectives.all_gather(whole, group=self.groups.gather).wait()
-        return whole
-
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """The parameters' places in a buffer of this layout, in their shapes."""
-        pieces = torch.split_with_sizes(buffer, self.pieces)[::2]
-        return [piece.view(shape) for piece, shape in zip(pieces, self.layout.shapes, strict=True)]
 
     @property
     def shows_grads(self) -> bool:
@@ -248,6 +70,8 @@ class FlatParams:
         shows_grads = self.shows_grads
         whole = [] if self.placement.grads is SHARDED else views or self.views(average)
         if shows_grads:
+            self._averages = [held for held in self._averages if held() is not None]
+            self._averages.append(weakref.ref(average if average._base is None else average._base))
             # The owned parts' gradients are views of the same memory.
             for index, (parameter, view) in enumerate(zip(self.params, whole, strict=True)):
                 old = self.hidden[index]
@@ -284,7 +108,15 @@ class FlatParams:
         mine = average if self.placement.grads is SHARDED else own_slice(average, group=self.groups.gather)
         if self.host is not None:
             mine = self.host.fetch(mine)
-        return torch.split_with_sizes(mine, self.owned_pieces)[1::2]
+        return cut_pieces(mine, self._owned_cut)
+
+    def shows_average(self, index: int) -> bool:
+        """Whether `p.grad` is an average over all ranks, as far as nobody has replaced it."""
+        grad = self.params[index].grad
+        if grad is None:
+            return False
+        base = grad if grad._base is None else grad._base
+        return any(held() is base for held in self._averages)
 
     def hide_grads(self) -> None:
         """Before backward: autograd must find no gradient, or it would add this rank's own to the average."""

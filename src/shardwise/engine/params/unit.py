@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.comm.issued import CollectiveName
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.guard import ShardedParameter, refuse, rest, unguarded, wake
+from shardwise.engine.step_errors import added_to_average
 from shardwise.engine.tape import Tape
 from shardwise.placement import SHARDED, Placement
 from shardwise.program import Kind
@@ -207,12 +208,24 @@ class Unit:
         for flat in self.flats:
             flat.hide_grads()
 
+    def check_first_grad(self, parameter: Tensor) -> None:
+        """Before a backward that begins with this parameter's gradient: was it added to an average?"""
+        for flat in self.flats:
+            for index, name in enumerate(flat.names):
+                if flat.params[index] is parameter and flat.shows_average(index):
+                    raise added_to_average(name)
+
     def end_backward(self) -> None:
         """Where gradients are sharded or of another dtype, `p.grad` has nothing to show, and says so."""
         self.free()
         if self.hides_grads and not self.at_rest:
             rest(self._hides)
             self.at_rest = True
+
+    def restore_grads(self) -> None:
+        """Where backward has brought no averages, those of before it."""
+        for flat in self.flats:
+            flat.restore_grads()
 
     def undo_grads(self) -> None:
         """After a backward that raised: the gradients of before it."""

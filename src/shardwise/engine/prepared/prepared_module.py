@@ -1,20 +1,37 @@
-"""What a prepared model answers differently: state dicts in full, `zero_grad`, copies."""
+"""What a prepared model answers differently: state dicts in full, `zero_grad`, copies, and what other libraries ask."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.engine import engine_of, register, unregister
 from shardwise.engine.params.guard import unguarded
+from shardwise.engine.prepared.accumulate import accumulate
 from shardwise.engine.prepared.full_state import full_tensors, load_tensors
 from shardwise.errors import InvalidModel
 
 
 class PreparedModule(nn.Module):
     """Mixed into the model's own class, so that the model stays the same object and keeps its type."""
+
+    # Accelerate's `prepare` takes a model that says so as it is (seen with 1.15).
+    _is_accelerate_prepared = True
+    # What Dynamo asks where the next one is true: modules compute with ordinary parameters.
+    _fsdp_use_orig_params = True
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        """transformers' `generate` asks: a rank whose sentences are done goes on for as long as any other's are not."""
+        return engine_of(self).runner.any_sharded
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A pass in here does not reduce its gradients, as under DistributedDataParallel (`shardwise.accumulate`)."""
+        return accumulate(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those that the optimizer steps by."""
@@ -38,7 +55,9 @@ class PreparedModule(nn.Module):
         return load_tensors(engine_of(self), own, state_dict, strict=strict)
 
     def _apply(self, function: Any, recurse: bool = True) -> Any:
-        """`to`, `cuda`, `half` … would tear the parameters out of their buffers."""
+        """`to`, `cuda`, `half` … would tear the parameters out of their buffers, unless they change nothing."""
+        if _changes_nothing(self, function):
+            return self
         raise InvalidModel("a prepared model cannot be moved or cast: do it before, or with device= and plan.precision")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -65,6 +84,20 @@ class PreparedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidModel("a prepared model cannot be pickled: save shardwise.full_state_dict(model) instead")
+
+
+def _changes_nothing(model: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
+    """Whether `function`, which a method like `to` applies to every tensor of the model, hands each back as it is."""
+    kinds = {
+        (flat.full.dtype, flat.device, len(shape)) for flat in engine_of(model).flats for shape in flat.layout.shapes
+    }
+    kinds |= {(buffer.dtype, buffer.device, buffer.dim()) for buffer in model.buffers()}
+    for dtype, device, num_dims in kinds:
+        # Large enough to show another memory format.
+        tried = torch.empty((2,) * num_dims, dtype=dtype, device=device)
+        if function(tried) is not tried or (device.type == "cpu" and tried.is_shared()):  # type: ignore[no-untyped-call]
+            return False
+    return True
 
 
 def become_prepared(model: nn.Module) -> None:

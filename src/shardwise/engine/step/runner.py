@@ -69,7 +69,8 @@ class Runner:
         self.any_sharded = any(unit.sharded for unit in units.values())
         # How long this rank waits for the others where it leaves the program.
         self.limit_seconds = 60.0
-        self.hooks: StepHooks[Unit] = StepHooks({unit: unit.module for unit in units.values()}, listener=self)
+        modules = {unit: unit.module for unit in units.values()}
+        self.hooks: StepHooks[Unit] = StepHooks(modules, listener=self, on_first_grad=Unit.check_first_grad)
         for unit in units.values():
             unit.grads = self.hooks.grads[unit]
         # Of the spec's own order, until the first step has shown the real one.
@@ -238,8 +239,7 @@ class Runner:
         self.land()
         self.forwards = 0
         for unit in self.units.values():
-            for flat in unit.flats:
-                flat.restore_grads()
+            unit.restore_grads()
             unit.end_backward()
 
     def forget_grads(self, names: AbstractSet[str], *, drop: bool) -> None:

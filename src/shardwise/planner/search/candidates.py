@@ -11,7 +11,8 @@ from shardwise.placement import SHARDED, STRATEGIES
 from shardwise.plan import Plan
 from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.memory.peak import MemoryEstimate, estimate, job_of
-from shardwise.planner.time.step_time import TimeEstimate, estimate_time, time_band
+from shardwise.planner.time.band import TimeBand, time_band
+from shardwise.planner.time.step_time import TimeEstimate, estimate_time
 from shardwise.planner.traffic import sent_bytes
 from shardwise.spec import ModelSpec
 
@@ -36,6 +37,7 @@ class Candidate:
     fits: str
     seq: int | None
     sent_bytes: int
+    foreign: str = ""
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -51,16 +53,22 @@ class Candidate:
         return engine_model_of(self.plan).error_band
 
     @property
-    def time_band(self) -> float:
-        return time_band(self.cluster.device)
+    def time_band(self) -> TimeBand:
+        host_share = self.time.cpu_seconds / self.time.step_seconds if self.time is not None else 0.0
+        return time_band(plan=self.plan, cluster=self.cluster, host_share=host_share, foreign=self.foreign)
 
 
 def capacity_bytes(cluster: Cluster) -> int | None:
     return cluster.device.capacity_bytes.value if cluster.device.capacity_bytes is not None else None
 
 
-def cost(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False) -> Candidate:
-    """A plan whose micro-batch is set, on a cluster; with `quick`, without the allocator's model."""
+def cost(
+    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False, foreign: str = ""
+) -> Candidate:
+    """A plan whose micro-batch is set, on a cluster; with `quick`, without the allocator's model.
+
+    `foreign`: an engine that is neither ours nor torch's; its time is predicted, its memory is that of the plan's own.
+    """
     memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, quick=True)
     if not quick and _fits(memory.device_bytes, plan=plan, cluster=cluster) != "no":
         # If its tensors alone do not fit, the allocator's model need not be run.
@@ -70,10 +78,11 @@ def cost(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick
         plan=plan,
         cluster=cluster,
         memory=memory,
-        time=estimate_time(spec, plan=plan, cluster=cluster, optimizer=optimizer),
+        time=estimate_time(spec, plan=plan, cluster=cluster, optimizer=optimizer, foreign=foreign),
         fits=_fits(memory.device_bytes, plan=plan, cluster=cluster),
         seq=spec.seq,
         sent_bytes=sent_bytes(job),
+        foreign=foreign,
     )
 
 
@@ -165,10 +174,12 @@ def candidates(
     optimizer: str,
     goal: str,
     quick: bool = False,
+    foreign: str = "",
 ) -> list[Candidate]:
     """Each strategy at the plan's micro-batch; without one, at the largest that fits, or with goal `memory` at 1.
 
-    Over several nodes each is sharded over all ranks and, where that is promising, over fewer.
+    Over several nodes each is sharded over all ranks and, where that is promising, over fewer. `foreign`: the engine
+    whose time it is (`cost`).
     """
     found = []
     for strategy in strategies:
@@ -179,7 +190,7 @@ def candidates(
             if plan.micro_batch is None and goal == "throughput":
                 batch = largest_batch(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=quick)
             chosen = replace(chosen, micro_batch=batch)
-            found.append(cost(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=quick))
+            found.append(cost(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=quick, foreign=foreign))
     return found
 
 

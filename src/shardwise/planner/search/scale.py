@@ -24,6 +24,11 @@ class Scaled:
     def num_ranks(self) -> int:
         return self.candidate.cluster.num_ranks
 
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step, of all ranks and passes."""
+        return self.candidate.batch * self.candidate.plan.accumulate * self.num_ranks
+
 
 def scaling(
     spec_for: SpecFor, *, plan: Plan, found: Sequence[Candidate], cluster: Cluster, optimizer: str

@@ -1,12 +1,12 @@
 """How long one operation takes on one device: on the device itself, and on the CPU that issues it. No torch here."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
 from shardwise.hardware import Device
-from shardwise.hardware.borrowed import kernel_model_of, usual_calibration
+from shardwise.hardware.borrowed import kernel_model_of
 from shardwise.hardware.kernel_model import Kernel, attention, product
 from shardwise.spec.step import Op, Stream
 
@@ -69,6 +69,9 @@ _COLUMN_BYTES: Mapping[str, float] = MappingProxyType(
 )
 """Kernel → bytes that it reads and writes for each column (or channel) whatever the batch: in 16 bits its weight, bias
 and their gradients, in fp32 a batch norm's weight, bias and statistics."""
+
+_ALONE = ("matmul", "embedding", "embedding_backward", "column_sum", "max_pool", "max_pool_backward")
+"""Kernels that a compiler does not fuse with what comes before or after; nor does it those that count operations."""
 
 _RECOMPUTE_ISSUES = 85.0
 """What recomputing a unit costs the CPU beside its operations, as so many more to issue: hooks on what is saved, and
@@ -151,14 +154,6 @@ def _issue_seconds(device: Device) -> Mapping[str, tuple[float, float]]:
     return kernel_model_of(device).calibration.launch_seconds
 
 
-def host_factor(device: Device) -> float:
-    """How many times as long the CPU of a calibrated device needs for a call as that which engines were measured on."""
-    own, usual = (
-        calibration.launch_seconds for calibration in (kernel_model_of(device).calibration, usual_calibration())
-    )
-    return own.get("call", own["other"])[0] / usual["call"][0]
-
-
 def launch_seconds(op: Op, *, backward: bool, device: Device) -> float:
     """Time of the CPU to issue one operation: in forward by Python, in backward by autograd."""
     known = _issue_seconds(device)
@@ -166,26 +161,71 @@ def launch_seconds(op: Op, *, backward: bool, device: Device) -> float:
 
 
 def stream_seconds(
-    stream: Stream, *, batch: int, seq: int | None, precision: str, device: Device, backward: bool, recomputed: int = 0
+    stream: Stream,
+    *,
+    batch: int,
+    seq: int | None,
+    precision: str,
+    device: Device,
+    backward: bool,
+    recomputed: int = 0,
+    fuses: bool = False,
 ) -> StreamSeconds:
-    """All operations of a stream; its first `recomputed` ones are issued by Python also in backward."""
+    """All operations of a stream; its first `recomputed` ones are issued by Python also in backward.
+
+    `fuses`: they are compiled, so that a chain of operations that memory bounds is one kernel.
+    """
     launch = kernel = span = 0.0
-    model, known = kernel_model_of(device), _issue_seconds(device)
-    other = known["other"]
-    for number, op in enumerate(stream.ops):
-        by_autograd = backward and number >= recomputed
-        issued = known.get(op.name, other)[1 if by_autograd else 0]
-        done = model.seconds(kernel_of(op, batch=batch, seq=seq, precision=precision, backward=by_autograd))
+    model, other = kernel_model_of(device), _issue_seconds(device)["other"]
+    works = _works(
+        stream, batch=batch, seq=seq, precision=precision, device=device, backward=backward, recomputed=recomputed
+    )
+    for issued, done in _fused(works, issue_seconds=other[0]) if fuses else works:
+        seconds = model.seconds(done)
         launch += issued
-        kernel += done
-        span = max(span, launch) + done
-    if recomputed:
+        kernel += seconds
+        span = max(span, launch) + seconds
+    if recomputed and not fuses:
         again = _RECOMPUTE_ISSUES * other[0]
         launch, span = launch + again, span + again
     if device.name == "cpu":
         # One after the other: there is nothing that works while the CPU issues.
         return StreamSeconds(launch=launch + kernel, kernel=0.0, span=launch + kernel)
     return StreamSeconds(launch=launch, kernel=kernel, span=span)
+
+
+def _works(
+    stream: Stream, *, batch: int, seq: int | None, precision: str, device: Device, backward: bool, recomputed: int
+) -> Iterator[tuple[float, Kernel]]:
+    """(Seconds to issue it, the kernel) of each operation."""
+    known = _issue_seconds(device)
+    other = known["other"]
+    for number, op in enumerate(stream.ops):
+        by_autograd = backward and number >= recomputed
+        issued = known.get(op.name, other)[1 if by_autograd else 0]
+        yield issued, kernel_of(op, batch=batch, seq=seq, precision=precision, backward=by_autograd)
+
+
+def _fused(works: Iterable[tuple[float, Kernel]], *, issue_seconds: float) -> Iterator[tuple[float, Kernel]]:
+    """The same, compiled: each chain of kernels that memory bounds is one pass over the memory of its largest.
+
+    What calls the kernels is generated code, in backward too, so each costs the CPU what one call in forward does.
+    """
+    largest: Kernel | None = None
+    for _, kernel in works:
+        if kernel.num_flops or kernel.name in _ALONE:
+            if largest is not None:
+                yield issue_seconds, _one_pass(largest)
+                largest = None
+            yield issue_seconds, kernel
+        elif largest is None or kernel.num_bytes > largest.num_bytes:
+            largest = kernel
+    if largest is not None:
+        yield issue_seconds, _one_pass(largest)
+
+
+def _one_pass(kernel: Kernel) -> Kernel:
+    return Kernel("add", "", 0.0, kernel.num_bytes, (max(kernel.num_bytes, 1.0), 1.0))
 
 
 def num_recomputed(forward: Stream, backward: Stream) -> int:

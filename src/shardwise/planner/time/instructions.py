@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from shardwise.hardware import Cluster
+from shardwise.hardware.borrowed import host_factor
 from shardwise.planner.job import Job
 from shardwise.planner.overhead import CAPTURED, Overhead
 from shardwise.planner.sizes import sizes_of
 from shardwise.planner.time.collective import rings_of
-from shardwise.planner.time.compute import host_factor
 from shardwise.planner.time.pieces import FORWARD
 from shardwise.planner.time.queues import COMPUTE, MARK, SEND, Instruction, Work
 from shardwise.planner.time.time_executor import TimeExecutor

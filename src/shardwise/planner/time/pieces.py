@@ -7,11 +7,13 @@ from shardwise.hardware import Device
 from shardwise.planner.job import Job
 from shardwise.planner.time.compute import num_recomputed, stream_seconds
 from shardwise.planner.time.queues import Work
-from shardwise.spec import ModelSpec
+from shardwise.spec import ROOT, ModelSpec
 from shardwise.spec.law import Line
 from shardwise.spec.step import AFTER_FORWARD, BEFORE_FORWARD, Stream
 
 FORWARD = (BEFORE_FORWARD, AFTER_FORWARD)
+
+PieceKey = tuple[int, bool, int, int, bool]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,16 +21,18 @@ class ComputePiece:
     """Operations that are computed in a row: a stream that holds any.
 
     `recomputed`: so many at its beginning are forward's once more. `num_units`: it stands for those of so many units.
+    `is_fused`: a compiler makes one kernel of several operations.
     """
 
     stream: Stream
     is_backward: bool
     recomputed: int
     num_units: int
+    is_fused: bool
 
     @property
-    def key(self) -> tuple[int, bool, int, int]:
-        return id(self.stream), self.is_backward, self.recomputed, self.num_units
+    def key(self) -> PieceKey:
+        return id(self.stream), self.is_backward, self.recomputed, self.num_units, self.is_fused
 
 
 def pieces_of(job: Job) -> list[ComputePiece]:
@@ -41,7 +45,9 @@ def pieces_of(job: Job) -> list[ComputePiece]:
             is_backward, recomputed = trigger not in FORWARD, 0
             if is_backward and unit in forwards and job.plan.recompute_of(unit) != "none":
                 recomputed = num_recomputed(forwards[unit], stream)
-            found.append(ComputePiece(stream, is_backward, recomputed, weights.get(unit, 1)))
+            # The root is not compiled, and aot_eager runs what it has captured as it is.
+            is_fused = job.plan.compile == "inductor" and unit != ROOT
+            found.append(ComputePiece(stream, is_backward, recomputed, weights.get(unit, 1), is_fused))
     return found
 
 
@@ -54,7 +60,7 @@ class Pieces:
     precision: str
     device: Device
     # Seconds of single streams, which other jobs of the model share.
-    seen: dict[tuple[int, bool, int, int], Work]
+    seen: dict[PieceKey, Work]
     _works: dict[int, list[Work]] = field(default_factory=dict)
     _flops: Line | None = None
 
@@ -65,7 +71,7 @@ class Pieces:
         return found
 
     def _work(self, piece: ComputePiece, batch: int) -> Work:
-        key = (id(piece.stream), piece.is_backward, piece.recomputed, batch)
+        key = (id(piece.stream), piece.is_backward, piece.recomputed, batch, piece.is_fused)
         if key not in self.seen:
             self.seen[key] = self._timed(piece, batch)
         return self.seen[key]
@@ -79,6 +85,7 @@ class Pieces:
             device=self.device,
             backward=piece.is_backward,
             recomputed=piece.recomputed,
+            fuses=piece.is_fused,
         )
         return seconds.launch, seconds.kernel, seconds.span
 
@@ -101,8 +108,8 @@ class Pieces:
 class _Known:
     """What is known of a model's computations in one precision on one device."""
 
-    pieces: dict[tuple[tuple[int, bool, int, int], ...], Pieces] = field(default_factory=dict)
-    seen: dict[tuple[int, bool, int, int], Work] = field(default_factory=dict)
+    pieces: dict[tuple[PieceKey, ...], Pieces] = field(default_factory=dict)
+    seen: dict[PieceKey, Work] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=64)

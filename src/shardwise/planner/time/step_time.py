@@ -3,30 +3,25 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from shardwise.hardware import Cluster, Device
+from shardwise.errors import UnknownName
+from shardwise.hardware import Cluster
+from shardwise.placement import SHARDED
 from shardwise.plan import Plan
 from shardwise.planner.fold import Short
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import job_of
-from shardwise.planner.overhead import GRAPH_LAUNCH_SECONDS, HOST_SLOWDOWN, SLOWDOWN
-from shardwise.planner.time.collective import can_link
+from shardwise.planner.overhead import FOREIGN_TENSOR_SECONDS, GRAPH_LAUNCH_SECONDS, HOST_SLOWDOWN, SLOWDOWN
+from shardwise.planner.time.collective import can_link, rings_of
 from shardwise.planner.time.compute import can_time
 from shardwise.planner.time.instructions import Schedule, schedule_of
 from shardwise.planner.time.pieces import Pieces, timed_pieces
 from shardwise.planner.time.queues import Queues, Work
+from shardwise.planner.time.straggler import straggler_share
 from shardwise.planner.traffic import sent_bytes
 from shardwise.span import Span
 from shardwise.spec import ModelSpec
 
-FITTED_DEVICES = ("h200", "h100-80gb", "a100-80gb")
-"""Kinds of device whose measurements the constants were fitted to."""
-
 _FAR_AHEAD = 1e6
-
-
-def time_band(device: Device) -> float:
-    """How far a prediction of time may be off: nine of ten rows of benchmarks/validate_time.py are within it."""
-    return 0.10 if device.name in FITTED_DEVICES else 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +34,7 @@ class TimeEstimate:
     exposed_comm_seconds      that the device stood still for communication
     comm_seconds              that the wire was busy
     cpu_seconds               that the CPU needed to issue the step
+    straggler_seconds         that ranks wait for the slowest node
     sent_bytes                that a rank sent
     """
 
@@ -49,6 +45,7 @@ class TimeEstimate:
     exposed_comm_seconds: float
     comm_seconds: float
     cpu_seconds: float
+    straggler_seconds: float
     sent_bytes: int
 
 
@@ -66,17 +63,21 @@ def why_not_timed(spec: ModelSpec, *, plan: Plan, cluster: Cluster) -> str | Non
 
 
 def estimate_time(
-    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str = "adamw", clips: bool = False
+    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str = "adamw", clips: bool = False, foreign: str = ""
 ) -> TimeEstimate | None:
     """The time of a step of `plan`, whose micro-batch is set; None where `why_not_timed` says why.
 
     `clips`: it also takes the norm of the gradients and scales them by it.
+    `foreign`: the engine that runs the same strategy, if it is neither ours nor torch's (FOREIGN_TENSOR_SECONDS).
     """
     assert plan.micro_batch is not None
     if why_not_timed(spec, plan=plan, cluster=cluster) is not None:
         return None
     prepared = _prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips)
-    queues, step_seconds, cpu_seconds = _steady(prepared, batch=plan.micro_batch)
+    queues, alone, cpu_seconds = _steady(prepared, batch=plan.micro_batch)
+    alone += _foreign_seconds(spec, plan=plan, foreign=foreign)
+    waited = alone * prepared.straggler_share
+    step_seconds = alone + waited
     samples = plan.micro_batch * plan.accumulate
     return TimeEstimate(
         step_seconds=step_seconds,
@@ -86,8 +87,18 @@ def estimate_time(
         exposed_comm_seconds=queues.exposed,
         comm_seconds=queues.sent,
         cpu_seconds=cpu_seconds,
+        straggler_seconds=waited,
         sent_bytes=prepared.sent_bytes,
     )
+
+
+def _foreign_seconds(spec: ModelSpec, *, plan: Plan, foreign: str) -> float:
+    if not foreign:
+        return 0.0
+    if foreign not in FOREIGN_TENSOR_SECONDS:
+        raise UnknownName.of("engine", foreign, known=FOREIGN_TENSOR_SECONDS)
+    num_tensors = sum(len(unit.params) for unit in spec.units)
+    return num_tensors * FOREIGN_TENSOR_SECONDS[foreign].get(plan.strategy, 0.0)
 
 
 def timeline(
@@ -122,6 +133,7 @@ class _Prepared:
     clips: bool
     schedule: Schedule
     pieces: Pieces
+    straggler_share: float
     sent_bytes: int
 
 
@@ -149,8 +161,15 @@ def _scheduled(job: Job, *, cluster: Cluster, optimizer: str, clips: bool) -> _P
         clips=clips,
         schedule=schedule_of(job, cluster=cluster, optimizer=optimizer, clips=clips),
         pieces=timed_pieces(job, device=cluster.device),
+        straggler_share=_straggler_share(job, cluster=cluster),
         sent_bytes=sent_bytes(job),
     )
+
+
+def _straggler_share(job: Job, *, cluster: Cluster) -> float:
+    assert job.plan.mesh is not None
+    gathers = any(placement.params is SHARDED for placement in job.placements.values())
+    return straggler_share(rings_of(job.plan.mesh, cluster=cluster), cluster=cluster, gathers=gathers)
 
 
 def _units_repeat(job: Job) -> bool:

@@ -72,7 +72,7 @@ def key_numbers(bench: Bench) -> PageSection | None:
         small(
             "Medians over blocks of steps in all runs, each run in fresh processes and in turn with the others. Peak: "
             "live bytes of the rank that held the most. Exposed: how much sooner a step is over with the wire cut. "
-            "First step: from the start of a process until it had taken one."
+            "First step: from the start of a process until it had taken one, with what it compiled."
         ),
         short="Key numbers",
     )

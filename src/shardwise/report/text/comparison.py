@@ -1,8 +1,10 @@
 """A bench as a table for the terminal, with its verdicts in words, and as Markdown."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardwise.bench.modes import without_mode
 from shardwise.bench.results import Bench, CaseResult
 from shardwise.categories import CATEGORIES
 from shardwise.placement import SHARDED, placement_of
@@ -31,7 +33,7 @@ def as_table(bench: Bench) -> "Table":
     """One row per case that ran; ranked only if all of them did the same training."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for number, column in enumerate(columns(bench)):
         table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number > 0, vertical="bottom")
     for index, case in enumerate(bench.cases):
@@ -72,6 +74,7 @@ def columns(bench: Bench) -> list[str]:
     """Heads in two lines, so that the table has room in 80 columns."""
     return [
         "",
+        "mode",
         ("samples" if bench.step_tokens is None else "tokens") + "\na second",
         "±",
         *(["×"] if bench.equivalence.agrees else []),
@@ -95,7 +98,9 @@ def row(bench: Bench, case: CaseResult) -> list[str]:
     assert base is not None
     exposed = case.exposed_seconds
     return [
-        case.name,
+        # The mode stands beside it.
+        replace(case, engine=without_mode(case.engine)).name,
+        case.mode,
         table_rate(rate),
         f"{off / seconds.median:.0%}",
         *([f"{base.median / seconds.median:.2f}"] if bench.equivalence.agrees else []),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardwise.categories import ACTIVATIONS, CATEGORIES, OTHER
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.scale import Scaled
-from shardwise.quantities import GIB, MIB, byte_unit, digits, fixed, step_seconds_text
+from shardwise.quantities import GIB, MIB, byte_unit, digits, fixed, step_seconds_text, table_rate
 from shardwise.report.text import category_bars
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def as_data(candidate: Candidate) -> dict[str, Any]:
         "seq": candidate.seq,
         "precision": plan.precision,
         "recompute": plan.recompute,
+        "compile": plan.compile,
         "fits": candidate.fits,
         "capacity_bytes": candidate.capacity_bytes,
         "peak_bytes": {
@@ -47,7 +48,9 @@ def as_data(candidate: Candidate) -> dict[str, Any]:
         "mfu": time.mfu if time else None,
         "comm_bytes_per_step": candidate.sent_bytes,
         "exposed_comm_seconds": time.exposed_comm_seconds if time else None,
-        "error_band": {"memory": candidate.memory_band, "time": candidate.time_band if time else None},
+        "straggler_seconds": time.straggler_seconds if time else None,
+        "error_band": {"memory": candidate.memory_band, "time": candidate.time_band.value if time else None},
+        "band_of_time_from": list(candidate.time_band.facts) if time else [],
         "measured": None,
     }
 
@@ -106,8 +109,9 @@ def scaling_table(rows: Sequence[Scaled]) -> "Table":
 
     has_tokens = any(row.candidate.seq is not None for row in rows)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    rate = "tokens/s" if has_tokens else "samples/s"
-    for column in ("devices", "best plan", "batch", GIB.name, "step s", rate, "efficiency", "comm"):
+    counted = "tokens" if has_tokens else "samples"
+    columns = ("devices", "best plan", "batch", f"{counted}/step", GIB.name, "step s", f"{counted}/s", "eff.", "comm")
+    for column in columns:
         table.add_column(column, justify="left" if column == "best plan" else "right", no_wrap=True)
     for row in rows:
         candidate, time = row.candidate, row.candidate.time
@@ -116,9 +120,10 @@ def scaling_table(rows: Sequence[Scaled]) -> "Table":
             f"{row.num_ranks:,}",
             _name(candidate),
             str(candidate.batch),
+            table_rate(row.global_batch * (candidate.seq or 1)),
             fixed(candidate.memory.device_bytes, unit=GIB),
             step_seconds_text(time.step_seconds),
-            digits(time.samples_per_s * (candidate.seq or 1)),
+            table_rate(time.samples_per_s * (candidate.seq or 1)),
             f"{row.efficiency:.0%}",
             f"{time.exposed_comm_seconds / time.step_seconds:.0%}",
         )
@@ -126,7 +131,16 @@ def scaling_table(rows: Sequence[Scaled]) -> "Table":
 
 
 def scaling_data(rows: Sequence[Scaled]) -> list[dict[str, Any]]:
-    return [{"num_ranks": row.num_ranks, "efficiency": row.efficiency, **as_data(row.candidate)} for row in rows]
+    return [
+        {
+            "num_ranks": row.num_ranks,
+            "efficiency": row.efficiency,
+            "global_batch": row.global_batch,
+            "global_batch_tokens": row.global_batch * row.candidate.seq if row.candidate.seq is not None else None,
+            **as_data(row.candidate),
+        }
+        for row in rows
+    ]
 
 
 def _verdict(candidate: Candidate) -> "Text":

@@ -383,3 +383,26 @@ def test_sparse_gradients_are_taken_dense() -> None:
     gradient = unit.flats[0].owned[0].parameter.grad
     assert gradient is not None
     assert gradient.view(5, 3).sum(1).tolist() == [0.0, 21.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "shard_grad_op", "fsdp"])
+def test_a_sharded_buffer_gives_its_memory_back_and_its_views_serve_the_next_step(strategy: str) -> None:
+    ranks = ranks_of(strategy)
+    (segment,) = ranks[0].bucket.segments
+    (flat,) = segment.flats
+    seen: list[Tensor] = []
+    for value in (1.0, 3.0):
+        for rank in ranks:
+            rank.backward(value)
+        assert segment.buffer is not None
+        seen.append(segment.views(flat)[0])
+        buffer = segment.buffer
+        reduce(ranks)
+        assert buffer.untyped_storage().nbytes() == 0
+        assert segment.buffer is None
+        assert ranks[0].all_values() == {value}
+        for rank in ranks:
+            for unit in rank.units:
+                for own in unit.flats:
+                    own.drop_grads(range(len(own.params)))
+    assert seen[0] is seen[1]

@@ -98,9 +98,10 @@ def test_offloaded_activations_take_less() -> None:
     assert away.breakdown_bytes["activations"] < here.breakdown_bytes["activations"] / 4
 
 
-def test_accumulation_holds_gradients_from_pass_to_pass() -> None:
-    spec = spec_for("gpt2-124m")
-    plain = Plan(precision="bf16", mesh=Mesh(shard=8))
+@pytest.mark.parametrize("engine", ["shardwise", "torch"])
+def test_accumulation_holds_gradients_from_pass_to_pass(engine: str) -> None:
+    spec = spec_for("gpt2-124m", Plan(precision="bf16", engine=engine))
+    plain = Plan(precision="bf16", mesh=Mesh(shard=8), engine=engine)
     kept = replace(plain, accumulate=4)
     reduced = replace(plain, accumulate=4, accumulate_reduced=True)
     rest = [
@@ -111,12 +112,24 @@ def test_accumulation_holds_gradients_from_pass_to_pass() -> None:
     assert rest[2] - rest[0] == pytest.approx(grads, rel=0.01)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_captured_step_holds_the_gradients_that_an_ordinary_one_is_compared_with(strategy: str) -> None:
+    spec = spec_for("gpt2-124m", Plan())
+    eager, captured = (
+        estimate(spec, plan=Plan(strategy=strategy, capture=capture), num_ranks=4, batch=2) for capture in ("off", "on")
+    )
+    owned = 4 * spec.num_params / (4 if strategy == "fsdp" else 1)
+    assert captured.allocated_bytes - eager.allocated_bytes == pytest.approx(owned, rel=0.01)
+    assert captured.breakdown_bytes["grads"] > eager.breakdown_bytes["grads"]
+    assert sum(captured.breakdown_bytes.values()) == captured.allocated_bytes
+
+
 def test_a_longer_sample_takes_more() -> None:
     short, long = (
         estimate(spec_for("llama-3.1-8b", seq=seq), plan=Plan(precision="bf16"), num_ranks=8, batch=1, quick=True)
-        for seq in (2048, 8192)
+        for seq in (4096, 8192)
     )
-    assert long.breakdown_bytes["activations"] == pytest.approx(4 * short.breakdown_bytes["activations"], rel=0.02)
+    assert long.breakdown_bytes["activations"] == pytest.approx(2 * short.breakdown_bytes["activations"], rel=0.02)
 
 
 def test_without_a_trace_there_are_states_and_nothing_else() -> None:
@@ -159,5 +172,6 @@ def test_ddp_reserves_no_buckets_for_frozen_parameters() -> None:
     spec = spec_for("gpt2-124m", plan)
     adapted = replace(spec, units=tuple(frozen(unit) if unit.name != "blocks.0" else unit for unit in spec.units))
     predicted = estimate(adapted, plan=plan, num_ranks=2, batch=1)
-    # A bucket's place for each of the frozen ones would add a quarter.
-    assert predicted.reserved_bytes < 1.1 * predicted.allocated_bytes
+    # A bucket's place for each of the frozen ones would add them all.
+    frozen_bytes = sum(4 * unit.num_params for unit in spec.units if unit.name != "blocks.0")
+    assert predicted.reserved_bytes - predicted.allocated_bytes < 0.8 * frozen_bytes

@@ -51,7 +51,7 @@ def test_within_the_band_the_simplest_is_taken(small: list[Candidate]) -> None:
 
 
 def test_what_does_not_fit_is_not_taken_however_fast() -> None:
-    found, choice = found_for("llama-3.1-8b", "8xh100-80gb", plan=Plan(precision="bf16", micro_batch=1))
+    found, choice = found_for("llama-2-13b", "8xh100-80gb", plan=Plan(precision="bf16", micro_batch=1))
     assert choice.index is not None
     best = found[choice.index]
     assert best.fits == "yes"

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 from planned_specs import spec_for
 
+from shardwise.errors import UnknownName
 from shardwise.hardware import cluster_of
 from shardwise.mesh import Mesh
 from shardwise.placement import STRATEGIES
@@ -209,3 +210,18 @@ def test_a_bf16_model_that_keeps_its_own_dtypes_is_timed_as_bf16() -> None:
     assert native is not None
     # There is no master to update besides; products take as long.
     assert 0.8 < native.step_seconds / timed(plan_of("ddp")).step_seconds <= 1.0
+
+
+def test_deepspeed_takes_longer_the_more_it_shards() -> None:
+    strategies = ("zero1", "zero2", "fsdp")
+    cluster = cluster_of("16xv100-32gb")
+    found = []
+    for strategy in strategies:
+        plan = Plan(strategy=strategy, precision="bf16", recompute="full", micro_batch=1)
+        one = estimate_time(SPEC, plan=plan, cluster=cluster, foreign="deepspeed")
+        assert one is not None
+        found.append(one.step_seconds)
+    assert found[0] * 1.05 < found[1]
+    assert found[1] * 1.5 < found[2]
+    with pytest.raises(UnknownName, match="deepspeed"):
+        estimate_time(SPEC, plan=plan, cluster=cluster, foreign="megatron")

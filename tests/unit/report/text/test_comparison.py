@@ -60,7 +60,7 @@ class TestTable:
     def test_a_row_a_case_that_ran_in_80_columns(self, bench: Bench) -> None:
         lines = lines_of(bench)
         rows = [line.split() for line in lines[2:]]
-        assert [case.name for case in bench.cases if case.ran] == [" ".join(words[: len(words) - 9]) for words in rows]
+        assert [case.name for case in bench.cases if case.ran] == [" ".join(words[: len(words) - 10]) for words in rows]
         assert max(map(len, lines)) <= 80
         assert not any("…" in line for line in lines)
 
@@ -70,17 +70,30 @@ class TestTable:
         words = lines_of(bench)[2].split()
         tokens = bench.tokens_per_s(first)
         assert tokens is not None
-        assert words[:5] == ["ddp", f"{tokens:,.0f}", "5%", "1.00", f"{first.step_seconds.median * 1000:.2f}"]
-        assert words[5] == "30%"
-        assert words[6] == f"{first.peak_bytes / 2**20:.2f}"
-        assert words[7] == "+0.0%"
+        assert words[:6] == ["ddp", "eager", f"{tokens:,.0f}", "5%", "1.00", f"{first.step_seconds.median * 1000:.2f}"]
+        assert words[6] == "30%"
+        assert words[7] == f"{first.peak_bytes / 2**20:.2f}"
+        assert words[8] == "+0.0%"
 
     def test_long_names_of_engines_still_fit(self, bench: Bench) -> None:
-        cases = [replace(case, engine="accelerate") for case in bench.cases if case.engine == "shardwise"]
+        ours = [case for case in bench.cases if case.engine == "shardwise"]
+        cases = [replace(case, engine=engine) for engine in ("accelerate", "megatron-fsdp-captured") for case in ours]
         lines = lines_of(replace(bench, cases=(*bench.cases, *cases), recommended=None))
         assert max(map(len, lines)) <= 80
         assert not any("…" in line for line in lines)
         assert any("accelerate" in line for line in lines)
+        assert any("megatron-fsdp" in line for line in lines)
+
+    def test_every_row_says_how_its_steps_were_run(self, bench: Bench) -> None:
+        engines = ("shardwise", "captured", "torch-captured", "torch-compiled")
+        cases = tuple(replace(bench.cases[0], engine=engine) for engine in engines)
+        rows = [line.split() for line in lines_of(replace(bench, cases=cases, recommended=None))[2:]]
+        assert [words[: len(words) - 9] for words in rows] == [
+            ["ddp", "eager"],
+            ["ddp", "captured"],
+            ["torch", "ddp", "captured"],
+            ["torch", "ddp", "compiled"],
+        ]
 
     def test_what_is_not_known_is_a_question_mark(self, bench: Bench) -> None:
         bare = replace(
@@ -136,6 +149,6 @@ def test_markdown_has_the_same_rows_and_reads_no_sign_as_markup(bench: Bench) ->
     spoilt = replace(bench.cases[-1], why_not="<script>| `x`")
     text = as_markdown(replace(bench, cases=(*bench.cases[:-1], spoilt)))
     table = text.split("\n\n")[0].splitlines()
-    assert {line.count("|") for line in table} == {11}
+    assert {line.count("|") for line in table} == {12}
     assert [line.split("|")[1].strip() for line in table[2:]] == [case.name for case in bench.cases if case.ran]
     assert "\\<script\\>\\| \\`x\\`" in text

@@ -3,7 +3,7 @@
 A gather fills one flat buffer, which is then copied out, parameter by parameter. In forward the flat buffer stays until
 the next unit's has come; in backward it goes at once. Gradients are copied into one buffer in the reduce dtype, which
 stays until the next unit's are there. Between the passes of a step they are kept whole, each by itself, in the reduce
-dtype. One rank gathers nothing.
+dtype; if every pass reduces, as slices. One rank gathers nothing.
 """
 
 from collections.abc import Mapping
@@ -29,6 +29,9 @@ class FullyShardMemory:
         self.changes: list[MemoryChange] = []
         self.ready: set[str] = set()
         self._members = {bucket.name: bucket.units for bucket in program.buckets}
+        plan = setting.plan
+        self._keeps_whole = plan.accumulate > 1 and not plan.accumulate_reduced
+        self._keeps_slices = plan.accumulate > 1 and plan.accumulate_reduced
         self._filled: set[str] = set()
         self._whole: set[str] = set()
         # The unit whose flat buffer forward has left.
@@ -71,13 +74,15 @@ class FullyShardMemory:
         return {"grads": sum(setting.weight(unit) * self._kept_grads(unit) for unit in setting.states)}
 
     def buffers_at_rest(self) -> list[int]:
-        if self.setting.plan.accumulate == 1:
-            return []
-        return [size for states in self.setting.states.values() for size in states.gradients]
+        states = self.setting.states
+        if self._keeps_whole:
+            return [size for unit in states for size in states[unit].gradients]
+        return [states[unit].grads for unit in states] if self._keeps_slices else []
 
     def _kept_grads(self, unit: str) -> int:
         """Gradients of earlier passes."""
-        return sum(self.setting.states[unit].gradients) if self.setting.plan.accumulate > 1 else 0
+        states = self.setting.states[unit]
+        return sum(states.gradients) if self._keeps_whole else states.grads if self._keeps_slices else 0
 
     # Parameters
 
@@ -140,7 +145,7 @@ class FullyShardMemory:
 
     def _take_grads(self, unit: str) -> None:
         kept, buffer = self._kept_grads(unit), Change("reduce", self.setting.states[unit].reduce)
-        if not kept:
+        if not self._keeps_whole:
             self.changes += (buffer, TakeGrads(unit=unit))
             return
         # Added to those of earlier passes, which go into the buffer.
@@ -151,7 +156,12 @@ class FullyShardMemory:
         for unit in self._members[bucket]:
             num_bytes = self.setting.states[unit].grads
             more = self.setting.left_out(unit) * num_bytes
-            self.changes += (Change("grads", num_bytes, stream=_REDUCE), Change("grads", more, is_beside=True))
+            self.changes.append(Change("grads", num_bytes, stream=_REDUCE))
+            if self._keeps_slices:
+                # Added to those of earlier passes, and let go.
+                self.changes.append(Change("grads", -num_bytes))
+            else:
+                self.changes.append(Change("grads", more, is_beside=True))
 
     def _wait_reduce(self, bucket: str) -> None:
         num_bytes = sum(self.setting.states[unit].reduce for unit in self._members[bucket])

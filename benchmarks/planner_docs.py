@@ -1,0 +1,214 @@
+"""Every number of docs/planner.md, predicted again: one command.
+
+    python benchmarks/planner_docs.py --published DIR [--only SECTION …]
+
+DIR holds the tables that others published; what was measured by us is in benchmarks/results. Between the two lines
+
+    <!-- section NAME -->
+    <!-- end of NAME -->
+
+of the page stands what this command writes; all else is left as it is.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import estimators
+import planner_speed
+import scaling_curves
+from memory_predictions import compare
+from published import MEASURED, measured, read
+from published_rows import LeftOut
+from validate_time import (
+    Checked,
+    check,
+    correlations,
+    inside,
+    misfits,
+    on_our_engine,
+    strategies,
+    summary,
+    table,
+    timed,
+)
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "planner.md"
+MEMORY = ROOT / "benchmarks" / "results" / "validate_memory_h200.json"
+EXAMPLE = ("llama-3.1-8b", "--cluster", "8xh100-80gb", "--recompute", "full")
+_SECTION = re.compile(r"(<!-- section (?P<name>[\w-]+) -->\n).*?(<!-- end of (?P=name) -->\n)", re.DOTALL)
+
+Found = tuple[list[Checked], list[LeftOut]]
+
+
+def fill(page: str, sections: dict[str, str]) -> str:
+    """The page with these sections; the others stay."""
+    known = {match["name"] for match in _SECTION.finditer(page)}
+    if unknown := sections.keys() - known:
+        raise SystemExit(f"{PAGE.name} has no section {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
+
+    def filled(match: re.Match[str]) -> str:
+        if match["name"] not in sections:
+            return match[0]
+        return f"{match[1]}{sections[match['name']].strip()}\n{match[3]}"
+
+    return _SECTION.sub(filled, page)
+
+
+@cache
+def predictions(folder: Path) -> Found:
+    published, left_out = read(folder)
+    return check([*measured(MEASURED), *published]), left_out
+
+
+# Sections
+
+
+def example(_: Path) -> str:
+    command = [sys.executable, "-m", "shardwise", "plan", *EXAMPLE]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, env=_plain_environment()).stdout
+    lines = [line.rstrip() for line in out.splitlines()]
+    return "\n".join(["```", f"$ shardwise plan {' '.join(EXAMPLE)}", *lines, "```"])
+
+
+def _plain_environment() -> dict[str, str]:
+    return os.environ | {"COLUMNS": "80", "NO_COLOR": "1"}
+
+
+def memory(_: Path) -> str:
+    rows = compare(json.loads(MEMORY.read_text())["rows"])
+    lines = ["| error of | ours: median, worst | torch's: median, worst |", "|---|---|---|"]
+    for total in ("allocated", "reserved", "device"):
+        cells = []
+        for engine in ("shardwise", "torch"):
+            errors = [abs(row["errors"][total]) for row in rows if row["engine"] == engine and total in row["errors"]]
+            cells.append(f"{statistics.median(errors):.2%}, {max(errors):.1%}")
+        lines.append(f"| {total} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def time(folder: Path) -> str:
+    found, _ = predictions(folder)
+    ranks = "; ".join(f"{name}: {value:.3f}" for name, value in correlations(found).items())
+    return "\n".join(
+        [
+            *table(found),
+            "",
+            *summary(found),
+            "",
+            f"Rank correlation, of tables with ten rows or more: {ranks}. Pairs of strategies that differ by more than "
+            f"5% on the same training: {strategies(found)} in the right order.",
+        ]
+    )
+
+
+def peaks(folder: Path) -> str:
+    found, _ = predictions(folder)
+    lines = ["| training | published GB | predicted GB | error |", "|---|---|---|---|"]
+    for one in found:
+        if one.row.peak_bytes is not None:
+            model = one.row.model.rpartition(":")[2].replace("_", "-")
+            told = f"{one.row.peak_bytes / 1e9:.1f} | {one.candidate.memory.allocated_bytes / 1e9:.1f}"
+            size = f"{one.row.plan.micro_batch} samples"
+            lines.append(f"| {one.row.table}: {model}, {size} | {told} | {one.memory_error:+.1%} |")
+    wrong = list(misfits(found))
+    ran, not_ran = (sum(one.row.ran == did for one in found) for did in (True, False))
+    told = "; ".join(wrong) if wrong else "none is said to be otherwise"
+    count, also_wrong = on_our_engine(found)
+    ours = "; ".join(also_wrong) if also_wrong else "all are said to fit"
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{ran} rows ran and {not_ran} ran out of memory: {told}. The {count} trainings under FSDP, planned with "
+            f"our engine instead: {ours}.",
+        ]
+    )
+
+
+def curves(_: Path) -> str:
+    return "\n".join(scaling_curves.table())
+
+
+def left_out(folder: Path) -> str:
+    _, rows = predictions(folder)
+    counts = Counter((row.table, row.reason) for row in rows)
+    lines = ["| table | rows | why not |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {count} | {reason} |" for (name, reason), count in counts.items())])
+
+
+def goals(folder: Path) -> str:
+    """What was aimed at, and what came of it."""
+    found, _ = predictions(folder)
+    return "\n".join(["| goal | reached | met |", "|---|---|---|", *_goals(found)])
+
+
+def _goals(found: Sequence[Checked]) -> Iterator[str]:
+    rows = timed(found)
+    held = [one for one in rows if one.row.is_held_out]
+    median = statistics.median(abs(one.error) for one in rows)
+    yield _goal("median error of all rows at most 8%", f"{median:.1%}", median <= 0.08)
+    share = sum(one.is_inside for one in held) / len(held)
+    yield _goal("85% of the held-out rows inside their band", inside(held), share >= 0.85)
+    band = statistics.median(one.band for one in held)
+    yield _goal("median band of the held-out rows at most 12%", f"{band:.1%}", band <= 0.12)
+    ranks = correlations(found)
+    least = min(ranks, key=lambda name: ranks[name])
+    yield _goal(
+        "rank correlation at least 0.97 in each table of ten rows or more",
+        f"{sum(value >= 0.97 for value in ranks.values())} of {len(ranks)}; least {ranks[least]:.3f} ({least})",
+        ranks[least] >= 0.97,
+    )
+    far = max(abs(curve.predicted() - curve.published) for curve in scaling_curves.CURVES)
+    yield _goal("scaling curves within 3 points at their far end", f"{100 * far:.1f}", far <= 0.03)
+    wrong = len(list(misfits(found)))
+    yield _goal("nothing that ran is said not to fit, and the other way round", f"{wrong} are", wrong == 0)
+
+
+def _goal(what: str, reached: str, is_met: bool) -> str:
+    return f"| {what} | {reached} | {'yes' if is_met else '**no**'} |"
+
+
+def compared(_: Path) -> str:
+    return "\n".join(estimators.table(estimators.chosen_rows(MEMORY)))
+
+
+def speed(_: Path) -> str:
+    return "\n".join(["```", *planner_speed.lines(), "```"])
+
+
+SECTIONS: dict[str, Callable[[Path], str]] = {
+    "example": example,
+    "memory": memory,
+    "time": time,
+    "peaks": peaks,
+    "curves": curves,
+    "left-out": left_out,
+    "goals": goals,
+    "compared": compared,
+    "speed": speed,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--published", type=Path, required=True, help="the folder of published tables")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="leave the others")
+    arguments = parser.parse_args()
+    for name in arguments.only:
+        text = SECTIONS[name](arguments.published)
+        PAGE.write_text(fill(PAGE.read_text(), {name: text}))
+        print(f"{name}: {len(text.splitlines())} lines", flush=True)
+
+
+if __name__ == "__main__":
+    main()

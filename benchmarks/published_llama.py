@@ -1,0 +1,220 @@
+"""Published trainings of Llama: with FSDP (IBM, torchtitan), with adapters (litgpt, NeMo Automodel), torchtune's."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from published_rows import LeftOut, Row, cluster_text, csv_rows, own_model
+
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan
+
+GIB = 2**30
+GB = 1e9
+
+_KINDS = {"A100 80GB": "a100-80gb", "H100 80GB": "h100-80gb"}
+_MODELS = {
+    "Llama 3 8B": "llama-3.1-8b",
+    "Llama 3 70B": "llama-3.1-70b",
+    "Llama 2 13B": "llama-2-13b",
+    "Llama 2 70B": "llama-2-70b",
+    "Llama2 7b": "llama-2-7b",
+    "Llama2 13b": "llama-2-13b",
+    "Llama2 34b": own_model("llama_2_34b"),
+    "Llama2 70b": "llama-2-70b",
+}
+# Gb/s of a node, as the rows have it → links.
+_FABRICS = {"400": "roce-4x100", "800": "roce-8x100"}
+_EVERY_SECOND = {"blocks.*[13579]": "full"}
+# How IBM's `selective` is taken, by the model: as few blocks as let it fit.
+_SELECTIVE = {
+    "Llama2 13b": {"blocks.*[05]": "full"},
+    "Llama2 34b": _EVERY_SECOND,
+    "Llama2 70b": {"blocks.*[!05]": "full"},
+}
+
+
+def ibm_and_torchtitan(path: Path) -> Iterator[Row | LeftOut]:
+    """fully_shard, whatever their own FSDP was.
+
+    IBM: reduces in bf16; HSDP shards within a node; `selective` recomputes some blocks, nobody says how many: as few as
+    let it fit. torchtitan: `selective layer` recomputes every second block; `selective op` recomputes all but
+    attention and every second matrix product, which is taken for a plan that keeps all products of every second block.
+    Its nodes are taken to have 8 × 200 Gb/s, which nobody says either.
+    """
+    for row in csv_rows(path):
+        name = f"{row['model']}, {row['num_gpus']} x {row['gpu']}, {row['checkpoint'] or 'as needed'}"
+        if row["outcome"] == "ok" and not row["tokens_per_s_per_gpu"]:
+            yield LeftOut(table=row["set"], what=name, reason="no throughput is given")
+            continue
+        if row["set"] == "ibm" and row["source"].split()[-2] not in _FABRICS:
+            yield LeftOut(table=row["set"], what=name, reason="what links the nodes is not given")
+            continue
+        yield _whole_llama(row)
+
+
+def _whole_llama(row: dict[str, str]) -> Row:
+    is_ibm, num_gpus, seq = row["set"] == "ibm", int(row["num_gpus"]), int(row["seq"])
+    fabric = _FABRICS[row["source"].split()[-2]] if is_ibm else "roce-8x200"
+    how: dict[str, Any] = {
+        "full": {"recompute": "full"},
+        "selective layer": {"recompute_overrides": _EVERY_SECOND},
+        "selective op": {"recompute": "selective", "recompute_overrides": _EVERY_SECOND},
+        "selective": {"recompute_overrides": _SELECTIVE.get(row["model"], {})},
+        "none": {},
+    }[row["checkpoint"]]
+    plan = Plan(
+        strategy="fsdp",
+        engine="torch",
+        precision="bf16",
+        reduce_dtype="bf16" if is_ibm else "fp32",
+        mesh=Mesh(replicate=num_gpus // 8, shard=8) if row["strategy"] == "HSDP" else None,
+        micro_batch=int(row["micro_batch"]),
+        compile="inductor" if row["compile"] == "True" else "none",
+        **how,
+    )
+    ran = row["outcome"] == "ok"
+    model = _MODELS[row["model"]]
+    return Row(
+        table=f"Llama, {'IBM' if is_ibm else 'torchtitan'}",
+        model=model,
+        cluster=cluster_text(_KINDS[row["gpu"]], num_gpus=num_gpus, fabric=fabric),
+        plan=plan,
+        length=None if model.startswith("python:") else seq,
+        optimizer="adamw",
+        per_s=float(row["tokens_per_s_per_gpu"]) * num_gpus / seq if ran else None,
+        software="2024",
+        is_compiled=row["compile"] == "True",
+        ran=ran,
+    )
+
+
+def adapters(path: Path) -> Iterator[Row | LeftOut]:
+    """Low-rank adapters on a frozen Llama in bf16: litgpt's peaks (its longest sample counts) and Automodel's speed."""
+    for row in csv_rows(path):
+        name = (
+            f"{row['model']}, {row['gpus']} x {row['gpu']}, {row['precision']}, {row['micro_batch']}: {row['metric']}"
+        )
+        if row["source"].startswith("Lightning-AI/litgpt"):
+            reason = _why_not_litgpt(row)
+            yield LeftOut(table="litgpt", what=name, reason=reason) if reason else _litgpt(row)
+        elif row["source"].startswith("NVIDIA-NeMo/Automodel"):
+            reason = _why_not_automodel(row)
+            yield LeftOut(table="Automodel", what=name, reason=reason) if reason else _automodel(row)
+        elif row["source"].startswith("NVIDIA-NeMo/Megatron-Bridge"):
+            yield LeftOut(table="Megatron-Bridge", what=name, reason="fp8")
+
+
+def _why_not_litgpt(row: dict[str, str]) -> str:
+    if "bnb" in row["precision"]:
+        return "quantised weights"
+    if not row["model"].startswith("Llama"):
+        return "an architecture that neither the catalogue nor published_models.py has"
+    if row["gpus"] != "1":
+        return "a peak of more than the whole model on each GPU: its FSDP had not sharded it yet, or not all of it"
+    if row["metric"] != "peak_memory":
+        return "the lengths of its samples vary, and only the longest is given"
+    return ""
+
+
+def _litgpt(row: dict[str, str]) -> Row:
+    size = row["model"].split()[2].lower()
+    return Row(
+        table="Llama LoRA, litgpt",
+        model=own_model(f"llama_2_{size}_lora"),
+        cluster="1xa100-40gb",
+        plan=Plan(
+            strategy="ddp",
+            engine="torch",
+            precision="native",
+            micro_batch=int(row["micro_batch"]),
+        ),
+        optimizer="adamw",
+        per_s=None,
+        software="2023",
+        peak_bytes=float(row["value"]) * GB,
+    )
+
+
+def _why_not_automodel(row: dict[str, str]) -> str:
+    for word, reason in (("tp", "tensor-parallel"), ("cp", "context-parallel")):
+        if word in row["mesh"].split():
+            return reason
+    return "the same row as tokens per second" if row["metric"] == "step_time" else ""
+
+
+def _automodel(row: dict[str, str]) -> Row:
+    model = own_model("qwen_25_7b_lora" if row["model"].startswith("Qwen") else "llama_31_8b_lora")
+    passes = re.search(r"GA (\d+)", row["notes"])
+    assert passes is not None
+    return Row(
+        table="LoRA, Automodel",
+        model=model,
+        cluster="1xh100-80gb",
+        plan=Plan(
+            strategy="ddp",
+            engine="torch",
+            precision="native",
+            micro_batch=int(row["micro_batch"]),
+            accumulate=int(passes[1]),
+        ),
+        optimizer="adamw",
+        per_s=float(row["value"]) / int(row["seq"]),
+    )
+
+
+# torchtune's table adds one flag after another; these are the last of the rows that are expressed.
+_FLAGS = ("+ packed", "+ compile", "+ activation checkpointing")
+
+
+def torchtune(path: Path) -> Iterator[Row | LeftOut]:
+    """Llama 3.2 3B whole in bf16 on one A100-80GB. Chunked cross-entropy counts as the usual one."""
+    found: dict[str, dict[str, str]] = {}
+    for row in csv_rows(path):
+        if not row["source"].startswith("meta-pytorch/torchtune"):
+            continue
+        flag = row["strategy"].removeprefix("single device: ")
+        reason = _why_not_torchtune(row, flag)
+        if reason:
+            what = f"{row['model']}, {row['gpus']} x {row['gpu']}, {row['strategy']}: {row['metric']}"
+            yield LeftOut(table="torchtune", what=what, reason=reason)
+        else:
+            found.setdefault(flag, {})[row["metric"]] = row["value"]
+    for flag, values in found.items():
+        yield Row(
+            table="Llama 3B, torchtune",
+            model=own_model("llama_32_3b"),
+            cluster="1xa100-80gb",
+            plan=Plan(
+                strategy="ddp",
+                engine="torch",
+                precision="native",
+                recompute="full" if "checkpointing" in flag else "none",
+                micro_batch=2,
+                compile="none" if flag == "+ packed" else "inductor",
+            ),
+            optimizer="adamw",
+            per_s=float(values["throughput"]) / 4096,
+            # Chunked cross-entropy takes less.
+            peak_bytes=float(values["peak_active"]) * GIB if flag == "+ packed" else None,
+            is_compiled=flag != "+ packed",
+            software="2024",
+        )
+
+
+def _why_not_torchtune(row: dict[str, str], flag: str) -> str:
+    if "Optimization flags" not in row["source"]:
+        return "its optimizer, and whether it recomputes, are the recipe's, and not given"
+    if flag in _FLAGS:
+        return ""
+    reasons = {
+        "baseline": "not packed: the lengths of its samples vary",
+        "+ chunked": "chunked cross-entropy alone",
+        "+ optimizer": "the optimizer steps in backward",
+        "+ activation offloading": "the optimizer steps in backward",
+        "+ 8-bit": "8-bit AdamW",
+        "LoRA": "whether it recomputes is not given",
+        "QLoRA": "quantised weights",
+    }
+    return next(reason for start, reason in reasons.items() if flag.startswith(start))

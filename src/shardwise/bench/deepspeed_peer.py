@@ -1,0 +1,61 @@
+"""The same training by DeepSpeed, in its own way: `deepspeed.initialize`, with ZeRO at the stage of the strategy."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.bench.contestants import STAGES
+from shardwise.bench.peer_setup import make_real, told_of_the_group
+from shardwise.train.batches import to_device
+from shardwise.train.config import TrainConfig
+from shardwise.train.loop import Training, Update
+
+
+def by_deepspeed(
+    model: nn.Module, optimizer: Optimizer, *, config: TrainConfig, device: torch.device
+) -> tuple[nn.Module, Optimizer, Update]:
+    """Its engine takes the place of the model; the optimizer is the one that it steps."""
+    import deepspeed
+
+    make_real(model, optimizer, plan=config.plan, device=device)
+    with told_of_the_group(device):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(config))
+
+    def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -> tuple[Tensor, Tensor | None]:
+        total = torch.zeros((), device=training.device)
+        for weight, batch in zip(weights, batches, strict=True):
+            loss = training.task.loss(training.model, to_device(batch, training.device)) * weight
+            # The weight has divided by the number of passes already.
+            engine.backward(loss, scale_wrt_gas=False)
+            # Steps after the last pass alone.
+            engine.step()
+            total += loss.detach()
+        norm = engine.get_global_grad_norm()
+        return total, None if norm is None else torch.as_tensor(norm, device=training.device)
+
+    return engine, optimizer, update
+
+
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """DeepSpeed's own configuration of the same plan."""
+    plan = config.plan
+    return {
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulate,
+        "gradient_clipping": config.train.clip_norm,
+        "bf16": {"enabled": plan.precision == "bf16"},
+        "communication_data_type": plan.reduce_dtype,
+        "zero_optimization": {
+            "stage": STAGES[plan.strategy],
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": plan.bucket_bytes // 4,
+        },
+        # Any elementwise optimizer will do.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+    }

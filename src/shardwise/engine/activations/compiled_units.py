@@ -1,0 +1,35 @@
+"""Units that torch.compile compiles, for both engines.
+
+Each unit's own forward is compiled, and its hooks are not: what gathers, casts and reduces stays outside, and units of
+one class share their compiled code.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from shardwise.engine.activations.recompute import replace_forward
+from shardwise.errors import InvalidModel
+from shardwise.plan import Plan
+from shardwise.spec import ROOT
+
+
+def check_compile(units: Mapping[str, object], *, plan: Plan) -> None:
+    """Refuse a plan that compiles units where there is none but the root, in which everything else happens."""
+    if plan.compile != "none" and not any(name != ROOT for name in units):
+        raise InvalidModel(
+            f"compile = {plan.compile!r}: the model is one unit (units = {plan.units!r}), and only units inside it "
+            "are compiled"
+        )
+
+
+def compile_units(modules: Mapping[str, nn.Module], *, plan: Plan) -> list[Callable[[], None]]:
+    """Compile each unit but the root, in place, as the plan says; returns what undoes it."""
+    if plan.compile == "none":
+        return []
+    return [
+        replace_forward(module, torch.compile(module.forward, backend=plan.compile))
+        for name, module in modules.items()
+        if name != ROOT
+    ]

@@ -1,0 +1,76 @@
+"""A plan that ran out of memory → the smallest change of it that fits on the same devices. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+
+from shardwise.engine_limits import LIMITS, strategies_of
+from shardwise.hardware import Cluster
+from shardwise.plan import Plan
+from shardwise.planner.search.candidates import Candidate, SpecFor, cost
+
+# What a plan that has failed although it should fit must at least be undercut by.
+_LESS = 0.9
+
+
+def nearest_fit(
+    spec_for: SpecFor, *, plan: Plan, cluster: Cluster, optimizer: str
+) -> tuple[Candidate, Candidate | None]:
+    """(The plan itself, the first plan of `changes` that fits; None if none does).
+
+    A plan that should have fitted has shown that less memory is free than the device has. Then what fits is what needs
+    a tenth less.
+    """
+    this = cost(spec_for(plan), plan=plan, cluster=cluster, optimizer=optimizer)
+    most = _LESS * this.memory.device_bytes if this.fits in ("yes", "unknown") else inf
+    for changed in changes(plan):
+        if LIMITS[plan.engine].why_not(changed) is not None:
+            continue
+        found = cost(spec_for(changed), plan=changed, cluster=cluster, optimizer=optimizer)
+        if found.fits in ("yes", "unknown") and found.memory.device_bytes <= most:
+            return this, found
+    return this, None
+
+
+def changes(plan: Plan) -> Iterator[Plan]:
+    """Plans that need less memory: those with one changed setting first, and those first that keep all results.
+
+    A smaller micro-batch is made up for by more passes, so that a step sees as many samples.
+    """
+    every = strategies_of(plan.engine)
+    sharded = [replace(plan, strategy=name) for name in every[every.index(plan.strategy) + 1 :]]
+    yield from (*sharded, *_recomputed(plan), *_smaller(plan))
+    most_sharded = [plan, *sharded][-1]
+    least = [most_sharded, *_recomputed(most_sharded)][-1]
+    yield from (more for one in sharded for more in _recomputed(one))
+    yield from (*_smaller(most_sharded), *_smaller(least))
+    largest_to_least = (plan, most_sharded, least, *_smaller(least))
+    if not any(setting.key == "offload_states" for setting in LIMITS[plan.engine].settings):
+        yield from (replace(one, offload_activations=True) for one in largest_to_least)
+        yield from (replace(one, offload_states=True) for one in largest_to_least if not one.captures)
+    if plan.precision == "fp32":
+        yield from (replace(one, precision="bf16") for one in largest_to_least)
+
+
+def _recomputed(plan: Plan) -> list[Plan]:
+    """The ways of recomputing that keep less."""
+    ways = ("none", "selective", "full")
+    return [replace(plan, recompute=way) for way in ways[ways.index(plan.recompute) + 1 :]]
+
+
+def _smaller(plan: Plan) -> list[Plan]:
+    """A half, a quarter … of the micro-batch, down to 1; then the same with each pass's gradients reduced at once."""
+    assert plan.micro_batch is not None
+    halves = [2**power for power in range(1, plan.micro_batch.bit_length())]
+    smaller = [
+        replace(plan, micro_batch=plan.micro_batch // times, accumulate=plan.accumulate * times)
+        for times in dict.fromkeys((*halves, plan.micro_batch))
+        if times > 1 and plan.micro_batch % times == 0
+    ]
+    return [*smaller, *(replace(one, accumulate_reduced=True) for one in smaller if not plan.accumulate_reduced)]
+
+
+def changed_settings(plan: Plan, *, of: Plan) -> dict[str, object]:
+    """Key → new value, as a config has them under [plan]."""
+    before, after = of.to_dict(), plan.to_dict()
+    return {name: value for name, value in after.items() if before.get(name) != value}

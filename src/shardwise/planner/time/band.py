@@ -1,0 +1,87 @@
+"""How far a prediction of time may be off, from what is known of the case. No torch here.
+
+Each part is what nine of ten rows of that kind were within, beyond the parts before it, on the rows that constants were
+fitted to (benchmarks/validate_time.py --published DIR prints how many of the held-out rows are inside). Parts are
+independent of each other: the band is the root of the sum of their squares.
+"""
+
+from dataclasses import dataclass
+from math import hypot
+
+from shardwise.hardware import Cluster
+from shardwise.hardware.borrowed import USUAL
+from shardwise.hardware.calibration import shipped_calibration
+from shardwise.hardware.device import device_of
+from shardwise.plan import Plan
+
+CALIBRATED = "kernels calibrated"
+BORROWED = "kernels of an H200 on the same architecture"
+BORROWED_FAR = "kernels of an H200 on another architecture"
+BORROWED_NEW = "kernels of an H200 on a kind of device that was never checked"
+NODES = "across nodes"
+COMPILED = "compiled"
+HOST_MEASURED = "bound by the host"
+HOST = "bound by a host that was not measured"
+FOREIGN = "an engine of which only the extra time is modelled"
+
+PARTS = {
+    CALIBRATED: 0.06,
+    BORROWED: 0.07,
+    BORROWED_FAR: 0.11,
+    BORROWED_NEW: 0.2,
+    NODES: 0.08,
+    COMPILED: 0.06,
+    HOST_MEASURED: 0.08,
+    HOST: 0.35,
+    FOREIGN: 0.2,
+}
+"""Fact → share of the time. Those of a host, and of engines, are wide: hosts differ by a factor of two."""
+
+CHECKED = ("h200", "h100-80gb", "a100-40gb", "a100-80gb", "v100-32gb")
+"""Kinds of device of which there were enough rows to fit constants to, or to check them."""
+
+_HOST_BOUND = 0.9
+"""Where the CPU takes this share of a step, a slower one would bound it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeBand:
+    """`facts`: what it follows from, the widest part first."""
+
+    facts: tuple[str, ...]
+
+    @property
+    def value(self) -> float:
+        return hypot(*(PARTS[fact] for fact in self.facts))
+
+    def __str__(self) -> str:
+        return f"± {self.value:.0%} ({', '.join(self.facts)})"
+
+
+def time_band(*, plan: Plan, cluster: Cluster, host_share: float, foreign: str = "") -> TimeBand:
+    """The band of a plan on a cluster.
+
+    host_share   of the step, what the CPU needs to issue it
+    foreign      the engine that runs it, if it is neither ours nor torch's
+    """
+    facts = [_kernels(cluster)]
+    if cluster.num_nodes > 1:
+        facts.append(NODES)
+    if plan.compile == "inductor":
+        facts.append(COMPILED)
+    if host_share > _HOST_BOUND and cluster.device.name != "cpu":
+        # Probed, or with a calibration in the user's own file, which was measured on the user's own host.
+        is_known = cluster.device.host is not None or cluster.device.calibration is not None
+        facts.append(HOST_MEASURED if is_known else HOST)
+    if foreign:
+        facts.append(FOREIGN)
+    return TimeBand(tuple(sorted(facts, key=lambda fact: -PARTS[fact])))
+
+
+def _kernels(cluster: Cluster) -> str:
+    device = cluster.device
+    if device.calibration is not None or shipped_calibration(device.name) is not None:
+        return CALIBRATED
+    if device.name not in CHECKED:
+        return BORROWED_NEW
+    return BORROWED if device.architecture == device_of(USUAL).architecture else BORROWED_FAR

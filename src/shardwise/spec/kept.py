@@ -1,0 +1,80 @@
+"""Specs of models that were traced before, kept in the user's cache folder.
+
+A spec is kept under all that it follows from: what was asked (reference, sizes, kernels, ways), the model's config, and
+the source of whatever makes and traces it. Sources count by version and by the size and time of every file, so that an
+edit in place is another key. That is sound for models of this package and of installed libraries; a `python:FILE.py`
+may depend on anything that its code reads, and is traced each time.
+"""
+
+import json
+import platform
+from collections.abc import Collection
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from shardwise.cache_folder import cached_text, keep_text
+from shardwise.errors import InvalidData
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.store import decode_text, encode_text
+
+_KIND = "specs"
+# Kind of reference → the libraries that its models come from.
+_LIBRARIES = {
+    "hf": ("transformers", "tokenizers", "accelerate", "kernels", "numpy"),
+    "timm": ("timm", "torchvision", "numpy"),
+    "torchvision": ("torchvision", "numpy"),
+}
+# Of which every file counts; torch's are tens of thousands, and nobody edits them in place.
+_BY_FILE = ("shardwise", "transformers", "timm", "torchvision")
+
+
+def spec_key(
+    reference: str, *, seq: int | None, image: int | None, kernels: str, ways: Collection[tuple[str, str]]
+) -> str | None:
+    """What the spec of a MODEL follows from; None where that cannot be known."""
+    kind, colon, name = reference.partition(":")
+    if colon and kind not in _LIBRARIES:
+        return None
+    config = _text(Path(name, "config.json")) if kind == "hf" and colon else ""
+    if config is None:
+        return None
+    packages = ("shardwise", "torch", *(_LIBRARIES[kind] if colon else ()))
+    asked = [reference, seq, image, kernels, sorted(ways), config]
+    return json.dumps([asked, platform.python_version(), platform.machine(), *map(_fingerprint, packages)])
+
+
+def kept_spec(key: str | None) -> ModelSpec | None:
+    """The spec that was kept under `key`, if there is one that can be read."""
+    text = cached_text(_KIND, key) if key is not None else None
+    try:
+        return decode_text(text, where=_KIND) if text is not None else None
+    except InvalidData:
+        return None
+
+
+def keep_spec(key: str | None, spec: ModelSpec) -> None:
+    """Keep it under `key`."""
+    if key is not None:
+        keep_text(_KIND, key, encode_text(spec))
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+
+
+def _fingerprint(package: str) -> list[object]:
+    """Its version, and where it counts all of its files: path, size and time of change. Nothing is imported."""
+    try:
+        found: list[object] = [package, version(package)]
+    except PackageNotFoundError:
+        found = [package, ""]
+    place = find_spec(package) if package in _BY_FILE else None
+    for folder in (place.submodule_search_locations or ()) if place is not None else ():
+        for path in sorted(Path(folder).rglob("*.py")):
+            status = path.stat()
+            found.append((str(path), status.st_size, status.st_mtime_ns))
+    return found

@@ -1,0 +1,86 @@
+"""What to change of a plan that ran out of memory: the least that fits."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shardwise.plan import Plan
+from shardwise.planner.search.nearest import changed_settings, changes
+from shardwise.train.config import TrainConfig
+from shardwise.train.what_fits import FullDevice, what_fits
+
+GIB = 2**30
+
+
+def told(model: str, *, capacity: float | None, num_ranks: int = 8, **plan: Any) -> Iterator[str]:
+    config = TrainConfig.from_dict(
+        {
+            "task": {"model": model},
+            "plan": {"precision": "bf16", **plan},
+            "train": {"steps": 1},
+            "run": {"folder": "nowhere"},
+        }
+    )
+    room = None if capacity is None else round(capacity * GIB)
+    return what_fits(
+        config, full=FullDevice(kind="cuda", title="NVIDIA H200", capacity_bytes=room, num_ranks=num_ranks)
+    )
+
+
+@pytest.mark.parametrize(
+    ("capacity", "plan", "change"),
+    [
+        # States are what is too large: shard them.
+        (16, {"strategy": "ddp", "micro_batch": 1}, 'plan.strategy = "zero1"'),
+        # They are sharded already, so it is the activations.
+        (40, {"strategy": "fsdp", "micro_batch": 16}, 'plan.recompute = "full"'),
+        # They are recomputed already: a smaller micro-batch, and more passes, so that a step is the same.
+        (
+            24,
+            {"strategy": "fsdp", "micro_batch": 32, "recompute": "full"},
+            "plan.micro_batch = 16, plan.accumulate = 2",
+        ),
+    ],
+)
+def test_the_smallest_change_that_fits_is_told_as_keys_of_the_config(
+    capacity: float, plan: dict[str, Any], change: str
+) -> None:
+    predicted, fits = told("gpt-1.3b", capacity=capacity, **plan)
+    assert f" of {capacity:.1f} GiB per rank: does not fit (params " in predicted
+    assert fits.startswith(f"fits: {change} (")
+    assert float(fits.split("(")[1].split()[0]) < capacity
+
+
+def test_a_plan_that_should_have_fitted_is_said_to_and_one_that_needs_less_is_named() -> None:
+    predicted, fits = told("gpt-1.3b", capacity=139, strategy="fsdp", micro_batch=16)
+    assert "should fit, so less was free than the device has" in predicted
+    assert fits.startswith("fits: plan.")
+
+
+def test_where_no_plan_fits_that_is_said() -> None:
+    _, fits = told("llama-3.1-8b", capacity=8, num_ranks=1, strategy="ddp", micro_batch=1)
+    assert fits.startswith("fits: no change of [plan] on 1 devices")
+
+
+def test_where_the_size_of_the_device_is_not_known_less_is_named() -> None:
+    _, fits = told("gpt2-124m", capacity=None, strategy="ddp", micro_batch=2)
+    assert fits.startswith("needs less: plan.")
+
+
+def test_changes_keep_the_samples_of_a_step_and_begin_with_single_settings() -> None:
+    plan = Plan(strategy="zero1", micro_batch=6, accumulate=2)
+    found = list(changes(plan))
+    assert all(one.micro_batch * one.accumulate == 12 for one in found)
+    sizes = [len(changed_settings(one, of=plan).keys() - {"accumulate", "accumulate_reduced"}) for one in found]
+    assert all(1 <= size <= 5 for size in sizes)
+    firsts = sizes[: next(index for index, size in enumerate(sizes) if size > 1)]
+    assert len(firsts) == 3 + 2 + 4
+    assert {"offload_states", "precision"} <= {name for one in found for name in changed_settings(one, of=plan)}
+
+
+def test_an_engine_is_not_told_to_do_what_it_cannot() -> None:
+    found = list(changes(Plan(strategy="ddp", micro_batch=2, engine="torch")))
+    assert found
+    assert not any(one.offload_states or one.offload_activations for one in found)
+    assert {one.strategy for one in found} <= {"ddp", "shard_grad_op", "fsdp"}

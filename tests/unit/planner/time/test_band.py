@@ -1,0 +1,58 @@
+"""The band of a prediction follows from what is known of the case."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.hardware import cluster_of
+from shardwise.hardware.calibration import shipped_calibration
+from shardwise.plan import Plan
+from shardwise.planner.time.band import TimeBand, time_band
+
+PLAN = Plan()
+
+
+def band(cluster: str, *, plan: Plan = PLAN, host_share: float = 0.1, foreign: str = "") -> float:
+    return time_band(plan=plan, cluster=cluster_of(cluster), host_share=host_share, foreign=foreign).value
+
+
+def test_the_less_is_known_of_a_device_the_wider_the_band() -> None:
+    calibrated, same, other, new = (band(f"8x{kind}") for kind in ("h200", "h100", "a100", "mi300x"))
+    assert calibrated < same < other < new
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cluster": "2x8xa100"},
+        {"cluster": "8xa100", "plan": replace(PLAN, compile="inductor")},
+        {"cluster": "8xa100", "host_share": 0.95},
+        {"cluster": "8xa100", "foreign": "deepspeed"},
+    ],
+)
+def test_whatever_is_less_sure_widens_it(options: dict[str, object]) -> None:
+    assert band(**options) > band("8xa100")  # type: ignore[arg-type]
+
+
+def test_a_host_that_was_calibrated_is_surer_than_one_that_was_not() -> None:
+    cluster = cluster_of("8xh200")
+    own = replace(cluster, device=replace(cluster.device, calibration=shipped_calibration("h200")))
+    bands = [time_band(plan=PLAN, cluster=one, host_share=1.0).value for one in (own, cluster)]
+    assert bands[0] < 0.12 < bands[1]
+
+
+def test_a_device_of_ones_own_is_calibrated_whatever_it_is() -> None:
+    cluster = cluster_of("8xmi300x")
+    own = replace(cluster, device=replace(cluster.device, calibration=shipped_calibration("h200")))
+    assert time_band(plan=PLAN, cluster=own, host_share=0.1).value == band("8xh200")
+
+
+def test_parts_add_up_as_independent_ones_do() -> None:
+    far, nodes = "kernels of an H200 on another architecture", "across nodes"
+    both = TimeBand((far, nodes)).value
+    assert both**2 == pytest.approx(TimeBand((far,)).value ** 2 + TimeBand((nodes,)).value ** 2)
+
+
+def test_the_band_says_what_it_follows_from() -> None:
+    found = time_band(plan=PLAN, cluster=cluster_of("2x8xa100"), host_share=0.1)
+    assert str(found).startswith("± 14% (kernels of an H200 on another architecture, across nodes)")
