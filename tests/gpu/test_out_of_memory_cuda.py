@@ -2,6 +2,7 @@
 
 import gc
 import re
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.join import joined
+from shardwise.engine.prepared import out_of_memory
 from shardwise.plan import Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
@@ -31,7 +33,9 @@ class Wide(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _job() -> Iterator[None]:
+def _job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # The model of another test may still be alive, and would be counted.
+    monkeypatch.setattr(out_of_memory, "_MODELS", weakref.WeakSet())
     with joined(torch.device("cuda")):
         yield
     gc.collect()
