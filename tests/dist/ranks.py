@@ -6,7 +6,7 @@
 Importing torch takes longer than most tests, so it is done once: in multiprocessing's fork server, which then forks
 a worker in milliseconds. A pool in which anything went wrong is killed, and the next call starts a fresh one.
 A body is a function of a module, `body(rank, *args)`; arguments and results are pickled. It runs on a process's
-main thread with the random numbers seeded anew; groups that it makes are destroyed for it.
+main thread with the random numbers seeded again; groups that it makes are destroyed for it.
 """
 
 import atexit
@@ -65,16 +65,18 @@ def run_ranks(
         raise ValueError(f"{body.__qualname__}: a body must be a function of a module that can be imported")
     path = sys.modules[body.__module__].__file__
     job = pickle.dumps((body.__module__, path, body.__qualname__, pickle.dumps(tuple(args))))
-    if num_ranks not in _pools:
-        _pools[num_ranks] = _Pool(num_ranks=num_ranks)
+    # Threads that run jobs side by side have a pool each.
+    key = (threading.get_ident(), num_ranks)
+    if key not in _pools:
+        _pools[key] = _Pool(num_ranks=num_ranks)
     try:
-        results, reusable = _pools[num_ranks].run(job, timeout_seconds=timeout_seconds)
+        results, reusable = _pools[key].run(job, timeout_seconds=timeout_seconds)
     except BaseException:
         # Also pytest's own time-out and ^C: whatever a rank is doing now belongs to a test that is over.
-        _pools.pop(num_ranks).kill()
+        _pools.pop(key).kill()
         raise
     if not reusable:
-        _pools.pop(num_ranks).kill()
+        _pools.pop(key).kill()
     assert len(results) == num_ranks, f"{len(results)} of {num_ranks} bodies ran"
     return results
 
@@ -201,7 +203,7 @@ class _Pool:
         return f"\n--- rank {rank} wrote ---\n{text}" if text else ""
 
 
-_pools: dict[int, _Pool] = {}
+_pools: dict[tuple[int, int], _Pool] = {}
 atexit.register(shut_down)
 
 
