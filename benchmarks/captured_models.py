@@ -238,10 +238,10 @@ def main() -> None:
             flush=True,
         )
         # After each: what was measured is kept when time runs out.
-        out.write_text(json.dumps({"machine": _machine(), "rows": rows}, indent=1) + "\n")
+        out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
-def _machine() -> dict[str, str]:
+def machine() -> dict[str, str]:
     import torch
     import transformers
 

@@ -57,10 +57,10 @@ def main() -> None:
     for strategy in STRATEGIES:
         found[strategy] = compared(
             strategy,
-            least_replayed=10,
+            least_replayed=40,
             plan={"strategy": strategy, "precision": "bf16"},
             batch=partial(gpt_batch, rank=rank),
-            steps=18,
+            steps=50,
         )
         print(rank, strategy, found[strategy] or "equal", flush=True)
     # Batches are padded on the last rank alone, and in one step all differ in size between the ranks.
