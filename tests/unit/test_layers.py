@@ -37,6 +37,7 @@ ROWS: list[set[str]] = [
     {"profile"},
     {"bench"},
     {"report"},
+    {"interchange"},
     {"cli"},
     {"__init__", "__main__"},
 ]

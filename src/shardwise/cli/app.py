@@ -14,6 +14,7 @@ from shardwise.cli.checkpoint import checkpoint
 from shardwise.cli.devices import devices
 from shardwise.cli.doctor import doctor
 from shardwise.cli.explain import explain
+from shardwise.cli.export import export, import_
 from shardwise.cli.models import models
 from shardwise.cli.plan import plan
 from shardwise.cli.profile import profile
@@ -37,6 +38,8 @@ app.command()(calibrate)
 app.command()(tokens)
 app.command()(doctor)
 app.command()(explain)
+app.command()(export)
+app.command(name="import")(import_)
 app.command()(profile)
 app.command()(train)
 app.command()(bench)

@@ -1,20 +1,94 @@
-"""`shardwise doctor`: is this plan file right, and what does it say?"""
+"""`shardwise doctor`: is this file right, what does it do, and what would be better?"""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.errors import InvalidPlan
 from shardwise.placement import SHARDED, placement_of
 from shardwise.plan import Plan
 
+if TYPE_CHECKING:
+    from shardwise.interchange.foreign_setup import ForeignSetup
 
-def doctor(path: Annotated[Path, typer.Argument(metavar="PLAN.toml", help="A plan file.")]) -> None:
-    """Check a plan file and say who holds what; the first mistake is one line, and the exit code 2."""
-    plan = Plan.load(path)
+
+def doctor(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="A plan, or a file of Accelerate, DeepSpeed, Lightning, torchtitan, Trainer."
+        ),
+    ],
+    model: Annotated[str, typer.Option("--model", help="Also predict: a model as for `shardwise plan`.")] = "",
+    cluster: Annotated[str, typer.Option("--cluster", help="And where it runs: 8xh100-80gb, …")] = "",
+    micro_batch: Annotated[
+        int | None, typer.Option("--micro-batch", min=1, help="Samples per rank per pass, where the file has none.")
+    ] = None,
+    seq: Annotated[int | None, typer.Option("--seq", help="Tokens per sample.")] = None,
+) -> None:
+    """Check a file: who holds what, what is wrong and how to fix it. The exit code is 1 if there are findings."""
+    if bool(model) != bool(cluster):
+        raise InvalidPlan("--model and --cluster belong together: a prediction needs both")
+    setup = _setup(path)
+    _show(setup, path)
+    from shardwise.interchange.check_setup import check_setup
+
+    findings = check_setup(setup)
+    if model:
+        from shardwise.hardware.cluster import parse_cluster
+        from shardwise.interchange.predicted import predict
+        from shardwise.sources import Source
+
+        source = Source(model, seq=seq)
+        found, more = predict(setup, source.spec_for, cluster=parse_cluster(cluster), micro_batch=micro_batch)
+        findings += more
+        from shardwise.quantities import bytes_text
+
+        time = f", {found.time.samples_per_s:,.0f} samples per second" if found.time is not None else ""
+        needs = bytes_text(found.memory.device_bytes)
+        print(f"{model} on {cluster}, {found.batch} samples per rank: {needs} per device, fits: {found.fits}{time}")
+    for line in setup.left_out:
+        print(f"not checked: {line}")
+    for finding in findings:
+        print(finding)
+    if findings:
+        raise typer.Exit(1)
+    print("nothing wrong found")
+
+
+def _setup(path: Path) -> "ForeignSetup":
+    """A plan of ours is a setup without any foreign settings."""
+    from shardwise.interchange.foreign_setup import ForeignSetup
+    from shardwise.interchange.recognise import is_foreign, read_setup
+
+    if path.suffix == ".toml" and not is_foreign(path):
+        plan = _our_plan(path)
+        return ForeignSetup(tool="shardwise", plan=plan, settings={}, wraps_nothing=plan.units == "none")
+    return read_setup(path)
+
+
+def _our_plan(path: Path) -> Plan:
+    """Of a plan, or of a config of `shardwise train`."""
+    from shardwise.toml_file import UnreadableFile, read_toml
+
+    try:
+        is_config = "task" in read_toml(path)
+    except UnreadableFile:
+        # The plan says what is wrong with the file.
+        is_config = False
+    if not is_config:
+        return Plan.load(path)
+    from shardwise.train.config import load_config
+
+    return load_config(path).plan
+
+
+def _show(setup: "ForeignSetup", path: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    plan = setup.plan
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("units", "strategy", "params", "grads", "optim"):
         table.add_column(column)
@@ -25,8 +99,9 @@ def doctor(path: Annotated[Path, typer.Argument(metavar="PLAN.toml", help="A pla
     console = Console()
     console.print(table)
     mesh = f"mesh {plan.mesh}" if plan.mesh else "all ranks on the shard axis"
+    kind = "a whole plan" if setup.tool == "shardwise" else f"a setup of {setup.tool}, as a plan"
     console.print(
-        f"{path}: a whole plan: {mesh}, precision {plan.precision}, recompute {plan.recompute}, "
+        f"{path}: {kind}: {mesh}, precision {plan.precision}, recompute {plan.recompute}, "
         f"units {plan.units}, engine {plan.engine}" + (f", compile {plan.compile}" if plan.compile != "none" else ""),
         highlight=False,
         markup=False,

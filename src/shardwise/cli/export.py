@@ -1,0 +1,58 @@
+"""`shardwise export` and `shardwise import`: plans as other tools' files, and their files as plans."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise.errors import InvalidPlan
+
+_TARGETS = "accelerate, deepspeed, lightning, torchtitan, torchrun, slurm or kubernetes"
+
+
+def export(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.toml", help="A plan (`shardwise plan --save`).")],
+    target: Annotated[str, typer.Option("--to", help=f"{_TARGETS}.")],
+    out: Annotated[Path, typer.Option("--out", help="The folder to write into.")],
+    ranks_per_node: Annotated[
+        int | None, typer.Option("--nproc", min=1, help="Ranks per machine (default: the plan's mesh, or 8).")
+    ] = None,
+    num_nodes: Annotated[int, typer.Option("--nodes", min=1, help="Machines.")] = 1,
+    cpu: Annotated[bool, typer.Option("--cpu", help="The machines have no GPUs.")] = False,
+    image: Annotated[str, typer.Option("--image", help="The container image, for kubernetes.")] = "",
+) -> None:
+    """Write a plan as files that another tool runs as they are; what it cannot express is said on stderr."""
+    from shardwise.interchange.exported import JobShape
+    from shardwise.interchange.targets import export as exported_for
+    from shardwise.interchange.targets import write
+    from shardwise.plan import Plan
+
+    chosen = Plan.load(plan)
+    if ranks_per_node is None:
+        ranks_per_node = chosen.mesh.num_ranks // num_nodes if chosen.mesh is not None else 8
+    shape = JobShape(num_nodes=num_nodes, ranks_per_node=max(1, ranks_per_node), has_gpus=not cpu, image=image)
+    exported = exported_for(chosen, shape, target=target)
+    for path in write(exported, folder=out):
+        print(path)
+    for line in exported.left_out:
+        print(f"{target}: {line}", file=sys.stderr)
+
+
+def import_(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="A file of Accelerate, DeepSpeed, Lightning, …")],
+    out: Annotated[Path, typer.Option("--out", help="The plan to write.")] = Path("plan.toml"),
+) -> None:
+    """Make a plan of another tool's file: Accelerate, DeepSpeed, Lightning, torchtitan or TrainingArguments."""
+    from dataclasses import replace
+
+    from shardwise.interchange.recognise import read_setup
+
+    if out.exists():
+        raise InvalidPlan(f"{out} exists: remove it, or choose another --out")
+    setup = read_setup(path)
+    # As our engine runs it by default.
+    replace(setup.plan, engine="shardwise", capture="auto").save(out)
+    print(f"{out}: {setup.plan.strategy}, as {path} of {setup.tool}")
+    for line in setup.left_out:
+        print(f"{setup.tool}: {line}", file=sys.stderr)

@@ -1,0 +1,95 @@
+"""A config file of Accelerate."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.interchange.foreign_setup import ForeignSetup, count, flat, names, truth, units_of
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan
+
+_PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
+# By name, and by the number that older files have.
+_SHARDING = {
+    "FULL_SHARD": "fsdp",
+    "SHARD_GRAD_OP": "shard_grad_op",
+    "NO_SHARD": "ddp",
+    "HYBRID_SHARD": "fsdp",
+    "HYBRID_SHARD_ZERO2": "shard_grad_op",
+    "1": "fsdp",
+    "2": "shard_grad_op",
+    "3": "ddp",
+    "4": "fsdp",
+    "5": "shard_grad_op",
+}
+_STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
+
+
+def is_accelerate(data: Mapping[str, Any]) -> bool:
+    return "distributed_type" in data or "compute_environment" in data
+
+
+def from_accelerate(data: Mapping[str, Any]) -> ForeignSetup:
+    kind = str(data.get("distributed_type", "NO")).upper()
+    fsdp = _table(data, "fsdp_config") if kind == "FSDP" else {}
+    deepspeed = _table(data, "deepspeed_config") if kind == "DEEPSPEED" else {}
+    wraps, wraps_nothing = (None, False) if kind != "FSDP" else _wraps(fsdp)
+    strategy, left_out = "ddp", []
+    if kind == "FSDP":
+        strategy = _strategy(fsdp)
+    elif kind == "DEEPSPEED":
+        strategy = _STAGES.get(count(deepspeed.get("zero_stage"), default=2), "zero2")
+        if "deepspeed_config_file" in deepspeed:
+            left_out.append("deepspeed_config_file: read that file instead")
+    elif kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+        left_out.append(f"distributed_type {kind}: a plan has DDP and sharding")
+    num_ranks = count(data.get("num_processes"))
+    plan = Plan(
+        strategy=strategy,
+        units=units_of(wraps, wraps_nothing=wraps_nothing),
+        mesh=_mesh(_table(data, "parallelism_config"), num_ranks=num_ranks) if kind == "FSDP" else None,
+        precision=_PRECISIONS.get(str(data.get("mixed_precision", "no")).lower(), "fp32"),
+        accumulate=count(deepspeed.get("gradient_accumulation_steps")),
+        recompute="full" if truth(fsdp.get("fsdp_activation_checkpointing", False)) else "none",
+        offload_states=truth(fsdp.get("fsdp_offload_params", False))
+        or str(deepspeed.get("offload_optimizer_device", "none")) == "cpu",
+        engine="torch" if kind != "DEEPSPEED" else "shardwise",
+        capture="off",
+    )
+    return ForeignSetup(
+        tool="accelerate",
+        plan=plan,
+        settings=flat(data),
+        num_ranks=num_ranks,
+        foreign="deepspeed" if kind == "DEEPSPEED" else "",
+        left_out=tuple(left_out),
+        wraps=wraps,
+        wraps_nothing=wraps_nothing,
+    )
+
+
+def _table(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = data.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _strategy(fsdp: Mapping[str, Any]) -> str:
+    """Version 1 names a strategy, which some files write under version 2's key; version 2 has a switch."""
+    if count(fsdp.get("fsdp_version")) == 2:
+        return "fsdp" if truth(fsdp.get("fsdp_reshard_after_forward", True)) else "shard_grad_op"
+    named = fsdp.get("fsdp_sharding_strategy", fsdp.get("fsdp_reshard_after_forward", "FULL_SHARD"))
+    return _SHARDING.get(str(named).upper(), "fsdp")
+
+
+def _wraps(fsdp: Mapping[str, Any]) -> tuple[tuple[str, ...] | None, bool]:
+    """(classes, whether nothing is wrapped)."""
+    policy = str(fsdp.get("fsdp_auto_wrap_policy", "NO_WRAP")).upper()
+    if policy == "TRANSFORMER_BASED_WRAP":
+        return names(fsdp.get("fsdp_transformer_layer_cls_to_wrap")) or None, False
+    return None, policy == "NO_WRAP"
+
+
+def _mesh(parallelism: Mapping[str, Any], *, num_ranks: int) -> Mesh | None:
+    replicate = count(parallelism.get("parallelism_config_dp_replicate_size"))
+    if replicate == 1 or num_ranks % replicate:
+        return None
+    return Mesh(replicate=replicate, shard=num_ranks // replicate)

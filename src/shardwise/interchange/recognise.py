@@ -1,0 +1,71 @@
+"""Whose file is it? Read, and turned into a setup."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.errors import InvalidPlan, ShardwiseError
+from shardwise.interchange.foreign_setup import ForeignSetup
+from shardwise.interchange.from_accelerate import from_accelerate, is_accelerate
+from shardwise.interchange.from_deepspeed import from_deepspeed, is_deepspeed
+from shardwise.interchange.from_lightning import from_lightning, is_lightning
+from shardwise.interchange.from_torchtitan import from_torchtitan, is_torchtitan
+from shardwise.interchange.from_trainer import from_trainer, is_trainer
+from shardwise.regular_file import read_at_most
+from shardwise.toml_file import read_toml
+
+Table = Mapping[str, Any]
+_MOST_BYTES = 4 * 2**20
+# In this order: a file of Accelerate may hold keys that others have too.
+READERS: tuple[tuple[Callable[[Table], bool], Callable[[Table], ForeignSetup]], ...] = (
+    (is_accelerate, from_accelerate),
+    (is_deepspeed, from_deepspeed),
+    (is_torchtitan, from_torchtitan),
+    (is_trainer, from_trainer),
+    (is_lightning, from_lightning),
+)
+
+
+def read_setup(path: Path) -> ForeignSetup:
+    """The setup that a file of another tool describes."""
+    data = _table(path)
+    for is_of, read in READERS:
+        if is_of(data):
+            try:
+                return read(data)
+            except ShardwiseError as error:
+                raise InvalidPlan(f"{path}: {error}") from error
+    raise InvalidPlan(
+        f"{path}: not a file of Accelerate, DeepSpeed, Lightning, torchtitan or the Hugging Face Trainer, "
+        "and not a plan of Shardwise"
+    )
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether a TOML file is torchtitan's; what cannot be read is not."""
+    try:
+        return is_torchtitan(read_toml(path))
+    except ShardwiseError:
+        return False
+
+
+def _table(path: Path) -> Table:
+    try:
+        data = read_toml(path) if path.suffix == ".toml" else _parsed(path)
+    except OSError as error:
+        raise InvalidPlan(f"{path}: cannot be read ({error.strerror})") from error
+    except ShardwiseError as error:
+        raise InvalidPlan(f"{path}: {error}") from error
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise InvalidPlan(f"{path}: is neither JSON nor YAML: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
+        raise InvalidPlan(f"{path}: holds no settings by name")
+    return data
+
+
+def _parsed(path: Path) -> Any:
+    text = read_at_most(path, _MOST_BYTES).decode()
+    return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)

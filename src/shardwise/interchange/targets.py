@@ -1,0 +1,51 @@
+"""The targets that a plan can be written for."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from shardwise.atomic import atomic_write
+from shardwise.errors import InvalidPlan, UnknownName
+from shardwise.interchange.exported import Exported, JobShape
+from shardwise.interchange.to_accelerate import to_accelerate
+from shardwise.interchange.to_deepspeed import to_deepspeed
+from shardwise.interchange.to_kubernetes import to_kubernetes
+from shardwise.interchange.to_launchers import to_slurm, to_torchrun
+from shardwise.interchange.to_lightning import to_lightning
+from shardwise.interchange.to_torchtitan import to_torchtitan
+from shardwise.plan import Plan
+
+TARGETS: Mapping[str, Callable[[Plan, JobShape], Exported]] = {
+    "accelerate": to_accelerate,
+    "deepspeed": to_deepspeed,
+    "lightning": to_lightning,
+    "torchtitan": to_torchtitan,
+    "torchrun": to_torchrun,
+    "slurm": to_slurm,
+    "kubernetes": to_kubernetes,
+}
+
+
+def export(plan: Plan, shape: JobShape, *, target: str) -> Exported:
+    if target not in TARGETS:
+        raise UnknownName.of("target", target, known=TARGETS)
+    if plan.mesh is not None:
+        plan.mesh.check_ranks(shape.num_ranks)
+    return TARGETS[target](plan, shape)
+
+
+def write(exported: Exported, *, folder: Path) -> list[Path]:
+    """The files in a folder; nothing that is there already is written over."""
+    paths = [folder / name for name in exported.files]
+    there = next((path for path in paths if path.exists()), None)
+    if there is not None:
+        raise InvalidPlan(f"{there} exists: remove it, or choose another --out")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in zip(paths, exported.files.values(), strict=True):
+            with atomic_write(path) as file:
+                file.write(text.encode())
+            if text.startswith("#!"):
+                path.chmod(path.stat().st_mode | 0o111)
+    except OSError as error:
+        raise InvalidPlan(f"{folder}: cannot be written ({error.strerror})") from error
+    return paths

@@ -1,0 +1,45 @@
+"""A plan as a config file of DeepSpeed: `deepspeed SCRIPT --deepspeed_config deepspeed.json`."""
+
+import json
+from typing import Any
+
+from shardwise.interchange.exported import Exported, JobShape, not_expressed
+from shardwise.plan import Plan
+
+_STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "shard_grad_op": 3, "fsdp": 3}
+_REDUCES_IN = {"fp32": "fp32", "bf16": "bfp16", "fp16": "fp16"}
+_EXPRESSED = {"strategy", "micro_batch", "accumulate", "precision", "reduce_dtype", "offload_states", "mesh", "units"}
+
+
+def to_deepspeed(plan: Plan, shape: JobShape) -> Exported:
+    zero: dict[str, Any] = {"stage": _STAGES[plan.strategy]}
+    left_out = not_expressed(plan, target="DeepSpeed's file", expressed=_EXPRESSED)
+    if plan.offload_states:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        if zero["stage"] == 3:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    if zero["stage"] == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    if plan.strategy == "shard_grad_op":
+        left_out.append("strategy = shard_grad_op: stage 3 is the nearest; it gathers parameters again for backward")
+    if plan.mesh is not None and plan.mesh.replicate > 1:
+        # MiCS shards within groups, and replicates across them.
+        zero["mics_shard_size"] = plan.mesh.shard
+    config: dict[str, Any] = {
+        "train_batch_size": (plan.micro_batch or 1) * plan.accumulate * shape.num_ranks,
+        "train_micro_batch_size_per_gpu": plan.micro_batch or 1,
+        "gradient_accumulation_steps": plan.accumulate,
+        "communication_data_type": _REDUCES_IN[plan.reduce_dtype],
+        "zero_optimization": zero,
+    }
+    if plan.micro_batch is None:
+        left_out.append("micro_batch: the plan has none, and DeepSpeed needs one; this file says 1")
+    if plan.precision in ("bf16", "fp16"):
+        config[plan.precision] = {"enabled": True}
+    if plan.units != "auto":
+        left_out.append(f"units = {plan.units}: DeepSpeed gathers module by module, by its own rules")
+    files = {"deepspeed.json": json.dumps(config, indent=2) + "\n"}
+    if left_out:
+        # JSON has no comments.
+        files["deepspeed.notes.txt"] = "Not in deepspeed.json:\n" + "".join(f"- {line}\n" for line in left_out)
+    return Exported(files=files, left_out=tuple(left_out))

@@ -1,0 +1,50 @@
+"""A plan as a job file of torchtitan: `torchrun … -m torchtitan.train --job.config_file torchtitan.toml`."""
+
+from typing import Any
+
+from shardwise.interchange.exported import Exported, JobShape, comment, not_expressed
+from shardwise.placement import SHARDED, placement_of
+from shardwise.plan import Plan
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "native": "float32"}
+_EXPRESSED = {
+    *("strategy", "units", "mesh", "micro_batch", "accumulate", "precision", "reduce_dtype", "recompute"),
+    *("offload_states", "compile"),
+}
+
+
+def to_torchtitan(plan: Plan, shape: JobShape) -> Exported:
+    import tomli_w
+
+    sharded = placement_of(plan.strategy).params is SHARDED
+    left_out = not_expressed(plan, target="torchtitan", expressed=_EXPRESSED)
+    if plan.strategy in ("zero1", "zero2"):
+        left_out.append(f"strategy = {plan.strategy}: torchtitan has DDP and FSDP2; this file says DDP")
+    if plan.units != "auto":
+        left_out.append(f"units = {plan.units}: torchtitan wraps each transformer block")
+    replicate = plan.mesh.replicate if plan.mesh is not None and sharded else 1 if sharded else shape.num_ranks
+    training: dict[str, Any] = {
+        "mixed_precision_param": _DTYPES[plan.precision],
+        "mixed_precision_reduce": _DTYPES[plan.reduce_dtype],
+        "enable_cpu_offload": plan.offload_states,
+    }
+    if plan.micro_batch is not None:
+        training["local_batch_size"] = plan.micro_batch
+        training["global_batch_size"] = plan.micro_batch * plan.accumulate * shape.num_ranks
+    elif plan.accumulate > 1:
+        left_out.append("accumulate: torchtitan takes a global batch, and the plan has no micro_batch to count from")
+    config = {
+        "training": training,
+        "parallelism": {
+            "data_parallel_replicate_degree": replicate,
+            "data_parallel_shard_degree": shape.num_ranks // replicate,
+            "fsdp_reshard_after_forward": "always" if placement_of(plan.strategy).reshard_after_forward else "never",
+        },
+        "activation_checkpoint": {"mode": plan.recompute},
+        "compile": {"enable": plan.compile != "none"},
+    }
+    head = [
+        "Add [model], and pass --job.config_file torchtitan.toml.",
+        *(f"Not here: {line}" for line in left_out),
+    ]
+    return Exported(files={"torchtitan.toml": comment(head) + tomli_w.dumps(config)}, left_out=tuple(left_out))

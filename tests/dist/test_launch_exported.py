@@ -1,0 +1,117 @@
+"""Exported files run on two processes, as they are."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from shardwise.interchange.exported import JobShape
+from shardwise.interchange.targets import export, write
+from shardwise.plan import Plan
+
+TWO = JobShape(ranks_per_node=2, has_gpus=False)
+CONFIG = """
+[task]
+model = "gpt-tiny"
+seq = 16
+dataset = "random"
+[train]
+steps = 3
+[run]
+device = "cpu"
+tensorboard = false
+"""
+ACCELERATE = """
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = accelerator.prepare(model, optimizer)
+accelerator.backward(model(torch.randn(2, 4)).mean())
+optimizer.step()
+kind = type(model).__name__
+print(f"rank {accelerator.process_index} of {accelerator.num_processes}: {kind}", flush=True)
+accelerator.end_training()
+"""
+LIGHTNING = """
+import torch
+from lightning.pytorch import LightningModule
+from lightning_trainer import make_trainer
+
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+if __name__ == "__main__":
+    data = torch.utils.data.TensorDataset(torch.randn(8, 4))
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = make_trainer(accelerator="cpu", max_steps=2, **quiet)
+    trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=2))
+    print(f"rank {trainer.global_rank} of {trainer.world_size}: {trainer.global_step} steps", flush=True)
+"""
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Not importorskip: Lightning sets environment variables when it is imported."""
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}")
+
+
+def started(command: list[str], *, folder: Path, **variables: str) -> str:
+    """What a command printed that ended well."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
+    ended = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
+
+
+@pytest.mark.timeout(200)
+def test_torchruns_script_trains_the_plan(tmp_path: Path) -> None:
+    plan = Plan(strategy="zero2", micro_batch=2)
+    script = write(export(plan, TWO, target="torchrun"), folder=tmp_path / "out")[0]
+    (tmp_path / "train.toml").write_text(CONFIG)
+    started([str(script)], folder=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "runs/train/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
+
+
+@needs("accelerate")
+@pytest.mark.whole
+@pytest.mark.timeout(200)
+def test_accelerates_file_starts_two_processes_with_ddp(tmp_path: Path) -> None:
+    config = write(export(Plan(strategy="ddp"), TWO, target="accelerate"), folder=tmp_path)[0]
+    (tmp_path / "script.py").write_text(ACCELERATE)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    printed = started([*command, "--main_process_port", "0", "script.py"], folder=tmp_path)
+    # Ranks share a pipe, and may write into each other's lines.
+    assert all(f"rank {rank} of 2: DistributedDataParallel" in printed for rank in range(2)), printed
+
+
+@needs("lightning")
+@pytest.mark.whole
+@pytest.mark.timeout(200)
+def test_lightnings_file_trains_on_two_processes(tmp_path: Path) -> None:
+    write(export(Plan(strategy="ddp", accumulate=2), TWO, target="lightning"), folder=tmp_path)
+    (tmp_path / "script.py").write_text(LIGHTNING)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+    printed = started(command, folder=tmp_path)
+    # Four samples each, in batches of two, two of which make a step.
+    assert all(f"rank {rank} of 2: 2 steps" in printed for rank in range(2)), printed
