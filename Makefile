@@ -13,7 +13,7 @@ BARE := $(VENV)/.bare-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 READY := $(VENV)/.ready-$(shell echo '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)'
 
-.PHONY: setup demo test test-unit test-jobs test-ranks reliability chaos chaos-long check format bench planner-docs clean
+.PHONY: setup demo test test-unit test-jobs test-ranks slurm-test reliability chaos chaos-long check format bench planner-docs clean
 
 setup: $(READY)
 
@@ -60,6 +60,10 @@ test-jobs:
 
 test-ranks:
 	@$(BIN)/python -m pytest tests/dist $(JOBS:%=--ignore=%)
+
+# The exported sbatch script on a real SLURM on this machine (Debian: slurm-wlm), as root; otherwise skipped.
+slurm-test: setup
+	@$(BIN)/python -m pytest tests/slurm -rs
 
 # Runs the tests of every known way to be silently wrong, and writes what they saw into docs/reliability.md.
 reliability: setup

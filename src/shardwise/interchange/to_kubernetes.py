@@ -88,8 +88,17 @@ def _train_job(shape: JobShape) -> dict[str, Any]:
                 "command": ["torchrun", *_COMMAND.split()],
                 "resourcesPerNode": _resources(shape),
             },
+            "runtimePatches": [_with_plan()],
         },
     }
+
+
+def _with_plan() -> dict[str, Any]:
+    """The plan in the containers of the runtime, whose job and container are both called node."""
+    pod = {"volumes": _volumes(), "containers": [{"name": "node", "volumeMounts": _mounts()}]}
+    job = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    spec = {"template": {"spec": {"replicatedJobs": [job]}}}
+    return {"manager": "shardwise.dev/export", "trainingRuntimeSpec": spec}
 
 
 def _resources(shape: JobShape) -> dict[str, Any]:

@@ -150,6 +150,29 @@ def test_manifests_hold_the_plan_and_the_shape_of_the_job(tmp_path: Path) -> Non
     assert (train_job["spec"]["trainer"]["numNodes"], train_job["spec"]["trainer"]["numProcPerNode"]) == (2, 8)
 
 
+def keys_of(value: object) -> object:
+    """A manifest without its leaves."""
+    if isinstance(value, dict):
+        return {key: keys_of(inner) for key, inner in value.items()}
+    return [keys_of(inner) for inner in value] if isinstance(value, list) else None
+
+
+def test_manifests_are_what_the_published_schemas_know() -> None:
+    """Those of Kubernetes and of Kubeflow Trainer, as kubeflow-trainer-api has them: what they do not know is lost."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    exported = export(Plan(), TWO_NODES, target="kubernetes")
+    kinds = {
+        "TrainJob": models.TrainerV1alpha1TrainJob,
+        "Job": models.IoK8sApiBatchV1Job,
+        "Service": models.IoK8sApiCoreV1Service,
+        "ConfigMap": models.IoK8sApiCoreV1ConfigMap,
+    }
+    for text in exported.files.values():
+        for manifest in yaml.safe_load_all(text):
+            read = kinds[manifest["kind"]].from_dict(manifest)
+            assert keys_of(json.loads(read.to_json())) == keys_of(manifest)
+
+
 def test_nothing_is_written_over_and_unknown_targets_are_named(tmp_path: Path) -> None:
     file_of(Plan(), "deepspeed", tmp_path)
     before = (tmp_path / "deepspeed.json").read_text()
