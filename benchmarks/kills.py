@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -71,7 +72,7 @@ def kill(run: Run, victim: str, *, chance: random.Random) -> str | None:
 
 def compare(result: Result, reference: Result, *, job: Job) -> None:
     if result.steps != reference.steps:
-        raise Wrong(f"the losses are not those of the run left alone: {result.steps} | {reference.steps}")
+        raise Wrong(f"the losses are not those of the run left alone: {first_difference(result, reference)}")
     for name, tensor in reference.weights.items():
         if not torch.equal(result.weights[name], tensor):
             raise Wrong(f"{name} is not as in the run left alone: {result.weights[name]} | {tensor}")
@@ -81,6 +82,18 @@ def compare(result: Result, reference: Result, *, job: Job) -> None:
         torch.testing.assert_close(result.weights["seen"], expected, rtol=1e-6, atol=0)
         if len(set(result.weights["seen"].tolist())) != 1:
             raise Wrong(f"samples were not seen equally often: {result.weights['seen']}")
+
+
+def first_difference(result: Result, reference: Result) -> str:
+    """Of the lines of steps: where they part, how many differ, and whether the weights do."""
+    pairs = list(zip_longest(result.steps, reference.steps))
+    place = next(index for index, (found, wanted) in enumerate(pairs) if found != wanted)
+    num_other = sum(found != wanted for found, wanted in pairs)
+    same = all(torch.equal(result.weights[name], tensor) for name, tensor in reference.weights.items())
+    return (
+        f"{len(result.steps)} and {len(reference.steps)} lines, {num_other} differ, first "
+        f"{pairs[max(0, place - 1) : place + 2]}; the weights are {'equal' if same else 'not equal'}"
+    )
 
 
 def left_alone(job: Job, *, config: Path, folder: Path, pass_seconds: float = PASS_SECONDS) -> Result:
