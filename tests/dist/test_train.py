@@ -173,7 +173,7 @@ def test_rank_0_says_what_goes_on_and_fresh_starts_anew(tmp_path: Path) -> None:
     assert other == ""
     changed = replace(asked, plan=replace(asked.plan, strategy="ddp"), train=replace(asked.train, steps=3))
     (second, _) = run_ranks(said, num_ranks=2, args=(changed, False))
-    assert "goes on after step 2; plan.strategy: fsdp → ddp; train.steps: 2 → 3" in second
+    assert "resumes after step 2; plan.strategy: fsdp → ddp; train.steps: 2 → 3" in second
     (third, _) = run_ranks(said, num_ranks=2, args=(changed, False))
     assert "nothing is left to do" in third
     (fourth, _) = run_ranks(said, num_ranks=2, args=(changed, True))

@@ -64,7 +64,7 @@ def _why(bench: Bench, best: CaseResult, ran: Sequence[CaseResult]) -> str:
     if best.peak_bytes < _WORTHWHILE * smallest.peak_bytes:
         return first
     return (
-        f"{first} If memory is what you lack, {smallest.name} holds {_size(smallest.peak_bytes)} a rank, "
+        f"{first} If memory is tight: {smallest.name} peaks at {_size(smallest.peak_bytes)} per rank, "
         f"{best.peak_bytes / smallest.peak_bytes:.1f} times less, at {_rate(bench, smallest)}."
     )
 
@@ -88,7 +88,7 @@ def _compared(best: CaseResult, ran: Sequence[CaseResult]) -> str:
 def _room(bench: Bench, best: CaseResult) -> str:
     if bench.capacity_bytes is None or not best.allocated_bytes:
         return ""
-    return f", and its {_size(best.peak_bytes)} a rank are within the {_size(bench.capacity_bytes)} of the device"
+    return f", and its peak of {_size(best.peak_bytes)} per rank fits the device's {_size(bench.capacity_bytes)}"
 
 
 def _rate(bench: Bench, case: CaseResult) -> str:

@@ -176,7 +176,7 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Where a case is not the same training as the others: one line, and by how many times what rounding explains."""
+    """Where a case is not the same training as the others: one line, and by how many times the rounding tolerance."""
 
     case: str
     text: str

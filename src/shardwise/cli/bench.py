@@ -37,15 +37,16 @@ def bench(
         ),
     ] = "shardwise",
     num_ranks: Annotated[
-        int | None, typer.Option("--nproc", min=1, help="Ranks to start here; without, the plan's mesh, or one a GPU.")
+        int | None,
+        typer.Option("--nproc", min=1, help="Ranks to start here (default: the plan's mesh, or one per GPU)."),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often each case is run.")] = 3,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed in each run.")] = 20,
     warm_up: Annotated[int, typer.Option("--warm-up", min=1, help="Steps before those.")] = 5,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Where to; without, bench/ and CONFIG's name.")
+        Path | None, typer.Option("--out", metavar="DIR", help="Where to write (default: bench/ and CONFIG's name).")
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="The bench's title; without, CONFIG's name.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="The bench's title (default: CONFIG's name).")] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="section.key=value", help="Another value for one key; may be repeated."),

@@ -14,10 +14,10 @@ from shardwise.errors import InvalidCluster, InvalidData
 def calibrate(
     out: Annotated[Path, typer.Option("--out", help="Where the table goes, as TOML.")] = Path("device.toml"),
     device: Annotated[
-        str | None, typer.Option("--device", help="cuda or cpu; without, cuda where there is one.")
+        str | None, typer.Option("--device", help="cuda or cpu (default: cuda, if there is one).")
     ] = None,
     num_ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Ranks that measure together; without, all GPUs, or one CPU.")
+        int | None, typer.Option("--ranks", min=1, help="Ranks that measure together (default: all GPUs, or one CPU).")
     ] = None,
     like: Annotated[
         str | None, typer.Option("--like", help="The device of `shardwise devices` that has what is not measured.")

@@ -14,7 +14,7 @@ _PAGE = "report.html"
 
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that `shardwise bench --out` made.")],
-    out: Annotated[Path | None, typer.Option("--out", help=f"Where the page goes; without, DIR/{_PAGE}.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help=f"Where to write the page (default: DIR/{_PAGE}).")] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Also a trace of the steps, which https://ui.perfetto.dev opens.")
     ] = None,

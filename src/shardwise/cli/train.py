@@ -22,19 +22,20 @@ def train(
         str | None, typer.Option("--strategy", help="ddp, zero1, zero2, shard_grad_op or fsdp.")
     ] = None,
     run: Annotated[
-        Path | None, typer.Option("--run", help="The run folder; without, run.folder, or runs/ and CONFIG's name.")
+        Path | None, typer.Option("--run", help="The run folder (default: run.folder, or runs/ and CONFIG's name).")
     ] = None,
     num_ranks: Annotated[
-        int | None, typer.Option("--nproc", min=1, help="Ranks to start here; without, the plan's mesh, or one a GPU.")
+        int | None,
+        typer.Option("--nproc", min=1, help="Ranks to start here (default: the plan's mesh, or one per GPU)."),
     ] = None,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", min=0, help="How often ranks are started again after one died.")
     ] = 3,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start anew; the checkpoints in the folder are removed.")
+        bool, typer.Option("--fresh", help="Start from step 0; the checkpoints in the folder are removed.")
     ] = False,
 ) -> None:
-    """Train; started again, go on from the last checkpoint."""
+    """Train. Rerun the same command to resume."""
     chosen = load_config(config, settings=settings or (), plan=plan, strategy=strategy, folder=run)
     arguments = ["train", str(config), *(part for setting in settings or () for part in ("--set", setting))]
     for option, value in (("--plan", plan), ("--strategy", strategy), ("--run", run)):

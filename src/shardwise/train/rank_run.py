@@ -88,7 +88,9 @@ def train(
             preempted = run_steps(training, checkpoints=checkpoints, request=request, recorder=recorder)
         checkpoints.close()
         if preempted and place.rank == 0:
-            console.print(f"told to stop: saved after step {training.step}; the same command goes on", highlight=False)
+            console.print(
+                f"Stopped. Checkpoint saved at step {training.step}; rerun the same command to resume.", highlight=False
+            )
     return Outcome(
         step=training.step,
         num_steps=training.num_steps,
@@ -159,9 +161,9 @@ def _tell_start(training: Training, *, place: Place, console: Console, notes: li
         f"{plan.precision}: {training.num_steps} steps of {training.sharing.step_samples} samples → {config.folder}"
     )
     if training.step:
-        say(f"goes on after step {training.step}" + "".join(f"; {note}" for note in notes))
+        say(f"resumes after step {training.step}" + "".join(f"; {note}" for note in notes))
     if training.step >= training.num_steps:
-        say("nothing is left to do: --set train.steps or train.epochs trains on, --fresh starts anew")
+        say("nothing is left to do: --set train.steps or train.epochs to train further, or --fresh to start again")
 
 
 def _writers(training: Training, *, place: Place, console: Console) -> list[Writer]:

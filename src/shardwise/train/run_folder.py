@@ -134,7 +134,7 @@ def _changes(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
             before, after = changes[name]
             raise InvalidConfig(
                 f"{folder} holds a run with {name} = {before!r}, this one has {after!r}: give it another folder "
-                "(--run DIR), or --fresh to start this one anew"
+                "(--run DIR), or --fresh to start this one again"
             )
     return changes
 
@@ -147,7 +147,7 @@ def read_config(folder: Path) -> TrainConfig:
         return TrainConfig.from_dict(tomllib.loads((folder / _CONFIG).read_text(encoding="utf-8")))
     except (OSError, ValueError, InvalidConfig, InvalidPlan) as error:
         raise InvalidConfig(
-            f"{folder / _CONFIG}: cannot be read ({' '.join(str(error).split())}): --fresh starts the run anew"
+            f"{folder / _CONFIG}: cannot be read ({' '.join(str(error).split())}): --fresh starts the run again"
         ) from error
 
 

@@ -80,14 +80,14 @@ class TestWords:
         assert found.recommended == 0
         assert found.why == (
             "Use ddp: 800 samples/s, 1.21 times as fast as fsdp. "
-            "If memory is what you lack, fsdp holds 12.1 MiB a rank, 2.8 times less, at 661 samples/s."
+            "If memory is tight: fsdp peaks at 12.1 MiB per rank, 2.8 times less, at 661 samples/s."
         )
 
     def test_one_sentence_where_nothing_holds_less(self) -> None:
         found = recommended(bench(case("ddp", 0.01), case("fsdp", 0.02), capacity_bytes=20 * 2**30))
         assert found.why == (
-            "Use ddp: 800 samples/s, 2.00 times as fast as fsdp, and its 10.0 MiB a rank are within the 20.0 GiB of "
-            "the device."
+            "Use ddp: 800 samples/s, 2.00 times as fast as fsdp, and its peak of 10.0 MiB per rank fits the device's "
+            "20.0 GiB."
         )
 
     def test_what_is_simpler_and_as_fast_says_so(self) -> None:
@@ -102,7 +102,7 @@ class TestWords:
                 case("fsdp", 0.02, peak_mib=10.0, engine="torch"),
             )
         )
-        assert "lack, fsdp holds 10.1 MiB" in found.why
+        assert "tight: fsdp peaks at 10.1 MiB" in found.why
 
 
 def test_cases_that_did_not_do_the_same_training_are_not_ranked() -> None:

@@ -49,7 +49,7 @@ def equivalence_line(bench: Bench) -> Markup | None:
         "p",
         element("b", "Same training. "),
         f"Losses and gradient norms of all {num_cases} cases agree: the largest difference is "
-        f"{bench.equivalence.largest:.2g} times what rounding explains.",
+        f"{100 * bench.equivalence.largest:.2g}% of the rounding tolerance.",
         class_="same",
     )
 
@@ -141,7 +141,7 @@ def _refusal(bench: Bench) -> Markup:
 
 def _excess(excess: float) -> str | None:
     """None where rounding cannot explain the difference at all, as with dtypes."""
-    return f"; {digits(excess)} times what rounding explains" if math.isfinite(excess) else None
+    return f"; {digits(excess)} times the rounding tolerance" if math.isfinite(excess) else None
 
 
 def _lines(text: str) -> Markup:

@@ -27,8 +27,8 @@ def throughput_section(bench: Bench) -> PageSection | None:
         ),
         numbers_below(_rate_table(bench, cases)),
         small(
-            f"Of all ranks together, {bench.step_samples:,} samples a step. The bar is the median over blocks of steps "
-            "in all runs, the whisker goes from the slowest block to the fastest."
+            f"Of all ranks together, {bench.step_samples:,} samples per step. The bar is the median over blocks of "
+            "steps in all runs, the whisker goes from the slowest block to the fastest."
         ),
         short="Throughput",
     )

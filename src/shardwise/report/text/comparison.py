@@ -23,7 +23,7 @@ def heading(bench: Bench) -> str:
     what = ", ".join(str(value) for value in told if value is not None)
     rounds = bench.settings.get("bench.rounds", 1)
     return (
-        f"{bench.name}: {what}, {bench.step_samples} samples a step, on {bench.num_ranks} × "
+        f"{bench.name}: {what}, {bench.step_samples} samples per step, on {bench.num_ranks} × "
         f"{bench.machine.get('device', '?')}, {rounds} round{'s' if rounds != 1 else ''} of "
         f"{bench.settings.get('bench.steps', '?')} steps"
     )
@@ -51,7 +51,7 @@ def holdings_table(bench: Bench) -> "Table | None":
         return None
     unit = _unit(bench)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(f"a rank, {unit.name}")
+    table.add_column(f"{unit.name} per rank")
     for name in CATEGORIES:
         table.add_column(name, justify="right", no_wrap=True)
     for case in looked:
@@ -124,10 +124,10 @@ def remarks(bench: Bench) -> Iterator[str]:
     """What the columns mean, what did not run, whether all did the same training, and which one to use."""
     ran = [case for case in bench.cases if case.ran]
     if ran:
-        times = f" × is the speed beside {baseline(bench).name};" if bench.equivalence.agrees else ""
+        times = f" ×: speed relative to {baseline(bench).name};" if bench.equivalence.agrees else ""
         yield (
-            f"±: half of the times lie within;{times} comm exp.: what of a step is waiting for others; "
-            "peak: live bytes of the fullest rank; sent: by a rank in a step."
+            f"±: interquartile range;{times} comm exp.: share of the step spent waiting for communication; "
+            "peak: live bytes on the fullest rank; sent: per rank per step."
         )
     for case in bench.cases:
         if case.why_not:
@@ -144,7 +144,7 @@ def _verdict(bench: Bench, *, num_ran: int) -> Iterator[str]:
     if equivalence.agrees:
         if num_ran > 1:
             how = "both" if num_ran == 2 else f"all {num_ran}"
-            share = f"{equivalence.largest:.2g} of what rounding explains" if equivalence.largest else "0"
+            share = f"{100 * equivalence.largest:.2g}% of the rounding tolerance" if equivalence.largest else "0"
             yield f"Same training: {how} agree; the largest difference is {share}."
         return
     yield "NOT the same training, so nothing is ranked:"

@@ -116,7 +116,7 @@ def test_refused_bench_ranks_nothing(bench: Bench) -> None:
     read = Read(page_of(refused(bench)))
     words = read.words()
     assert "These cases did not do the same training" in words
-    assert "the loss of step 2 is 5.5, that of ddp 5.4; 1,234 times what rounding explains" in words
+    assert "the loss of step 2 is 5.5, that of ddp 5.4; 1,234 times the rounding tolerance" in words
     assert read.anchors() == ["loss", "step-memory", "timeline", *ENDS]
     assert "em" not in read.texts, "nothing is recommended"
     assert not [one for _, one in read.elements if "chosen" in (one.get("class") or "")]

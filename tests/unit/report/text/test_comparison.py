@@ -35,9 +35,9 @@ class TestHoldings:
             console.print(holdings_table(bench))
         lines = [line.split() for line in capture.get().splitlines()]
         assert lines[0] == [
-            "a",
-            "rank,",
             "MiB",
+            "per",
+            "rank",
             "params",
             "gathered",
             "grads",
@@ -121,7 +121,7 @@ class TestRemarks:
     def test_why_a_case_did_not_run_the_verdict_and_the_recommendation(self, bench: Bench) -> None:
         _, missing, verdict, why = remarks(bench)
         assert missing == "lightning zero1: did not run: lightning has no zero1"
-        assert verdict == "Same training: all 7 agree; the largest difference is 0.12 of what rounding explains."
+        assert verdict == "Same training: all 7 agree; the largest difference is 12% of the rounding tolerance."
         assert why == bench.why
         assert why.startswith("Use ddp: ")
 
@@ -142,7 +142,7 @@ class TestRemarks:
 
 
 def test_the_heading_says_what_was_run_where(bench: Bench) -> None:
-    assert heading(replace(bench, name="<b>")).startswith("<b>: gpt-tiny, fp32, 8 samples a step, on 4 × cpu")
+    assert heading(replace(bench, name="<b>")).startswith("<b>: gpt-tiny, fp32, 8 samples per step, on 4 × cpu")
 
 
 def test_markdown_has_the_same_rows_and_reads_no_sign_as_markup(bench: Bench) -> None:
