@@ -1,5 +1,7 @@
 """What is wrong with a step, in one line each."""
 
+from collections.abc import Sequence
+
 from shardwise.errors import InvalidData, InvalidModel
 
 
@@ -17,6 +19,22 @@ def added_to_average(name: str) -> InvalidModel:
     return InvalidModel(
         f"{name} got a gradient that does not come through the model's outputs (a penalty on the weights), on top of "
         "gradients that are averaged already: add it to the loss, or run its backward before the loss's"
+    )
+
+
+def frozen_was_stepped(names: Sequence[str]) -> InvalidModel:
+    """The error for an update of slices that no rank gathers, since all that lies in their buffer is frozen."""
+    return InvalidModel(
+        f"optimizer.step() changed {names[0]} or a neighbour, which is frozen, by a gradient of before: call "
+        "optimizer.zero_grad() before parameters are frozen"
+    )
+
+
+def thawed_in_forward(name: str) -> InvalidModel:
+    """The error for a gradient of a parameter that was frozen when this step began."""
+    return InvalidModel(
+        f"{name} was frozen when the model was called, and has a gradient: call requires_grad_(True) before the "
+        "forward, on every rank, not inside it"
     )
 
 

@@ -287,7 +287,7 @@ class Runner:
         self.flags.groups.gather.log.restart()
         sharded = [unit.name for unit in self.units.values() if unit.sharded]
         for unit in self.units.values():
-            unit.learned_trainable = unit.grads.expected
+            unit.learn_trained()
         trainable = {name for unit in self.units.values() for name in unit.trainable_names()}
         self.spec = learned(self.spec, seen=seen, sharded=sharded, trainable=trainable)
         program = build(self.spec, plan=self.plan)
