@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from shardwise.data.sampler import DistributedSampler
     from shardwise.engine.engine import tape
     from shardwise.engine.optimizer.scaler import GradScaler
+    from shardwise.engine.prepared.average import EMA
     from shardwise.engines import (
         accumulate,
         capture,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         load_full_state_dict,
         mean_count,
         prepare,
+        whole,
     )
     from shardwise.errors import ShardwiseError
     from shardwise.mesh import Mesh
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "EMA": "shardwise.engine.prepared.average",
     "DistributedSampler": "shardwise.data.sampler",
     "GradScaler": "shardwise.engine.optimizer.scaler",
     "Mesh": "shardwise.mesh",
@@ -58,9 +61,11 @@ _HOME = {
     "prepare": "shardwise.engines",
     "step": "shardwise.train_step",
     "tape": "shardwise.engine.engine",
+    "whole": "shardwise.engines",
 }
 
 __all__ = [
+    "EMA",
     "STRATEGIES",
     "DistributedSampler",
     "GradScaler",
@@ -85,6 +90,7 @@ __all__ = [
     "prepare",
     "step",
     "tape",
+    "whole",
 ]
 
 

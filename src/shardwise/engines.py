@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardwise.comm.collectives import Collectives
@@ -22,6 +23,7 @@ from shardwise.engine.prepared import clip as engine_clip
 from shardwise.engine.prepared import full_state as engine_state
 from shardwise.engine.prepared import slices as engine_slices
 from shardwise.engine.prepared import uneven as engine_uneven
+from shardwise.engine.prepared import whole_parameters as engine_whole
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 
@@ -180,6 +182,29 @@ def edit(model: nn.Module) -> AbstractContextManager[None]:
     # Each of torch's shards lies on one rank, and DDP's parameters are the optimizer's.
     check_on_torch(model)
     return nullcontext()
+
+
+def whole(model: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
+    """The model's parameters are whole on every rank in here: to be read, or with `write` to be written. Collective.
+
+        with shardwise.whole(model):
+            averaged.update_parameters(model)
+
+        with shardwise.whole(model, write=True), torch.no_grad():
+            for parameter in model.parameters():      # the same on every rank
+                parameter.clamp_(-1, 1)
+
+    They show what the optimizer steps, in its dtype, and what is written goes there. No forward and no step in here. It
+    takes the memory of all parameters in that dtype, where they are not whole in it already.
+    """
+    if is_prepared(model):
+        return engine_whole.whole(model, write=write)
+    from shardwise.torch_engine.prepare import check_on_torch
+
+    check_on_torch(model)
+    if isinstance(model, DistributedDataParallel):
+        return nullcontext()
+    raise InvalidPlan("shardwise.whole needs engine = 'shardwise': fully_shard's parameters are slices")
 
 
 def clip_grad_norm_(

@@ -64,6 +64,7 @@ class Engine:
 
     def check_between_steps(self, *, what: str) -> None:
         """Refuse `what` in the middle of an accumulation: gradients that each rank sums alone are part of no state."""
+        self.runner.passes.check_memory(what)
         if self.runner.passes.accumulating or self.runner.executor.holds_grads:
             raise InvalidModel(
                 f"{what} in the middle of an accumulation: do it after the step, or clear the gradients first "

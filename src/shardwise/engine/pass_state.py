@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from shardwise.errors import InvalidModel
+
 
 class StepWatcher(Protocol):
     """Is told where a step stands, also by autograd's threads."""
@@ -25,6 +27,8 @@ class PassState:
     counts         whether this rank has; without, it takes part and adds nothing
     source         the rank whose buffers count
     watcher        who notes or records the step, while that is done
+    values_by      the context of ours in which parameters have other values than in a step; "" outside
+    lent           whether they have other memory, too
     """
 
     accumulating: bool = False
@@ -32,6 +36,18 @@ class PassState:
     counts: bool = True
     source: int = 0
     watcher: StepWatcher | None = None
+    values_by: str = ""
+    lent: bool = False
+
+    def check_values(self, what: str) -> None:
+        """Refuse what needs the values of training."""
+        if self.values_by:
+            raise InvalidModel(f"{what} inside `with {self.values_by}:`: do it after the block")
+
+    def check_memory(self, what: str) -> None:
+        """Refuse what needs the parameters where they are in a step."""
+        if self.lent:
+            self.check_values(what)
 
     def begin_backward(self) -> None:
         """A backward begins."""

@@ -81,8 +81,8 @@ def refuse(name: str, *, is_grad: bool) -> None:
             "rank's slices are in optimizer.param_groups"
         )
     raise ShardedParameter(
-        f"{name} is sharded and freed: for its values call shardwise.full_state_dict(model) on every rank; this "
-        "rank's slices are in optimizer.param_groups"
+        f"{name} is sharded and freed: for its values call shardwise.full_state_dict(model), or read it inside `with "
+        "shardwise.whole(model):`, on every rank; this rank's slices are in optimizer.param_groups"
     )
 
 

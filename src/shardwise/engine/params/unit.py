@@ -207,10 +207,11 @@ class Unit:
         """Then its last gradient does not tell that backward is done with its parameters."""
         return len(self.grads.expected) < self._num_params
 
-    def learn_trained(self) -> None:
-        """What is trained now: only of these buffers gradients are reduced, and an update changes no other."""
+    def learn_trained(self) -> set[str]:
+        """What is trained now, by name: only of its buffers gradients are reduced, and an update changes no other."""
         self.learned_trainable = self.grads.expected
         self._learn_trained(self.learned_trainable)
+        return {name for flat in self.flats for i, name in enumerate(flat.names) if self.is_trainable(flat, i)}
 
     def _learn_trained(self, trained: AbstractSet[int]) -> None:
         self.trained_flats = [
@@ -219,9 +220,6 @@ class Unit:
 
     def is_trainable(self, flat: FlatParams, index: int) -> bool:
         return id(flat.params[index]) in self.grads.expected
-
-    def trainable_names(self) -> set[str]:
-        return {name for flat in self.flats for i, name in enumerate(flat.names) if self.is_trainable(flat, i)}
 
     def begin_backward(self) -> None:
         for flat in self.flats:
