@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from adapted import NUM_TRAINED, make_adapted, one_step
-from cases import adamw, sgd
+from cases import adamw, sgd, squares
 from ranks import run_ranks
 from torch import Tensor, nn
 from training import Case, assert_close, assert_equal, line, make_collectives, on_ranks, one_process
@@ -14,6 +14,7 @@ from training import Case, assert_close, assert_equal, line, make_collectives, o
 import shardwise
 from shardwise.checkpoint import Checkpoints
 from shardwise.engine.engine import engine_of, tape
+from shardwise.engine.prepared.inventory import held_bytes
 from shardwise.engine.tape import TapeEntry
 from shardwise.placement import SHARDED, STRATEGIES, placement_of
 from shardwise.plan import Plan
@@ -29,6 +30,13 @@ each_strategy = pytest.mark.parametrize("plan", PLANS, ids=list(STRATEGIES))
 @each_strategy
 def test_adapters_on_a_frozen_base_train_bit_equal_to_one_process(plan: Plan) -> None:
     case = Case(make=make_adapted, optimizer=adamw, num_steps=4)
+    assert_equal(run_ranks(on_ranks, num_ranks=2, args=(case, plan, True)), one_process(case, num_ranks=2))
+
+
+@pytest.mark.parametrize(("strategy", "of_frozen"), [("fsdp", "ddp"), ("zero2", "shard_grad_op")])
+def test_and_where_a_frozen_unit_has_a_placement_of_its_own(strategy: str, of_frozen: str) -> None:
+    case = Case(make=make_adapted, optimizer=adamw, num_steps=4)
+    plan = Plan(strategy=strategy, units="class:AdaptedBlock", overrides={"blocks.1": of_frozen})
     assert_equal(run_ranks(on_ranks, num_ranks=2, args=(case, plan, True)), one_process(case, num_ranks=2))
 
 
@@ -93,6 +101,49 @@ def traffic(rank: int, plans: list[Plan]) -> None:
 
 def test_engine_program_and_planner_reduce_the_bytes_that_are_trained_and_no_more() -> None:
     run_ranks(traffic, num_ranks=2, args=(PLANS,))
+
+
+# A base in bf16
+
+
+class HalfBase(nn.Module):
+    """A frozen base in bf16 and an adapter in fp32, as PEFT makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(64, 64, bias=False).bfloat16().requires_grad_(False)
+        self.adapter = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.base(x.bfloat16()).float() + self.adapter(x)
+
+
+def make_half() -> Any:
+    def batch(step: int, rank: int) -> Any:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        return torch.randn(4, 64, generator=generator), torch.randn(4, 64, generator=generator)
+
+    return nn.Sequential(HalfBase(), HalfBase()), batch
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_adapters_in_fp32_on_a_base_in_bf16_train_bit_equal_in_native_precision(strategy: str) -> None:
+    case = Case(make=make_half, optimizer=adamw, num_steps=3, loss=squares)
+    plan = Plan(strategy=strategy, units="class:HalfBase", precision="native")
+    assert_equal(run_ranks(on_ranks, num_ranks=2, args=(case, plan, True)), one_process(case, num_ranks=2))
+
+
+def half_bytes(rank: int, strategy: str) -> dict[str, int]:
+    model, _ = make_half()
+    optimizer = adamw(model.parameters())
+    shardwise.prepare(model, optimizer, Plan(strategy=strategy, units="class:HalfBase", precision="native"))
+    return held_bytes(model, optimizer)
+
+
+def test_of_a_frozen_base_in_bf16_nothing_is_held_in_fp32() -> None:
+    numel = 2 * 64 * 64
+    assert run_ranks(half_bytes, num_ranks=2, args=("ddp",))[0]["params"] == (2 + 4) * numel
+    assert run_ranks(half_bytes, num_ranks=2, args=("fsdp",))[0]["params"] == (2 + 4) * numel // 2
 
 
 # Several passes
@@ -178,8 +229,31 @@ def frozen_with_gradients(rank: int, strategy: str) -> str:
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_an_update_of_a_frozen_buffer_that_no_rank_would_gather_is_refused(strategy: str) -> None:
     for said in run_ranks(frozen_with_gradients, num_ranks=2, args=(strategy,)):
-        assert said.startswith("optimizer.step() changed blocks.0.linear.up.weight or a neighbour, which is frozen")
+        assert said.startswith("slices of blocks.0.linear.up.weight or a neighbour, which is frozen, were changed")
         assert "zero_grad() before" in said
+
+
+def frozen_between_backwards(rank: int, plan: Plan | None, *frozen: str) -> dict[str, Tensor]:
+    """What is frozen after the first of two backwards keeps its gradient, and is stepped by it."""
+    model, optimizer, batch = prepared(plan, rank=rank) if plan is not None else alone()
+    cross_entropy(model, batch(0, 0)).backward()
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    cross_entropy(model, batch(1, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def test_what_is_frozen_with_a_gradient_is_stepped_by_it_as_in_one_process() -> None:
+    # Some of what shares its buffer, and all of it.
+    for frozen in (("norm.weight",), ("blocks.0.linear.up.weight",)):
+        (expected,) = run_ranks(frozen_between_backwards, num_ranks=1, args=(None, *frozen))
+        for plan in PLANS:
+            if frozen[0] != "norm.weight" and plan.strategy in ("zero1", "zero2"):
+                continue
+            for weights in run_ranks(frozen_between_backwards, num_ranks=2, args=(plan, *frozen)):
+                assert all(torch.equal(weights[name], expected[name]) for name in expected), (plan, frozen)
 
 
 def thawed_inside(rank: int, strategy: str) -> str:
