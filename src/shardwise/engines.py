@@ -21,6 +21,7 @@ from shardwise.engine.params.replicas import COMPARE_EVERY
 from shardwise.engine.prepared import accumulate as engine_accumulate
 from shardwise.engine.prepared import clip as engine_clip
 from shardwise.engine.prepared import full_state as engine_state
+from shardwise.engine.prepared import grad_values as engine_grads
 from shardwise.engine.prepared import slices as engine_slices
 from shardwise.engine.prepared import uneven as engine_uneven
 from shardwise.engine.prepared import whole_parameters as engine_whole
@@ -219,6 +220,30 @@ def clip_grad_norm_(
     from shardwise.torch_engine.full_state import clip_grad_norm_on_torch
 
     return clip_grad_norm_on_torch(model, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+
+def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
+    """Every element of the gradients between -clip_value and clip_value, as torch's function of this name does it."""
+    if is_prepared(model):
+        return engine_grads.clip_grad_value_(model, clip_value)
+    from shardwise.torch_engine.full_state import clip_grad_value_on_torch
+
+    return clip_grad_value_on_torch(model, clip_value)
+
+
+def grad_norms(model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]:
+    """Parameter → the norm of its whole gradient, the same on every rank; those without a gradient are left out.
+
+        for name, norm in shardwise.grad_norms(model).items():      # between backward and step
+            log(name, norm)
+
+    Collective, and it waits for the device.
+    """
+    if is_prepared(model):
+        return engine_grads.grad_norms(model, norm_type=norm_type)
+    from shardwise.torch_engine.full_state import grad_norms_on_torch
+
+    return grad_norms_on_torch(model, norm_type=norm_type)
 
 
 def full_state_dict(

@@ -163,7 +163,8 @@ class Unit:
                 refuse(name, is_grad=True)
             raise ShardedParameter(
                 f"the gradient of {name} is {flat.master_dtype} and not in p.grad of the {flat.full.dtype} parameter: "
-                "for its norm call shardwise.clip_grad_norm_(model, max_norm); it is in optimizer.param_groups"
+                "call shardwise.clip_grad_norm_, clip_grad_value_ or grad_norms with the model; it is in "
+                "optimizer.param_groups"
             )
         if self.sharded and not self.whole:
             refuse(name, is_grad=False)
