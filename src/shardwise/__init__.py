@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         load_full_state_dict,
         mean_count,
         prepare,
+        weight_stream,
         whole,
     )
     from shardwise.errors import ShardwiseError
@@ -65,6 +66,7 @@ _HOME = {
     "prepare": "shardwise.engines",
     "step": "shardwise.train_step",
     "tape": "shardwise.engine.engine",
+    "weight_stream": "shardwise.engines",
     "whole": "shardwise.engines",
 }
 
@@ -96,6 +98,7 @@ __all__ = [
     "prepare",
     "step",
     "tape",
+    "weight_stream",
     "whole",
 ]
 

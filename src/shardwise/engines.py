@@ -24,6 +24,7 @@ from shardwise.engine.prepared import full_state as engine_state
 from shardwise.engine.prepared import grad_values as engine_grads
 from shardwise.engine.prepared import slices as engine_slices
 from shardwise.engine.prepared import uneven as engine_uneven
+from shardwise.engine.prepared import weight_stream as engine_stream
 from shardwise.engine.prepared import whole_parameters as engine_whole
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
@@ -206,6 +207,24 @@ def whole(model: nn.Module, *, write: bool = False) -> AbstractContextManager[No
     if isinstance(model, DistributedDataParallel):
         return nullcontext()
     raise InvalidPlan("shardwise.whole needs engine = 'shardwise': fully_shard's parameters are slices")
+
+
+def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor) of all that a state dict holds, unit after unit in the order of a step. Collective.
+
+        for name, tensor in shardwise.weight_stream(model, dtype=torch.bfloat16):      # on every rank, to the end
+            if rank == 0:
+                inference.load_weights([(name, tensor)])
+
+    One unit's parameters are gathered at a time, so that it takes the memory of two at most (what the loop still holds,
+    and what comes next), not of the model. `dtype`: floating-point tensors are cast before they are sent; without it
+    they have all digits. No step in here; a rank that stops before the end is named to the others.
+    """
+    if is_prepared(model):
+        return engine_stream.weight_stream(model, dtype=dtype)
+    from shardwise.torch_engine.full_state import weight_stream_on_torch
+
+    return weight_stream_on_torch(model, dtype=dtype)
 
 
 def clip_grad_norm_(

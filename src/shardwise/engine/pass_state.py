@@ -27,7 +27,8 @@ class PassState:
     counts         whether this rank has; without, it takes part and adds nothing
     source         the rank whose buffers count
     watcher        who notes or records the step, while that is done
-    values_by      the context of ours in which parameters have other values than in a step; "" outside
+    values_by      the block of code in which no step may run, since parameters have other values or are being read; ""
+                   outside of one
     lent           whether they have other memory, too
     """
 
@@ -42,7 +43,7 @@ class PassState:
     def check_values(self, what: str) -> None:
         """Refuse what needs the values of training."""
         if self.values_by:
-            raise InvalidModel(f"{what} inside `with {self.values_by}:`: do it after the block")
+            raise InvalidModel(f"{what} inside {self.values_by}: do it after the block")
 
     def check_memory(self, what: str) -> None:
         """Refuse what needs the parameters where they are in a step."""

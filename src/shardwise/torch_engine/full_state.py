@@ -1,6 +1,6 @@
 """The gradients' norms and full state dicts of a model on torch's own engine, in the form that our engine gives."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,16 @@ def grad_norms_on_torch(model: nn.Module, *, norm_type: float) -> dict[str, floa
         if parameter.grad is not None
     }
     return {name: (n.full_tensor() if isinstance(n, DTensor) else n).item() for name, n in norms.items()}
+
+
+def weight_stream_on_torch(model: nn.Module, *, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor) of the state dict, one after the other. Collective."""
+    check_on_torch(model)
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    for name, value in bare.state_dict().items():
+        if isinstance(value, Tensor):
+            cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            yield name, cast.full_tensor() if isinstance(cast, DTensor) else cast.clone()
 
 
 def full_state_dict_on_torch(

@@ -85,7 +85,7 @@ class EMA:
         engine.runner.writes.settle()
         own = {flat: flat.master.clone() for flat in self._averages}
         self._exchange(self._averages)
-        passes.values_by = _APPLIED
+        passes.values_by = f"`with {_APPLIED}:`"
         try:
             yield
         finally:

@@ -33,7 +33,7 @@ def whole(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     meet(_NAME, limit_seconds=engine.limit_seconds)
     engine.runner.wait_gathers()
     lent = [_Lent(flat) for flat in engine.flats]
-    passes.values_by, passes.lent = _NAME, True
+    passes.values_by, passes.lent = f"`with {_NAME}:`", True
     try:
         for one in lent:
             one.lend()
