@@ -26,7 +26,8 @@ def frozen_was_stepped(names: Sequence[str]) -> InvalidModel:
     """The error for an update of slices that no rank gathers, since all that lies in their buffer is frozen."""
     return InvalidModel(
         f"slices of {names[0]} or a neighbour, which is frozen, were changed: by optimizer.step(), if it had a "
-        "gradient (call zero_grad() before parameters are frozen), or by you (write inside `with shardwise.edit(model):`)"
+        "gradient (call zero_grad() before parameters are frozen), or by you (write inside `with "
+        "shardwise.edit(model):`)"
     )
 
 
