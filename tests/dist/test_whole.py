@@ -1,5 +1,6 @@
 """`shardwise.whole`: parameters whole on every rank, to be read or written, under every strategy."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -164,6 +165,22 @@ def test_torchs_averaged_model_works_on_it() -> None:
     run_ranks(averages, num_ranks=2, args=([Plan(strategy="ddp"), Plan(strategy="zero2", precision="bf16"), Plan()],))
 
 
+def asked_inside(rank: int, plans: list[Plan]) -> None:
+    for plan in plans:
+        model, optimizer, batch = prepared(plan, rank=rank)
+        train(model, optimizer, batch, rank=rank, step=0)
+        expected = model.state_dict()
+        with shardwise.whole(model):
+            state, copied = model.state_dict(), deepcopy(model).state_dict()
+            assert all(torch.equal(state[name], expected[name]) for name in expected), plan
+            assert all(torch.equal(copied[name], expected[name]) for name in expected), plan
+        train(model, optimizer, batch, rank=rank, step=1)
+
+
+def test_state_dicts_and_copies_are_made_inside_too() -> None:
+    run_ranks(asked_inside, num_ranks=2, args=([Plan(strategy="ddp"), Plan(strategy="zero1"), Plan(precision="bf16")],))
+
+
 # Mistakes
 
 
@@ -183,7 +200,7 @@ def refused(rank: int, plan: Plan) -> list[str]:
         with torch.no_grad():
             said.append(line(lambda: model(batch(1, rank)[0])))
         said.append(line(optimizer.step))
-        said.append(line(model.state_dict))
+        said.append(line(lambda: shardwise.clip_grad_norm_(model, 1.0)))
         said.append(line(lambda: shardwise.whole(model).__enter__()))
 
     def write_differently() -> None:
@@ -206,7 +223,7 @@ def test_unannounced_writes_steps_inside_and_ranks_that_write_differently_are_re
         assert said[0].startswith("blocks.0.norm1.weight was written inside `with shardwise.whole(model):`")
         assert "write=True" in said[0]
         for what, words in zip(
-            said[1:6], ("a forward that trains", "a forward", "optimizer.step()", "a state_dict"), strict=False
+            said[1:6], ("a forward that trains", "a forward", "optimizer.step()", "clip_grad_norm_"), strict=False
         ):
             assert what == f"{words} inside `with shardwise.whole(model):`: do it after the block"
         assert said[5].startswith("shardwise.whole(model) inside")
