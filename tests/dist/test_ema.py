@@ -13,7 +13,8 @@ from training import line, make_collectives
 
 import shardwise
 from shardwise.checkpoint import Checkpoints, open_checkpoint
-from shardwise.engine.engine import tape
+from shardwise.engine.engine import engine_of, tape
+from shardwise.engine.prepared.inventory import held_bytes
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.tasks import cross_entropy
@@ -97,20 +98,22 @@ def silent(rank: int) -> None:
     for plan in PLANS:
         model, optimizer, batch, ema = prepared(plan, rank=rank)
         train(model, optimizer, ema, batch(0, rank))
-        late = shardwise.engine.engine.engine_of(model).collectives
+        late = engine_of(model).collectives
         with tape(model) as recorded:
             late.issued.clear()
             recorded.take()
             ema.update()
             assert not recorded.take()
             assert not late.issued
-        held = sum(average.numel() for average in ema._averages.values())
-        whole = sum(parameter.numel() for parameter in model.parameters())
-        sharded = plan.strategy != "ddp"
-        assert held < (0.6 if sharded else 1.1) * whole
+        num_bytes = sum(average.nbytes for average in ema.tensors())
+        whole = 4 * sum(parameter.numel() for parameter in model.parameters())
+        assert num_bytes < (1.1 if plan.strategy == "ddp" else 0.6) * whole
+        before = held_bytes(model, optimizer)["optim"]
+        del ema
+        assert before - held_bytes(model, optimizer)["optim"] == num_bytes
 
 
-def test_an_update_issues_no_collective_and_holds_a_slice() -> None:
+def test_an_update_issues_no_collective_and_the_slice_that_is_held_is_counted() -> None:
     run_ranks(silent, num_ranks=2)
 
 

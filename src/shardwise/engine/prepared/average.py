@@ -43,6 +43,7 @@ class EMA:
         self._averages = {
             flat: flat.master.detach().to(_dtype(flat), copy=True) for flat in self._engine.flats if _is_trained(flat)
         }
+        self._engine.averages.add(self)
 
     @property
     def decay(self) -> float:
@@ -102,6 +103,10 @@ class EMA:
             flat.master.copy_(value)
             flat.writes.after_own()
         distribute(self._engine.runner)
+
+    def tensors(self) -> list[Tensor]:
+        """What this rank holds, as single allocations."""
+        return list(self._averages.values())
 
     def slices(self) -> dict[nn.Parameter, Tensor]:
         """What this rank's optimizer steps → its average, in the same shape."""
