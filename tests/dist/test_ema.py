@@ -126,8 +126,16 @@ def saves(rank: int, folder: str, plan: Plan) -> dict[str, Tensor]:
     for step in range(2):
         train(model, optimizer, ema, batch(step, rank))
     checkpoints.save(model, optimizer, step=2, ema=ema)
+    saved = checkpoints.latest()
     with ema.applied():
-        assert "inside `with ema.applied():`" in line(lambda: checkpoints.save(model, optimizer, step=3, ema=ema))
+        for mistake in (
+            lambda: checkpoints.save(model, optimizer, step=3),
+            lambda: checkpoints.save(model, step=3, ema=ema),
+            lambda: checkpoints.load(saved, model),
+            lambda: model.load_state_dict({}),
+            lambda: shardwise.edit(model).__enter__(),
+        ):
+            assert "inside `with ema.applied():`" in line(mistake)
     checkpoints.close()
     return averages_of(ema, model)
 

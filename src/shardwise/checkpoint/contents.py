@@ -74,6 +74,9 @@ def snapshot(
     ema: EMA | None = None,
 ) -> StateSnapshot:
     """This rank's part of a checkpoint, in the memory that is trained."""
+    if optimizer is not None or ema is not None:
+        # Weights alone may be saved as they are at the moment.
+        _check_values(model, what="a checkpoint of a training")
     held = holding(model)
     pieces = [_written(MODEL + part.name, part, part.parameter) for part in held.slices]
     nonfinite = _first_nonfinite(pieces)
@@ -83,7 +86,6 @@ def snapshot(
         described, states = describe_optimizer(optimizer, slices=held.slices, groups=groups)
         pieces += [_written(state.name, state.of, state.value) for state in states]
     if ema is not None:
-        ema.check_saved()
         pieces += [_written(EMA_OF + part.name, part, average) for part, average in _averaged(held, ema)]
     pieces = [piece for piece in pieces if piece.elements.numel()]
     if ranks.index == 0:
@@ -105,6 +107,12 @@ def snapshot(
         finite=nonfinite is None,
     )
     return StateSnapshot(contents=contents, pieces=pieces, nonfinite=nonfinite)
+
+
+def _check_values(model: nn.Module, *, what: str) -> None:
+    """Refuse it in a block of code in which the model has other values than those of its training (ema.applied)."""
+    if is_prepared(model):
+        engine_of(model).runner.passes.check_values(what)
 
 
 def _averaged(held: OwnedModel, ema: EMA) -> list[tuple[OwnedSlice, Tensor]]:
@@ -161,6 +169,7 @@ def loading(
     model: nn.Module, optimizer: Optimizer | None, *, manifest: Manifest, ranks: Ranks, ema: EMA | None = None
 ) -> Loading:
     """What this rank wants of a checkpoint; nothing is changed yet but by `finish`."""
+    _check_values(model, what="a load of a checkpoint")
     held = holding(model)
     check_fits(manifest, held)
     windows: list[_Window] = [_Window(MODEL + part.name, part, part.parameter) for part in held.slices]

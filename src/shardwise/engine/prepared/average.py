@@ -75,7 +75,7 @@ class EMA:
     def applied(self) -> Iterator[None]:
         """The model has the averages for values: to evaluate, to export. Collective; no step in here.
 
-        Meanwhile this rank holds its slices of the parameters' own values once more.
+        Meanwhile this rank holds its slices of the parameters' own values once more, which come back after the block.
         """
         engine = self._engine
         passes = engine.runner.passes
@@ -119,10 +119,6 @@ class EMA:
     def names(self) -> list[str]:
         """The full names of the parameters that have an average, on any rank."""
         return sorted(name for flat in self._averages for name in flat.names)
-
-    def check_saved(self) -> None:
-        """Refuse to save what the model has in place of its own values."""
-        self._engine.runner.passes.check_values("a checkpoint with an EMA")
 
 
 def _is_trained(flat: FlatParams) -> bool:
