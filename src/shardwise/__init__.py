@@ -11,16 +11,21 @@ if TYPE_CHECKING:
     from shardwise.data.sampler import DistributedSampler
     from shardwise.engine.engine import tape
     from shardwise.engine.optimizer.scaler import GradScaler
+    from shardwise.engine.prepared.average import EMA
     from shardwise.engines import (
         accumulate,
         capture,
         clip_grad_norm_,
+        clip_grad_value_,
         edit,
         full_state_dict,
+        grad_norms,
         join,
         load_full_state_dict,
         mean_count,
         prepare,
+        weight_stream,
+        whole,
     )
     from shardwise.errors import ShardwiseError
     from shardwise.mesh import Mesh
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "EMA": "shardwise.engine.prepared.average",
     "DistributedSampler": "shardwise.data.sampler",
     "GradScaler": "shardwise.engine.optimizer.scaler",
     "Mesh": "shardwise.mesh",
@@ -48,8 +54,10 @@ _HOME = {
     "accumulate": "shardwise.engines",
     "capture": "shardwise.engines",
     "clip_grad_norm_": "shardwise.engines",
+    "clip_grad_value_": "shardwise.engines",
     "edit": "shardwise.engines",
     "full_state_dict": "shardwise.engines",
+    "grad_norms": "shardwise.engines",
     "join": "shardwise.engines",
     "load_full_state_dict": "shardwise.engines",
     "load_task": "shardwise.tasks",
@@ -58,9 +66,12 @@ _HOME = {
     "prepare": "shardwise.engines",
     "step": "shardwise.train_step",
     "tape": "shardwise.engine.engine",
+    "weight_stream": "shardwise.engines",
+    "whole": "shardwise.engines",
 }
 
 __all__ = [
+    "EMA",
     "STRATEGIES",
     "DistributedSampler",
     "GradScaler",
@@ -75,8 +86,10 @@ __all__ = [
     "accumulate",
     "capture",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "edit",
     "full_state_dict",
+    "grad_norms",
     "join",
     "load_full_state_dict",
     "load_task",
@@ -85,6 +98,8 @@ __all__ = [
     "prepare",
     "step",
     "tape",
+    "weight_stream",
+    "whole",
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardwise.comm.collectives import Collectives
@@ -20,8 +21,11 @@ from shardwise.engine.params.replicas import COMPARE_EVERY
 from shardwise.engine.prepared import accumulate as engine_accumulate
 from shardwise.engine.prepared import clip as engine_clip
 from shardwise.engine.prepared import full_state as engine_state
+from shardwise.engine.prepared import grad_values as engine_grads
 from shardwise.engine.prepared import slices as engine_slices
 from shardwise.engine.prepared import uneven as engine_uneven
+from shardwise.engine.prepared import weight_stream as engine_stream
+from shardwise.engine.prepared import whole_parameters as engine_whole
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 
@@ -182,6 +186,47 @@ def edit(model: nn.Module) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def whole(model: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
+    """The model's parameters are whole on every rank in here: to be read, or with `write` to be written. Collective.
+
+        with shardwise.whole(model):
+            averaged.update_parameters(model)
+
+        with shardwise.whole(model, write=True), torch.no_grad():
+            for parameter in model.parameters():      # the same on every rank
+                parameter.clamp_(-1, 1)
+
+    They show what the optimizer steps, in its dtype, and what is written goes there. No forward and no step in here. It
+    takes the memory of all parameters in that dtype, where they are not whole in it already.
+    """
+    if is_prepared(model):
+        return engine_whole.whole(model, write=write)
+    from shardwise.torch_engine.prepare import check_on_torch
+
+    check_on_torch(model)
+    if isinstance(model, DistributedDataParallel):
+        return nullcontext()
+    raise InvalidPlan("shardwise.whole needs engine = 'shardwise': fully_shard's parameters are slices")
+
+
+def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor) of all that a state dict holds, unit after unit in the order of a step. Collective.
+
+        for name, tensor in shardwise.weight_stream(model, dtype=torch.bfloat16):      # on every rank, to the end
+            if rank == 0:
+                inference.load_weights([(name, tensor)])
+
+    One unit's parameters are gathered at a time, so that it takes the memory of two at most (what the loop still holds,
+    and what comes next), not of the model. `dtype`: floating-point tensors are cast before they are sent; without it
+    they have all digits. No step in here; a rank that stops before the end is named to the others.
+    """
+    if is_prepared(model):
+        return engine_stream.weight_stream(model, dtype=dtype)
+    from shardwise.torch_engine.full_state import weight_stream_on_torch
+
+    return weight_stream_on_torch(model, dtype=dtype)
+
+
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
@@ -194,6 +239,30 @@ def clip_grad_norm_(
     from shardwise.torch_engine.full_state import clip_grad_norm_on_torch
 
     return clip_grad_norm_on_torch(model, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+
+def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
+    """Every element of the gradients between -clip_value and clip_value, as torch's function of this name does it."""
+    if is_prepared(model):
+        return engine_grads.clip_grad_value_(model, clip_value)
+    from shardwise.torch_engine.full_state import clip_grad_value_on_torch
+
+    return clip_grad_value_on_torch(model, clip_value)
+
+
+def grad_norms(model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]:
+    """Parameter → the norm of its whole gradient, the same on every rank; those without a gradient are left out.
+
+        for name, norm in shardwise.grad_norms(model).items():      # between backward and step
+            log(name, norm)
+
+    Collective, and it waits for the device.
+    """
+    if is_prepared(model):
+        return engine_grads.grad_norms(model, norm_type=norm_type)
+    from shardwise.torch_engine.full_state import grad_norms_on_torch
+
+    return grad_norms_on_torch(model, norm_type=norm_type)
 
 
 def full_state_dict(

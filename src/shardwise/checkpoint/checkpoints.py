@@ -29,6 +29,7 @@ from shardwise.checkpoint.ranks import Ranks, one_line
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.storage import CheckpointReader, CheckpointWriter
 from shardwise.checkpoint.typed import from_json
+from shardwise.engine.prepared.average import EMA
 from shardwise.errors import CheckpointError, DiskFailed
 
 # What a user must mend: it is the same when tried again.
@@ -108,12 +109,14 @@ class Checkpoints:
         step: int,
         progress: Mapping[str, Any] | None = None,
         own: Mapping[str, Any] | None = None,
+        ema: EMA | None = None,
         finite_only: bool = False,
     ) -> Saving:
         """Save this state. Asynchronous: returns when it is copied, and the writing goes on.
 
         progress   the same on every rank: numbers, strings, lists, dicts
         own        this rank's alone, random states for example: the same, and tensors
+        ema        an average of the parameters, to be saved too
         finite_only   refuse parameters with a NaN or Inf; otherwise they are saved, and the last checkpoint without
                       any is kept however many follow
 
@@ -125,7 +128,7 @@ class Checkpoints:
         taken: list[StateSnapshot] = []
 
         def take() -> tuple[int, str | None]:
-            now = snapshot(model, optimizer, step=step, progress=progress or {}, own=own or {}, ranks=ranks)
+            now = snapshot(model, optimizer, step=step, progress=progress or {}, own=own or {}, ranks=ranks, ema=ema)
             taken.append(now.copied(self._staging) if self._asynchronous else now)
             return step, now.nonfinite
 
@@ -171,13 +174,20 @@ class Checkpoints:
                 warnings.warn(f"checkpoint passed over: {problems[0]}", stacklevel=2)
         return None
 
-    def load(self, saved: SavedCheckpoint, model: nn.Module, optimizer: Optimizer | None = None) -> Loaded:
-        """Fill the model and the optimizer, under whatever plan, engine and number of ranks they are now."""
+    def load(
+        self,
+        saved: SavedCheckpoint,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        ema: EMA | None = None,
+    ) -> Loaded:
+        """Fill the model, the optimizer and the average, under whatever plan, engine and number of ranks there are."""
         self.wait()
         ranks = self._together()
         manifest = saved.manifest
         prepared = []
-        ranks.each(lambda: prepared.append(loading(model, optimizer, manifest=manifest, ranks=ranks)))
+        ranks.each(lambda: prepared.append(loading(model, optimizer, manifest=manifest, ranks=ranks, ema=ema)))
         (load,) = prepared
         if optimizer is not None and not load.has_optimizer and ranks.index == 0:
             warnings.warn(f"{saved.path} holds weights only: the optimizer starts afresh", stacklevel=2)

@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.boxes import Boxes, share
 from shardwise.checkpoint.holding import filled, holding, local, names_of_groups
-from shardwise.checkpoint.manifest import MODEL, OWN, Contents, Manifest
+from shardwise.checkpoint.manifest import EMA_OF, MODEL, OWN, Contents, Manifest
 from shardwise.checkpoint.optimizer_state import OptimizerLoad, describe_optimizer
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.typed import dtype_name, from_json, to_json
 from shardwise.engine.engine import engine_of, is_prepared
+from shardwise.engine.prepared.average import EMA
 from shardwise.engine.prepared.slices import OwnedModel, OwnedSlice
 from shardwise.errors import CheckpointError
 
@@ -70,8 +71,12 @@ def snapshot(
     progress: Mapping[str, Any],
     own: Mapping[str, Any],
     ranks: Ranks,
+    ema: EMA | None = None,
 ) -> StateSnapshot:
     """This rank's part of a checkpoint, in the memory that is trained."""
+    if optimizer is not None or ema is not None:
+        # Weights alone may be saved as they are at the moment.
+        _check_values(model, what="a checkpoint of a training")
     held = holding(model)
     pieces = [_written(MODEL + part.name, part, part.parameter) for part in held.slices]
     nonfinite = _first_nonfinite(pieces)
@@ -80,6 +85,8 @@ def snapshot(
         groups = names_of_groups(model, optimizer)
         described, states = describe_optimizer(optimizer, slices=held.slices, groups=groups)
         pieces += [_written(state.name, state.of, state.value) for state in states]
+    if ema is not None:
+        pieces += [_written(EMA_OF + part.name, part, average) for part, average in _averaged(held, ema)]
     pieces = [piece for piece in pieces if piece.elements.numel()]
     if ranks.index == 0:
         # Buffers come from rank 0 before every step, so its are the ones that count.
@@ -94,11 +101,28 @@ def snapshot(
         buffers={name: [list(value.shape), dtype_name(value.dtype)] for name, value in held.buffers.items()},
         aliases=held.aliases,
         optimizer=described,
+        ema=_described(ema) if ema is not None else None,
         progress=to_json(dict(progress), what="progress"),
         own=[to_json({key: value for key, value in own.items() if key not in mine}, what="own")],
         finite=nonfinite is None,
     )
     return StateSnapshot(contents=contents, pieces=pieces, nonfinite=nonfinite)
+
+
+def _check_values(model: nn.Module, *, what: str) -> None:
+    """Refuse it in a block of code in which the model has other values than those of its training (ema.applied)."""
+    if is_prepared(model):
+        engine_of(model).runner.passes.check_values(what)
+
+
+def _averaged(held: OwnedModel, ema: EMA) -> list[tuple[OwnedSlice, Tensor]]:
+    """The slices that have an average, and it."""
+    averages = ema.slices()
+    return [(part, averages[part.parameter]) for part in held.slices if part.parameter in averages]
+
+
+def _described(ema: EMA) -> dict[str, Any]:
+    return {"decay": ema.decay, "num_updates": ema.num_updates, "parameters": ema.names()}
 
 
 def _first_nonfinite(pieces: Sequence[StatePiece]) -> str | None:
@@ -141,8 +165,11 @@ class Loading:
 
 
 @torch.no_grad()
-def loading(model: nn.Module, optimizer: Optimizer | None, *, manifest: Manifest, ranks: Ranks) -> Loading:
+def loading(
+    model: nn.Module, optimizer: Optimizer | None, *, manifest: Manifest, ranks: Ranks, ema: EMA | None = None
+) -> Loading:
     """What this rank wants of a checkpoint; nothing is changed yet but by `finish`."""
+    _check_values(model, what="a load of a checkpoint")
     held = holding(model)
     check_fits(manifest, held)
     windows: list[_Window] = [_Window(MODEL + part.name, part, part.parameter) for part in held.slices]
@@ -151,6 +178,9 @@ def loading(model: nn.Module, optimizer: Optimizer | None, *, manifest: Manifest
         groups = names_of_groups(model, optimizer)
         states = OptimizerLoad(optimizer, manifest.contents.optimizer, slices=held.slices, groups=groups)
         windows += [_Window(state.name, state.of, state.value) for state in states.tensors]
+    if ema is not None:
+        _check_ema(manifest, ema)
+        windows += [_Window(EMA_OF + part.name, part, average) for part, average in _averaged(held, ema)]
     targets: dict[str, Any] = {window.name: window.boxes for window in windows if window.num_elements}
     targets |= {MODEL + name: buffer for name, buffer in held.buffers.items() if buffer.numel()}
     own, own_tensors = _own(manifest, ranks=ranks)
@@ -163,9 +193,24 @@ def loading(model: nn.Module, optimizer: Optimizer | None, *, manifest: Manifest
             optimizer.state.clear()
         if states is not None:
             states.take()
+        if ema is not None and manifest.contents.ema is not None:
+            ema.decay, ema.num_updates = manifest.contents.ema["decay"], manifest.contents.ema["num_updates"]
         filled(model)
 
     return Loading(targets=targets, own=own, has_optimizer=states is not None, finish=finish)
+
+
+def _check_ema(manifest: Manifest, ema: EMA) -> None:
+    """The checkpoint must hold the average of the same parameters."""
+    if manifest.contents.ema is None:
+        raise CheckpointError(
+            "the checkpoint holds no EMA: load it without, and make a new shardwise.EMA(model, decay) after that"
+        )
+    different = set(manifest.contents.ema["parameters"]) ^ set(ema.names())
+    if different:
+        name = min(different)
+        where = "the checkpoint" if name in manifest.contents.ema["parameters"] else "this EMA"
+        raise CheckpointError(f"{name} has an average only in {where}: freeze the same parameters before EMA is made")
 
 
 class _Window:

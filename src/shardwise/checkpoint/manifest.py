@@ -36,7 +36,7 @@ VERSION = 1
 _MOST_BYTES = 2**30
 
 # A tensor's name in a checkpoint is its path in nested state dicts, joined as torch.distributed.checkpoint joins it.
-MODEL, OPTIMIZER, OWN = "model.", "optimizer.", "own."
+MODEL, OPTIMIZER, EMA_OF, OWN = "model.", "optimizer.", "ema.", "own."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +72,8 @@ class Contents:
     buffers     the same for buffers
     aliases     other names of tied parameters → the name under which they are stored
     optimizer   kind, param groups (by names), and each parameter's state but for the tensors' values; None without one
+    ema         of an exponential moving average: decay, num_updates, and the names of the parameters that have one;
+                written only where there is one
     progress    what the caller gave, the same on every rank
     own         what each rank gave for itself
     finite      whether no parameter holds a NaN or Inf; written only where it is false
@@ -84,6 +86,7 @@ class Contents:
     buffers: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     optimizer: dict[str, Any] | None = None
+    ema: dict[str, Any] | None = None
     progress: dict[str, Any] = field(default_factory=dict)
     own: list[dict[str, Any]] = field(default_factory=list)
     finite: bool = True
@@ -102,7 +105,7 @@ class Manifest:
             "contents": {
                 name: getattr(self.contents, name)
                 for name in Contents.__slots__
-                if name != "finite" or not self.contents.finite
+                if not (name == "finite" and self.contents.finite) and not (name == "ema" and self.contents.ema is None)
             },
             "files": {name: {"num_bytes": f.num_bytes, "crc32": f.crc32} for name, f in self.files.items()},
             "tensors": {
@@ -217,6 +220,11 @@ def _check_types(contents: dict[str, Any]) -> None:
             raise ValueError("a plan that cannot be")
     if optimizer is not None and type(optimizer["kind"]) is not str:
         raise ValueError("an optimizer that cannot be")
+    ema = contents.get("ema")
+    if ema is not None:
+        numbers = type(ema["decay"]) in (int, float) and type(ema["num_updates"]) is int
+        if not numbers or not all(type(name) is str for name in ema["parameters"]):
+            raise ValueError("an EMA that cannot be")
 
 
 _CONTENTS_TYPES: dict[str, tuple[type, ...]] = {
@@ -227,6 +235,7 @@ _CONTENTS_TYPES: dict[str, tuple[type, ...]] = {
     "buffers": (dict,),
     "aliases": (dict,),
     "optimizer": (dict, NoneType),
+    "ema": (dict, NoneType),
     "progress": (dict,),
     "own": (list,),
     "finite": (bool,),

@@ -13,7 +13,8 @@ optimizer/      what a rank's optimizer steps; the fp16 scaler
 step/           runner.py listens to the model's hooks and moves the program's cursor, executor.py does the rows on
                 tensors, learn.py finds the order of units in the first step, first_inputs.py ranks with equal batches
 engine.py       what the model carries
-prepared/       what is asked of a prepared model: state dicts, clipping, accumulation, what it holds
+prepared/       what is asked of a prepared model: state dicts, clipping, accumulation, what it holds, whole parameters,
+                an average of them
 captured/       steps as CUDA graphs
 prepare.py      puts it together; description.py: what ranks must have been given alike; refuse.py: models that it
                 does not take

@@ -1,8 +1,9 @@
 """What `prepare` made of a model; the model carries it."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class Engine:
     limit_seconds: float = 60.0
     # Whether nobody but the engine tells what a plan needs when memory runs out (prepared/out_of_memory.py).
     predicts_alone: bool = True
+    # What keeps averages of the parameters (prepared/average.py), for as long as somebody else holds it.
+    averages: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
     def attach(self, model: nn.Module) -> None:
         """Listen to the model; until its first forward, to gradients that come without one."""
@@ -64,6 +67,7 @@ class Engine:
 
     def check_between_steps(self, *, what: str) -> None:
         """Refuse `what` in the middle of an accumulation: gradients that each rank sums alone are part of no state."""
+        self.runner.passes.check_memory(what)
         if self.runner.passes.accumulating or self.runner.executor.holds_grads:
             raise InvalidModel(
                 f"{what} in the middle of an accumulation: do it after the step, or clear the gradients first "

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from shardwise.errors import InvalidModel
+
 
 class StepWatcher(Protocol):
     """Is told where a step stands, also by autograd's threads."""
@@ -25,6 +27,9 @@ class PassState:
     counts         whether this rank has; without, it takes part and adds nothing
     source         the rank whose buffers count
     watcher        who notes or records the step, while that is done
+    values_by      the block of code in which no step may run, since parameters have other values or are being read; ""
+                   outside of one
+    lent           whether they have other memory, too
     """
 
     accumulating: bool = False
@@ -32,6 +37,18 @@ class PassState:
     counts: bool = True
     source: int = 0
     watcher: StepWatcher | None = None
+    values_by: str = ""
+    lent: bool = False
+
+    def check_values(self, what: str) -> None:
+        """Refuse what needs the values of training."""
+        if self.values_by:
+            raise InvalidModel(f"{what} inside {self.values_by}: do it after the block")
+
+    def check_memory(self, what: str) -> None:
+        """Refuse what needs the parameters where they are in a step."""
+        if self.lent:
+            self.check_values(what)
 
     def begin_backward(self) -> None:
         """A backward begins."""

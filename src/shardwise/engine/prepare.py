@@ -27,7 +27,7 @@ from shardwise.engine.params.broadcast import broadcast_buffers, fill
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.host import HostCopies
 from shardwise.engine.params.managed import ManagedParameters
-from shardwise.engine.params.precision import check_kept
+from shardwise.engine.params.precision import check_kept, tell_upcast
 from shardwise.engine.params.replicas import COMPARE_EVERY, Replicas, check_compare_every
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.pass_state import PassState
@@ -101,6 +101,8 @@ def prepare(
         host=HostCopies(chosen) if plan.offload_states else None,
         compare_every=compare_every,
     )
+    if dist.get_rank() == 0:
+        tell_upcast(setting.spec, plan=plan)
     engine = _engine(model, optimizer, setting=setting, any_optimizer=any_optimizer)
     register(model, engine)
     become_prepared(model)

@@ -1,5 +1,7 @@
 """What is wrong with a step, in one line each."""
 
+from collections.abc import Sequence
+
 from shardwise.errors import InvalidData, InvalidModel
 
 
@@ -17,6 +19,23 @@ def added_to_average(name: str) -> InvalidModel:
     return InvalidModel(
         f"{name} got a gradient that does not come through the model's outputs (a penalty on the weights), on top of "
         "gradients that are averaged already: add it to the loss, or run its backward before the loss's"
+    )
+
+
+def frozen_was_stepped(names: Sequence[str]) -> InvalidModel:
+    """The error for an update of slices that no rank gathers, since all that lies in their buffer is frozen."""
+    return InvalidModel(
+        f"slices of {names[0]} or a neighbour, which is frozen, were changed: by optimizer.step(), if it had a "
+        "gradient (call zero_grad() before parameters are frozen), or by you (write inside `with "
+        "shardwise.edit(model):`)"
+    )
+
+
+def thawed_in_forward(name: str) -> InvalidModel:
+    """The error for a gradient of a parameter that was frozen when this step began."""
+    return InvalidModel(
+        f"{name} was frozen when the model was called, and has a gradient: call requires_grad_(True) before the "
+        "forward, on every rank, not inside it"
     )
 
 

@@ -18,7 +18,10 @@ number, so that each column of a matrix has its turn."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatSpec:
-    """Parameters of one unit that compute and are stepped in the same dtypes: they share one buffer."""
+    """Parameters of one unit that compute and are stepped in the same dtypes: they share one buffer.
+
+    Those that are frozen have one of their own, of which nothing is reduced and nothing changes in an update.
+    """
 
     params: tuple[TensorSpec, ...]
     compute_dtype: str
@@ -31,6 +34,16 @@ class FlatSpec:
     @property
     def has_gradients(self) -> bool:
         return has_gradients(self.master_dtype)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its gradients are reduced and its parameters updated: all of them, if any is trained."""
+        return self.has_gradients and any(param.trainable for param in self.params)
+
+    @property
+    def num_elements(self) -> int:
+        """Without padding."""
+        return sum(param.num_elements for param in self.params)
 
     @property
     def compute_bytes(self) -> int:
@@ -57,9 +70,9 @@ def _flat_specs(
 ) -> tuple[FlatSpec, ...]:
     """By all of a plan that matters here: the planner asks for the same unit under thousands of plans."""
     plan = Plan(precision=precision, keep_fp32=keep_fp32, reduce_dtype=planned_reduce)
-    by_dtypes: dict[tuple[str, str], list[TensorSpec]] = {}
+    together: dict[tuple[tuple[str, str], bool], list[TensorSpec]] = {}
     for param in unit.params:
-        by_dtypes.setdefault(param_dtypes(param, plan=plan), []).append(param)
+        together.setdefault((param_dtypes(param, plan=plan), param.starts_trainable), []).append(param)
     return tuple(
         FlatSpec(
             params=tuple(params),
@@ -67,7 +80,7 @@ def _flat_specs(
             master_dtype=stepped,
             reduce_dtype=reduce_dtype(stepped, planned=plan.reduce_dtype),
         )
-        for (computes, stepped), params in by_dtypes.items()
+        for ((computes, stepped), _), params in together.items()
     )
 
 
@@ -80,18 +93,17 @@ def param_dtypes(param: TensorSpec, *, plan: Plan) -> tuple[str, str]:
 
 def gather_bytes(unit: UnitSpec, *, plan: Plan) -> int:
     """All parameters in the dtypes that they compute in, without padding."""
-    return sum(
-        flat.compute_bytes * sum(param.num_elements for param in flat.params) for flat in flat_specs(unit, plan=plan)
-    )
+    return sum(flat.compute_bytes * flat.num_elements for flat in flat_specs(unit, plan=plan))
+
+
+def update_gather_bytes(unit: UnitSpec, *, plan: Plan) -> int:
+    """Of those, the buffers that an update changes."""
+    return sum(flat.compute_bytes * flat.num_elements for flat in flat_specs(unit, plan=plan) if flat.is_trained)
 
 
 def reduce_bytes(unit: UnitSpec, *, plan: Plan) -> int:
-    """The gradients of the trainable parameters in the dtypes that they are summed in, without padding."""
-    return sum(
-        flat.reduce_bytes * sum(param.num_elements for param in flat.params if param.trainable)
-        for flat in flat_specs(unit, plan=plan)
-        if flat.has_gradients
-    )
+    """The gradients of the buffers that are trained, in the dtypes that they are summed in, without padding."""
+    return sum(flat.reduce_bytes * flat.num_elements for flat in flat_specs(unit, plan=plan) if flat.is_trained)
 
 
 @lru_cache(maxsize=4096)

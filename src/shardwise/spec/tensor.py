@@ -1,6 +1,6 @@
 """A parameter or buffer: its name, shape and dtype."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from shardwise.dtypes import BYTES_PER_ELEMENT
@@ -13,6 +13,7 @@ class TensorSpec:
 
     `name` is its full path in the model; `aliases` are the further paths of a tied one.
     `trainable` is False for buffers and frozen parameters, `persistent` for buffers that are not saved.
+    `switched`: it was frozen or thawed after the model was prepared, and lies where it was put then.
     `keep_fp32`: computes in fp32 whatever a plan's precision says (BatchNorm's, whose statistics are fp32).
     """
 
@@ -20,6 +21,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
+    switched: bool = False
     persistent: bool = True
     keep_fp32: bool = False
     aliases: tuple[str, ...] = ()
@@ -29,6 +31,15 @@ class TensorSpec:
             raise InvalidModel(f"{self.name}: dtype {self.dtype} is not known; known: {', '.join(BYTES_PER_ELEMENT)}")
         if any(size < 0 for size in self.shape):
             raise InvalidModel(f"{self.name}: shape {self.shape} has a negative size")
+
+    @property
+    def starts_trainable(self) -> bool:
+        """Whether it was trained when the model was prepared."""
+        return self.trainable != self.switched
+
+    def trained_now(self, trainable: bool) -> "TensorSpec":
+        """The same parameter, frozen or thawed."""
+        return replace(self, trainable=trainable, switched=trainable != self.starts_trainable)
 
     @property
     def num_elements(self) -> int:

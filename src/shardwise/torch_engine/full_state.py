@@ -1,6 +1,6 @@
-"""The gradients' norm and full state dicts of a model on torch's own engine, in the form that our engine gives."""
+"""The gradients' norms and full state dicts of a model on torch's own engine, in the form that our engine gives."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,9 +14,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from shardwise.comm.dtensor import local_part
 from shardwise.engine.prepared.full_state import received_state
 from shardwise.errors import InvalidData
 from shardwise.torch_engine.prepare import check_on_torch
@@ -36,6 +38,38 @@ def clip_grad_norm_on_torch(
         raise InvalidData(f"the norm of the gradients is {whole.item()}: they cannot be clipped")
     nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return whole
+
+
+@torch.no_grad()
+def clip_grad_value_on_torch(model: nn.Module, clip_value: float) -> None:
+    """torch's own, of this rank's shards."""
+    check_on_torch(model)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            local_part(parameter.grad).clamp_(-clip_value, clip_value)
+
+
+@torch.no_grad()
+def grad_norms_on_torch(model: nn.Module, *, norm_type: float) -> dict[str, float]:
+    """Parameter → the norm of its whole gradient. Collective."""
+    check_on_torch(model)
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    norms = {
+        name: torch.linalg.vector_norm(parameter.grad, norm_type, dtype=torch.float64)
+        for name, parameter in bare.named_parameters()
+        if parameter.grad is not None
+    }
+    return {name: (n.full_tensor() if isinstance(n, DTensor) else n).item() for name, n in norms.items()}
+
+
+def weight_stream_on_torch(model: nn.Module, *, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor) of the state dict, one after the other. Collective."""
+    check_on_torch(model)
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    for name, value in bare.state_dict().items():
+        if isinstance(value, Tensor):
+            cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            yield name, cast.full_tensor() if isinstance(cast, DTensor) else cast.clone()
 
 
 def full_state_dict_on_torch(

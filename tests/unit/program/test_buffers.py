@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.plan import Plan
 from shardwise.program import Kind, build
-from shardwise.program.buffers import flat_specs, gather_bytes, reduce_bytes
+from shardwise.program.buffers import flat_specs, gather_bytes, reduce_bytes, update_gather_bytes
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 
 
@@ -52,6 +52,44 @@ def test_the_program_counts_the_bytes_of_the_buffers() -> None:
 def test_parameters_of_equal_dtypes_share_a_buffer_and_others_do_not(precision: str) -> None:
     flats = flat_specs(MIXED, plan=Plan(precision=precision))
     assert [[param.name for param in flat.params] for flat in flats] == [["weight", "norm"], ["table"], ["waves"]]
+
+
+ADAPTED = unit(
+    TensorSpec(name="base", shape=(64, 10), trainable=False),
+    TensorSpec(name="adapter", shape=(4, 10)),
+    TensorSpec(name="bias", shape=(64,), trainable=False),
+)
+
+
+def test_frozen_parameters_lie_in_a_buffer_of_their_own_of_which_nothing_is_reduced() -> None:
+    plan = Plan(strategy="zero2", precision="bf16")
+    flats = flat_specs(ADAPTED, plan=plan)
+    assert [[param.name for param in flat.params] for flat in flats] == [["base", "bias"], ["adapter"]]
+    assert [flat.is_trained for flat in flats] == [False, True]
+    assert gather_bytes(ADAPTED, plan=plan) == 2 * (640 + 40 + 64)
+    assert update_gather_bytes(ADAPTED, plan=plan) == 2 * 40
+    assert reduce_bytes(ADAPTED, plan=plan) == 4 * 40
+
+
+def test_a_parameter_that_is_thawed_or_frozen_later_stays_in_its_buffer_which_then_goes_as_a_whole() -> None:
+    base, adapter, bias = ADAPTED.params
+    thawed = unit(base, adapter.trained_now(False), bias.trained_now(True))
+    plan = Plan()
+    names = [
+        [[param.name for param in flat.params] for flat in flat_specs(one, plan=plan)] for one in (ADAPTED, thawed)
+    ]
+    assert names[0] == names[1]
+    assert reduce_bytes(thawed, plan=plan) == 4 * (640 + 64)
+    assert (
+        unit(
+            base,
+            *(
+                param.trained_now(was.trainable)
+                for param, was in zip(thawed.params[1:], ADAPTED.params[1:], strict=True)
+            ),
+        )
+        == ADAPTED
+    )
 
 
 def test_narrow_reduction_does_not_narrow_wide_parameters() -> None:

@@ -111,6 +111,7 @@ class CapturedStep:
         self._store.clear()
 
     def __call__(self, *inputs: Any) -> Any:
+        self._engine.runner.passes.check_values("a step")
         self._num_steps += 1
         self.report = StepReport()
         self._evaluation.leave()

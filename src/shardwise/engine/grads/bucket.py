@@ -49,9 +49,7 @@ class ReduceBucket:
         self.segments: list[Segment] = []
         # Where the gradients of each unit go.
         self._places: dict[str, list[tuple[FlatParams, Segment]]] = {
-            unit.name: [
-                (flat, self._segment_for(flat, dtype=flat.reduce_dtype)) for flat in unit.flats if flat.has_gradients
-            ]
+            unit.name: [(flat, self._segment_for(flat, dtype=flat.reduce_dtype)) for flat in unit.trained_flats]
             for unit in units
         }
 

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.comm.agreement import agree, meet
 from shardwise.comm.rank_progress import PROGRESS, UPDATE
+from shardwise.engine.optimizer.closure import StepClosure
 from shardwise.engine.optimizer.known import check_optimizer, describe_optimizer
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
@@ -92,8 +93,9 @@ class OwnedParameters:
         for group in optimizer.param_groups:
             self._rewrite(group, optimizer=optimizer)
         sharded = any(self._sharded[id(parameter)] for parameter in held)
-        optimizer.register_step_pre_hook(lambda *_: self.before_step(sharded=sharded))
-        optimizer.register_step_post_hook(lambda *_: self._after_step())
+        closure = StepClosure(lambda: self.before_step(sharded=sharded))
+        optimizer.register_step_pre_hook(lambda _, *given: closure.begin(*given))
+        optimizer.register_step_post_hook(lambda *_: self._end_step(closure))
         held_weakly = weakref.ref(optimizer)
         optimizer.zero_grad = partial(self._zero_grad, held_weakly)  # type: ignore[method-assign]
         optimizer.add_param_group = partial(self._add_param_group, held_weakly)  # type: ignore[method-assign]
@@ -179,6 +181,10 @@ class OwnedParameters:
         self._before_step()
         PROGRESS.phase = UPDATE
 
+    def _end_step(self, closure: StepClosure) -> None:
+        closure.end()
+        self._after_step()
+
     def adopted(self, optimizer: Optimizer) -> bool:
         return optimizer in self.group_names
 
@@ -213,9 +219,8 @@ _REGISTRY: weakref.WeakSet[OwnedParameters] = weakref.WeakSet()
 def _before_any_step(optimizer: Optimizer, arguments: Any, options: Any) -> None:
     for owner in list(_REGISTRY):
         if not owner.adopted(optimizer) and owner.concerns(optimizer):
+            # The hooks that it registers are called for this step already.
             owner.adopt_alike(optimizer)
-            # The hook that was just registered is not called for the step that is under way.
-            owner.before_step(sharded=False)
 
 
 _HOOK = register_optimizer_step_pre_hook(_before_any_step)

@@ -80,7 +80,8 @@ class FlatParams(FlatBuffers):
                     news.append(view)
                 else:
                     self.with_new_grads.add(index)
-                shown = (view if old is None else old) if parameter.requires_grad else None
+                # What was frozen since keeps the gradient that it had, as in one process.
+                shown = old if old is not None else view if parameter.requires_grad else None
                 parameter.grad = shown
                 if self.master is not self.full:
                     self.shown[index] = shown

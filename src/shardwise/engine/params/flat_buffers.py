@@ -37,7 +37,7 @@ class Owned:
 
 
 class FlatBuffers:
-    """Parameters of one unit and one dtype in one buffer."""
+    """Parameters of one unit and one dtype in one buffer: all of them frozen at first, or all trained."""
 
     def __init__(
         self,

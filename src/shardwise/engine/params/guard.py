@@ -77,12 +77,12 @@ def refuse(name: str, *, is_grad: bool) -> None:
     """The answer to a read of what this rank holds only a slice of."""
     if is_grad:
         raise ShardedParameter(
-            f"the gradient of {name} is sharded: for its norm call shardwise.clip_grad_norm_(model, max_norm); this "
-            "rank's slices are in optimizer.param_groups"
+            f"the gradient of {name} is sharded: call shardwise.clip_grad_norm_, clip_grad_value_ or grad_norms with "
+            "the model; this rank's slices are in optimizer.param_groups"
         )
     raise ShardedParameter(
-        f"{name} is sharded and freed: for its values call shardwise.full_state_dict(model) on every rank; this "
-        "rank's slices are in optimizer.param_groups"
+        f"{name} is sharded and freed: for its values call shardwise.full_state_dict(model), or read it inside `with "
+        "shardwise.whole(model):`, on every rank; this rank's slices are in optimizer.param_groups"
     )
 
 

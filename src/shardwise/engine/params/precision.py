@@ -1,5 +1,6 @@
 """Casts of inputs and outputs as the plan's precision asks for; which dtype is which says dtypes.py."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,21 @@ def check_kept(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> None:
             raise InvalidPlan(
                 f"keep_fp32 names {kept[True]} and not {kept[False]}, one parameter: name both modules or none"
             )
+
+
+def tell_upcast(spec: ModelSpec, *, plan: Plan) -> None:
+    """Say so where a model in half precision computes in fp32, which a plan does unless it is told otherwise."""
+    params = [param for unit in spec.units for param in unit.params]
+    narrow = [param for param in params if param.dtype in (PRECISIONS["bf16"], PRECISIONS["fp16"])]
+    if plan.precision != "fp32" or not narrow:
+        return
+    word = next(word for word, dtype in PRECISIONS.items() if dtype == narrow[0].dtype)
+    warnings.warn(
+        f"{len(narrow)} of {len(params)} parameters are {narrow[0].dtype} ({narrow[0].name}) and compute in fp32 under "
+        f"precision = 'fp32', twice the memory: precision = {word!r} computes in {word} and steps fp32 masters, "
+        "'native' leaves them as they are",
+        stacklevel=4,
+    )
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

@@ -80,7 +80,7 @@ class Replicas:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             # Nothing is computed yet.
             return
-        everyone = exchange(_sums([replica.buffer for replica in self._replicas]))
+        everyone = exchange(bit_sums([replica.buffer for replica in self._replicas]))
         for number, replica in enumerate(self._replicas):
             found = self._differing([sums[number] for sums in everyone], sharded=replica.sharded)
             if found:
@@ -89,7 +89,7 @@ class Replicas:
     def _refuse(self, replica: _Replica, *, found: list[list[int]]) -> None:
         parts = replica.parts()
         # Slices on other places of the shard axis hold other parameters.
-        named = dict(zip([name for name, _ in parts], _sums([part for _, part in parts]), strict=True))
+        named = dict(zip([name for name, _ in parts], bit_sums([part for _, part in parts]), strict=True))
         everyone = exchange(named)
         for name in dict.fromkeys(name for sums in everyone for name in sums):
             ranks = self._differing([sums.get(name) for sums in everyone], sharded=replica.sharded)
@@ -109,7 +109,7 @@ class Replicas:
         return []
 
 
-def _sums(buffers: Sequence[Tensor]) -> list[int]:
+def bit_sums(buffers: Sequence[Tensor]) -> list[int]:
     """The bits of each, added up as whole numbers modulo 2^64; waits for the device once."""
     if not buffers:
         return []

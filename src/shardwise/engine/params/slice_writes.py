@@ -48,7 +48,7 @@ class MasterWrites:
 
     def before_own(self) -> None:
         """The engine is about to write: what was written so far was not by the engine."""
-        if self._master._version != self._count:
+        if self.counted:
             self._found = True
 
     def after_own(self) -> None:
@@ -60,12 +60,17 @@ class MasterWrites:
             self._lent = self._master.clone()
 
     @property
+    def counted(self) -> bool:
+        """Whether torch has counted a write, by an update or by anybody else."""
+        return self._master._version != self._count
+
+    @property
     def found(self) -> bool:
         if self._lent is not None:
             # By bits, because NaN is not equal to itself.
             self._found = self._found or not torch.equal(self._lent.view(torch.uint8), self._master.view(torch.uint8))
             self._lent = None
-        return self._found or self._master._version != self._count
+        return self._found or self.counted
 
     def settled(self) -> None:
         """Whatever was written has been taken care of."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.comm.issued import CollectiveName
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.guard import ShardedParameter, refuse, rest, unguarded, wake
-from shardwise.engine.step_errors import added_to_average
+from shardwise.engine.step_errors import added_to_average, frozen_was_stepped, thawed_in_forward
 from shardwise.engine.tape import Tape
 from shardwise.placement import SHARDED, Placement
 from shardwise.program import Kind
@@ -47,6 +47,8 @@ class Unit:
         self.grads: UnitGrads[Unit]
         self.used: set[int] = set()
         self.learned_trainable: frozenset[int] = frozenset()
+        # The buffers that hold any of the parameters that are trained (see learn_trained).
+        self.trained_flats: list[FlatParams] = []
         self._told = False
         # The parameters, and those whose gradients are hidden, as they are once the buffers are filled.
         self._settled: list[nn.Parameter] = []
@@ -64,16 +66,19 @@ class Unit:
     def gather(self) -> None:
         """Take part in a gather. A rank that has no need of it does so too: the others cannot do without it."""
         in_use = self.whole and self.arrived
-        for flat in self.flats:
-            flat.gather()
-        self.whole = True
-        self.arrived = False
-        self.tape.record(Kind.GATHER, self.name, self._gathered_bytes)
+        self._gather(self.flats)
         if in_use and self.sharded:
             # Whoever uses it does not ask again.
             self.wait_gather()
 
-    def _gathered_bytes(self) -> int:
+    def _gather(self, flats: list[FlatParams]) -> None:
+        for flat in flats:
+            flat.gather()
+        self.whole = True
+        self.arrived = False
+        self.tape.record(Kind.GATHER, self.name, lambda: sum(flat.full_bytes for flat in flats))
+
+    def _full_bytes(self) -> int:
         return sum(flat.full_bytes for flat in self.flats)
 
     def wait_gather(self) -> None:
@@ -103,7 +108,7 @@ class Unit:
             flat.free()
         self.whole = self.arrived = False
         self._rest()
-        self.tape.record(Kind.FREE, self.name, self._gathered_bytes)
+        self.tape.record(Kind.FREE, self.name, self._full_bytes)
 
     def free_unused(self) -> None:
         """Free it if this step has not called it."""
@@ -112,22 +117,26 @@ class Unit:
 
     def updated(self) -> None:
         """After the optimizer's step: what is whole is old. Slices of what is replicated are gathered next."""
-        for flat in self.flats:
+        # An optimizer may step what is frozen by now, if its gradient was not cleared.
+        written = [flat for flat in self.flats if flat not in self.trained_flats and flat.writes.counted]
+        for flat in (*self.trained_flats, *written):
             flat.stage()
+            if self.placement.optim is not SHARDED:
+                flat.refresh()
         if self.sharded:
             self.free()
-        elif self.placement.optim is not SHARDED:
-            for flat in self.flats:
-                flat.refresh()
+        elif self.placement.optim is SHARDED and written:
+            raise frozen_was_stepped(written[0].names)
 
     def gather_updated(self) -> None:
         """Each rank has updated its slice: until all are here, nobody may read."""
-        self.gather()
+        self._gather(self.trained_flats)
         self._rest()
 
     def settle(self) -> None:
         """Once the buffers are filled: as a step finds it. What is sharded is freed, and noticed when it is read."""
         self._settled = list(self.params())
+        self._learn_trained({id(parameter) for parameter in self._settled if parameter.requires_grad})
         self._hides = [parameter for flat in self.hides_grads for parameter in flat.params]
         for flat in self.flats:
             for index, (parameter, name) in enumerate(zip(flat.params, flat.names, strict=True)):
@@ -158,7 +167,8 @@ class Unit:
                 refuse(name, is_grad=True)
             raise ShardedParameter(
                 f"the gradient of {name} is {flat.master_dtype} and not in p.grad of the {flat.full.dtype} parameter: "
-                "for its norm call shardwise.clip_grad_norm_(model, max_norm); it is in optimizer.param_groups"
+                "call shardwise.clip_grad_norm_, clip_grad_value_ or grad_norms with the model; it is in "
+                "optimizer.param_groups"
             )
         if self.sharded and not self.whole:
             refuse(name, is_grad=False)
@@ -202,11 +212,19 @@ class Unit:
         """Then its last gradient does not tell that backward is done with its parameters."""
         return len(self.grads.expected) < self._num_params
 
+    def learn_trained(self) -> set[str]:
+        """What is trained now, by name: only of its buffers gradients are reduced, and an update changes no other."""
+        self.learned_trainable = self.grads.expected
+        self._learn_trained(self.learned_trainable)
+        return {name for flat in self.flats for i, name in enumerate(flat.names) if self.is_trainable(flat, i)}
+
+    def _learn_trained(self, trained: AbstractSet[int]) -> None:
+        self.trained_flats = [
+            flat for flat in self.flats if flat.has_gradients and any(id(one) in trained for one in flat.params)
+        ]
+
     def is_trainable(self, flat: FlatParams, index: int) -> bool:
         return id(flat.params[index]) in self.grads.expected
-
-    def trainable_names(self) -> set[str]:
-        return {name for flat in self.flats for i, name in enumerate(flat.names) if self.is_trainable(flat, i)}
 
     def begin_backward(self) -> None:
         for flat in self.flats:
@@ -229,7 +247,16 @@ class Unit:
     def restore_grads(self) -> None:
         """Where backward has brought no averages, those of before it."""
         for flat in self.flats:
+            if flat not in self.trained_flats:
+                self._check_no_grads(flat)
             flat.restore_grads()
+
+    def _check_no_grads(self, flat: FlatParams) -> None:
+        """Of a buffer of which nothing is reduced, no parameter may have got a gradient."""
+        with unguarded():
+            for parameter, name in zip(flat.params, flat.names, strict=True):
+                if parameter.grad is not None:
+                    raise thawed_in_forward(name)
 
     def undo_grads(self) -> None:
         """After a backward that raised: the gradients of before it."""

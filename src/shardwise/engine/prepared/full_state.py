@@ -75,6 +75,7 @@ def load_tensors(
 ) -> _IncompatibleKeys:
     """Fill the owned slices from full tensors by name."""
     engine.check_between_steps(what="load_state_dict")
+    engine.runner.passes.check_values("load_state_dict")
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
     if strict and (missing or unexpected):

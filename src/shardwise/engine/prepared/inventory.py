@@ -18,7 +18,7 @@ def held_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
     params    the full buffers of replicated parameters, the slices of sharded ones that compute in fp32
     gathered  full buffers of sharded parameters that are not freed
     grads     reduced gradients
-    optim     the optimizer's state, and its fp32 master where that is a copy of its own
+    optim     the optimizer's state, its fp32 master where that is a copy of its own, and averages (shardwise.EMA)
     host      all of the above that the plan offloads, gradients left out
     """
     held = dict.fromkeys((PARAMS, GATHERED, GRADS, OPTIM, HOST), 0)
@@ -30,6 +30,8 @@ def held_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
             if storage.data_ptr() not in seen and category in held:
                 seen.add(storage.data_ptr())
                 held[category] += storage.nbytes()
+    for category, average in _averages(engine_of(model)):
+        held[category] += average.nbytes
     return held
 
 
@@ -43,9 +45,17 @@ def held_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterat
     yield from _of_buckets(engine)
     for flat in engine.flats:
         yield from _of_flat(flat, optimizer)
+    yield from _averages(engine)
     for buffer in model.buffers():
         yield OTHER, buffer
     yield OTHER, engine.runner.flags.flags
+
+
+def _averages(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """Of the parameters (shardwise.EMA): where the masters are that they follow."""
+    for ema in engine.averages:
+        for average in ema.tensors():
+            yield HOST if average.device.type != engine.device.type else OPTIM, average
 
 
 def _of_flat(flat: FlatParams, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:

@@ -43,7 +43,9 @@ class PreparedModule(nn.Module):
                 grad.zero_()
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Full names, shapes and master values, on every rank. Collective."""
+        """Full names, shapes and master values, on every rank. Collective; inside shardwise.whole they are there."""
+        if engine_of(self).runner.passes.lent:
+            return super().state_dict(*arguments, **options)
         with unguarded():
             state = super().state_dict(*arguments, **{**options, "keep_vars": True})
         return full_tensors(engine_of(self), state, keep_vars=options.get("keep_vars", False))

@@ -101,6 +101,7 @@ def edit(model: nn.Module) -> Iterator[None]:
     """What is written into `optimizer.param_groups` in here reaches every rank. Collective."""
     engine = engine_of(model)
     engine.check_between_steps(what="shardwise.edit")
+    engine.runner.passes.check_values("shardwise.edit")
     with editing(engine.runner):
         yield
 

@@ -21,7 +21,10 @@ def editing(runner: Runner) -> Iterator[None]:
 
 @torch.no_grad()
 def distribute(runner: Runner) -> None:
-    """New values have come into the owned slices: whatever else holds them follows. Collective."""
+    """New values have come into the owned slices: whatever else holds them follows. Collective.
+
+    A backward through a forward of before is torch's error, as after an update.
+    """
     for unit in runner.units.values():
         unit.refilled()
         for flat in unit.flats:
@@ -32,4 +35,5 @@ def distribute(runner: Runner) -> None:
                 flat.wait_gather()
             else:
                 flat.refresh()
+    torch.autograd.graph.increment_version([p for unit in runner.units.values() for p in unit.params()])
     runner.writes.settled()

@@ -110,7 +110,7 @@ def learned(
         replace(
             unit,
             backward=most_demanding(*answers[unit.name]) if answers[unit.name] else ANNOUNCED,
-            params=tuple(replace(param, trainable=param.name in trainable) for param in unit.params),
+            params=tuple(param.trained_now(param.name in trainable) for param in unit.params),
         )
         for unit in spec.units
     )

@@ -130,6 +130,7 @@ class Runner:
     def without_gradients(self, unit: Unit, *, begins: bool) -> None:
         """No part of a step: a unit is gathered when it is needed, and freed at once."""
         if begins:
+            self.passes.check_memory("a forward")
             if unit is self.root:
                 self.writes.settle()
             with of_no_step(self.flags.groups.gather.log):
@@ -147,6 +148,7 @@ class Runner:
 
     def _begin(self) -> None:
         """A new step; whatever the last one left undone (a backward that raised, or none) is dropped."""
+        self.passes.check_values("a forward that trains")
         if self.hooks.in_backward:
             if not self._can_abandon():
                 raise step_errors.accumulation_failed()
@@ -255,6 +257,7 @@ class Runner:
 
     def before_step(self) -> None:
         """The update writes into what a gather after the last update may still read."""
+        self.passes.check_values("optimizer.step()")
         self.passes.end()
         if self.executor.holds_grads:
             raise step_errors.not_reduced_yet()
@@ -286,14 +289,11 @@ class Runner:
         # What was gathered so far the ranks of a group have agreed on, each group by itself.
         self.flags.groups.gather.log.restart()
         sharded = [unit.name for unit in self.units.values() if unit.sharded]
-        for unit in self.units.values():
-            unit.learned_trainable = unit.grads.expected
-        trainable = {name for unit in self.units.values() for name in unit.trainable_names()}
+        trainable = {name for unit in self.units.values() for name in unit.learn_trained()}
         self.spec = learned(self.spec, seen=seen, sharded=sharded, trainable=trainable)
         program = build(self.spec, plan=self.plan)
         self._follow(program)
-        self.learned = True
+        self.learned, self.first = True, None
         self.places = first.places_in(self.spec.call_order)
-        self.first = None
         catch_up(self.units.values(), program=program, seen=seen)
         self.cursor.restart(at=program.first_of_backward)

@@ -97,7 +97,11 @@ class TimeExecutor:
         kind = operation.kind
         match kind:
             case Kind.GATHER:
-                copied = self._slice_copied(name, num_bytes) + self._copied_alone(num_bytes)
+                # An update changes only what is trained.
+                elements = (
+                    self.sizes[name].trainable if row.trigger is Trigger.AFTER_STEP else self.sizes[name].elements
+                )
+                copied = self._slice_copied(name, num_bytes, elements=elements) + self._copied_alone(num_bytes)
                 yield self._copy(f"copy {name}", copied, launch=overhead.gather / 2)
                 yield self._send(f"gather {name}", rings.shard, rings.shard.gather_seconds(num_bytes))
             case Kind.WAIT_GATHER if row.trigger is Trigger.AFTER_FORWARD:
@@ -174,12 +178,11 @@ class TimeExecutor:
         self.works.append((launch, kernel, launch + kernel))
         return Instruction(COMPUTE, name, self.num_pieces + len(self.works) - 1)
 
-    def _slice_copied(self, name: str, num_bytes: int) -> float:
+    def _slice_copied(self, name: str, num_bytes: int, *, elements: int) -> float:
         """A rank's slice goes from the master into its place, unless the one is the other."""
-        sizes = self.sizes[name]
-        if self.job.placements[name].params is not SHARDED and not sizes.is_cast:
+        if self.job.placements[name].params is not SHARDED and not self.sizes[name].is_cast:
             return 0.0
-        return (num_bytes + MASTER_BYTES * sizes.elements) / self.job.num_slices
+        return (num_bytes + MASTER_BYTES * elements) / self.job.num_slices
 
     def _copied_alone(self, num_bytes: int) -> int:
         """Read and written by NCCL where a rank shares its slices with nobody: it copies what it would send."""
@@ -240,7 +243,7 @@ class TimeExecutor:
                 elements, tensors = elements // job.num_slices, min(tensors, tensors // job.num_slices + 1)
             elif self.overhead.refreshes and sizes.is_cast:
                 # The parameters in the dtype that computes are made again.
-                refreshed += weight * (sizes.compute_bytes + MASTER_BYTES * sizes.elements)
+                refreshed += weight * (sizes.grad_bytes + MASTER_BYTES * sizes.trainable)
             num_elements, num_tensors = num_elements + weight * elements, num_tensors + weight * tensors
         if self.clips:
             yield from self._clip(MASTER_BYTES * num_elements)

@@ -15,6 +15,7 @@ class StepContext:
 
     inside        recomputed unit → the units that its recomputation calls
     calls         the order of forward; `backward_calls` that of backward
+    update_gather_bytes   of each unit, what is gathered after an update, where ranks update slices
     slice_bytes   of the buckets whose slices are reduced over a second axis of the mesh, and of no others
     reduces       whether this pass reduces its gradients, or keeps them for a later pass
     """
@@ -27,6 +28,7 @@ class StepContext:
     backward_calls: tuple[str, ...]
     buckets: tuple[Bucket, ...]
     gather_bytes: Mapping[str, int]
+    update_gather_bytes: Mapping[str, int]
     slice_bytes: Mapping[str, int]
     broadcasts: tuple[Operation, ...]
     flags: Operation

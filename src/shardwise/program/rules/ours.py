@@ -107,7 +107,9 @@ def after_step(state: State, event: StepEvent, context: StepContext) -> Outcome:
     waits = tuple(Operation(kind=Kind.WAIT_GATHER, subject=unit) for unit in late)
     in_order_of_use = dict.fromkeys((*context.calls, *context.placements))
     updated = [unit for unit in in_order_of_use if _gathered_after_update(unit, context)]
-    gathers = tuple(_gather(unit, context) for unit in updated)
+    gathers = tuple(
+        Operation(kind=Kind.GATHER, subject=unit, num_bytes=context.update_gather_bytes[unit]) for unit in updated
+    )
     state = replace(state, arrived=state.arrived - set(updated))
     return state, (*waits, Operation(kind=Kind.UPDATE, subject=ROOT), *gathers)
 

@@ -56,6 +56,7 @@ class Rank:
                     flat.attach(index, parameter)
             unit = Unit(name, module=nn.Identity(), placement=placement, flats=flats, tape=self.tape)
             unit.grads = SimpleNamespace(closed=False, arrived=set(), expected=frozenset())  # type: ignore[assignment]
+            unit.trained_flats = flats
             self.units.append(unit)
         self.bucket = ReduceBucket(
             Bucket(name="+".join(units), units=units, num_bytes=0),

@@ -1,0 +1,44 @@
+"""`optimizer.step(closure)`: gradients come inside the step, so what precedes an update follows on the closure."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.errors import InvalidModel
+
+
+class StepClosure:
+    """A step of one optimizer, with a closure or without: `ready` is called once the gradients are there."""
+
+    def __init__(self, ready: Callable[[], None]) -> None:
+        self._ready = ready
+        self._is_ready = True
+
+    def begin(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a step (the optimizer is the first of them), to be used in place of those given."""
+        self._is_ready = True
+        closure = options["closure"] if "closure" in options else arguments[1] if len(arguments) > 1 else None
+        if not callable(closure):
+            self._ready()
+            return tuple(arguments), dict(options)
+        self._is_ready = False
+
+        def then_ready() -> Any:
+            loss = closure()
+            with torch.no_grad():
+                self._ready()
+            self._is_ready = True
+            return loss
+
+        if "closure" in options:
+            return tuple(arguments), {**options, "closure": then_ready}
+        return (arguments[0], then_ready, *arguments[2:]), dict(options)
+
+    def end(self) -> None:
+        """The step is over."""
+        if not self._is_ready:
+            self._is_ready = True
+            raise InvalidModel(
+                "optimizer.step(closure): this optimizer did not call the closure; call step() without one"
+            )

@@ -1,0 +1,130 @@
+"""An exponential moving average of a model's parameters, kept as each rank's slices of what its optimizer steps."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.agreement import meet
+from shardwise.engine.engine import engine_of, is_prepared
+from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.step.edit import distribute
+from shardwise.errors import InvalidData, InvalidModel, InvalidPlan
+
+_APPLIED = "ema.applied()"
+
+
+class EMA:
+    """average ← decay · average + (1 − decay) · parameter, for every parameter that is trained.
+
+        ema = shardwise.EMA(model, decay=0.999)
+        ...
+            optimizer.step()
+            ema.update()
+        with ema.applied(), torch.no_grad():
+            evaluate(model)
+
+    An update talks to nobody: each rank averages the slices that it steps, in fp32 at least. Frozen parameters have no
+    average, which would be their value; buffers are not averaged. `decay` may be set from step to step. Checkpoints
+    hold the averages if they are given the EMA (`checkpoints.save(model, optimizer, step=step, ema=ema)`).
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        if not is_prepared(model):
+            raise InvalidPlan(
+                "shardwise.EMA needs a model of shardwise.prepare with engine = 'shardwise'; for any other there is "
+                "torch.optim.swa_utils.AveragedModel"
+            )
+        self._engine = engine_of(model)
+        self.decay = decay
+        self.num_updates = 0
+        self._engine.runner.writes.settle()
+        self._averages = {
+            flat: flat.master.detach().to(_dtype(flat), copy=True) for flat in self._engine.flats if _is_trained(flat)
+        }
+        self._engine.averages.add(self)
+
+    @property
+    def decay(self) -> float:
+        return self._decay
+
+    @decay.setter
+    def decay(self, value: float) -> None:
+        if isinstance(value, bool) or not isinstance(value, float | int) or not 0 <= value <= 1:
+            raise InvalidData(f"decay = {value!r}: must be a number from 0 to 1")
+        self._decay = float(value)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After an update of the parameters. Local to this rank."""
+        runner = self._engine.runner
+        runner.passes.check_values("ema.update()")
+        runner.writes.settle()
+        for flat in self._engine.flats:
+            if flat not in self._averages and _is_trained(flat):
+                raise InvalidModel(
+                    f"{flat.names[0]} or a neighbour was frozen when shardwise.EMA was made, and has no average: make "
+                    "a new one after parameters are thawed"
+                )
+        for flat, average in self._averages.items():
+            average.lerp_(flat.master.to(average.dtype), 1 - self._decay)
+        self.num_updates += 1
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The model has the averages for values: to evaluate, to export. Collective; no step in here.
+
+        Meanwhile this rank holds its slices of the parameters' own values once more, which come back after the block.
+        """
+        engine = self._engine
+        passes = engine.runner.passes
+        passes.check_values(_APPLIED)
+        engine.check_between_steps(what=_APPLIED)
+        meet(_APPLIED, limit_seconds=engine.limit_seconds)
+        engine.runner.wait_gathers()
+        engine.runner.writes.settle()
+        own = {flat: flat.master.clone() for flat in self._averages}
+        self._exchange(self._averages)
+        passes.values_by = f"`with {_APPLIED}:`"
+        try:
+            yield
+        finally:
+            passes.values_by = ""
+            # A rank may come here by an error that the others did not have.
+            meet(f"the end of {_APPLIED}", limit_seconds=engine.limit_seconds)
+            engine.runner.wait_gathers()
+            self._exchange(own)
+
+    @torch.no_grad()
+    def _exchange(self, values: dict[FlatParams, Tensor]) -> None:
+        for flat, value in values.items():
+            flat.writes.before_own()
+            flat.master.copy_(value)
+            flat.writes.after_own()
+        distribute(self._engine.runner)
+
+    def tensors(self) -> list[Tensor]:
+        """What this rank holds, as single allocations."""
+        return list(self._averages.values())
+
+    def slices(self) -> dict[nn.Parameter, Tensor]:
+        """What this rank's optimizer steps → its average, in the same shape."""
+        return {
+            part.parameter: average[part.start : part.stop].view(part.parameter.shape)
+            for flat, average in self._averages.items()
+            for part in flat.owned
+        }
+
+    def names(self) -> list[str]:
+        """The full names of the parameters that have an average, on any rank."""
+        return sorted(name for flat in self._averages for name in flat.names)
+
+
+def _is_trained(flat: FlatParams) -> bool:
+    return flat.has_gradients and any(parameter.requires_grad for parameter in flat.params)
+
+
+def _dtype(flat: FlatParams) -> torch.dtype:
+    """A narrow average would lose small changes."""
+    return flat.master_dtype if flat.master_dtype.itemsize >= 4 else torch.float32

@@ -1,0 +1,71 @@
+"""A model's weights one after the other, whole on every rank: for an inference engine, or whoever takes them."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.agreement import meet
+from shardwise.comm.collectives import own_slice
+from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.params.flat_buffers import FOR_STATE
+from shardwise.engine.prepared.slices import OwnedModel, held
+from shardwise.placement import SHARDED
+
+_NAME = "`for … in shardwise.weight_stream(model):`"
+
+
+def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor) of all that a state dict holds, in the order in which a step calls the units. Collective.
+
+    A buffer of one unit's parameters is gathered at a time, and is the receiver's to keep or to let go.
+    """
+    engine = engine_of(model)
+    passes = engine.runner.passes
+    engine.check_between_steps(what="shardwise.weight_stream")
+    found = held(model)
+    before, passes.values_by = passes.values_by, _NAME
+    try:
+        for name in _in_order(engine):
+            # A rank that has stopped to take weights is named, instead of being waited for.
+            meet(f"shardwise.weight_stream at {name}", limit_seconds=engine.limit_seconds)
+            for flat in engine.runner.units[name].flats:
+                yield from _named(flat, _gathered(flat, dtype=dtype), found)
+        for name, value in found.buffers.items():
+            # A module's extra state is no weight.
+            if not isinstance(value, Tensor):
+                continue
+            yield name, value.detach().to(_wanted(value, dtype), copy=True)
+    finally:
+        passes.values_by = before
+
+
+def _in_order(engine: Engine) -> list[str]:
+    """The units as a step calls them, then those that it does not call."""
+    return list(dict.fromkeys((*engine.runner.spec.call_order, *engine.runner.units)))
+
+
+@torch.no_grad()
+def _gathered(flat: FlatParams, *, dtype: torch.dtype | None) -> Tensor:
+    """What the optimizer steps, whole: cast first, so that no more is sent than is asked for."""
+    wanted = _wanted(flat.master, dtype)
+    if flat.placement.optim is not SHARDED:
+        return flat.master.to(wanted, copy=True)
+    whole = torch.zeros(flat.layout.num_elements, dtype=wanted, device=flat.device)
+    own_slice(whole, group=flat.groups.gather).copy_(flat.master)
+    flat.groups.gather.log.name = FOR_STATE
+    flat.collectives.all_gather(whole, group=flat.groups.gather).wait()
+    return whole
+
+
+def _named(flat: FlatParams, whole: Tensor, found: OwnedModel) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter of a buffer by all its names."""
+    for name, view in zip(flat.names, flat.views(whole), strict=True):
+        for known in (name, *(alias for alias, first in found.aliases.items() if first == name)):
+            yield known, view
+
+
+def _wanted(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What it is handed out in; integers stay as they are."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

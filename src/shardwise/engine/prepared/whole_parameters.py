@@ -1,0 +1,118 @@
+"""Parameters whole on every rank, for a block of code that reads or writes them.
+
+In the block the module's parameters show what the optimizer steps, in its dtype: all digits, also where units compute
+in bf16. Where that is the memory that modules compute with (replicated fp32 parameters), it costs nothing; elsewhere a
+buffer of each unit's parameters is gathered, and lives as long as the block.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.agreement import RanksDisagree, exchange, meet
+from shardwise.comm.collectives import own_slice
+from shardwise.engine.engine import engine_of
+from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.params.replicas import bit_sums
+from shardwise.engine.step.edit import distribute
+from shardwise.errors import InvalidModel
+from shardwise.placement import SHARDED
+
+_NAME = "shardwise.whole(model)"
+
+
+@contextmanager
+def whole(model: nn.Module, *, write: bool = False) -> Iterator[None]:
+    """The model's parameters are whole in here. Collective, on the way in, and with `write` on the way out."""
+    engine = engine_of(model)
+    passes = engine.runner.passes
+    passes.check_values(_NAME)
+    engine.check_state(what=_NAME)
+    meet(_NAME, limit_seconds=engine.limit_seconds)
+    engine.runner.wait_gathers()
+    lent = [_Lent(flat) for flat in engine.flats]
+    passes.values_by, passes.lent = f"`with {_NAME}:`", True
+    try:
+        for one in lent:
+            one.lend()
+        before = [] if write else _seen(lent)
+        yield
+        if write:
+            _check_alike(lent)
+            for one in lent:
+                one.take_over()
+        else:
+            _check_unwritten(lent, before=before)
+    finally:
+        for one in lent:
+            one.take_back()
+        passes.values_by, passes.lent = "", False
+    if write:
+        distribute(engine.runner)
+
+
+class _Lent:
+    """A flat buffer's parameters as the block has them."""
+
+    def __init__(self, flat: FlatParams) -> None:
+        self.flat = flat
+        self._classes = [type(parameter) for parameter in flat.params]
+        # Of parameters that are whole, and of which the optimizer steps the same memory, nothing is copied.
+        self._whole = None if flat.aliased else flat.full_master()
+        self.views: list[Tensor] = flat.full_views if self._whole is None else flat.views(self._whole)
+
+    def lend(self) -> None:
+        for parameter, view in zip(self.flat.params, self.views, strict=True):
+            parameter.__class__ = nn.Parameter
+            if self._whole is not None:
+                parameter.data = view
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """What the optimizer steps becomes what the block has left."""
+        flat = self.flat
+        if self._whole is not None:
+            sharded = flat.placement.optim is SHARDED
+            flat.writes.before_own()
+            flat.master.copy_(own_slice(self._whole, group=flat.groups.gather) if sharded else self._whole)
+            flat.writes.after_own()
+
+    def take_back(self) -> None:
+        """The parameters are views of the memory that modules compute with again, guarded as before."""
+        for parameter, view, kind in zip(self.flat.params, self.flat.full_views, self._classes, strict=True):
+            if self._whole is not None:
+                parameter.data = view
+            parameter.__class__ = kind
+
+
+def _names(lent: list[_Lent]) -> list[str]:
+    return [name for one in lent for name in one.flat.names]
+
+
+def _seen(lent: list[_Lent]) -> list[tuple[int, int]]:
+    """For each parameter how often torch has counted a write to it, and the sum of its bits."""
+    counts = [parameter._version for one in lent for parameter in one.flat.params]
+    return list(zip(counts, bit_sums([view for one in lent for view in one.views]), strict=True))
+
+
+def _check_unwritten(lent: list[_Lent], *, before: list[tuple[int, int]]) -> None:
+    for name, then, now in zip(_names(lent), before, _seen(lent), strict=True):
+        if then != now:
+            raise InvalidModel(
+                f"{name} was written inside `with {_NAME}:`, which lends parameters to be read: say "
+                "shardwise.whole(model, write=True), and write the same on every rank"
+            )
+
+
+def _check_alike(lent: list[_Lent]) -> None:
+    """Each rank keeps its own slices, so what ranks have written must be the same. Collective."""
+    everyone = exchange(bit_sums([view for one in lent for view in one.views]))
+    for name, *sums in zip(_names(lent), *everyone, strict=True):
+        different = next((rank for rank, one in enumerate(sums) if one != sums[0]), None)
+        if different is not None:
+            raise RanksDisagree(
+                f"rank 0 and rank {different} have written different values into {name} inside "
+                "`with shardwise.whole(model, write=True):`: write the same on every rank"
+            )
