@@ -6,11 +6,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from comparison import STOCK, Row, Trained, compare
+from comparison import STOCK, Row, Trained, compare, distance
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from shardwise.integrations import ShardwiseAccelerator, ShardwiseTrainer
+
+# Where the row of resumed trainings leaves its checkpoints, and what should come of them.
+RESUMED, EXPECTED = "resumed", "expected.pt"
+CLIPPED = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
 
 
 class Sentences(Dataset):
@@ -67,11 +71,17 @@ class StopAfter(TrainerCallback):
 
 def make_trainer(strategy: str, folder: Path, *, callbacks: Any = (), **options: Any) -> tuple[Any, Losses]:
     losses = Losses()
-    settings = {"max_steps": 6, "save_strategy": "no", "max_grad_norm": 0.0, "logging_steps": 1, **options}
+    settings = {
+        "max_steps": 6,
+        "save_strategy": "no",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 2,
+        **options,
+    }
     args = TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
-        per_device_train_batch_size=2,
         learning_rate=1e-2,
         weight_decay=0.1,
         report_to=[],
@@ -122,6 +132,9 @@ def evaluated(strategy: str, folder: Path) -> Trained:
         save_steps=2,
         save_total_limit=1,
         load_best_model_at_end=True,
+        # So that the best is not the last.
+        metric_for_best_model="loss",
+        greater_is_better=True,
         eval_on_start=True,
         lr_scheduler_type="constant",
     )
@@ -137,20 +150,26 @@ def evaluated(strategy: str, folder: Path) -> Trained:
 
 def resumed(strategy: str, folder: Path) -> Trained:
     """Accumulation, clipping, and a stop after step 3; the rest is trained by another strategy."""
-    settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
     if strategy == STOCK:
-        trainer, losses = make_trainer(strategy, folder, **settings)
+        trainer, losses = make_trainer(strategy, folder, **CLIPPED)
         trainer.train()
-        return of(trainer, losses)
-    first, before = make_trainer(
-        strategy, folder, save_strategy="steps", save_steps=3, callbacks=[StopAfter(3)], **settings
-    )
+        trained = of(trainer, losses)
+        if trainer.is_world_process_zero():
+            torch.save(trained.weights, folder.parent / EXPECTED)
+        return trained
+    folder = folder.parent / RESUMED / strategy
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    first, before = make_trainer(strategy, folder, callbacks=[StopAfter(3)], **saving, **CLIPPED)
     first.train()
     first.accelerator.wait_for_everyone()
     other = {"ddp": "fsdp", "zero2": "ddp", "fsdp": "zero2"}[strategy]
-    second, after = make_trainer(other, folder, save_strategy="steps", save_steps=3, **settings)
+    second, after = make_trainer(other, folder, **saving, **CLIPPED)
     second.train(resume_from_checkpoint=True)
-    return of(second, before, after)
+    trained = of(second, before, after)
+    whole, losses = make_trainer(strategy, folder, **CLIPPED)
+    whole.train()
+    assert distance(trained, of(whole, losses)) == 0, "stopped and resumed is not what it is without"
+    return trained
 
 
 def looped(strategy: str, folder: Path) -> Trained:

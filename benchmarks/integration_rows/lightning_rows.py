@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning
 import torch
-from comparison import STOCK, Row, Trained, compare
+from comparison import STOCK, Row, Trained, compare, distance
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
@@ -92,18 +92,20 @@ def resumed(strategy: str, folder: Path) -> Trained:
     """Accumulation and clipping; stopped after two of four epochs, the rest is trained by another strategy."""
     settings: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
     loader = DataLoader(samples(24), batch_size=2)
+    module = Blocks()
+    make_trainer(strategy, folder, max_epochs=4, enable_checkpointing=False, **settings).fit(module, loader)
+    whole = Trained(numbers=module.numbers, weights=dict(module.state_dict()))
     if strategy == STOCK:
-        module = Blocks()
-        trainer = make_trainer(strategy, folder, max_epochs=4, enable_checkpointing=False, **settings)
-        trainer.fit(module, loader)
-        return Trained(numbers=module.numbers, weights=dict(module.state_dict()))
+        return whole
     first, second = Blocks(), Blocks()
     saving = ModelCheckpoint(dirpath=folder, filename="half")
     make_trainer(strategy, folder, max_epochs=2, callbacks=[saving], **settings).fit(first, loader)
     other = {"ddp": "fsdp", "zero2": "ddp", "fsdp": "zero2"}[strategy]
     trainer = make_trainer(other, folder, max_epochs=4, enable_checkpointing=False, **settings)
     trainer.fit(second, loader, ckpt_path=folder / "half.ckpt")
-    return Trained(numbers=first.numbers + second.numbers, weights=dict(second.state_dict()))
+    trained = Trained(numbers=first.numbers + second.numbers, weights=dict(second.state_dict()))
+    assert distance(trained, whole) == 0, "stopped and resumed is not what it is without"
+    return trained
 
 
 def by_fabric(strategy: str, folder: Path) -> Trained:

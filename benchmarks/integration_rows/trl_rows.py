@@ -71,6 +71,8 @@ def train(strategy: str, folder: Path, *, dpo: bool, lora: bool) -> Trained:
         "processing_class": make_tokenizer(),
         "callbacks": [losses],
     }
+    if dpo and not lora:
+        given["ref_model"] = make_model()
     if lora:
         given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = stock(**given) if strategy == STOCK else ours(**given, plan=strategy)

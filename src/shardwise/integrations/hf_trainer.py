@@ -43,7 +43,9 @@ class ShardwiseMixin:
         self._asked_plan = plan
         # While one rank writes them, all of the model's weights; else None.
         self._gathered: dict[str, Tensor] | None = None
+        # A step with its update, and of which (model, optimizer) it is; None while steps are the Trainer's own.
         self._whole_step: Callable[..., Any] | None = None
+        self._whole_of: tuple[Any, Any] = (None, None)
         self._grad_norm: Any = None
         super().__init__(*arguments, **options)
 
@@ -86,9 +88,10 @@ class ShardwiseMixin:
             self._whole_step = None
             ordinary: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
             return ordinary
-        if self._whole_step is None:
-            self._whole_step = self._make_whole_step(model)
+        if self._whole_step is None or self._whole_of != (model, self.optimizer):
+            self._whole_step, self._whole_of = self._make_whole_step(model), (model, self.optimizer)
         model.train()
+        self.optimizer.train()
         loss: Tensor
         loss, self._grad_norm = self._whole_step(self._prepare_inputs(inputs), num_items_in_batch)
         # The Trainer's own call of the optimizer comes after the update; in an accumulation it would do nothing.
@@ -104,8 +107,9 @@ class ShardwiseMixin:
         kind = type(self)
         if self.plan.capture == "off":
             return "plan.capture = 'off'"
-        if self.args.gradient_accumulation_steps != 1:
-            return "gradient_accumulation_steps is not 1"
+        for setting, usual in (("gradient_accumulation_steps", 1), ("torch_empty_cache_steps", None)):
+            if getattr(self.args, setting) != usual:
+                return f"{setting} = {getattr(self.args, setting)}"
         for name in ("training_step", "compute_loss"):
             # A replay runs no Python: what a method of the user's looks at cannot be known.
             own = ShardwiseMixin.training_step if name == "training_step" else Trainer.compute_loss
