@@ -15,9 +15,9 @@ Hooks = dict[str, "OrderedDict[int, Callable[..., Any]]"]
 class StepsInsideForward:
     """`run("training_step", batch)`: the module is called, so that our hooks see a forward, and runs that method in it.
 
-    In there `self(batch)` is an ordinary call without our hooks: the forward that they know of is under way already. It
-    calls the user's hooks, as it does under Lightning's own DDP. `before` are the hooks that the module had before it
-    was prepared.
+    In there `self(batch)` is an ordinary call without our hooks: the forward that they know of is under way already.
+    The user's hooks are called by both, as they are under Lightning's own DDP. `before` are the hooks that the module
+    had before it was prepared.
     """
 
     def __init__(self, module: nn.Module, *, before: set[int]) -> None:
@@ -32,18 +32,17 @@ class StepsInsideForward:
     def run(self, name: str, *arguments: Any, **options: Any) -> Any:
         module = self._module
         hooks: Hooks = {table: getattr(module, table) for table in _TABLES}
-        users = self._only(hooks, ours=False)
 
         def step(*arguments: Any, **options: Any) -> Any:
-            with self._set(users, forward=None):
+            with self._set(self._without_ours(hooks), forward=None):
                 return getattr(module, name)(*arguments, **options)
 
-        with self._set(self._only(hooks, ours=True), forward=step):
+        with self._set(hooks, forward=step):
             return module(*arguments, **options)
 
-    def _only(self, hooks: Hooks, *, ours: bool) -> Hooks:
+    def _without_ours(self, hooks: Hooks) -> Hooks:
         return {
-            table: OrderedDict((number, hook) for number, hook in own.items() if (number in self._ours) == ours)
+            table: OrderedDict((number, hook) for number, hook in own.items() if number not in self._ours)
             for table, own in hooks.items()
         }
 
