@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         prepare,
     )
     from shardwise.errors import ShardwiseError
+    from shardwise.integrations.pretrained import from_pretrained, save_pretrained
     from shardwise.mesh import Mesh
     from shardwise.placement import STRATEGIES, Placement
     from shardwise.plan import Plan
@@ -49,6 +50,7 @@ _HOME = {
     "capture": "shardwise.engines",
     "clip_grad_norm_": "shardwise.engines",
     "edit": "shardwise.engines",
+    "from_pretrained": "shardwise.integrations.pretrained",
     "full_state_dict": "shardwise.engines",
     "join": "shardwise.engines",
     "load_full_state_dict": "shardwise.engines",
@@ -56,6 +58,7 @@ _HOME = {
     "mean_count": "shardwise.engines",
     "model_spec": "shardwise.units",
     "prepare": "shardwise.engines",
+    "save_pretrained": "shardwise.integrations.pretrained",
     "step": "shardwise.train_step",
     "tape": "shardwise.engine.engine",
 }
@@ -76,6 +79,7 @@ __all__ = [
     "capture",
     "clip_grad_norm_",
     "edit",
+    "from_pretrained",
     "full_state_dict",
     "join",
     "load_full_state_dict",
@@ -83,6 +87,7 @@ __all__ = [
     "mean_count",
     "model_spec",
     "prepare",
+    "save_pretrained",
     "step",
     "tape",
 ]
