@@ -3,8 +3,8 @@
     model = shardwise.from_pretrained(AutoModelForCausalLM, DIR, plan)
     shardwise.save_pretrained(model, DIR)
 
-One tensor (when saving, one unit) is in memory at a time, however large the model is. Names are the model's own: models
-whose names or shapes in a file differ (`conversion_mapping` of transformers) are left to `from_pretrained` of theirs.
+One tensor (when saving, one unit) is in memory at a time, however large the model is. Some models have other names in
+files, which transformers knows of. Models whose tensors have other shapes there are left to transformers itself.
 """
 
 import json
@@ -48,8 +48,7 @@ def from_pretrained(
     if plan.engine != "shardwise":
         raise InvalidPlan(f"plan.engine = {plan.engine!r}: from_pretrained runs engine = 'shardwise'")
     model = _empty_model(model_class_or_config, Path(folder), native=plan.precision == "native")
-    _check_names(model)
-    with SafetensorsFolder(Path(folder)) as weights:
+    with SafetensorsFolder(Path(folder), stored=_stored_names(model)) as weights:
         _tell_differences(model, weights, folder=Path(folder))
         prepared, _ = prepare(model, None, plan, device=device, weights=weights)
     return prepared.eval()
@@ -62,7 +61,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, most_file_bytes: in
     beside them. Files appear whole or not at all, the index last.
     """
     engine = engine_of(model)
-    _check_names(model)
+    stored = _stored_names(model)
     engine.check_state(what="save_pretrained")
     engine.runner.wait_gathers()
     entries = _entries(model, engine)
@@ -71,7 +70,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, most_file_bytes: in
     values = _values(model, engine, list(entries))
     if dist.get_rank() == 0:
         try:
-            _write(model, Path(folder), parts=parts, entries=entries, values=values)
+            _write(model, Path(folder), parts=parts, entries=entries, values=values, stored=stored)
         except (OSError, ShardwiseError) as error:
             failure = str(error)
     for _ in values:
@@ -84,14 +83,25 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, most_file_bytes: in
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):
-    """The tensors of a folder by name; each is read when it is asked for, and kept by nobody."""
+    """The tensors of a folder by the model's names; each is read when it is asked for, and kept by nobody.
 
-    def __init__(self, folder: Path) -> None:
+    stored   the model's name → the name in the files
+    """
+
+    def __init__(self, folder: Path, *, stored: Mapping[str, str]) -> None:
         self._stack = ExitStack()
-        self._files: dict[str, TensorFile] = {}
+        found: dict[str, TensorFile] = {}
         for path in _files_in(folder):
             file = self._stack.enter_context(opened(path))
-            self._files |= dict.fromkeys(file.entries, file)
+            found |= dict.fromkeys(file.entries, file)
+        # Files may have been written under the model's own names.
+        own = {name: stored.get(name, name) for name in (*stored, *found)}
+        taken = {theirs for name, theirs in own.items() if name != theirs and theirs in found}
+        self._places = {
+            name: (found[theirs], theirs)
+            for name, theirs in own.items()
+            if theirs in found and (name != theirs or name not in taken)
+        }
 
     def __enter__(self) -> "SafetensorsFolder":
         return self
@@ -100,16 +110,17 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         self._stack.close()
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files[name].read(name)
+        file, theirs = self._places[name]
+        return file.read(theirs)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._files
+        return name in self._places
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._places)
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -151,29 +162,33 @@ def _empty_model(asked: Any, folder: Path, *, native: bool) -> Any:
     return model
 
 
-def _check_names(model: nn.Module) -> None:
+def _stored_names(model: nn.Module) -> dict[str, str]:
+    """The names of the model's tensors → their names in files, as transformers writes them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
-    if conversions:
+    if not all(isinstance(step, WeightRenaming) for step in get_model_conversion_mapping(model, add_legacy=False)):
         raise InvalidModel(
-            f"{type(model).__name__} has other names or shapes in its files than in the model, which transformers "
-            "converts: use its own from_pretrained and save_pretrained, with shardwise.prepare in between"
+            f"{type(model).__name__} has other tensors in its files than in the model, which transformers converts: "
+            "use its own from_pretrained and save_pretrained, with shardwise.prepare in between"
         )
+    marks = {name: torch.empty(0, device="meta") for name in _state(model)}
+    names = {id(mark): name for name, mark in revert_weight_conversion(model, dict(marks)).items()}
+    return {name: names[id(mark)] for name, mark in marks.items()}
 
 
-def _names_of(model: nn.Module) -> dict[int, list[str]]:
-    """The id of each tensor of the state dict → its names."""
-    names: dict[int, list[str]] = {}
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with the tensors themselves; nothing is gathered."""
     with unguarded():
-        own = super(PreparedModule, model) if isinstance(model, PreparedModule) else model
-        for name, tensor in own.state_dict(keep_vars=True).items():
-            names.setdefault(id(tensor), []).append(name)
-    return names
+        if isinstance(model, PreparedModule):
+            return dict(super(PreparedModule, model).state_dict(keep_vars=True))
+        return dict(model.state_dict(keep_vars=True))
 
 
 def _tell_differences(model: nn.Module, weights: SafetensorsFolder, *, folder: Path) -> None:
-    names = _names_of(model)
+    names: dict[int, list[str]] = {}
+    for name, tensor in _state(model).items():
+        names.setdefault(id(tensor), []).append(name)
     missing = [found[0] for found in names.values() if not any(name in weights for name in found)]
     known = {name for found in names.values() for name in found}
     extra = [name for name in weights if name not in known]
@@ -193,10 +208,9 @@ def _entries(model: nn.Module, engine: Engine) -> dict[str, TensorEntry]:
         for name, shape in zip(flat.names, flat.layout.shapes, strict=True):
             entries[name] = TensorEntry(dtype=flat.master_dtype, shape=tuple(shape))
     parameters = {id(parameter) for flat in engine.flats for parameter in flat.params}
-    with unguarded():
-        for name, tensor in super(PreparedModule, model).state_dict(keep_vars=True).items():  # type: ignore[arg-type]
-            if id(tensor) not in parameters:
-                entries[name] = TensorEntry(dtype=tensor.dtype, shape=tuple(tensor.shape))
+    for name, tensor in _state(model).items():
+        if id(tensor) not in parameters:
+            entries[name] = TensorEntry(dtype=tensor.dtype, shape=tuple(tensor.shape))
     return {name: entry for name, entry in entries.items() if name not in left_out}
 
 
@@ -236,12 +250,16 @@ def _write(
     parts: Mapping[str, list[str]],
     entries: Mapping[str, TensorEntry],
     values: Iterator[Tensor],
+    stored: Mapping[str, str],
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file_name, names in parts.items():
         with atomic_write(folder / file_name) as file:
             write_tensors(
-                file, {name: entries[name] for name in names}, _first(values, len(names)), metadata={"format": "pt"}
+                file,
+                {stored[name]: entries[name] for name in names},
+                _first(values, len(names)),
+                metadata={"format": "pt"},
             )
     config = model.config
     config.architectures = [type(model).__name__]
@@ -252,7 +270,7 @@ def _write(
     if len(parts) > 1:
         index = {
             "metadata": {"total_size": sum(entry.num_bytes for entry in entries.values())},
-            "weight_map": {name: file_name for file_name, names in parts.items() for name in names},
+            "weight_map": {stored[name]: file_name for file_name, names in parts.items() for name in names},
         }
         with atomic_write(folder / _INDEX) as file:
             file.write(json.dumps(index, indent=2).encode())
