@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shardwise.atomic import atomic_write
 from shardwise.checkpoint.tensor_file import TensorEntry, TensorFile, opened, write_tensors
 from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.guard import unguarded
 from shardwise.engine.prepared.prepared_module import PreparedModule
 from shardwise.engines import prepare
@@ -233,14 +234,19 @@ def _values(model: nn.Module, engine: Engine, names: list[str]) -> Iterator[Tens
     """The values of `names` on the CPU of rank 0, in their order; each unit is gathered once. Collective."""
     wanted = set(names)
     for flat in engine.flats:
-        for name, view in zip(flat.names, flat.views(flat.full_master()), strict=True):
-            if name in wanted:
-                wanted.remove(name)
-                yield view.cpu() if dist.get_rank() == 0 else view
+        # In a frame of its own: what it gathers is gone before the next is gathered.
+        yield from _gathered(flat, wanted)
     buffers = dict(model.named_buffers(remove_duplicate=False))
+    gathered = {name for flat in engine.flats for name in flat.names}
     for name in names:
-        if name in wanted:
+        if name not in gathered:
             yield buffers[name].cpu()
+
+
+def _gathered(flat: FlatParams, wanted: set[str]) -> Iterator[Tensor]:
+    for name, view in zip(flat.names, flat.views(flat.full_master()), strict=True):
+        if name in wanted:
+            yield view.cpu() if dist.get_rank() == 0 else view
 
 
 def _write(

@@ -52,8 +52,7 @@ def fill(
             parameter = module._parameters[name]
             assert parameter is not None
             flat, index = places[id(old)]
-            value = parameter.detach().to(device).contiguous()
-            given.read_into(value, old)
+            value = given.value_of(old, default=parameter.detach().to(device).contiguous())
             dist.broadcast(value, src=0, group=everyone)
             flat.fill(index, value)
             flat.attach(index, parameter)
@@ -61,7 +60,8 @@ def fill(
             buffer = module._buffers[name]
             assert buffer is not None
             value = buffer.to(device).contiguous()
-            given.read_into(value, old_buffer)
+            # A copy: the module changes its buffers, and the weights may be somebody's.
+            value.copy_(given.value_of(old_buffer, default=value))
             dist.broadcast(value, src=0, group=everyone)
             module._buffers[name] = value
     if weights is not None:
@@ -82,19 +82,23 @@ class GivenWeights:
     def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self._names
 
-    @torch.no_grad()
-    def read_into(self, value: Tensor, tensor: Tensor) -> None:
-        """On rank 0, what is given for `tensor`. A failure waits until all ranks can hear of it."""
+    def value_of(self, tensor: Tensor, *, default: Tensor) -> Tensor:
+        """On rank 0, what is given for `tensor`, as the default's dtype on its device; else the default.
+
+        It is not copied where it need not be: `default` may be memory that nobody has touched. A failure waits until
+        all ranks can hear of it.
+        """
         if dist.get_rank() != 0 or tensor not in self or self._failure is not None:
-            return
+            return default
         name = self._names[id(tensor)]
         try:
             found = self._weights[name]
-            if found.shape != value.shape:
-                raise InvalidData(f"{name} has shape {tuple(found.shape)} there, {tuple(value.shape)} in the model")
-            value.copy_(found)
+            if found.shape != default.shape:
+                raise InvalidData(f"{name} has shape {tuple(found.shape)} there, {tuple(default.shape)} in the model")
+            return found.detach().to(default.device, default.dtype).contiguous()
         except (ShardwiseError, OSError) as error:
             self._failure = str(error)
+            return default
 
     def raise_alike(self) -> None:
         """On all ranks, what failed on rank 0. Collective."""
