@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         whole,
     )
     from shardwise.errors import ShardwiseError
+    from shardwise.integrations.pretrained import from_pretrained, save_pretrained
     from shardwise.mesh import Mesh
     from shardwise.placement import STRATEGIES, Placement
     from shardwise.plan import Plan
@@ -56,6 +57,7 @@ _HOME = {
     "clip_grad_norm_": "shardwise.engines",
     "clip_grad_value_": "shardwise.engines",
     "edit": "shardwise.engines",
+    "from_pretrained": "shardwise.integrations.pretrained",
     "full_state_dict": "shardwise.engines",
     "grad_norms": "shardwise.engines",
     "join": "shardwise.engines",
@@ -64,6 +66,7 @@ _HOME = {
     "mean_count": "shardwise.engines",
     "model_spec": "shardwise.units",
     "prepare": "shardwise.engines",
+    "save_pretrained": "shardwise.integrations.pretrained",
     "step": "shardwise.train_step",
     "tape": "shardwise.engine.engine",
     "weight_stream": "shardwise.engines",
@@ -88,6 +91,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "edit",
+    "from_pretrained",
     "full_state_dict",
     "grad_norms",
     "join",
@@ -96,6 +100,7 @@ __all__ = [
     "mean_count",
     "model_spec",
     "prepare",
+    "save_pretrained",
     "step",
     "tape",
     "weight_stream",

@@ -44,6 +44,7 @@ def prepare(
     collectives: Collectives | None = None,
     watch_seconds: float = WATCH_SECONDS,
     compare_every: int = COMPARE_EVERY,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> tuple[nn.Module, AnyOptimizer]:
     """Make `model` and `optimizer` run `plan`; then train what is returned with an ordinary loop.
 
@@ -55,7 +56,8 @@ def prepare(
     engine = 'shardwise'   the same two objects come back. `any_optimizer` admits an optimizer that is not known to
                            be elementwise; `collectives` replaces the plan's, for tests; when a rank has held up
                            the others for `watch_seconds`, it is named and the job ends (0: nobody watches);
-                           every `compare_every` steps ranks compare what they hold alike (0: never).
+                           every `compare_every` steps ranks compare what they hold alike (0: never). `weights`:
+                           values by name; rank 0 asks for each once, so that a file can be read tensor by tensor.
     engine = 'torch'       under ddp the model comes back inside a DistributedDataParallel.
     """
     if plan.engine != "torch":
@@ -68,9 +70,12 @@ def prepare(
             collectives=collectives,
             watch_seconds=watch_seconds,
             compare_every=compare_every,
+            weights=weights,
         )
     if collectives is not None:
         raise InvalidPlan("engine = 'torch' has collectives of its own: leave collectives out of prepare")
+    if weights is not None:
+        raise InvalidPlan("engine = 'torch' takes no weights: load them with shardwise.load_full_state_dict")
     from shardwise.torch_engine.prepare import prepare_on_torch
 
     return prepare_on_torch(model, optimizer, plan, device=device)

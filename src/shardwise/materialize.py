@@ -2,15 +2,18 @@
 
 The convention is the one that torch's own modules follow: a module that holds parameters or
 buffers of its own has `reset_parameters()`, which fills them. So a model can be described for
-nothing, and then be filled whole or module by module.
+nothing, and then be filled whole or module by module. In a model of Hugging Face's, its
+`_init_weights(module)` has the last word, and modules need no `reset_parameters()`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.errors import InvalidModel
+
+_HUGGING_FACE = ("transformers.modeling_utils", "PreTrainedModel")
 
 
 def materialize(model: nn.Module, *, device: torch.device | str = "cpu") -> None:
@@ -21,19 +24,42 @@ def materialize(model: nn.Module, *, device: torch.device | str = "cpu") -> None
     """
     real: dict[int, Tensor] = {}
     for path, module in model.named_modules():
-        materialize_module(module, path=path, device=device, real=real)
+        materialize_module(module, path=path, device=device, real=real, initialise=initialiser(model, path))
 
 
-def materialize_module(module: nn.Module, *, path: str, device: torch.device | str, real: dict[int, Tensor]) -> None:
-    """The same for what one module holds itself. `real` remembers, by the meta tensor's id, what ties need."""
+def materialize_module(
+    module: nn.Module,
+    *,
+    path: str,
+    device: torch.device | str,
+    real: dict[int, Tensor],
+    initialise: Callable[[nn.Module], None] | None = None,
+    given: Callable[[Tensor], bool] = lambda tensor: False,
+) -> None:
+    """The same for what one module holds itself. `real` remembers, by the meta tensor's id, what ties need.
+
+    Where all values are `given` afterwards, none are drawn.
+    """
     fresh = False
     for table, name, tensor in _own_meta_tensors(module):
         if id(tensor) not in real:
             real[id(tensor)] = _empty_like(tensor, device=device)
-            fresh = True
+            fresh = fresh or not given(tensor)
         table[name] = real[id(tensor)]
     if fresh:
-        _reset(module, path=path)
+        _reset(module, path=path, initialise=initialise)
+
+
+def initialiser(model: nn.Module, path: str) -> Callable[[nn.Module], None] | None:
+    """`_init_weights` of the innermost model of Hugging Face's around the module at `path`; None if there is none."""
+    found = None
+    module: nn.Module = model
+    for name in ("", *path.split(".")):
+        if name:
+            module = getattr(module, name)
+        if any((base.__module__, base.__name__) == _HUGGING_FACE for base in type(module).__mro__):
+            found = module._init_weights
+    return found  # type: ignore[return-value]
 
 
 def _own_meta_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Tensor], str, Tensor]]:
@@ -50,11 +76,19 @@ def _empty_like(tensor: Tensor, *, device: torch.device | str) -> Tensor:
     return empty
 
 
-def _reset(module: nn.Module, *, path: str) -> None:
+def _reset(module: nn.Module, *, path: str, initialise: Callable[[nn.Module], None] | None) -> None:
     reset = getattr(module, "reset_parameters", None)
-    if not callable(reset):
+    if callable(reset):
+        reset()
+    elif initialise is None:
         raise InvalidModel(
             f"{path or 'the model'} ({type(module).__name__}) is on the meta device and has no "
             "reset_parameters(): give it one that fills its own parameters and buffers"
         )
-    reset()
+    else:
+        with torch.no_grad():
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                # What the model does not know of must not be what happened to lie there.
+                tensor.zero_()
+    if initialise is not None:
+        initialise(module)

@@ -91,6 +91,41 @@ def test_reading_parameters_through_a_list_or_a_keyword_is_refused(strategy: str
     run_ranks(reads_in_lists, num_ranks=2, args=(strategy,))
 
 
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+class Direct(nn.Module):
+    """As some models do it: `layer.forward(x)` in place of `layer(x)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer.forward(x)
+        return x
+
+
+def calls_forward(rank: int, strategy: str) -> None:
+    model = Direct()
+    prepare(model, None, Plan(strategy=strategy))
+    refused = line(lambda: model(torch.ones(2, 4)))
+    assert "layers.0.forward is called directly" in refused
+    assert "call the module itself, layers.0(…)" in refused
+
+
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "fsdp"])
+def test_a_unit_whose_forward_is_called_directly_is_refused_in_those_words(strategy: str) -> None:
+    run_ranks(calls_forward, num_ranks=2, args=(strategy,))
+
+
 def edits_in_lists(rank: int, strategy: str) -> None:
     model, batch = MODELS["gpt"]()
     plain = copy.deepcopy(model)

@@ -34,6 +34,7 @@ ROWS: list[set[str]] = [
     {"sources"},
     {"launch"},
     {"train"},
+    {"integrations"},
     {"profile"},
     {"bench"},
     {"report"},

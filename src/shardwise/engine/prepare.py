@@ -1,12 +1,13 @@
 """`prepare`: an ordinary model and optimizer become ones that run a plan. They stay the same objects."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.agreement import agree, exchange
@@ -62,6 +63,7 @@ def prepare(
     collectives: Collectives | None = None,
     watch_seconds: float = WATCH_SECONDS,
     compare_every: int = COMPARE_EVERY,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> tuple[nn.Module, AnyOptimizer]:
     """Make `model` and `optimizer` run `plan`; then train with an ordinary loop.
 
@@ -72,7 +74,8 @@ def prepare(
     `optimizer` may be None, and be made later. `any_optimizer` admits one that is not known to be elementwise.
     `collectives` replaces the plan's, for tests. The job ends when a rank has held up the others for `watch_seconds`
     (comm/watch.py); 0: nobody watches. Every `compare_every` steps ranks compare what they should hold alike, bit by
-    bit (params/replicas.py); 0: never.
+    bit (params/replicas.py); 0: never. Parameters and buffers that `weights` has names of are taken from there, each
+    asked for once, by rank 0: a mapping that reads a file when it is asked needs memory for one tensor.
     """
     if is_prepared(model):
         raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
@@ -88,6 +91,7 @@ def prepare(
             any_optimizer=any_optimizer,
             watch_seconds=watch_seconds,
             compare_every=compare_every,
+            weights=weights,
         ),
         what="plans, models or optimizers",
     )
@@ -103,7 +107,7 @@ def prepare(
     )
     if dist.get_rank() == 0:
         tell_upcast(setting.spec, plan=plan)
-    engine = _engine(model, optimizer, setting=setting, any_optimizer=any_optimizer)
+    engine = _engine(model, optimizer, setting=setting, any_optimizer=any_optimizer, weights=weights)
     register(model, engine)
     become_prepared(model)
     explain_out_of_memory(model)
@@ -131,14 +135,21 @@ class _Setting:
     compare_every: int
 
 
-def _engine(model: nn.Module, optimizer: Optimizer | None, *, setting: _Setting, any_optimizer: bool) -> Engine:
+def _engine(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    setting: _Setting,
+    any_optimizer: bool,
+    weights: Mapping[str, Tensor] | None,
+) -> Engine:
     """Give the model its buffers, and make what runs its steps."""
     plan, device = setting.plan, setting.device
     units = _units(model, setting=setting)
     flats = [flat for unit in units.values() for flat in unit.flats]
     # Parameters on the meta device are replaced; an optimizer may hold those that were there before.
     before = [list(flat.params) for flat in flats]
-    fill(model, flats=flats, groups=setting.groups, device=device)
+    fill(model, flats=flats, groups=setting.groups, device=device, weights=weights)
     inputs = FirstInputs()
     runner = _runner(model, units=units, inputs=inputs, setting=setting)
     for unit in units.values():
@@ -209,6 +220,7 @@ def _description(
     any_optimizer: bool,
     watch_seconds: float,
     compare_every: int,
+    weights: Mapping[str, Tensor] | None,
 ) -> str:
     """What ranks must agree on, a line each; raises for what no rank could run, before anything is touched."""
     check_model(model, plan=plan)
@@ -232,6 +244,8 @@ def _description(
     check_compare_every(compare_every)
     described = describe(model, spec=spec, plan=plan)
     described += f"\nwatch_seconds = {watch_seconds:g}\ncompare_every = {compare_every}"
+    if weights is not None:
+        described += "\nweights = " + ", ".join(sorted(weights))
     if optimizer is not None:
         parameters = dict(model.named_parameters())
         sharded = {

@@ -14,6 +14,14 @@ def backward_without_forward() -> InvalidModel:
     )
 
 
+def forward_called_directly(unit: str) -> InvalidModel:
+    """The error for a unit whose forward runs, and whose module was not called: no hook has gathered it."""
+    return InvalidModel(
+        f"{unit}.forward is called directly, which calls no hooks, so that its parameters are not gathered: call the "
+        f"module itself, {unit}(…) in place of {unit}.forward(…), or use zero2"
+    )
+
+
 def added_to_average(name: str) -> InvalidModel:
     """The error for this rank's own gradient that autograd has added to the average over all ranks."""
     return InvalidModel(

@@ -6,6 +6,7 @@ parameter at rest has a class that notices reads, but for those that ask for its
 like. At work it is a plain Parameter.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -84,6 +85,16 @@ def refuse(name: str, *, is_grad: bool) -> None:
         f"{name} is sharded and freed: for its values call shardwise.full_state_dict(model), or read it inside `with "
         "shardwise.whole(model):`, on every rank; this rank's slices are in optimizer.param_groups"
     )
+
+
+def runs_forward_of(module: nn.Module) -> bool:
+    """Whether whoever reads a parameter does so in this module's forward."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "forward" and frame.f_locals.get("self") is module:
+            return True
+    return False
 
 
 def rest(parameters: Iterable[nn.Parameter]) -> None:

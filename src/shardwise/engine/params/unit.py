@@ -10,8 +10,13 @@ from torch import Tensor, nn
 
 from shardwise.comm.issued import CollectiveName
 from shardwise.engine.params.flat import FlatParams
-from shardwise.engine.params.guard import ShardedParameter, refuse, rest, unguarded, wake
-from shardwise.engine.step_errors import added_to_average, frozen_was_stepped, thawed_in_forward
+from shardwise.engine.params.guard import ShardedParameter, refuse, rest, runs_forward_of, unguarded, wake
+from shardwise.engine.step_errors import (
+    added_to_average,
+    forward_called_directly,
+    frozen_was_stepped,
+    thawed_in_forward,
+)
 from shardwise.engine.tape import Tape
 from shardwise.placement import SHARDED, Placement
 from shardwise.program import Kind
@@ -171,6 +176,8 @@ class Unit:
                 "optimizer.param_groups"
             )
         if self.sharded and not self.whole:
+            if runs_forward_of(self.module):
+                raise forward_called_directly(self.name)
             refuse(name, is_grad=False)
         for other in self.flats:
             other.wait_gather()

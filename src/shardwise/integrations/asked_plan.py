@@ -1,0 +1,36 @@
+"""The plan that a framework's user asks for, checked against what is said in the framework's own settings."""
+
+from shardwise.errors import InvalidPlan
+from shardwise.plan import Plan
+
+
+def asked_plan(plan: Plan | str, *, precision: str, setting: str, accumulate: int | None = None) -> Plan:
+    """`plan`, or the one of that strategy in the framework's `precision`.
+
+    precision    fp32 or bf16: what the framework was told to compute in, by `setting` (as a user would write it)
+    accumulate   passes per update, where the framework has been told already
+    """
+    if isinstance(plan, str):
+        return Plan(strategy=plan, precision=precision)
+    if not isinstance(plan, Plan):
+        raise InvalidPlan(f"plan = {plan!r}: must be a shardwise.Plan, or the name of a strategy ('fsdp')")
+    if plan.engine != "shardwise":
+        raise InvalidPlan(f"plan.engine = {plan.engine!r}: integrations run engine = 'shardwise'")
+    if precision != "fp32" and plan.precision != precision:
+        raise InvalidPlan(f"{setting} with plan.precision = {plan.precision!r}: say {precision!r} in the plan as well")
+    if plan.precision == "fp16":
+        raise InvalidPlan(
+            "plan.precision = 'fp16' needs shardwise.GradScaler, which frameworks do not call: use 'bf16'"
+        )
+    if plan.accumulate not in (1, accumulate):
+        said = "its own setting" if accumulate is None else f"its own setting, which is {accumulate}"
+        raise InvalidPlan(f"plan.accumulate = {plan.accumulate}: the framework accumulates by {said}; leave it out")
+    return plan
+
+
+def framework_precision(said: str, *, setting: str) -> str:
+    """What a framework calls no, 32-true, bf16 or bf16-mixed, in the plan's words."""
+    known = {"no": "fp32", "32-true": "fp32", "bf16": "bf16", "bf16-mixed": "bf16"}
+    if said not in known:
+        raise InvalidPlan(f"{setting}: Shardwise computes in fp32 or bf16 here; use bf16, or Plan(precision=…)")
+    return known[said]

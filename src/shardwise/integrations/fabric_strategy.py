@@ -1,0 +1,81 @@
+"""Lightning Fabric with our engine.
+
+fabric = lightning.Fabric(strategy=ShardwiseFabricStrategy(plan=Plan(strategy="fsdp")), devices=8)
+model, optimizer = fabric.setup(model, optimizer)
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from lightning.fabric.plugins import Precision
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.engines import accumulate, clip_grad_norm_
+from shardwise.errors import InvalidPlan
+from shardwise.integrations.asked_plan import asked_plan, framework_precision
+from shardwise.integrations.prepared_models import PreparedModels
+from shardwise.integrations.tested_versions import tell_if_untested
+from shardwise.plan import Plan
+
+
+class _Accumulation(_BackwardSyncControl):  # type: ignore[misc]
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return accumulate(module, enabled=enabled)
+
+
+class ShardwiseFabricStrategy(DDPStrategy):  # type: ignore[misc]
+    """One process per device, as in Fabric's own DDP; models run `plan`, a Plan or the name of a strategy."""
+
+    def __init__(self, *, plan: Plan | str, **options: Any) -> None:
+        tell_if_untested("lightning")
+        self._asked_plan = plan
+        self._said_precision = "32-true"
+        self._own_precision = Precision()
+        super().__init__(**options)
+        if self._ddp_kwargs:
+            raise InvalidPlan(
+                f"ShardwiseFabricStrategy has no option {', '.join(self._ddp_kwargs)}: it is for torch's DDP"
+            )
+        self._backward_sync_control = _Accumulation()
+        self._prepared: PreparedModels | None = None
+
+    @property
+    def precision(self) -> Any:
+        """fp32 for Fabric: what is computed in something else, the plan says."""
+        return self._own_precision
+
+    @precision.setter
+    def precision(self, plugin: Any) -> None:
+        if plugin is not None:
+            self._said_precision = plugin.precision
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        if self._prepared is None:
+            setting = f"Fabric(precision={self._said_precision!r})"
+            precision = framework_precision(self._said_precision, setting=setting)
+            plan = asked_plan(self._asked_plan, precision=precision, setting=setting)
+            self._prepared = PreparedModels(plan, device=lambda: self.root_device)
+        self._prepared.prepare(module)
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        if self._prepared is not None:
+            self._prepared.adopt(optimizer)
+        return optimizer
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing: `prepare` moves each rank's slices."""
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """The norm of the whole gradient, wherever its slices lie. Collective."""
+        return clip_grad_norm_(module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

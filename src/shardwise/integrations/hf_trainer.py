@@ -1,0 +1,172 @@
+"""Hugging Face Transformers' `Trainer` with our engine, and a mixin for the trainers that are made from it.
+
+    trainer = ShardwiseTrainer(model=model, args=args, train_dataset=data, plan=Plan(strategy="fsdp"))
+
+    class MyTrainer(ShardwiseMixin, SFTTrainer): ...
+
+The Trainer prepares, accumulates and clips through its accelerator, which becomes ours (hf_accelerator.py). What is
+left for here: states are gathered by all ranks before one of them writes, and whole steps can be captured.
+"""
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+
+from shardwise.engine.engine import is_prepared
+from shardwise.engines import capture
+from shardwise.errors import InvalidModel
+from shardwise.integrations.hf_accelerator import ShardwiseAccelerator
+from shardwise.integrations.tested_versions import tell_if_untested
+from shardwise.integrations.trainer_arguments import checked_plan
+from shardwise.plan import Plan
+
+# What a callback hears between backward and the end of the update: a captured step is over by then.
+_INSIDE_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
+
+
+class ShardwiseMixin:
+    """In front of a Trainer class: its models run `plan`, a Plan or the name of a strategy."""
+
+    # What the Trainer has, for the type checker.
+    accelerator: Any
+    args: Any
+    callback_handler: Any
+    model: Any
+    optimizer: Any
+
+    def __init__(self, *arguments: Any, plan: Plan | str, **options: Any) -> None:
+        tell_if_untested("transformers")
+        self._asked_plan = plan
+        # While one rank writes them, all of the model's weights; else None.
+        self._gathered: dict[str, Tensor] | None = None
+        # A step with its update, and of which (model, optimizer) it is; None while steps are the Trainer's own.
+        self._whole_step: Callable[..., Any] | None = None
+        self._whole_of: tuple[Any, Any] = (None, None)
+        self._grad_norm: Any = None
+        super().__init__(*arguments, **options)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that models run."""
+        plan: Plan = self.accelerator.plan
+        return plan
+
+    def create_accelerator_and_postprocess(self) -> None:
+        if self.model is not None and is_prepared(self.model):
+            raise InvalidModel(
+                "this model has been through shardwise.prepare already: hand the Trainer the model as it was made, "
+                "with plan="
+            )
+        plan = checked_plan(self.args, plan=self._asked_plan)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        ShardwiseAccelerator.adopt(self.accelerator, plan=plan)
+
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+        """Not yet: `prepare` moves each rank's slices, so that the whole model need not fit on a device."""
+
+    # Gradients
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if self._whole_step is not None:
+            return self._grad_norm
+        return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None and self._whole_step is not None:
+            return self._grad_norm
+        return self.accelerator.clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm
+
+    # Captured steps
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """As the Trainer's; where nothing of the user's is called in between, the update with it, as CUDA graphs."""
+        if self._why_not_whole():
+            self._whole_step = None
+            ordinary: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            return ordinary
+        if self._whole_step is None or self._whole_of != (model, self.optimizer):
+            self._whole_step, self._whole_of = self._make_whole_step(model), (model, self.optimizer)
+        model.train()
+        self.optimizer.train()
+        loss: Tensor
+        loss, self._grad_norm = self._whole_step(self._prepare_inputs(inputs), num_items_in_batch)
+        # The Trainer's own call of the optimizer comes after the update; in an accumulation it would do nothing.
+        self.accelerator.gradient_state._set_sync_gradients(False)
+        return loss
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        prepared: dict[str, Any] = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        return dict(prepared)
+
+    def _why_not_whole(self) -> str:
+        """Why a step is not run, and captured, as a whole; "" where it can be."""
+        kind = type(self)
+        if self.plan.capture == "off":
+            return "plan.capture = 'off'"
+        for setting, usual in (("gradient_accumulation_steps", 1), ("torch_empty_cache_steps", None)):
+            if getattr(self.args, setting) != usual:
+                return f"{setting} = {getattr(self.args, setting)}"
+        for name in ("training_step", "compute_loss"):
+            # A replay runs no Python: what a method of the user's looks at cannot be known.
+            own = ShardwiseMixin.training_step if name == "training_step" else Trainer.compute_loss
+            if getattr(kind, name) is not own:
+                return f"{kind.__name__}.{name} is not the Trainer's own"
+        for callback in self.callback_handler.callbacks:
+            for name in _INSIDE_A_STEP:
+                if getattr(type(callback), name) is not getattr(TrainerCallback, name):
+                    return f"{type(callback).__name__}.{name} is called inside a step"
+        return ""
+
+    def _make_whole_step(self, model: nn.Module) -> Callable[..., Any]:
+        accelerator, compute_loss = self.accelerator, self.compute_loss  # type: ignore[attr-defined]
+        optimizer = self.optimizer.optimizer
+        max_norm = self.args.max_grad_norm or float("inf")
+
+        def step(inputs: dict[str, Any], num_items: Any) -> tuple[Tensor, Tensor]:
+            loss: Tensor = compute_loss(model, dict(inputs), num_items_in_batch=num_items)
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach(), norm
+
+        functions = [self.compute_loss_func] if self.compute_loss_func is not None else []  # type: ignore[attr-defined]
+        return capture(step, model, optimizer, functions=functions)
+
+    # States
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The Trainer's own. Collective: all ranks gather the weights, then one writes them."""
+        self._gathered = self.model.state_dict() if is_prepared(self.model) else None
+        try:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        finally:
+            self._gathered = None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        state = self._gathered if state_dict is None else state_dict
+        dtypes = [value.dtype for value in (self._gathered or {}).values() if value.is_floating_point()]
+        super()._save(output_dir, state_dict=state)  # type: ignore[misc]
+        config: Any = getattr(self.model, "config", None)
+        if dtypes and hasattr(config, "save_pretrained"):
+            # What is in the file are the optimizer's weights; the model's parameters have what the plan computes in.
+            config.dtype = str(dtypes[0]).removeprefix("torch.")
+            config.save_pretrained(output_dir or self.args.output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The Trainer asks one rank for the optimizer's state, which all ranks have to gather. Collective."""
+        optimizer, state = self.optimizer, self.optimizer.state_dict()
+        os.makedirs(output_dir, exist_ok=True)
+        self.optimizer = SimpleNamespace(state_dict=lambda: state)
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        finally:
+            self.optimizer = optimizer
+
+
+class ShardwiseTrainer(ShardwiseMixin, Trainer):  # type: ignore[misc]
+    """transformers.Trainer, with `plan=`."""

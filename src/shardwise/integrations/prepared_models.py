@@ -1,0 +1,47 @@
+"""The models that one framework object (an accelerator, a strategy) has prepared, and the optimizers that step them."""
+
+from collections.abc import Callable, Iterator
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.engine.engine import engine_of, is_prepared
+from shardwise.engines import prepare
+from shardwise.errors import InvalidModel
+from shardwise.plan import Plan
+
+
+class PreparedModels:
+    """What was prepared by `plan`. `device` is asked when a model comes."""
+
+    def __init__(self, plan: Plan, *, device: Callable[[], torch.device]) -> None:
+        self.plan = plan
+        self._device = device
+        self._models: WeakSet[nn.Module] = WeakSet()
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(list(self._models))
+
+    def __contains__(self, model: nn.Module) -> bool:
+        return model in self._models
+
+    def prepare(self, model: nn.Module) -> None:
+        """Prepare a model that is new here; one without parameters stays as it is. Collective."""
+        if model in self._models or next(model.parameters(), None) is None:
+            return
+        if is_prepared(model):
+            raise InvalidModel(
+                f"this {type(model).__name__} has been through shardwise.prepare already: hand over the model as it "
+                "was made, with the plan"
+            )
+        prepare(model, None, self.plan, device=self._device())
+        self._models.add(model)
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Make an optimizer of these models' parameters step what this rank owns. Collective."""
+        for model in self:
+            owned = engine_of(model).owned
+            if owned.concerns(optimizer):
+                owned.adopt_alike(optimizer)

@@ -1,0 +1,294 @@
+"""Weights of Hugging Face models, streamed from their files into slices, and back.
+
+    model = shardwise.from_pretrained(AutoModelForCausalLM, DIR, plan)
+    shardwise.save_pretrained(model, DIR)
+
+One tensor (when saving, one unit) is in memory at a time, however large the model is. Some models have other names in
+files, which transformers knows of. Models whose tensors have other shapes there are left to transformers itself.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.atomic import atomic_write
+from shardwise.checkpoint.tensor_file import TensorEntry, TensorFile, opened, write_tensors
+from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.params.guard import unguarded
+from shardwise.engine.prepared.prepared_module import PreparedModule
+from shardwise.engines import prepare
+from shardwise.errors import InvalidData, InvalidModel, InvalidPlan, ShardwiseError
+from shardwise.integrations.tested_versions import tell_if_untested
+from shardwise.plan import Plan
+
+_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# As Hugging Face cuts them.
+_MOST_FILE_BYTES = 50 * 10**9
+
+
+def from_pretrained(
+    model_class_or_config: Any, folder: str | Path, plan: Plan, *, device: torch.device | str | None = None
+) -> nn.Module:
+    """The model of a Hugging Face folder, prepared by `plan`, in evaluation mode as theirs is. Collective.
+
+    model_class_or_config   a class (LlamaForCausalLM, AutoModelForCausalLM), or a config that names its architecture
+    folder                  config.json with model.safetensors, or several files and their index; every rank sees it
+
+    The model is built without memory for its parameters. Rank 0 reads each tensor once; each rank keeps what it owns,
+    with the digits of the file. What the files have no weights of is initialised as transformers does, with a warning.
+    """
+    tell_if_untested("transformers")
+    if plan.engine != "shardwise":
+        raise InvalidPlan(f"plan.engine = {plan.engine!r}: from_pretrained runs engine = 'shardwise'")
+    model = _empty_model(model_class_or_config, Path(folder), native=plan.precision == "native")
+    with SafetensorsFolder(Path(folder), stored=_stored_names(model)) as weights:
+        _tell_differences(model, weights, folder=Path(folder))
+        prepared, _ = prepare(model, None, plan, device=device, weights=weights)
+    return prepared.eval()
+
+
+def save_pretrained(model: nn.Module, folder: str | Path, *, most_file_bytes: int = _MOST_FILE_BYTES) -> None:
+    """Write a prepared model for `from_pretrained` of transformers, and ours. Collective.
+
+    Weights are the optimizer's, unit by unit, in one file or in several with an index; config and generation config lie
+    beside them. Files appear whole or not at all, the index last.
+    """
+    engine = engine_of(model)
+    stored = _stored_names(model)
+    engine.check_state(what="save_pretrained")
+    engine.runner.wait_gathers()
+    entries = _entries(model, engine)
+    parts = _parts(entries, most_file_bytes=most_file_bytes)
+    failure: str | None = None
+    values = _values(model, engine, list(entries))
+    if dist.get_rank() == 0:
+        try:
+            _write(model, Path(folder), parts=parts, entries=entries, values=values, stored=stored)
+        except (OSError, ShardwiseError) as error:
+            failure = str(error)
+    for _ in values:
+        # The other ranks gather along; after a failure so does rank 0.
+        pass
+    box = [failure]
+    dist.broadcast_object_list(box, src=0)
+    if box[0] is not None:
+        raise InvalidData(f"the model was not saved in {folder}: {box[0]}")
+
+
+class SafetensorsFolder(Mapping[str, Tensor]):
+    """The tensors of a folder by the model's names; each is read when it is asked for, and kept by nobody.
+
+    stored   the model's name → the name in the files
+    """
+
+    def __init__(self, folder: Path, *, stored: Mapping[str, str]) -> None:
+        self._stack = ExitStack()
+        found: dict[str, TensorFile] = {}
+        for path in _files_in(folder):
+            file = self._stack.enter_context(opened(path))
+            found |= dict.fromkeys(file.entries, file)
+        # Files may have been written under the model's own names.
+        own = {name: stored.get(name, name) for name in (*stored, *found)}
+        taken = {theirs for name, theirs in own.items() if name != theirs and theirs in found}
+        self._places = {
+            name: (found[theirs], theirs)
+            for name, theirs in own.items()
+            if theirs in found and (name != theirs or name not in taken)
+        }
+
+    def __enter__(self) -> "SafetensorsFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __getitem__(self, name: str) -> Tensor:
+        file, theirs = self._places[name]
+        return file.read(theirs)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    if (folder / _ONE_FILE).exists():
+        return [folder / _ONE_FILE]
+    try:
+        index = json.loads((folder / _INDEX).read_text())
+        names = sorted({str(name) for name in index["weight_map"].values()})
+    except FileNotFoundError as error:
+        raise InvalidData(f"{folder} has neither {_ONE_FILE} nor {_INDEX}") from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise InvalidData(f"{folder / _INDEX} is malformed ({error})") from error
+    if any(Path(name).name != name for name in names):
+        raise InvalidData(f"{folder / _INDEX} names files outside of its folder")
+    return [folder / name for name in names]
+
+
+def _empty_model(asked: Any, folder: Path, *, native: bool) -> Any:
+    """A model whose parameters are on the meta device; buffers are real, since many are computed and not saved."""
+    import transformers
+    from accelerate import init_empty_weights
+
+    if isinstance(asked, transformers.PretrainedConfig):
+        names = getattr(asked, "architectures", None) or []
+        if len(names) != 1 or not hasattr(transformers, names[0]):
+            raise InvalidModel(f"this {type(asked).__name__} names no single architecture: give the model's class")
+        config, model_class = asked, getattr(transformers, names[0])
+    else:
+        config_class = getattr(asked, "config_class", None) or transformers.AutoConfig
+        config, model_class = config_class.from_pretrained(folder), asked
+    make = getattr(model_class, "from_config", None) or model_class._from_config
+    # fp32, so that no digit of the file is lost; what units compute in is the plan's.
+    options = {} if native else {"dtype": torch.float32}
+    with init_empty_weights(include_buffers=False):
+        model = make(config, **options)
+    model.tie_weights()
+    if model.can_generate() and (folder / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _stored_names(model: nn.Module) -> dict[str, str]:
+    """The names of the model's tensors → their names in files, as transformers writes them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
+
+    if not all(isinstance(step, WeightRenaming) for step in get_model_conversion_mapping(model, add_legacy=False)):
+        raise InvalidModel(
+            f"{type(model).__name__} has other tensors in its files than in the model, which transformers converts: "
+            "use its own from_pretrained and save_pretrained, with shardwise.prepare in between"
+        )
+    marks = {name: torch.empty(0, device="meta") for name in _state(model)}
+    names = {id(mark): name for name, mark in revert_weight_conversion(model, dict(marks)).items()}
+    return {name: names[id(mark)] for name, mark in marks.items()}
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with the tensors themselves; nothing is gathered."""
+    with unguarded():
+        if isinstance(model, PreparedModule):
+            return dict(super(PreparedModule, model).state_dict(keep_vars=True))
+        return dict(model.state_dict(keep_vars=True))
+
+
+def _tell_differences(model: nn.Module, weights: SafetensorsFolder, *, folder: Path) -> None:
+    names: dict[int, list[str]] = {}
+    for name, tensor in _state(model).items():
+        names.setdefault(id(tensor), []).append(name)
+    missing = [found[0] for found in names.values() if not any(name in weights for name in found)]
+    known = {name for found in names.values() for name in found}
+    extra = [name for name in weights if name not in known]
+    if len(missing) == len(names):
+        raise InvalidData(f"{folder} holds other names than {type(model).__name__}: {', '.join(list(weights)[:3])} …")
+    if (missing or extra) and (not dist.is_initialized() or dist.get_rank() == 0):
+        parts = [f"{len(found)} {what} ({', '.join(found[:3])})" for found, what in (
+            (missing, "initialised, not in the files"), (extra, "in the files alone")) if found]  # fmt: skip
+        warnings.warn(f"{folder} and {type(model).__name__} differ: {'; '.join(parts)}", stacklevel=3)
+
+
+def _entries(model: nn.Module, engine: Engine) -> dict[str, TensorEntry]:
+    """What is saved, in the order in which it is gathered. A tied parameter is saved once, under its first name."""
+    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    entries = {}
+    for flat in engine.flats:
+        for name, shape in zip(flat.names, flat.layout.shapes, strict=True):
+            entries[name] = TensorEntry(dtype=flat.master_dtype, shape=tuple(shape))
+    parameters = {id(parameter) for flat in engine.flats for parameter in flat.params}
+    for name, tensor in _state(model).items():
+        if id(tensor) not in parameters:
+            entries[name] = TensorEntry(dtype=tensor.dtype, shape=tuple(tensor.shape))
+    return {name: entry for name, entry in entries.items() if name not in left_out}
+
+
+def _parts(entries: Mapping[str, TensorEntry], *, most_file_bytes: int) -> dict[str, list[str]]:
+    """File → names; consecutive tensors together, up to the limit."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, entry in entries.items():
+        if parts[-1] and size + entry.num_bytes > most_file_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += entry.num_bytes
+    if len(parts) == 1:
+        return {_ONE_FILE: parts[0]}
+    return {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
+
+
+def _values(model: nn.Module, engine: Engine, names: list[str]) -> Iterator[Tensor]:
+    """The values of `names` on the CPU of rank 0, in their order; each unit is gathered once. Collective."""
+    wanted = set(names)
+    for flat in engine.flats:
+        # In a frame of its own: what it gathers is gone before the next is gathered.
+        yield from _gathered(flat, wanted)
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    gathered = {name for flat in engine.flats for name in flat.names}
+    for name in names:
+        if name not in gathered:
+            yield buffers[name].cpu()
+
+
+def _gathered(flat: FlatParams, wanted: set[str]) -> Iterator[Tensor]:
+    for name, view in zip(flat.names, flat.views(flat.full_master()), strict=True):
+        if name in wanted:
+            yield view.cpu() if dist.get_rank() == 0 else view
+
+
+def _write(
+    model: Any,
+    folder: Path,
+    *,
+    parts: Mapping[str, list[str]],
+    entries: Mapping[str, TensorEntry],
+    values: Iterator[Tensor],
+    stored: Mapping[str, str],
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for file_name, names in parts.items():
+        with atomic_write(folder / file_name) as file:
+            write_tensors(
+                file,
+                {stored[name]: entries[name] for name in names},
+                _first(values, len(names)),
+                metadata={"format": "pt"},
+            )
+    config = model.config
+    config.architectures = [type(model).__name__]
+    config.dtype = str(next(iter(entries.values())).dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    if len(parts) > 1:
+        index = {
+            "metadata": {"total_size": sum(entry.num_bytes for entry in entries.values())},
+            "weight_map": {stored[name]: file_name for file_name, names in parts.items() for name in names},
+        }
+        with atomic_write(folder / _INDEX) as file:
+            file.write(json.dumps(index, indent=2).encode())
+    else:
+        (folder / _INDEX).unlink(missing_ok=True)
+    # Of a save before, in another number of files.
+    for stale in (folder / _ONE_FILE, *folder.glob("model-?????-of-?????.safetensors")):
+        if stale.name not in parts:
+            stale.unlink(missing_ok=True)
+
+
+def _first(values: Iterator[Tensor], count: int) -> Iterator[Tensor]:
+    """`zip` would take one more."""
+    for _ in range(count):
+        yield next(values)

@@ -1,0 +1,51 @@
+"""TrainingArguments that say something which the plan says, or that belong to another engine."""
+
+from dataclasses import replace
+from typing import Any
+
+from shardwise.errors import InvalidPlan
+from shardwise.integrations.asked_plan import asked_plan, framework_precision
+from shardwise.plan import Plan
+
+# Setting → what to do instead. All are off by default.
+_FOREIGN = {
+    "fsdp": "set plan.strategy = 'fsdp' (or shard_grad_op)",
+    "deepspeed": "set plan.strategy (zero1, zero2, fsdp)",
+    "parallelism_config": "set plan.mesh",
+    "ddp_find_unused_parameters": "leave it out: unused parameters are found",
+    "ddp_bucket_cap_mb": "set plan.bucket_bytes",
+    "ddp_broadcast_buffers": "leave it out: buffers come from rank 0",
+    "ddp_static_graph": "leave it out",
+    "torch_compile": "set plan.compile = 'inductor'",
+    "auto_find_batch_size": "find it with `shardwise plan`",
+    "fp16": "use bf16=True",
+    "fp16_full_eval": "a prepared model cannot be cast; set plan.precision",
+    "bf16_full_eval": "a prepared model cannot be cast; set plan.precision = 'bf16'",
+}
+
+
+def checked_plan(args: Any, *, plan: Plan | str) -> Plan:
+    """The plan that is asked for; what cannot be had together with it is refused in one line."""
+    for name, instead in _FOREIGN.items():
+        value = getattr(args, name, None)
+        if value is not None and value is not False and value != [] and value != "":
+            raise InvalidPlan(f"TrainingArguments({name}={value!r}) with Shardwise: {instead}")
+    if args.n_gpu > 1:
+        raise InvalidPlan(
+            f"one process sees {args.n_gpu} GPUs, for which the Trainer takes DataParallel: start one process per GPU "
+            "(torchrun --nproc-per-node)"
+        )
+    precision = framework_precision(args.mixed_precision, setting=f"TrainingArguments({args.mixed_precision}=True)")
+    checked = asked_plan(
+        plan,
+        precision=precision,
+        setting="TrainingArguments(bf16=True)",
+        accumulate=args.gradient_accumulation_steps,
+    )
+    if checked.micro_batch not in (None, args.per_device_train_batch_size):
+        raise InvalidPlan(
+            f"plan.micro_batch = {checked.micro_batch} with per_device_train_batch_size = "
+            f"{args.per_device_train_batch_size}: they must be the same, or leave micro_batch out"
+        )
+    # The Trainer accumulates by itself, whatever the accelerator is told.
+    return replace(checked, accumulate=1)

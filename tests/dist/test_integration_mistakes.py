@@ -1,0 +1,181 @@
+"""What cannot be had together with a plan inside another framework is refused in one line."""
+
+import os
+import subprocess
+import sys
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from training import line
+
+import shardwise
+from shardwise import Plan
+from shardwise.integrations import tested_versions
+from shardwise.integrations.asked_plan import asked_plan, framework_precision
+
+
+def needs(package: str) -> None:
+    """Skip where it is not installed. It is not imported here: some set environment variables."""
+    if find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+
+
+def make_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+
+
+def trainers(rank: int, folder: str) -> None:
+    from transformers import TrainingArguments
+
+    from shardwise.integrations import ShardwiseTrainer
+
+    def make(plan: Any = "fsdp", model: Any = None, **settings: Any) -> Any:
+        args = TrainingArguments(output_dir=folder, use_cpu=True, report_to=[], **settings)
+        return ShardwiseTrainer(model=model or make_llama(), args=args, plan=plan)
+
+    for settings, way_out in (
+        ({"ddp_bucket_cap_mb": 10}, "TrainingArguments(ddp_bucket_cap_mb=10) with Shardwise: set plan.bucket_bytes"),
+        ({"ddp_find_unused_parameters": True}, "unused parameters are found"),
+        ({"torch_compile": True}, "set plan.compile = 'inductor'"),
+        ({"auto_find_batch_size": True}, "shardwise plan"),
+        ({"bf16_full_eval": True}, "plan.precision = 'bf16'"),
+        ({"plan": Plan(strategy="ddp"), "bf16": True}, "say 'bf16' in the plan as well"),
+        ({"plan": Plan(precision="fp16")}, "use 'bf16'"),
+        ({"plan": Plan(micro_batch=4), "per_device_train_batch_size": 2}, "they must be the same"),
+        ({"plan": Plan(accumulate=3), "gradient_accumulation_steps": 2}, "its own setting, which is 2"),
+        ({"plan": Plan(engine="torch")}, "engine = 'shardwise'"),
+        ({"plan": "fdsp"}, "strategy = 'fdsp'"),
+        ({"plan": 3}, "must be a shardwise.Plan"),
+    ):
+        assert way_out in line(lambda settings=settings: make(**settings)), settings
+    # fsdp= and deepspeed= are looked at before the Trainer is.
+    from shardwise.integrations.trainer_arguments import checked_plan
+
+    args = TrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
+    for name, value in (("fsdp", True), ("deepspeed", {"zero_optimization": {"stage": 2}}), ("fp16", True)):
+        before = getattr(args, name)
+        setattr(args, name, value)
+        assert f"TrainingArguments({name}=" in line(lambda: checked_plan(args, plan="fsdp"))
+        setattr(args, name, before)
+    prepared, _ = shardwise.prepare(make_llama(), None, Plan())
+    assert "has been through shardwise.prepare already" in line(lambda: make(model=prepared))
+
+
+@pytest.mark.timeout(180)
+def test_a_trainer_refuses_other_engines_and_settings_that_contradict_the_plan(tmp_path: Path) -> None:
+    needs("transformers")
+    needs("accelerate")
+    run_ranks(trainers, num_ranks=1, args=(str(tmp_path),), timeout_seconds=150.0)
+
+
+def accelerators(rank: int) -> None:
+    from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+
+    from shardwise.integrations import ShardwiseAccelerator
+
+    handlers = [DistributedDataParallelKwargs()]
+    refused = line(lambda: ShardwiseAccelerator(cpu=True, plan="ddp", kwargs_handlers=handlers))
+    assert "DistributedDataParallelKwargs" in refused
+    accelerator = ShardwiseAccelerator(cpu=True, plan="fsdp")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    prepared, _ = shardwise.prepare(nn.Linear(4, 4), None, Plan())
+    assert "hand over the model as it was made" in line(lambda: accelerator.prepare(prepared))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    some = list(model.parameters())[:1]
+    assert "hand over model.parameters()" in line(lambda: accelerator.clip_grad_norm_(some, 1.0))
+    assert accelerator.clip_grad_norm_(model.parameters(), 1.0) > 0
+    # Twice the same objects, as the Trainer does it.
+    assert accelerator.prepare(model, optimizer)[0] is model
+    # What has no parameters is left alone, and so is another model's norm.
+    assert accelerator.prepare(nn.ReLU()) is not None
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    assert accelerator.clip_grad_norm_(other.parameters(), 1.0) > 0
+    accelerator.state.distributed_type = DistributedType.FSDP
+    assert "leave that out and set plan.strategy" in line(lambda: accelerator._run("fsdp"))
+
+
+@pytest.mark.timeout(120)
+def test_an_accelerator_refuses_other_engines_prepared_models_and_norms_of_half_a_model() -> None:
+    needs("accelerate")
+    run_ranks(accelerators, num_ranks=1, timeout_seconds=100.0)
+
+
+def strategies(rank: int) -> None:
+    from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
+
+    from shardwise.integrations import ShardwiseFabricStrategy, ShardwiseStrategy
+
+    for kind in (ShardwiseStrategy, ShardwiseFabricStrategy):
+        refused = line(lambda kind=kind: kind(plan="fsdp", find_unused_parameters=True))
+        assert f"{kind.__name__} has no option find_unused_parameters" in refused
+
+    class Asked:
+        accumulate_grad_batches = 1
+
+    strategy = ShardwiseStrategy(plan="zero2")
+    assert strategy._plan(Asked()) == Plan(strategy="zero2")
+    strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
+    assert strategy._plan(Asked()) == Plan(strategy="zero2", precision="bf16")
+    strategy.precision_plugin = HalfPrecision("16-true")
+    assert "use bf16" in line(lambda: strategy._plan(Asked()))
+    strategy = ShardwiseStrategy(plan=Plan(accumulate=4))
+    assert "its own setting, which is 1" in line(lambda: strategy._plan(Asked()))
+
+
+@pytest.mark.timeout(120)
+def test_lightnings_strategies_refuse_options_of_ddp_and_precisions_that_contradict_the_plan() -> None:
+    needs("lightning")
+    run_ranks(strategies, num_ranks=1, timeout_seconds=100.0)
+
+
+def test_a_version_that_was_not_tested_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(found: str) -> list[str]:
+        monkeypatch.setattr(tested_versions, "version", lambda library: found)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tested_versions.tell_if_untested("accelerate")
+        return [str(warning.message) for warning in caught]
+
+    for tested in ("1.15", "1.15.0", "1.15.3rc1"):
+        assert told(tested) == []
+    for other in ("1.14.2", "1.16.0", "2.0", "1.16.0.dev0"):
+        (said,) = told(other)
+        assert said.startswith(f"accelerate {other}: ")
+        assert len(said.splitlines()) == 1
+
+
+def test_the_precision_of_a_strategys_name_is_the_frameworks() -> None:
+    assert asked_plan("zero2", precision="bf16", setting="bf16=True") == Plan(strategy="zero2", precision="bf16")
+    assert framework_precision("bf16-mixed", setting="") == "bf16"
+    assert "use bf16" in line(lambda: framework_precision("fp16", setting="mixed_precision='fp16'"))
+
+
+def test_integrations_import_no_framework_before_it_is_used_and_name_the_extra_that_brings_it() -> None:
+    code = """
+import sys
+import shardwise.integrations
+assert not {"transformers", "accelerate", "lightning"} & set(sys.modules)
+for package, name in (("accelerate", "ShardwiseAccelerator"), ("lightning", "ShardwiseStrategy")):
+    sys.modules[package] = None
+    try:
+        getattr(shardwise.integrations, name)
+    except shardwise.ShardwiseError as error:
+        print(error)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
+    first, second = ended.stdout.splitlines()
+    assert first == "shardwise.integrations.ShardwiseAccelerator needs accelerate: pip install 'shardwise[hf]'"
+    assert second == "shardwise.integrations.ShardwiseStrategy needs lightning: pip install 'shardwise[peers]'"
