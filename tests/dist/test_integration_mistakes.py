@@ -17,7 +17,7 @@ from training import line
 import shardwise
 from shardwise import Plan
 from shardwise.integrations import tested_versions
-from shardwise.integrations.asked_plan import asked_plan, framework_precision
+from shardwise.integrations.asked_plan import asked_plan, framework_precision, refuse_capture
 
 
 def needs(package: str) -> None:
@@ -91,11 +91,17 @@ def whole_steps(rank: int, folder: str) -> None:
             parameters = [p for group in options["optimizer"].param_groups for p in group["params"]]
             self.norms.append(sum(float(p.grad.norm()) for p in parameters if p.grad is not None))
 
-    class OwnLoss(ShardwiseTrainer):
+    class Whole(ShardwiseTrainer):
+        """On a CPU a whole step is an ordinary one, but taken by the same path."""
+
+        def _captures(self) -> bool:
+            return True
+
+    class OwnLoss(Whole):
         def compute_loss(self, *arguments: Any, **options: Any) -> Any:
             return super().compute_loss(*arguments, **options)
 
-    def make(kind: Any = ShardwiseTrainer, plan: Any = "fsdp", callbacks: Any = (), **settings: Any) -> Any:
+    def make(kind: Any = Whole, plan: Any = "fsdp", callbacks: Any = (), **settings: Any) -> Any:
         torch.manual_seed(0)
         data = [{"input_ids": torch.arange(8) + n, "labels": torch.arange(8) + n} for n in range(8)]
         args = TrainingArguments(
@@ -117,15 +123,15 @@ def whole_steps(rank: int, folder: str) -> None:
     assert make()._why_not_whole() == ""
     assert "gradient_accumulation_steps = 2" in make(gradient_accumulation_steps=2)._why_not_whole()
     assert "OwnLoss.compute_loss" in make(OwnLoss)._why_not_whole()
-    assert "capture" in make(plan=Plan(capture="off"))._why_not_whole()
-    watched = make(callbacks=[inside])
-    assert "Inside.on_pre_optimizer_step" in watched._why_not_whole()
-    # Either way it is the same training; a callback inside a step finds its gradients.
-    plain = make()
+    assert "Inside.on_pre_optimizer_step is called inside a step" in line(make(callbacks=[inside]).train)
+    # Either way it is the same training; a callback inside an ordinary step finds its gradients.
+    plain, watched = make(), make(ShardwiseTrainer, callbacks=[inside])
     for trainer in (plain, watched):
         trainer.train()
     assert len(inside.norms) == 3
     assert all(norm > 0 for norm in inside.norms)
+    assert plain._whole_step is not None
+    assert watched._whole_step is None
     expected = watched.model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in plain.model.state_dict().items())
     # Evaluation before any training, and training twice, with the same model.
@@ -139,7 +145,7 @@ def whole_steps(rank: int, folder: str) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_steps_are_taken_whole_only_where_nothing_of_the_users_runs_inside(tmp_path: Path) -> None:
+def test_steps_are_taken_whole_where_it_is_asked_for_and_nothing_of_the_users_runs_inside(tmp_path: Path) -> None:
     needs("transformers")
     needs("accelerate")
     run_ranks(whole_steps, num_ranks=1, args=(str(tmp_path),), timeout_seconds=150.0)
@@ -224,6 +230,7 @@ def test_a_version_that_was_not_tested_is_told_in_one_line(monkeypatch: pytest.M
 
 
 def test_the_precision_of_a_strategys_name_is_the_frameworks() -> None:
+    assert "its steps are not captured" in line(lambda: refuse_capture(Plan(capture="on")))
     assert asked_plan("zero2", precision="bf16", setting="bf16=True") == Plan(strategy="zero2", precision="bf16")
     assert framework_precision("bf16-mixed", setting="") == "bf16"
     assert "use bf16" in line(lambda: framework_precision("fp16", setting="mixed_precision='fp16'"))
