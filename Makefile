@@ -53,7 +53,7 @@ test-unit:
 	@$(BIN)/python -m pytest tests/unit tests/gpu
 
 # Tests that start whole jobs, and those whose ranks come from a pool.
-JOBS := $(sort $(wildcard $(patsubst %,tests/dist/test_%*.py,bench checkpoint kills launch profile train)))
+JOBS := $(sort $(wildcard $(patsubst %,tests/dist/test_%*.py,bench checkpoint integration kills launch pretrained profile train)))
 
 test-jobs:
 	@$(BIN)/python -m pytest $(JOBS)

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,13 +49,19 @@ GROUPS = {
 }
 
 
-def run(group: Group, *, folder: Path, limit_seconds: float) -> dict[str, Any]:
+def run(group: Group, *, folder: Path, strategies: Sequence[str], limit_seconds: float) -> dict[str, Any]:
     """Row → its bound and distances; all scripts of a group find what the ones before have left in `folder`."""
     found: dict[str, Any] = {}
     for script, num_ranks in group.steps:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
         process = subprocess.Popen(
-            [sys.executable, *(torchrun if num_ranks else ()), str(HERE / "integration_rows" / script), str(folder)],
+            [
+                sys.executable,
+                *(torchrun if num_ranks else ()),
+                str(HERE / "integration_rows" / script),
+                str(folder),
+                *strategies,
+            ],
             env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -107,8 +114,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=sorted(GROUPS), default=list(GROUPS))
     parser.add_argument("--limit", type=float, default=300, help="seconds per script")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="with --json only")
     parser.add_argument("--json", action="store_true", help="print what was found, and write nothing")
     asked = parser.parse_args()
+    if not asked.json and set(asked.strategies) != set(STRATEGIES):
+        parser.error("the table holds all strategies: --strategies goes with --json")
     found: dict[str, dict[str, Any]] = {}
     for name in asked.only:
         group = GROUPS[name]
@@ -116,7 +126,7 @@ def main() -> None:
             print(f"{name}: left out, not installed: {', '.join(group.missing())}", file=sys.stderr)
             continue
         with tempfile.TemporaryDirectory() as folder:
-            rows = run(group, folder=Path(folder), limit_seconds=asked.limit)
+            rows = run(group, folder=Path(folder), strategies=asked.strategies, limit_seconds=asked.limit)
         packages = ("torch", *group.packages)
         found[name] = {"rows": rows, "versions": {package: importlib.metadata.version(package) for package in packages}}
     if asked.json:

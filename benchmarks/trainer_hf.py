@@ -3,7 +3,7 @@
 Qwen3-0.6B (random weights), 2 x 1024 tokens, bf16, fused AdamW, clipping, the Trainer's defaults otherwise. One NCCL
 rank and one process for each, one after the other:
 
-    shardwise         ShardwiseTrainer(plan=Plan(strategy="fsdp", precision="bf16")), steps captured where they can be
+    shardwise         ShardwiseTrainer(plan=Plan(strategy="fsdp", precision="bf16", capture="on"))
     shardwise-eager   the same with capture = "off"
     fsdp2             TrainingArguments(fsdp=True)
     ddp               DistributedDataParallel around the model: on one rank the Trainer would leave it out
@@ -118,7 +118,8 @@ def make_trainer(contestant: str, *, args: dict[str, Any], **given: Any) -> Any:
         return Trainer(**given, args=TrainingArguments(**args, fsdp=True))
     if contestant == "ddp":
         return DDPTrainer(**given, args=TrainingArguments(**args))
-    capture = "off" if contestant.endswith("eager") else "auto"
+    # On a CPU, which captures nothing, to be asked for it is a mistake.
+    capture = "off" if contestant.endswith("eager") or args["use_cpu"] else "on"
     plan = Plan(strategy="fsdp", precision="bf16", capture=capture)
     return ShardwiseTrainer(**given, args=TrainingArguments(**args), plan=plan)
 

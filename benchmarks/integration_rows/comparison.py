@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,15 +53,19 @@ def distance(trained: Trained, stock: Trained) -> float:
     return max((float((ours - theirs).abs().max()) for ours, theirs in pairs if ours.numel()), default=0.0)
 
 
-def compare(rows: list[Row], *, folder: Path, only: str | None = None) -> None:
-    """Run every row on this rank, and leave rank 0's findings in `folder`: row → strategy → distance and bound."""
+def asked() -> tuple[Path, list[str]]:
+    """The folder and the strategies that a script is started with."""
+    return Path(sys.argv[1]), sys.argv[2:] or list(STRATEGIES)
+
+
+def compare(rows: list[Row]) -> None:
+    """Run every row on this rank, and leave rank 0's findings in the folder: row → strategy → distance and bound."""
+    folder, strategies = asked()
     found: dict[str, Any] = {}
     for number, row in enumerate(rows):
-        if only is not None and only not in row.name:
-            continue
         stock = row.run(STOCK, folder / f"{number}-{STOCK}")
         distances = {}
-        for strategy in STRATEGIES:
+        for strategy in strategies:
             trained = row.run(strategy, folder / f"{number}-{strategy}")
             worst = torch.tensor(distance(trained, stock), dtype=torch.float64)
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)

@@ -2,18 +2,17 @@
 
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import torch
-from comparison import STRATEGIES, Trained, distance
+from comparison import Trained, asked, distance
 from hf_rows import CLIPPED, EXPECTED, RESUMED, make_trainer
 
 
-def main(folder: Path) -> None:
+def main() -> None:
+    folder, strategies = asked()
     stock = torch.load(folder / EXPECTED)
     distances = {}
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         begun = folder / RESUMED / strategy
         for path in begun.glob("checkpoint-*"):
             if path.name != "checkpoint-3":
@@ -29,4 +28,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

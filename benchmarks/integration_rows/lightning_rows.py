@@ -1,7 +1,6 @@
 """Lightning's Trainer and Fabric: ours against their own DDP. One rank; torchrun starts it."""
 
 import logging
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -154,4 +153,4 @@ ROWS = [
 if __name__ == "__main__":
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    compare(ROWS, folder=Path(sys.argv[1]), only=sys.argv[2] if len(sys.argv) > 2 else None)
+    compare(ROWS)

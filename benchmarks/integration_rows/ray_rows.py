@@ -5,13 +5,12 @@ Ray starts its workers and joins them into a process group, which `shardwise.pre
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from comparison import STOCK, STRATEGIES, Trained, distance
+from comparison import STOCK, Trained, asked, distance
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
@@ -60,14 +59,15 @@ def train(strategy: str, folder: Path) -> list[Trained]:
     return [Trained(numbers=losses, weights=weights) for losses, weights in saved]
 
 
-def main(folder: Path) -> None:
+def main() -> None:
+    folder, strategies = asked()
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     variables = {name: os.environ[name] for name in ("PYTHONPATH", "GLOO_SOCKET_IFNAME") if name in os.environ}
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
     stock = train(STOCK, folder)
     distances = {
         strategy: max(distance(ours, theirs) for ours, theirs in zip(train(strategy, folder), stock, strict=True))
-        for strategy in STRATEGIES
+        for strategy in strategies
     }
     ray.shutdown()
     (folder / "found.json").write_text(json.dumps({NAME: {"bound": 0.0, "distance": distances}}))
@@ -75,4 +75,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

@@ -1,6 +1,5 @@
 """TRL's SFT and DPO trainers, whole and with LoRA: ours against their own DDP. One rank; torchrun starts it."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,4 +108,4 @@ ROWS = [
 ]
 
 if __name__ == "__main__":
-    compare(ROWS, folder=Path(sys.argv[1]), only=sys.argv[2] if len(sys.argv) > 2 else None)
+    compare(ROWS)

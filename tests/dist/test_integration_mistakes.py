@@ -17,7 +17,7 @@ from training import line
 import shardwise
 from shardwise import Plan
 from shardwise.integrations import tested_versions
-from shardwise.integrations.asked_plan import asked_plan, framework_precision
+from shardwise.integrations.asked_plan import asked_plan, framework_precision, refuse_capture
 
 
 def needs(package: str) -> None:
@@ -75,6 +75,80 @@ def test_a_trainer_refuses_other_engines_and_settings_that_contradict_the_plan(t
     needs("transformers")
     needs("accelerate")
     run_ranks(trainers, num_ranks=1, args=(str(tmp_path),), timeout_seconds=150.0)
+
+
+def whole_steps(rank: int, folder: str) -> None:
+    from transformers import TrainerCallback, TrainingArguments
+
+    from shardwise.integrations import ShardwiseTrainer
+
+    class Inside(TrainerCallback):
+        """It sees the gradients of every step, before the update."""
+
+        norms: list[Any]
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+            parameters = [p for group in options["optimizer"].param_groups for p in group["params"]]
+            self.norms.append(sum(float(p.grad.norm()) for p in parameters if p.grad is not None))
+
+    class Whole(ShardwiseTrainer):
+        """On a CPU a whole step is an ordinary one, but taken by the same path."""
+
+        def _captures(self) -> bool:
+            return True
+
+    class OwnLoss(Whole):
+        def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+            return super().compute_loss(*arguments, **options)
+
+    def make(kind: Any = Whole, plan: Any = "fsdp", callbacks: Any = (), **settings: Any) -> Any:
+        torch.manual_seed(0)
+        data = [{"input_ids": torch.arange(8) + n, "labels": torch.arange(8) + n} for n in range(8)]
+        args = TrainingArguments(
+            output_dir=folder,
+            use_cpu=True,
+            report_to=[],
+            max_steps=3,
+            save_strategy="no",
+            disable_tqdm=True,
+            learning_rate=1e-2,
+            **settings,
+        )
+        return kind(
+            model=make_llama(), args=args, plan=plan, train_dataset=data, eval_dataset=data, callbacks=[*callbacks]
+        )
+
+    inside = Inside()
+    inside.norms = []
+    assert make()._why_not_whole() == ""
+    assert "gradient_accumulation_steps = 2" in make(gradient_accumulation_steps=2)._why_not_whole()
+    assert "OwnLoss.compute_loss" in make(OwnLoss)._why_not_whole()
+    assert "Inside.on_pre_optimizer_step is called inside a step" in line(make(callbacks=[inside]).train)
+    # Either way it is the same training; a callback inside an ordinary step finds its gradients.
+    plain, watched = make(), make(ShardwiseTrainer, callbacks=[inside])
+    for trainer in (plain, watched):
+        trainer.train()
+    assert len(inside.norms) == 3
+    assert all(norm > 0 for norm in inside.norms)
+    assert plain._whole_step is not None
+    assert watched._whole_step is None
+    expected = watched.model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in plain.model.state_dict().items())
+    # Evaluation before any training, and training twice, with the same model.
+    trainer = make()
+    losses = [trainer.evaluate()["eval_loss"]]
+    for _ in range(2):
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses == sorted(losses, reverse=True)
+    assert losses[2] < losses[1] < losses[0]
+
+
+@pytest.mark.timeout(180)
+def test_steps_are_taken_whole_where_it_is_asked_for_and_nothing_of_the_users_runs_inside(tmp_path: Path) -> None:
+    needs("transformers")
+    needs("accelerate")
+    run_ranks(whole_steps, num_ranks=1, args=(str(tmp_path),), timeout_seconds=150.0)
 
 
 def accelerators(rank: int) -> None:
@@ -156,6 +230,7 @@ def test_a_version_that_was_not_tested_is_told_in_one_line(monkeypatch: pytest.M
 
 
 def test_the_precision_of_a_strategys_name_is_the_frameworks() -> None:
+    assert "its steps are not captured" in line(lambda: refuse_capture(Plan(capture="on")))
     assert asked_plan("zero2", precision="bf16", setting="bf16=True") == Plan(strategy="zero2", precision="bf16")
     assert framework_precision("bf16-mixed", setting="") == "bf16"
     assert "use bf16" in line(lambda: framework_precision("fp16", setting="mixed_precision='fp16'"))

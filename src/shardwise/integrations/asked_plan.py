@@ -28,6 +28,12 @@ def asked_plan(plan: Plan | str, *, precision: str, setting: str, accumulate: in
     return plan
 
 
+def refuse_capture(plan: Plan) -> None:
+    """For loops of which we see the parts, and not whole steps."""
+    if plan.captures:
+        raise InvalidPlan("capture = 'on' in a framework's loop: its steps are not captured; set capture = 'auto'")
+
+
 def framework_precision(said: str, *, setting: str) -> str:
     """What a framework calls no, 32-true, bf16 or bf16-mixed, in the plan's words."""
     known = {"no": "fp32", "32-true": "fp32", "bf16": "bf16", "bf16-mixed": "bf16"}

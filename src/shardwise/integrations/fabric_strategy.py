@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from shardwise.engines import accumulate, clip_grad_norm_
 from shardwise.errors import InvalidPlan
-from shardwise.integrations.asked_plan import asked_plan, framework_precision
+from shardwise.integrations.asked_plan import asked_plan, framework_precision, refuse_capture
 from shardwise.integrations.prepared_models import PreparedModels
 from shardwise.integrations.tested_versions import tell_if_untested
 from shardwise.plan import Plan
@@ -57,6 +57,7 @@ class ShardwiseFabricStrategy(DDPStrategy):  # type: ignore[misc]
             setting = f"Fabric(precision={self._said_precision!r})"
             precision = framework_precision(self._said_precision, setting=setting)
             plan = asked_plan(self._asked_plan, precision=precision, setting=setting)
+            refuse_capture(plan)
             self._prepared = PreparedModels(plan, device=lambda: self.root_device)
         self._prepared.prepare(module)
         return module

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.engines import clip_grad_norm_
 from shardwise.errors import InvalidModel, InvalidPlan
-from shardwise.integrations.asked_plan import asked_plan, framework_precision
+from shardwise.integrations.asked_plan import asked_plan, framework_precision, refuse_capture
 from shardwise.integrations.prepared_models import PreparedModels
 from shardwise.integrations.tested_versions import tell_if_untested
 from shardwise.plan import Plan
@@ -38,6 +38,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
                 )
         super().__init__(*arguments, **options)
         self._run(plan)
+        refuse_capture(self.plan)
 
     @staticmethod
     def adopt(accelerator: Any, *, plan: Plan | str) -> "ShardwiseAccelerator":

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 
 from shardwise.engine.engine import is_prepared
 from shardwise.engines import capture
-from shardwise.errors import InvalidModel
+from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.integrations.hf_accelerator import ShardwiseAccelerator
 from shardwise.integrations.tested_versions import tell_if_untested
 from shardwise.integrations.trainer_arguments import checked_plan
@@ -83,30 +83,32 @@ class ShardwiseMixin:
     # Captured steps
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """As the Trainer's; where nothing of the user's is called in between, the update with it, as CUDA graphs."""
-        if self._why_not_whole():
+        """As the Trainer's; where capture is asked for, the update with it, as CUDA graphs."""
+        if not self._captures():
             self._whole_step = None
             ordinary: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
             return ordinary
+        why_not = self._why_not_whole()
+        if why_not:
+            raise InvalidPlan(f"capture = 'on': {why_not}; set capture = 'off'")
         if self._whole_step is None or self._whole_of != (model, self.optimizer):
             self._whole_step, self._whole_of = self._make_whole_step(model), (model, self.optimizer)
         model.train()
         self.optimizer.train()
+        prepared = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         loss: Tensor
-        loss, self._grad_norm = self._whole_step(self._prepare_inputs(inputs), num_items_in_batch)
+        loss, self._grad_norm = self._whole_step(dict(prepared), num_items_in_batch)
         # The Trainer's own call of the optimizer comes after the update; in an accumulation it would do nothing.
         self.accelerator.gradient_state._set_sync_gradients(False)
         return loss
 
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        prepared: dict[str, Any] = super()._prepare_inputs(inputs)  # type: ignore[misc]
-        return dict(prepared)
+    def _captures(self) -> bool:
+        """Not under `auto`: that what a user has put around a step is not missed in a replay, the user has to say."""
+        return self.plan.capture == "on"
 
     def _why_not_whole(self) -> str:
-        """Why a step is not run, and captured, as a whole; "" where it can be."""
+        """Why a step cannot be run, and captured, as a whole; "" where it can be."""
         kind = type(self)
-        if self.plan.capture == "off":
-            return "plan.capture = 'off'"
         for setting, usual in (("gradient_accumulation_steps", 1), ("torch_empty_cache_steps", None)):
             if getattr(self.args, setting) != usual:
                 return f"{setting} = {getattr(self.args, setting)}"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.engines import accumulate, clip_grad_norm_
 from shardwise.errors import InvalidPlan
-from shardwise.integrations.asked_plan import asked_plan, framework_precision
+from shardwise.integrations.asked_plan import asked_plan, framework_precision, refuse_capture
 from shardwise.integrations.inside_forward import StepsInsideForward
 from shardwise.integrations.prepared_models import PreparedModels
 from shardwise.integrations.tested_versions import tell_if_untested
@@ -87,12 +87,14 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _plan(self, trainer: Any) -> Plan:
         setting = f"Trainer(precision={self._said_precision!r})"
-        return asked_plan(
+        plan = asked_plan(
             self._asked_plan,
             precision=framework_precision(self._said_precision, setting=setting),
             setting=setting,
             accumulate=trainer.accumulate_grad_batches,
         )
+        refuse_capture(plan)
+        return plan
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
