@@ -63,8 +63,7 @@ def estimate(
 
     `limit_bytes`: the device has no more, so the allocator gives back what it holds for nothing before it goes beyond.
     With `quick`, the caching allocator is not run, what is reserved is taken to be what is allocated, and there is no
-    timeline. Of a captured step, the peak is that of an ordinary one whose gradients are compared with a replay's; the
-    pool of its graphs, which is reserved as well, is not counted.
+    timeline. Captured steps share their memory with the ordinary ones before them, whose peak it is.
     """
     if batch < 1:
         raise InvalidPlan(f"micro_batch = {batch}: must be a whole number of at least 1")
@@ -77,9 +76,6 @@ def estimate(
         found = _reserved(job, batch, limit_bytes - outside if limit_bytes is not None else None)
         breakdown["other"] += found.slack_bytes
         reserved = found.reserved_bytes
-    if plan.captures:
-        breakdown["grads"] += job.owned_bytes
-        reserved += job.owned_bytes if reserved else 0
     allocated = sum(breakdown.values())
     reserved = max(reserved, allocated)
     return MemoryEstimate(
