@@ -193,11 +193,10 @@ def main() -> None:
     measured = json.loads(options.rows.read_text())
     rows = [row for row in measured["rows"] if "error" not in row]
     reference, base = reference_of(rows), OVERHEADS["shardwise"]
-    ours = [row for row in rows if row["strategy"] != "plain"]
-    found = fit([row for row in ours if row["model"] in FITTED], reference=reference, base=base)
+    found = fit([row for row in rows if row["model"] in FITTED], reference=reference, base=base)
     for name in (*EVERY_STRATEGY, *SHARDED_PARAMS):
         print(f"{name:8} {1e6 * getattr(base, name):7.0f} → {1e6 * getattr(found, name):7.0f} µs")
-    checked = [Checked(row=row, candidate=predicted(row, reference=reference, overhead=found)) for row in ours]
+    checked = [Checked(row=row, candidate=predicted(row, reference=reference, overhead=found)) for row in rows]
     print("\n".join(report(checked)))
     if options.write:
         by = "python benchmarks/fit_overhead.py --write"
