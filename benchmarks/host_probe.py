@@ -3,7 +3,7 @@
 A host that several share is not the same from one second to the next, so each row probes it in turns with its own
 steps. Two kinds of rows, which fit_overhead.py reads:
 
-fitted      catalogue models small enough that the CPU bounds them: as plain PyTorch, under ddp and under fsdp
+fitted      catalogue models small enough that the CPU bounds them, under ddp and under fsdp
 validated   four Hugging Face models (captured_models.py), ddp and fsdp, eager and captured, with their memory
 
 A row: the median of blocks of steps; when the CPU had issued forward, backward and update; peaks of memory over all
@@ -36,9 +36,9 @@ ORDER = (
     *("gpt2-124m", "qwen3-0.6b", "vit-large", "bert-large"),
     *("gemma3-1b", "resnet50", "llama-1b", "llama-3.2-1b"),
 )
-# (strategy, capture); plain: no engine at all.
-FITTED_WAYS = (("plain", "off"), ("ddp", "off"), ("fsdp", "off"))
-VALIDATED_WAYS = (("fsdp", "off"), ("fsdp", "auto"), ("ddp", "off"), ("ddp", "auto"), ("plain", "off"))
+# (strategy, capture)
+FITTED_WAYS = (("ddp", "off"), ("fsdp", "off"))
+VALIDATED_WAYS = (("fsdp", "off"), ("fsdp", "auto"), ("ddp", "off"), ("ddp", "auto"))
 NUM_BLOCKS = 6
 NUM_WATCHED = 3
 TURNS_PER_BLOCK = 2
@@ -85,19 +85,6 @@ def make_catalogue(name: str, *, device: str) -> Made:
     return Made(model=task.model, batch=batch, loss=lambda *batch: task.loss(task.model, batch))
 
 
-def _lowered(made: Made) -> Made:
-    """As plain PyTorch: parameters in bf16, inputs cast as they come."""
-    import torch
-
-    model = made.model.to(torch.bfloat16)
-    model.register_forward_pre_hook(
-        lambda module, args: tuple(
-            arg.to(torch.bfloat16) if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg for arg in args
-        )
-    )
-    return made
-
-
 def measure(name: str, *, strategy: str, capture: str, seconds: float) -> dict[str, Any]:
     """One training of one model in one way."""
     import torch
@@ -110,10 +97,8 @@ def measure(name: str, *, strategy: str, capture: str, seconds: float) -> dict[s
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     made = (make_catalogue if name in FITTED else make_hugging_face)(name, device="cuda")
-    made = _lowered(made) if strategy == "plain" else made
     optimizer = torch.optim.AdamW(made.model.parameters(), lr=1e-4, fused=True)
-    if strategy != "plain":
-        shardwise.prepare(made.model, optimizer, Plan(precision="bf16", strategy=strategy, capture=capture))
+    shardwise.prepare(made.model, optimizer, Plan(precision="bf16", strategy=strategy, capture=capture))
 
     def step(*batch: Any) -> Any:
         loss = made.loss(*batch)
@@ -123,7 +108,7 @@ def measure(name: str, *, strategy: str, capture: str, seconds: float) -> dict[s
         return loss.detach()
 
     lines: list[str] = []
-    one = step if strategy == "plain" else shardwise.capture(step, made.model, optimizer, tell=lines.append)
+    one = shardwise.capture(step, made.model, optimizer, tell=lines.append)
 
     def taken() -> Any:
         return one(*made.batch)
@@ -222,9 +207,6 @@ def _child(name: str, connection: Any, seconds: float) -> None:
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     for strategy, capture in FITTED_WAYS if name in FITTED else VALIDATED_WAYS:
-        if (name, strategy) == ("resnet50", "plain"):
-            # Its batch norms stay in fp32 under an engine, and the two would not be comparable.
-            continue
         began = time.perf_counter()
         try:
             row = measure(name, strategy=strategy, capture=capture, seconds=seconds)

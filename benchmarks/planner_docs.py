@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 
 import estimators
+import fit_overhead
 import planner_speed
 import scaling_curves
 from memory_predictions import compare
@@ -178,6 +179,10 @@ def _goal(what: str, reached: str, is_met: bool) -> str:
     return f"| {what} | {reached} | {'yes' if is_met else '**no**'} |"
 
 
+def probed(_: Path) -> str:
+    return "\n".join(fit_overhead.report(fit_overhead.check_shipped()))
+
+
 def compared(_: Path) -> str:
     return "\n".join(estimators.table(estimators.chosen_rows(MEMORY)))
 
@@ -194,6 +199,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "curves": curves,
     "left-out": left_out,
     "goals": goals,
+    "probed": probed,
     "compared": compared,
     "speed": speed,
 }

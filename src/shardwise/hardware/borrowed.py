@@ -91,7 +91,7 @@ class BorrowedKernelModel(KernelModel):
 
     def _busy(self, kernel: Kernel) -> float:
         # Products that are not aligned are bound by the loads of single values, which go with the processors.
-        if kernel.name == "matmul" and "unaligned" not in kernel.role:
+        if kernel.name == "matmul" and "aligned" not in kernel.role:
             return super()._busy(kernel)
         return self._transferred(kernel)
 

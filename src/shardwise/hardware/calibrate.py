@@ -1,6 +1,8 @@
 """Measures this device, row by row; fit.py makes its table of them.
 
-python -m shardwise.hardware.calibrate --rows ROWS.json [--device cuda|cpu]
+python -m shardwise.hardware.calibrate --rows ROWS.json [--device cuda|cpu] [--missing]
+
+With --missing, only kernels that the file does not have yet are measured, and added to it.
 
 A row is a kernel, a kind of layer, an optimizer or a collective at one size, with the seconds that it took.
 """
@@ -17,7 +19,7 @@ import torch
 
 from shardwise.hardware.measure import Stopwatch
 from shardwise.hardware.measure_host import dispatch_rows, host_copy_rows, update_rows
-from shardwise.hardware.probe import Probe, cpu_probes, cuda_probes
+from shardwise.hardware.probe import Probe, cpu_probes, cuda_probes, probe_of
 
 CalibrationRow = dict[str, Any]
 Progress = Callable[[int, int], None]
@@ -46,6 +48,15 @@ def measure_device(
         rows.append(_measured(probe, stopwatch=stopwatch))
         progress(2 + number, total)
     return about | {"left_out": left_out, "seconds": round(time.monotonic() - began, 1), "rows": rows}
+
+
+def with_missing(measured: dict[str, Any], *, device: torch.device) -> dict[str, Any]:
+    """What was measured before, and the kernels that are new since then."""
+    known = {probe_of(row) for row in measured["rows"] if "dims" in row}
+    stopwatch = Stopwatch(device)
+    probes = cuda_probes() if device.type == "cuda" else cpu_probes()
+    rows = [_measured(probe, stopwatch=stopwatch) for probe in probes if probe not in known]
+    return measured | {"rows": [*measured["rows"], *rows]}
 
 
 def _spread(probes: list[Probe]) -> Iterator[Probe]:
@@ -89,9 +100,13 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rows", type=Path, required=True, help="where the measurements go, as JSON")
     parser.add_argument("--limit-seconds", type=float, default=LIMIT_SECONDS)
+    parser.add_argument("--missing", action="store_true", help="measure the kernels that the file lacks, and add them")
     options = parser.parse_args()
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
-    measured = measure_device(device, limit_seconds=options.limit_seconds)
+    if options.missing:
+        measured = with_missing(json.loads(options.rows.read_text()), device=device)
+    else:
+        measured = measure_device(device, limit_seconds=options.limit_seconds)
     options.rows.write_text(json.dumps(measured, indent=None).replace('{"name"', '\n{"name"') + "\n")
     rows, failed = measured["rows"], [row for row in measured["rows"] if "error" in row]
     print(f"{len(rows)} rows in {measured['seconds']} s, {len(failed)} failed, {measured['left_out']} left out")

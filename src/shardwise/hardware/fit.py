@@ -108,6 +108,13 @@ _IN_A_STEP = 1.45
 """What the CPU needs to issue an operation among a model's others, by what it needs in a loop over one layer: there its
 caches are warm, and there are no views. Fitted to torch's DDP in benchmarks/results/step_times_h200.json."""
 
+_LAYER_IN_A_STEP, _OTHER_IN_A_STEP = 1.6, 1.3
+"""The same on a GPU's host, of operations that are measured as layers and of all others: views stand around products
+and attention, and chains of elementwise operations have few. Of five pairs the one that is nearest to the fitted rows
+of benchmarks/results/host_probe_h200.json."""
+
+# Of the layer that has nothing else (measure_host.py).
+_NUM_VIEWS = 4
 # kind of layer → its operations that autograd issues
 _BACKWARD_OPS = {"linear": 3, "linear_without_bias": 2}
 # operation → the kind of layer whose issue it costs
@@ -124,12 +131,16 @@ _ISSUED_AS = {
     "convolution_backward": "convolution",
     "native_batch_norm": "batch_norm",
     "native_batch_norm_backward": "batch_norm",
-    "other": "add",
 }
+ISSUED_BY_ITSELF = frozenset(_ISSUED_AS)
+"""Operations whose issue is measured as that of a layer, with its node of autograd's graph."""
 
 
 def launches_of(rows: Rows, *, kernel_seconds: float, is_host: bool) -> dict[str, tuple[float, float]]:
     """Operation → the CPU's seconds to issue it, in forward and in backward.
+
+    "node": for each node of autograd's graph, of which one issues several operations. Views are nodes that issue none;
+    of what the backward of an addition takes, the rest is its operation.
 
     Where the CPU is the device, a kernel's own time has all of that in it but what autograd and modules add.
     """
@@ -139,14 +150,18 @@ def launches_of(rows: Rows, *, kernel_seconds: float, is_host: bool) -> dict[str
     call = (_IN_A_STEP * layers["add"]["forward"], _IN_A_STEP * layers["add"]["backward"])
     if is_host:
         return {"call": call, "other": (max(call[0] - kernel_seconds, 0.0), max(call[1] - kernel_seconds, 0.0))}
-    return {"call": call} | {
+    issued = {
         op: (
-            _IN_A_STEP * layers[layer]["forward"],
-            _IN_A_STEP * layers[layer]["backward"] / _BACKWARD_OPS.get(layer, 1),
+            _LAYER_IN_A_STEP * layers[layer]["forward"],
+            _LAYER_IN_A_STEP * layers[layer]["backward"] / _BACKWARD_OPS.get(layer, 1),
         )
         for op, layer in _ISSUED_AS.items()
         if layer in layers
     }
+    node = layers["view"]["backward"] / _NUM_VIEWS if "view" in layers else 0.0
+    other = (layers["add"]["forward"], max(layers["add"]["backward"] - node, 0.0))
+    others = {"node": (0.0, node), "other": other}
+    return {"call": call} | issued | {op: (_OTHER_IN_A_STEP * a, _OTHER_IN_A_STEP * b) for op, (a, b) in others.items()}
 
 
 # optimizer → bytes an element that its step reads and writes: parameter, gradient and moments, all in fp32

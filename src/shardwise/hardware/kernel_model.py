@@ -36,8 +36,9 @@ _START_SECONDS = 2e-6
 # Of attention: queries and keys in a block; what a row of blocks loses at its beginning and at its diagonal, in keys;
 # the softmax of a score, in products; the last wave, in full ones.
 _BLOCK, _KEY_RAMP, _DIAGONAL, _SOFTMAX, _LAST_WAVE = 128, 128.0, 512.0, 64.0, 1.0
-# Of 16-bit values, in 16 bytes.
-_ALIGNMENT = 8
+# Where rows of 16-bit values begin at multiples of so many, → what that is called; kernels differ. At 8 they are whole
+# loads of 16 bytes.
+_ALIGNED = {8: "", 4: " aligned to 4", 2: " aligned to 2", 1: " unaligned"}
 # Into how many parts k is cut where a product has few rows and columns.
 _SPLITS = (1, 2, 4, 8, 16)
 _LEAST_SPLIT = 512
@@ -85,8 +86,8 @@ def product(dtype: str, sizes: tuple[float, ...], *, role: str, num_bytes: float
     """`count` matrix products of (m, n, k). Where rows do not begin at multiples of 16 bytes, other kernels run."""
     count, m, n, k = sizes
     inner = (m, n) if role == "weight" else (n, k)
-    if dtype != "fp32" and any(size % _ALIGNMENT for size in inner):
-        role += " unaligned"
+    if dtype != "fp32":
+        role += next(name for values, name in _ALIGNED.items() if not any(size % values for size in inner))
     return Kernel("matmul", dtype, 2 * count * m * n * k, num_bytes, sizes, role=role)
 
 
@@ -103,6 +104,14 @@ def attention(dtype: str, dims: tuple[float, ...], *, backward: bool, num_flops:
     rows, columns = min(queries, _LONGEST), min(keys, _LONGEST)
     sizes = (min(heads, _MOST_ROWS / rows), rows, columns, width, num_bytes / (heads * queries))
     return Kernel(name, dtype, num_flops, num_bytes, sizes, role=role)
+
+
+def strided(name: str, elements: float, *, num_bytes: float) -> Kernel:
+    """An elementwise kernel that finds the place of each element by itself: that takes longer than to move it.
+
+    So its time goes with the elements; its size is what is read and written of as many in 16 bits.
+    """
+    return Kernel("strided_cat" if name == "cat" else "strided", "", 0.0, num_bytes, (max(4 * elements, 1.0), 1.0))
 
 
 class KernelModel:
@@ -154,13 +163,15 @@ class KernelModel:
             computed *= attention_excess(
                 kernel.sizes, is_causal=kernel.role == "causal", num_processors=self.num_processors
             )
-        return max(computed, kernel.num_bytes / self.memory_bytes_per_s)
+        num_bytes = kernel.sizes[0] if kernel.name.startswith("strided") else kernel.num_bytes
+        return max(computed, num_bytes / self.memory_bytes_per_s)
 
     def _reach(self, kernel: Kernel) -> float:
         """That of the same kernel in another dtype where its own is not known, and of an addition where none is."""
         reach = self.calibration.reach
         for key in (
             kernel.key,
+            f"{kernel.name} {kernel.role.partition(' aligned to')[0]} unaligned {kernel.dtype}",
             f"{kernel.name} {kernel.role} bf16",
             f"{kernel.name} {kernel.dtype}",
             kernel.name,

@@ -250,6 +250,20 @@ def _cat(probe: Probe, device: torch.device) -> _Kernel:
     return _Kernel(function=lambda *parts: torch.cat(parts, -1), inputs=tuple(halves))
 
 
+def _strided(probe: Probe, device: torch.device) -> _Kernel:
+    """Heads that lie side by side for each token, by one value for each token and place in a head."""
+    rows, columns = probe.dims
+    heads = _tensor(probe, device, 1, rows, _HEADS, columns // _HEADS).transpose(1, 2)
+    return _Kernel(function=torch.mul, inputs=(heads, _tensor(probe, device, rows, columns // _HEADS)))
+
+
+def _strided_cat(probe: Probe, device: torch.device) -> _Kernel:
+    """The halves of the same heads in turn."""
+    rows, columns = probe.dims
+    heads = _tensor(probe, device, 1, rows, _HEADS, columns // _HEADS).transpose(1, 2)
+    return _Kernel(function=lambda x: torch.cat(x.chunk(2, -1)[::-1], -1), inputs=(heads,))
+
+
 def _plain(function: Callable[..., Any], *, num_inputs: int = 1) -> Callable[[Probe, torch.device], _Kernel]:
     """A function of tensors of rows × columns."""
 
@@ -273,6 +287,8 @@ _KERNELS: dict[str, Callable[[Probe, torch.device], _Kernel]] = {
     "stack": _stack,
     "narrow": _narrow,
     "cat": _cat,
+    "strided": _strided,
+    "strided_cat": _strided_cat,
     "copy": _plain(torch.clone),
     "fill": _plain(torch.zeros_like),
     "add": _plain(torch.add, num_inputs=2),

@@ -8,6 +8,7 @@ batch_norm, max_pool            batch, channels, height and width
 all others                      rows, columns
 
 widen and narrow are casts to and from fp32; stack and transpose copy strided tensors, as backward of attention does.
+strided is elementwise on operands that are not laid out alike, as of a rotary embedding; strided_cat joins its halves.
 """
 
 from collections.abc import Iterator, Mapping
@@ -103,6 +104,9 @@ class Probe:
                 return 2 * size * rows * columns
             case (("widen" | "narrow"), (rows, columns)):
                 return 6 * rows * columns
+            case (("strided" | "strided_cat"), (rows, columns)):
+                # Their time goes with the elements, whatever the dtype (kernel_model.strided).
+                return 4 * rows * columns
             case "nll_loss", (rows, _) if not self.is_backward:
                 return size * rows
             case "max_pool", (batch, channels, image):
@@ -131,6 +135,9 @@ def cuda_probes() -> list[Probe]:
         *_linears(widths=(1024,), tokens=(3152, 1024, 256), dtype="bf16"),
         *_linear(2048, 512, tokens=4096, dtype="bf16"),
         *(probe for width in (768, 2048) for probe in _linear(width, 50_257, tokens=4096, dtype="bf16")),
+        # Rows that begin at multiples of 2 and of 4 values.
+        *(probe for outputs in (50_258, 50_260) for probe in _linear(2048, outputs, tokens=4096, dtype="bf16")),
+        *(probe for outputs in (50_258, 50_260) for probe in _linear(768, outputs, tokens=4096, dtype="bf16")),
         *_linear(2048, 128_256, tokens=4096, dtype="bf16"),
         *_linear(1600, 6400, tokens=4096, dtype="bf16"),
         *(Probe(name="matmul", dtype="bf16", dims=(8192, 8192, 8192), role=role) for role in ROLES),
@@ -140,6 +147,19 @@ def cuda_probes() -> list[Probe]:
         *_memory_curve(largest=2**30),
         *_rowwise(rows=16_384, columns=(768, 1024, 2048, 4096, 8192)),
         *_rowwise(rows=4096, columns=(768, 1024, 2048, 4096, 8192)),
+        # Norms of single heads.
+        *(
+            Probe(name="column_sum", dtype="bf16", dims=dims)
+            for dims in (
+                (4096, 128),
+                (16_384, 128),
+                (65_536, 128),
+                (262_144, 128),
+                (16_384, 64),
+                (131_072, 64),
+                (16_384, 256),
+            )
+        ),
         *_losses(rows=4096, columns=50_257),
         *_losses(rows=16_384, columns=50_257),
         *_convolutions(batches=(32, 128)),
@@ -210,7 +230,7 @@ def _rowwise(*, rows: int, columns: tuple[int, ...], dtype: str = "bf16") -> Ite
     for number in columns:
         for name in ("layer_norm", "rms_norm", "gelu", "silu", "relu", "dropout", "embedding"):
             yield from _pair(name, dtype, (rows, number))
-        for name in ("add", "mul", "transpose", "stack", "cat", "column_sum", "fill"):
+        for name in ("add", "mul", "transpose", "stack", "cat", "strided", "strided_cat", "column_sum", "fill"):
             yield Probe(name=name, dtype=dtype, dims=(rows, number))
         for name in ("widen", "narrow"):
             yield Probe(name=name, dtype="bf16", dims=(rows, number))

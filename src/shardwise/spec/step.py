@@ -62,7 +62,7 @@ class Op:
     """An operation that computes. `num_flops` of causal attention is the half that is computed.
 
     `dims` of a matrix product: (m, n, k), after a count where it is batched; of attention: heads in the batch, queries,
-    keys, how wide a head is.
+    keys, how wide a head is; of an elementwise operation whose operands do not lie alike: elements of its result.
     """
 
     name: str

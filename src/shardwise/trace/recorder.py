@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Accumulated:
 class Did:
     """An operation, with the bytes that it needs for itself while it runs.
 
-    `sums`: rows and columns of a matrix that is summed over its rows.
+    `sums`: rows and columns of what is summed over its rows.
     """
 
     name: str
@@ -146,7 +147,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name,
             num_flops=_num_flops(func, args, kwargs or {}, out),
             num_bytes=_num_bytes(iter((*inputs, *outputs))),
-            dims=_dims(name, inputs),
+            dims=_dims(name, inputs) or _strided(func, inputs, outputs),
             scratch_bytes=scratch(func, args, out) if scratch else 0,
             sums=_column_sum(func, args),
         )
@@ -222,10 +223,11 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, is_backward: 
 
 
 def _column_sum(func: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:
-    """(rows, columns) where a matrix is summed over its rows, as for the gradient of a bias."""
-    if func is not torch.ops.aten.sum.dim_IntList or args[0].dim() != 2 or list(args[1]) != [0]:
+    """(rows, columns) where all dimensions but the last are summed: the gradient of a bias, or of a norm's weight."""
+    if func is not torch.ops.aten.sum.dim_IntList or args[0].dim() < 2:
         return None
-    return int(args[0].shape[0]), int(args[0].shape[1])
+    *rows, columns = args[0].shape
+    return (prod(rows), columns) if list(args[1]) == list(range(len(rows))) else None
 
 
 def _dims(name: str, inputs: list[Tensor]) -> tuple[int, ...]:
@@ -240,3 +242,36 @@ def _dims(name: str, inputs: list[Tensor]) -> tuple[int, ...]:
         return ()
     left, right = inputs[-2:]
     return (*left.shape[:-2], left.shape[-2], right.shape[-1], left.shape[-1])
+
+
+def _strided(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int, ...]:
+    """(elements,) of an elementwise operation whose kernel has to find the place of each element by itself.
+
+    Elsewhere all operands lie alike, without gaps, and a kernel reads several elements at a time.
+    """
+    name = func._overloadpacket.__name__
+    if name == "slice_backward":
+        # It fills zeros, and copies into a part of them.
+        return (outputs[0].numel(),)
+    if name == "cat":
+        return () if all(tensor.is_contiguous() for tensor in inputs) else (outputs[0].numel(),)
+    # A copy into another layout is a kernel of its own.
+    if name == "clone" or torch.Tag.pointwise not in func.tags or not outputs:
+        return ()
+    layouts = {_layout(tensor) for tensor in (*inputs, *outputs) if tensor.dim()}
+    return () if len(layouts) <= 1 and all(map(_is_dense, layouts)) else (outputs[0].numel(),)
+
+
+def _layout(tensor: Tensor) -> tuple[tuple[int, int], ...]:
+    """Size and stride of each dimension that has more than one place."""
+    return tuple((size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+
+
+def _is_dense(layout: tuple[tuple[int, int], ...]) -> bool:
+    """Whether there are no gaps, in whatever order the dimensions lie."""
+    expected = 1
+    for size, stride in sorted(layout, key=lambda place: place[1]):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

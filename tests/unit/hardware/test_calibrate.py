@@ -15,6 +15,7 @@ from shardwise.cli.app import app
 from shardwise.errors import InvalidCluster, InvalidData
 from shardwise.hardware import cluster_of, device_of
 from shardwise.hardware.borrowed import kernel_model_of
+from shardwise.hardware.calibrate import with_missing
 from shardwise.hardware.calibration import read_calibration, shipped_calibration
 from shardwise.hardware.device_file import device_like, device_table, read_device_table, write_table
 from shardwise.hardware.fit import fit_link, kernel_of_probe
@@ -230,3 +231,13 @@ def test_the_command_writes_nothing_of_what_is_no_measurement(tmp_path: Path, te
     assert result.exit_code != 0
     assert isinstance(result.exception, InvalidData)
     assert not (tmp_path / "o.toml").exists()
+
+
+def test_kernels_that_a_calibration_lacks_are_added_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    probes = [Probe(name=name, dtype="fp32", dims=(8, 8)) for name in ("add", "strided", "strided_cat")]
+    monkeypatch.setattr("shardwise.hardware.calibrate.cpu_probes", lambda: probes)
+    before = {"device": "cpu", "rows": [probes[0].row(seconds=1.0), {"name": "dispatch", "role": "add"}]}
+    rows = with_missing(before, device=torch.device("cpu"))["rows"]
+    assert rows[:2] == before["rows"]
+    assert [probe_of(row) for row in rows[2:]] == probes[1:]
+    assert all(row["seconds"] > 0 for row in rows[2:])

@@ -218,6 +218,36 @@ def test_what_cannot_be_traced_is_one_line(model: nn.Module, message: str) -> No
     assert "\n" not in str(caught.value)
 
 
+class Layouts(nn.Module):
+    """One operation on operands that lie alike, and three on others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 1, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        alike = x * x
+        turned = alike.transpose(1, 2)
+        broadcast = turned * x[:, :1].transpose(1, 2)
+        halves = torch.cat((broadcast[..., 2:], broadcast[..., :2]), -1)
+        return halves + turned
+
+
+def test_elementwise_operations_on_operands_that_do_not_lie_alike_are_marked_with_their_elements() -> None:
+    model = Layouts()
+    spec = trace_model(
+        model, loss=lambda m, x: m(x * m.weight[0]).sum(), make_batch=lambda n: torch.ones(n, 4, 16), ways=[Way()]
+    )
+    marked = [
+        (op.name, [dim.at(batch=3) for dim in op.dims])
+        for row in spec.traces[0].rows
+        for op in row.stream.ops
+        if row.trigger == "before forward" and op.name in ("mul", "cat", "add")
+    ]
+    elements = [3 * 4 * 16]
+    assert marked == [("mul", elements), ("mul", []), ("mul", elements), ("cat", elements), ("add", elements)]
+
+
 def test_the_shipped_specs_are_what_a_trace_gives_now() -> None:
     way = Way(computes_in="bf16", recompute="full")
     shipped = ready_spec("gpt-tiny", ways={("bf16", "full")})

@@ -57,14 +57,15 @@ def estimate(
     context_bytes: int | None = None,
     communicator_bytes: int | None = None,
     limit_bytes: int | None = None,
+    made_on_device: bool = False,
     quick: bool = False,
 ) -> MemoryEstimate:
     """The memory of a step of `plan` on one of `num_ranks` ranks, with `batch` samples a rank and pass.
 
     `limit_bytes`: the device has no more, so the allocator gives back what it holds for nothing before it goes beyond.
-    With `quick`, the caching allocator is not run, what is reserved is taken to be what is allocated, and there is no
-    timeline. Of a captured step, the peak is that of an ordinary one whose gradients are compared with a replay's; the
-    pool of its graphs, which is reserved as well, is not counted.
+    `made_on_device`: the model was, before it was prepared, and not on the meta device or the host; steps use what that
+    leaves reserved. With `quick`, the caching allocator is not run, what is reserved is taken to be what is allocated,
+    and there is no timeline. Captured steps share their memory with the ordinary ones before them, whose peak it is.
     """
     if batch < 1:
         raise InvalidPlan(f"micro_batch = {batch}: must be a whole number of at least 1")
@@ -74,12 +75,9 @@ def estimate(
     outside = _outside(job, device=device, context=context_bytes, communicator=communicator_bytes)
     reserved = 0
     if not quick and device != "cpu":
-        found = _reserved(job, batch, limit_bytes - outside if limit_bytes is not None else None)
+        found = _reserved(job, batch, limit_bytes - outside if limit_bytes is not None else None, made_on_device)
         breakdown["other"] += found.slack_bytes
         reserved = found.reserved_bytes
-    if plan.captures:
-        breakdown["grads"] += job.owned_bytes
-        reserved += job.owned_bytes if reserved else 0
     allocated = sum(breakdown.values())
     reserved = max(reserved, allocated)
     return MemoryEstimate(
@@ -167,8 +165,8 @@ def _known_peaks(spec: ModelSpec, device: str, grads_leave_at_once: bool) -> dic
 
 
 @lru_cache(maxsize=4096)
-def _reserved(job: Job, batch: int, limit_bytes: int | None) -> Reserved:
-    return reserve(job, batch=batch, limit_bytes=limit_bytes)
+def _reserved(job: Job, batch: int, limit_bytes: int | None, made_on_device: bool) -> Reserved:
+    return reserve(job, batch=batch, limit_bytes=limit_bytes, made_on_device=made_on_device)
 
 
 def _traces(spec: ModelSpec, *, plan: Plan) -> dict[str, StepTrace]:

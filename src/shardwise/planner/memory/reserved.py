@@ -3,6 +3,9 @@
 The optimizer's state comes into being in the first step, in memory that the first backward has left; so three steps are
 run. Of many equal units a moderate number is run, and what each further one adds is taken to be the same.
 
+A model that was made on the device, and not on the meta device or the host, leaves its parameters' memory when it is
+prepared; ordinary steps use that. What is captured does not: the allocator gives it back before.
+
 Captured steps have a pool of their own, in which the optimizer's state comes into being too
 (engine/captured/step_memory.py); what is there before the first step lies outside, and so does what is kept for graphs.
 """
@@ -30,30 +33,38 @@ class Reserved:
     slack_bytes: int
 
 
-def reserve(job: Job, *, batch: int, limit_bytes: int | None = None) -> Reserved:
-    """Run a job at one batch, on a device that has no more than `limit_bytes` for tensors."""
+def reserve(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device: bool = False) -> Reserved:
+    """Run a job at one batch, on a device that has no more than `limit_bytes` for tensors.
+
+    `made_on_device`: the model was, before it was prepared.
+    """
     short, longer = (job.cut(length) for length in _LENGTHS)
     more = len(job.spec.units) - len(longer.short.spec.units)
     if not more:
-        return _run(longer, batch=batch, limit_bytes=limit_bytes)
-    at_short, at_longer = _run(short, batch=batch), _run(longer, batch=batch)
+        return _run(longer, batch=batch, limit_bytes=limit_bytes, made_on_device=made_on_device)
+    at_short, at_longer = (_run(one, batch=batch, made_on_device=made_on_device) for one in (short, longer))
     num_units = len(longer.short.spec.units) - len(short.short.spec.units)
     each = (at_longer.reserved_bytes - at_short.reserved_bytes) / num_units
     reserved = round(at_longer.reserved_bytes + more * each)
     if limit_bytes is not None and reserved > limit_bytes:
         # On the shorter model, what the limit leaves when the others have theirs.
         left = limit_bytes - round(more * each)
-        limited = _run(longer, batch=batch, limit_bytes=max(left, 0))
+        limited = _run(longer, batch=batch, limit_bytes=max(left, 0), made_on_device=made_on_device)
         reserved = limited.reserved_bytes + round(more * each)
     return Reserved(reserved_bytes=reserved, slack_bytes=at_longer.slack_bytes)
 
 
-def _run(job: Job, *, batch: int, limit_bytes: int | None = None) -> Reserved:
+def _run(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device: bool = False) -> Reserved:
     run = _Run(batch, limit_bytes=limit_bytes)
-    for size in [job.rules.workspace_bytes // 2] * 2:
-        run.allocate(size)
+    made = {}
+    if made_on_device and not job.plan.captures:
+        sizes = [param.num_bytes for unit in job.short.spec.units for param in unit.params]
+        made = {number: (run.allocate(size), size) for number, size in enumerate(sizes)}
     for size in _first(job, batch=batch):
         run.allocate(size, "first" if job.plan.captures else "")
+    run.end(made)
+    for size in [job.rules.workspace_bytes // 2] * 2:
+        run.allocate(size)
     ledger = job.ledger
     moments = [size for states in job.states.values() for size in states.moments]
     held = run.go(ledger.entries[: ledger.update_at], {})

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from shardwise.hardware import Device
 from shardwise.hardware.borrowed import kernel_model_of
-from shardwise.hardware.kernel_model import Kernel, attention, product
+from shardwise.hardware.kernel_model import Kernel, attention, product, strided
 from shardwise.spec.step import Op, Stream
 
 _KERNELS: Mapping[str, str] = MappingProxyType(
@@ -125,6 +125,8 @@ def kernel_of(op: Op, *, batch: int, seq: int | None, precision: str, backward: 
         return attention(precision, dims, backward=is_backward, num_flops=num_flops, num_bytes=num_bytes)
     if name.startswith("convolution") and num_flops:
         return _convolution(name, precision, num_flops=num_flops, num_bytes=num_bytes, weight_bytes=line.const)
+    if dims:
+        return strided(name, dims[0], num_bytes=num_bytes)
     columns = 1.0
     if name in _COLUMN_BYTES:
         # What does not grow with the batch is there once a column.
@@ -154,10 +156,17 @@ def _issue_seconds(device: Device) -> Mapping[str, tuple[float, float]]:
     return kernel_model_of(device).calibration.launch_seconds
 
 
-def launch_seconds(op: Op, *, backward: bool, device: Device) -> float:
-    """Time of the CPU to issue one operation: in forward by Python, in backward by autograd."""
+def launch_seconds(op: Op, *, backward: bool, device: Device, nodes_per_op: float = 1.0) -> float:
+    """Time of the CPU to issue one operation: in forward by Python, in backward by autograd.
+
+    `nodes_per_op`: of autograd's graph, in backward; a node that issues several operations is paid for once.
+    """
     known = _issue_seconds(device)
-    return known.get(op.name, known["other"])[1 if backward else 0]
+    if op.name in known:
+        return known[op.name][1 if backward else 0]
+    if not backward:
+        return known["other"][0]
+    return known["other"][1] + nodes_per_op * known.get("node", (0.0, 0.0))[1]
 
 
 def stream_seconds(
@@ -170,15 +179,22 @@ def stream_seconds(
     backward: bool,
     recomputed: int = 0,
     fuses: bool = False,
+    nodes_per_op: float = 1.0,
 ) -> StreamSeconds:
     """All operations of a stream; its first `recomputed` ones are issued by Python also in backward.
 
+    `nodes_per_op`: as for launch_seconds.
     `fuses`: they are compiled, so that a chain of operations that memory bounds is one kernel.
     """
     launch = kernel = span = 0.0
     model, other = kernel_model_of(device), _issue_seconds(device)["other"]
-    works = _works(
-        stream, batch=batch, seq=seq, precision=precision, device=device, backward=backward, recomputed=recomputed
+    works = (
+        (
+            launch_seconds(op, backward=by_autograd, device=device, nodes_per_op=nodes_per_op),
+            kernel_of(op, batch=batch, seq=seq, precision=precision, backward=by_autograd),
+        )
+        for number, op in enumerate(stream.ops)
+        for by_autograd in [backward and number >= recomputed]
     )
     for issued, done in _fused(works, issue_seconds=other[0]) if fuses else works:
         seconds = model.seconds(done)
@@ -192,18 +208,6 @@ def stream_seconds(
         # One after the other: there is nothing that works while the CPU issues.
         return StreamSeconds(launch=launch + kernel, kernel=0.0, span=launch + kernel)
     return StreamSeconds(launch=launch, kernel=kernel, span=span)
-
-
-def _works(
-    stream: Stream, *, batch: int, seq: int | None, precision: str, device: Device, backward: bool, recomputed: int
-) -> Iterator[tuple[float, Kernel]]:
-    """(Seconds to issue it, the kernel) of each operation."""
-    known = _issue_seconds(device)
-    other = known["other"]
-    for number, op in enumerate(stream.ops):
-        by_autograd = backward and number >= recomputed
-        issued = known.get(op.name, other)[1 if by_autograd else 0]
-        yield issued, kernel_of(op, batch=batch, seq=seq, precision=precision, backward=by_autograd)
 
 
 def _fused(works: Iterable[tuple[float, Kernel]], *, issue_seconds: float) -> Iterator[tuple[float, Kernel]]:

@@ -1,9 +1,10 @@
 """What a model computes in a step, piece by piece: the streams of its trace, and how long each takes at a batch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from shardwise.hardware import Device
+from shardwise.hardware.fit import ISSUED_BY_ITSELF
 from shardwise.planner.job import Job
 from shardwise.planner.time.compute import num_recomputed, stream_seconds
 from shardwise.planner.time.queues import Work
@@ -13,7 +14,7 @@ from shardwise.spec.step import AFTER_FORWARD, BEFORE_FORWARD, Stream
 
 FORWARD = (BEFORE_FORWARD, AFTER_FORWARD)
 
-PieceKey = tuple[int, bool, int, int, bool]
+PieceKey = tuple[int, bool, int, int, bool, float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,7 +22,7 @@ class ComputePiece:
     """Operations that are computed in a row: a stream that holds any.
 
     `recomputed`: so many at its beginning are forward's once more. `num_units`: it stands for those of so many units.
-    `is_fused`: a compiler makes one kernel of several operations.
+    `is_fused`: a compiler makes one kernel of several operations. `nodes_per_op`: of autograd's graph, in backward.
     """
 
     stream: Stream
@@ -29,10 +30,19 @@ class ComputePiece:
     recomputed: int
     num_units: int
     is_fused: bool
+    nodes_per_op: float = 1.0
 
     @property
     def key(self) -> PieceKey:
-        return id(self.stream), self.is_backward, self.recomputed, self.num_units, self.is_fused
+        return (
+            id(self.stream), self.is_backward, self.recomputed, self.num_units, self.is_fused, self.nodes_per_op
+        )  # fmt: skip
+
+    @property
+    def num_others(self) -> int:
+        """Operations of all its units whose issue is not measured by itself; in backward those that autograd issues."""
+        ops = self.stream.ops[self.recomputed :]
+        return self.num_units * sum(op.name not in ISSUED_BY_ITSELF for op in ops)
 
 
 def pieces_of(job: Job) -> list[ComputePiece]:
@@ -48,7 +58,10 @@ def pieces_of(job: Job) -> list[ComputePiece]:
             # The root is not compiled, and aot_eager runs what it has captured as it is.
             is_fused = job.plan.compile == "inductor" and unit != ROOT
             found.append(ComputePiece(stream, is_backward, recomputed, weights.get(unit, 1), is_fused))
-    return found
+    forward, backward = (sum(piece.num_others for piece in found if piece.is_backward is way) for way in (False, True))
+    # Each operation of forward is a node of autograd's graph.
+    nodes_per_op = min(forward / max(backward, 1), 1.0)
+    return [replace(piece, nodes_per_op=nodes_per_op) for piece in found]
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +84,7 @@ class Pieces:
         return found
 
     def _work(self, piece: ComputePiece, batch: int) -> Work:
-        key = (id(piece.stream), piece.is_backward, piece.recomputed, batch, piece.is_fused)
+        key = (id(piece.stream), piece.is_backward, piece.recomputed, batch, piece.is_fused, piece.nodes_per_op)
         if key not in self.seen:
             self.seen[key] = self._timed(piece, batch)
         return self.seen[key]
@@ -86,6 +99,7 @@ class Pieces:
             backward=piece.is_backward,
             recomputed=piece.recomputed,
             fuses=piece.is_fused,
+            nodes_per_op=piece.nodes_per_op,
         )
         return seconds.launch, seconds.kernel, seconds.span
 

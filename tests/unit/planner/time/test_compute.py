@@ -128,6 +128,48 @@ def test_a_cpu_without_a_calibration_has_no_times() -> None:
     assert not can_time(device_of("cpu"))
 
 
+def test_products_of_rows_that_begin_at_odd_places_are_slower() -> None:
+    times = [
+        op_seconds(
+            Op(
+                name="mm",
+                num_flops=law(2 * 4096 * vocab * 768),
+                num_bytes=law(1),
+                dims=tuple(map(law, (4096, vocab, 768))),
+            ),
+            batch=1,
+            seq=None,
+            precision="bf16",
+            device=H200,
+            backward=False,
+        )
+        for vocab in (50_264, 50_260, 50_258, 50_257)
+    ]
+    aligned, by_four, by_two, odd = times
+    assert 1.5 * aligned < by_four < odd
+    assert by_four == pytest.approx(by_two, rel=0.1)
+
+
+def test_an_elementwise_kernel_that_looks_for_each_element_goes_with_their_number() -> None:
+    alike = Op(name="mul", num_flops=law(0), num_bytes=law(6 * 2**24))
+    broadcast = Op(name="mul", num_flops=law(0), num_bytes=law(4 * 2**24), dims=(law(2**24),))
+    in_fp32 = Op(name="mul", num_flops=law(0), num_bytes=law(8 * 2**24), dims=(law(2**24),))
+    fast, slow, as_slow = (
+        op_seconds(op, batch=1, seq=None, precision="bf16", device=H200, backward=False)
+        for op in (alike, broadcast, in_fp32)
+    )
+    # 2.6 times as long for each byte.
+    assert slow > 1.5 * fast
+    assert slow == as_slow
+
+
+def test_a_node_of_autograd_that_issues_two_operations_is_paid_for_once() -> None:
+    op = Op(name="mul", num_flops=law(0), num_bytes=law(1))
+    alone, shared = (launch_seconds(op, backward=True, device=H200, nodes_per_op=nodes) for nodes in (1.0, 0.5))
+    assert 0.6 * alone < shared < 0.9 * alone
+    assert launch_seconds(op, backward=False, device=H200, nodes_per_op=0.5) == pytest.approx(1.3 * 16.4e-6, rel=0.02)
+
+
 def test_a_stream_is_its_operations_one_after_the_other() -> None:
     """The device waits for the CPU, or the CPU is ahead: end = max over k of (issued up to k + done from k on)."""
     stream = ops_of("gpt2-124m", trigger="before backward")

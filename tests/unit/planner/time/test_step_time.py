@@ -64,11 +64,13 @@ def test_few_units_take_as_long_as_all_that_they_stand_for(
         assert queues.exposed == pytest.approx(whole.exposed, rel=0.02, abs=0.002 * seconds)
 
 
-def test_the_first_step_after_a_pause_is_the_longest() -> None:
+def test_no_step_is_longer_than_the_first_after_a_pause() -> None:
     for strategy in STRATEGIES:
         plan, cluster = plan_of(strategy, micro_batch=1), cluster_of("8xh100-80gb")
         first, few, many = (block_seconds(SPEC, plan=plan, cluster=cluster, num_steps=n) for n in (1, 4, 10**6))
-        assert first > few > many
+        # Where the CPU bounds every step, they are alike.
+        assert first >= 0.999 * few
+        assert few >= 0.999 * many
         assert many == pytest.approx(timed(plan).step_seconds, rel=1e-5)
 
 
