@@ -27,6 +27,15 @@ CLUSTER = "8x8xh100-80gb"
 # On which all of them fit.
 LARGE_CLUSTER = "64x8xb200"
 NUM_RANKS = 64
+SOLVED = (("llama-3.1-8b", CLUSTER), ("llama-3.1-405b", LARGE_CLUSTER))
+SOLVE = """
+from shardwise.hardware import cluster_of
+from shardwise.plan import Plan
+from shardwise.planner.search.auto import AutoRequest, solve_plan
+from shardwise.sources import Source
+request = AutoRequest(plan=Plan(precision="bf16"), cluster=cluster_of({cluster!r}))
+solve_plan(Source({model!r}).spec_for, request=request)
+"""
 OWN_MODEL = """
 import torch
 from torch import nn
@@ -81,11 +90,21 @@ def plans_per_second(model: str) -> tuple[float, float, float]:
 
 
 def command_seconds(*arguments: str) -> float:
+    """CPU seconds of `shardwise plan`."""
+    return process_seconds("-m", "shardwise", "plan", *arguments)
+
+
+def solver_seconds(model: str, cluster: str) -> float:
+    """CPU seconds of the solver with all that it needs: Python, imports, and the trace that comes with the package."""
+    return process_seconds("-c", SOLVE.format(model=model, cluster=cluster))
+
+
+def process_seconds(*arguments: str) -> float:
     """CPU seconds of a fresh process, the median of five."""
     times = []
     for _ in range(5):
         started = os.times()
-        subprocess.run([sys.executable, "-m", "shardwise", "plan", *arguments], stdout=subprocess.DEVNULL, check=True)
+        subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, check=True)
         ended = os.times()
         used = ended.children_user + ended.children_system - started.children_user - started.children_system
         times.append(used)
@@ -99,6 +118,8 @@ def lines() -> Iterator[str]:
     for model in MODELS:
         options = ("--cluster", LARGE_CLUSTER, "--recompute", "full")
         yield f"shardwise plan {model:16} {' '.join(options)}: {command_seconds(model, *options):.2f} s of CPU"
+    for model, cluster in SOLVED:
+        yield f"auto for {model} on {cluster}: {solver_seconds(model, cluster):.2f} s of CPU, in a fresh process"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "own.py")
         path.write_text(OWN_MODEL)

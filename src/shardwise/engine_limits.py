@@ -16,7 +16,7 @@ from typing import Protocol
 from shardwise.categories import GATHERED, REDUCE
 from shardwise.errors import InvalidPlan
 from shardwise.patterns import Patterns
-from shardwise.placement import SHARDED, STRATEGIES, Placement, placement_of, strategy_of
+from shardwise.placement import AUTO, SHARDED, STRATEGIES, Placement, placement_of, strategy_of
 
 Placements = Mapping[str, Placement]
 """Of units, by name."""
@@ -115,7 +115,8 @@ class EngineLimits:
 
 def _named(plan: PlanSettings) -> Placements:
     """The placements that a plan names, whatever the model's units are called."""
-    return {"(root)": placement_of(plan.strategy)} | {
+    root = {} if plan.strategy == AUTO else {"(root)": placement_of(plan.strategy)}
+    return root | {
         pattern: placement_of(strategy) if isinstance(strategy, str) else strategy
         for pattern, strategy in plan.overrides.items()
     }

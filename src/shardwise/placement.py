@@ -67,6 +67,9 @@ STRATEGIES: Mapping[str, Placement] = MappingProxyType(
 )
 """The strategies, simplest first. A row is all that a strategy is; every possible placement is a row."""
 
+AUTO = "auto"
+"""In place of a strategy: the planner's solver is to give each unit its row (planner/search/auto.py)."""
+
 
 def placement_of(strategy: str) -> Placement:
     """The placement that a strategy gives to every unit."""

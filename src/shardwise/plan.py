@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
+from importlib import import_module
 from reprlib import repr as _show
 from typing import Any, Self
 
@@ -15,12 +16,12 @@ from shardwise.engine_limits import LIMITS, check_settings
 from shardwise.errors import InvalidPlan, ShardwiseError, UnknownName
 from shardwise.mesh import Mesh
 from shardwise.patterns import Patterns, check_pattern, unmatched
-from shardwise.placement import STRATEGIES, Placement, Where, placement_of, strategy_of
+from shardwise.placement import AUTO, STRATEGIES, Placement, Where, placement_of, strategy_of
 from shardwise.policy import UnitPolicy
 from shardwise.toml_file import read_toml
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
-    "strategy": tuple(STRATEGIES),
+    "strategy": (*STRATEGIES, AUTO),
     "precision": ("fp32", "bf16", "fp16", "native"),
     "reduce_dtype": ("fp32", "bf16", "fp16"),
     "recompute": ("none", "full", "selective"),
@@ -82,7 +83,8 @@ def _module_patterns(key: str, value: object) -> tuple[str, ...]:
 class Plan:
     """How a model is trained on many ranks.
 
-    strategy           the placement of every unit that no override names
+    strategy           the placement of every unit that no override names; `auto`: the planner chooses a placement and a
+                       recompute for each unit, before a run (`Plan.auto`, `shardwise train`)
     overrides          unit-name pattern (`blocks.0`, `blocks.*`) → strategy or Placement; a later one wins
     units              how the model is cut into units (policy.py)
     mesh               replicate × shard; None: all ranks on the shard axis
@@ -160,8 +162,15 @@ class Plan:
             raise InvalidPlan(
                 f"capture = 'on' with {hindrance}: such a step waits for the device; set capture = 'auto' or 'off'"
             )
+        if self.is_auto and (self.overrides or self.recompute_overrides):
+            raise InvalidPlan("strategy = 'auto' chooses for each unit: leave overrides and recompute_overrides out")
         if self.precision == "native" and self.keep_fp32:
             raise InvalidPlan("keep_fp32 with precision = 'native': native leaves every module's dtypes alone")
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether placements are still to be chosen."""
+        return self.strategy == AUTO
 
     @property
     def captures(self) -> bool:
@@ -201,6 +210,11 @@ class Plan:
     def placement(self, unit_name: str) -> Placement:
         """The placement of one unit."""
         assert isinstance(self.overrides, Patterns)
+        if self.is_auto:
+            raise InvalidPlan(
+                "strategy = 'auto': the plan is not chosen yet; shardwise.Plan.auto(task, ...) chooses it, and so do "
+                "`shardwise train` and `shardwise plan --strategy auto --save PLAN.toml`"
+            )
         return placement_of(self.overrides.find(unit_name, default=self.strategy))
 
     def recompute_of(self, unit_name: str) -> str:
@@ -215,6 +229,43 @@ class Plan:
         parts = path.split(".")
         above = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
         return any(fnmatchcase(module, pattern) for pattern in self.keep_fp32 for module in above)
+
+    @classmethod
+    def auto(
+        cls,
+        model: Any,
+        *,
+        plan: "Plan | None" = None,
+        cluster: Any = None,
+        budget_bytes: int | None = None,
+        global_batch: int | None = None,
+        goal: str = "throughput",
+        optimizer: str = "adamw",
+    ) -> "Plan":
+        """The fastest plan that fits a memory budget: a placement and a recompute for each unit, and a micro-batch.
+
+        model         a shardwise.Task (a model, its loss, and how to make a batch), or a name as `shardwise plan` takes
+        plan          what is given: its precision, and its mesh and micro_batch where they are set
+        cluster       a name as `shardwise plan` takes; without one, the devices of this job
+        budget_bytes  of a device; without it, all that it has
+        global_batch  samples of a step on all ranks; without it, plan.accumulate passes of the best micro-batch
+        goal          `throughput`, or `memory` for the smallest peak
+        optimizer     adamw, adam or sgd
+
+        Collective: in a job every rank calls it, and gets the plan that rank 0 found.
+        """
+        # Solved far above the vocabulary, which imports nothing of it.
+        solver = import_module("shardwise.automatic")
+        solved: Plan = solver.auto_plan(
+            model,
+            plan=plan,
+            cluster=cluster,
+            budget_bytes=budget_bytes,
+            global_batch=global_batch,
+            goal=goal,
+            optimizer=optimizer,
+        )
+        return solved
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in TOML's own types, every key written out; what is None is left out."""

@@ -4,8 +4,11 @@ in a sentence or on a chart   bytes_text, seconds_text, significant, scientific,
 in a column of one unit       byte_unit or table_unit for its head; fixed, digits_in, table_number for its cells
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+from shardwise.errors import InvalidPlan
 
 
 class UnitOfMeasure(NamedTuple):
@@ -20,6 +23,8 @@ KIB = UnitOfMeasure(2**10, "KiB")
 MIB = UnitOfMeasure(2**20, "MiB")
 GIB = UnitOfMeasure(2**30, "GiB")
 TIB = UnitOfMeasure(2**40, "TiB")
+SIZE_EXAMPLE = "60GiB"
+"""How a user may write a size (`byte_count`)."""
 _BYTE_UNITS = (_B, KIB, MIB, GIB, TIB)
 _SECOND_UNITS = (UnitOfMeasure(1e-6, "µs"), UnitOfMeasure(1e-3, "ms"), UnitOfMeasure(1.0, "s"))
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -50,6 +55,15 @@ def bytes_text(num_bytes: float) -> str:
     """Three digits, in the unit that suits it: `8.60 GiB`."""
     unit = byte_unit(num_bytes)
     return f"{digits(num_bytes / unit.size)} {unit.name}"
+
+
+def byte_count(text: str, *, key: str) -> int:
+    """The bytes of `60GiB` or `512MiB`; another text is refused, with the key that it is the value of."""
+    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([a-zA-Z]+)", text.strip())
+    units = {unit.name.lower(): unit.size for unit in _BYTE_UNITS}
+    if found is None or found[2].lower() not in units or not float(found[1]):
+        raise InvalidPlan(f"{key} = {text!r}: must be a size, such as {SIZE_EXAMPLE}")
+    return round(float(found[1]) * units[found[2].lower()])
 
 
 def seconds_text(seconds: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from shardwise.bench.contestants import plan_for, why_not
 from shardwise.bench.results import CaseResult, PredictedCase, Spread
 from shardwise.bench.run_files import Found
-from shardwise.placement import STRATEGIES
+from shardwise.placement import AUTO, STRATEGIES
 from shardwise.plan import Plan
 from shardwise.train.config import TrainConfig
 
@@ -84,10 +84,13 @@ class Case:
 
 
 def cases_of(config: TrainConfig, *, engines: Sequence[str], strategies: Collection[str]) -> list[Case]:
-    """Engines × strategies, the simplest strategy first; what an engine cannot run says why."""
+    """Engines × strategies, the simplest strategy first; what an engine cannot run says why.
+
+    The plan of `auto` is chosen later (prediction.py): it needs the devices.
+    """
     cases = []
     for engine in engines:
-        for strategy in STRATEGIES:
+        for strategy in (*STRATEGIES, AUTO):
             if strategy in strategies:
                 why = why_not(engine, strategy, config)
                 plan = config.plan if why else plan_for(engine, strategy, config.plan)

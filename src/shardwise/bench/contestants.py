@@ -12,7 +12,8 @@ from pathlib import Path
 from shardwise.bench.modes import mode_of
 from shardwise.engine_limits import LIMITS, EngineLimits, Setting, lives_alike
 from shardwise.errors import InvalidPlan, UnknownName
-from shardwise.placement import SHARDED, Placement, placement_of, strategy_of
+from shardwise.patterns import Patterns
+from shardwise.placement import AUTO, SHARDED, Placement, placement_of, strategy_of
 from shardwise.plan import Plan
 from shardwise.train.config import TrainConfig
 
@@ -22,6 +23,8 @@ _NOT_BY_PEERS = (
     "offload_states", "dynamic", "collectives",
 )  # fmt: skip
 _PLAIN = Plan()
+# Engines of which the solver knows the costs; it has no captured or compiled steps to choose from.
+_AUTO_ENGINES = ("shardwise",)
 # Optimizers that count their steps on the host, so that they cannot be captured.
 _NOT_CAPTURABLE = ("sgd", "adagrad")
 STAGES: Mapping[str, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
@@ -47,6 +50,9 @@ def plan_for(engine: str, strategy: str, plan: Plan) -> Plan:
     Only our engine captures by its plan: others' steps are captured by hand (graph_update.py).
     """
     compiler = plan.compile if plan.compile != "none" else "inductor"
+    if strategy == AUTO:
+        # It chooses for each unit.
+        plan = replace(plan, overrides=Patterns(), recompute_overrides=Patterns())
     return replace(
         plan,
         strategy=strategy,
@@ -61,6 +67,8 @@ def why_not(engine: str, strategy: str, config: TrainConfig) -> str:
     if engine not in ENGINES:
         raise UnknownName.of("engine", engine, known=list(ENGINES))
     contestant = ENGINES[engine]
+    if strategy == AUTO and engine not in _AUTO_ENGINES:
+        return f"auto plans are run by {' and '.join(_AUTO_ENGINES)}"
     try:
         config = replace(config, plan=plan_for(engine, strategy, config.plan))
     except InvalidPlan as error:

@@ -12,6 +12,7 @@ from shardwise.hardware.cluster import make_cluster
 from shardwise.hardware.cluster_file import read_cluster_file
 from shardwise.hardware.device_file import device_like
 from shardwise.plan import Plan
+from shardwise.planner.search.auto import AutoRequest, solve_plan
 from shardwise.planner.search.candidates import candidates
 from shardwise.planner.search.scale import Scaled, scaling
 from shardwise.planner.time.step_time import estimate_time, timeline
@@ -65,6 +66,11 @@ class Forecast:
             exposed_seconds=None if time is None else time.exposed_comm_seconds,
             spans=tuple(spans),
         )
+
+    def solved(self, plan: Plan) -> Plan:
+        """The auto plan for the same batch, so that it does the same training as the other cases."""
+        request = AutoRequest(plan=plan, cluster=self.cluster, optimizer=self.optimizer)
+        return solve_plan(self.source.spec_for, request=request).candidate.plan
 
     def scaled(self, plan: Plan, *, strategies: Sequence[str]) -> list[Scaled]:
         """The same training on more devices; nothing where their time, or what links nodes, is not known."""

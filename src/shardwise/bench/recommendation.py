@@ -1,7 +1,7 @@
 """Which case of a bench to use, and why, from measured numbers alone. No torch here.
 
 The fastest; of those that cannot be told apart from it the simplest: Shardwise's own engine before others, eager before
-captured before compiled, and then ddp < zero1 < zero2 < shard_grad_op < fsdp. Two cannot be told apart if the
+captured before compiled, and then ddp < zero1 < zero2 < shard_grad_op < fsdp < auto. Two cannot be told apart if the
 interquartile ranges of their step times overlap, or their medians differ by less than 3%: as much as two starts of the
 same processes may differ. Its speed is compared with cases of its own mode, captured with captured, if there are any.
 """
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from shardwise.bench.modes import MODES
 from shardwise.bench.results import Bench, CaseResult, Spread
-from shardwise.placement import STRATEGIES
+from shardwise.placement import AUTO, STRATEGIES
 from shardwise.quantities import fixed_text, significant, table_unit
 
 # Memory savings below this factor are not mentioned.
@@ -40,7 +40,7 @@ def choose(ran: Sequence[CaseResult]) -> CaseResult:
 
 
 def _simplicity(case: CaseResult) -> tuple[bool, int, int]:
-    return case.engine not in _OURS, MODES.index(case.mode), list(STRATEGIES).index(case.strategy)
+    return case.engine not in _OURS, MODES.index(case.mode), [*STRATEGIES, AUTO].index(case.strategy)
 
 
 def _alike(one: Spread, other: Spread) -> bool:

@@ -14,8 +14,9 @@ import typer
 
 from shardwise.cli.train import ranks_to_start
 from shardwise.errors import InvalidCluster, ShardwiseError, UnknownName
-from shardwise.placement import STRATEGIES
+from shardwise.placement import AUTO, STRATEGIES
 from shardwise.train.config import TrainConfig, load_config
+from shardwise.train.config_section import InvalidConfig
 
 if TYPE_CHECKING:
     from shardwise.bench.benchmark import Asked, Progress
@@ -27,7 +28,9 @@ _WIDTH_OF_FILES = 120
 
 def bench(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to train, as for `shardwise train`.")],
-    strategies: Annotated[str, typer.Option("--strategies", help=f"{','.join(STRATEGIES)}, or all.")] = "all",
+    strategies: Annotated[
+        str, typer.Option("--strategies", help=f"{','.join(STRATEGIES)}, auto, or all but auto.")
+    ] = "all",
     engines: Annotated[
         str,
         typer.Option(
@@ -105,23 +108,22 @@ def _cases(config: TrainConfig, *, engines: str, strategies: str) -> "list[Case]
     from shardwise.bench.case import cases_of
     from shardwise.bench.contestants import ENGINES
 
+    if config.plan.micro_batch is None:
+        raise InvalidConfig("plan.micro_batch is missing: all cases of a bench take the same samples in a pass")
     return cases_of(
         config,
         engines=_names(engines, kind="engine", known=list(ENGINES)),
-        strategies=_names(strategies, kind="strategy", known=list(STRATEGIES)),
+        strategies=_names(strategies, kind="strategy", known=list(STRATEGIES), more=(AUTO,)),
     )
 
 
-def _names(text: str, *, kind: str, known: Sequence[str]) -> list[str]:
-    """Names with commas between them, each once, or all."""
-    if text == "all":
-        return list(known)
-    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    for name in names:
-        if name not in known:
-            raise UnknownName.of(kind, name, known=(*known, "all"))
-    if not names:
-        raise UnknownName.of(kind, text, known=(*known, "all"))
+def _names(text: str, *, kind: str, known: Sequence[str], more: Sequence[str] = ()) -> list[str]:
+    """Names with commas between them, each once; `all` stands for those that are known, without `more`."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    names = list(dict.fromkeys(name for part in parts for name in (known if part == "all" else (part,))))
+    for name in names or [text]:
+        if name not in (*known, *more):
+            raise UnknownName.of(kind, name, known=(*known, *more, "all"))
     return names
 
 
@@ -160,11 +162,17 @@ def _predicted(asked: "Asked", *, cluster: str | None, devices: Path | None) -> 
     scaling: list[dict[str, Any]] = []
     try:
         for case in asked.cases:
+            if case.plan.is_auto and not case.why_not:
+                case.plan = forecast.solved(case.plan)
             if case.engine in PLANNED_ENGINES and not case.why_not:
                 case.predicted = forecast.of(case.plan)
-        ours = [case.strategy for case in asked.cases if case.engine == "shardwise" and not case.why_not]
+        shown = [case for case in asked.cases if case.engine == "shardwise" and case.strategy in STRATEGIES]
+        ours = [case.strategy for case in shown if not case.why_not]
         scaling = scaling_data(forecast.scaled(asked.config.plan, strategies=ours)) if ours else []
     except ShardwiseError as error:
+        for case in asked.cases:
+            if case.plan.is_auto:
+                case.why_not = case.why_not or f"no plan could be chosen: {error}"
         print(f"nothing is predicted: {error}", file=sys.stderr)
     return replace(asked, capacity_bytes=capacity_bytes, scaling=tuple(scaling))
 

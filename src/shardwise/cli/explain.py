@@ -10,7 +10,7 @@ from shardwise.placement import STRATEGIES
 
 
 def explain(
-    strategy: Annotated[str | None, typer.Argument(help=f"{', '.join(STRATEGIES)}; or ring, which is --ring.")] = None,
+    strategy: Annotated[str | None, typer.Argument(help=f"{', '.join(STRATEGIES)}; ring; or PLAN.toml.")] = None,
     ranks: Annotated[int, typer.Option("--ranks", help="How many ranks take part.")] = 4,
     replicate: Annotated[
         int, typer.Option("--replicate", help="Groups of ranks, each of which has all slices (hybrid sharding).")
@@ -30,6 +30,9 @@ def explain(
     known = (*STRATEGIES, "ring")
     if strategy is None and not ring:
         raise InvalidPlan(f"explain needs a strategy: {', '.join(known)}")
+    if strategy is not None and strategy.endswith(".toml") and not ring:
+        _explain_file(strategy, model=model, ranks=ranks, as_json=as_json)
+        return
     if strategy is not None and strategy not in known:
         raise UnknownName.of("strategy", strategy, known=known)
     from shardwise.models.catalogue import shape_of
@@ -50,6 +53,24 @@ def explain(
         print(json.dumps(data, indent=2, ensure_ascii=False))
     else:
         _show(explain_step(spec, strategy=strategy, num_ranks=ranks, replicate=replicate, prefetch=prefetch))
+
+
+def _explain_file(path: str, *, model: str | None, ranks: int, as_json: bool) -> None:
+    """A plan of a file, on the model that it was made for; its mesh says how many ranks there are."""
+    from shardwise.models.catalogue import shape_of
+    from shardwise.plan import Plan
+    from shardwise.report.outline import outline, picture_model
+    from shardwise.report.text.plan_picture import explain_plan, plan_as_data
+
+    plan = Plan.load(path)
+    if model is None and (plan.overrides or plan.recompute_overrides):
+        raise InvalidPlan(f"{path} names single units: say whose they are with --model")
+    spec = outline(shape_of(model), name=model) if model else picture_model()
+    num_ranks = plan.mesh.num_ranks if plan.mesh is not None else ranks
+    if as_json:
+        print(json.dumps(plan_as_data(spec, plan=plan, num_ranks=num_ranks), indent=2, ensure_ascii=False))
+    else:
+        _show(explain_plan(spec, plan=plan, num_ranks=num_ranks))
 
 
 def _show(lines: list[str]) -> None:

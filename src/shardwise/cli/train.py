@@ -19,7 +19,7 @@ def train(
         Path | None, typer.Option("--plan", help="A plan in place of the config's (`shardwise plan --save`).")
     ] = None,
     strategy: Annotated[
-        str | None, typer.Option("--strategy", help="ddp, zero1, zero2, shard_grad_op or fsdp.")
+        str | None, typer.Option("--strategy", help="ddp, zero1, zero2, shard_grad_op, fsdp or auto.")
     ] = None,
     run: Annotated[
         Path | None, typer.Option("--run", help="The run folder (default: run.folder, or runs/ and CONFIG's name).")

@@ -27,6 +27,13 @@ traffic.py              what a rank sends in a step
 search/candidates.py    plans for a cluster, each at its best batch
 search/recommend.py     which to take, and why
 search/scale.py         the same on 8 to 16,384 devices
+search/auto.py          `strategy = "auto"`: a request and a budget → one plan; what is tried when nothing fits
+search/solver.py, climb.py      the search: mixtures of two choices, then unit by unit
+search/dial.py, dial_cost.py    the choices of all units as one value, and what it costs by the replay
+search/micro_batches.py         which micro-batches may be tried
+search/frontier.py      the best speed for every budget
+search/training_cost.py days, GPU-hours and money of a whole training
+search/chosen_text.py   what was chosen, in one sentence
 """
 
 from shardwise.planner.memory.peak import MemoryEstimate, estimate

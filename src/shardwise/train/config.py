@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 from shardwise.atomic import atomic_write
 from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.plan import Plan
+from shardwise.quantities import SIZE_EXAMPLE, byte_count
 from shardwise.toml_file import read_toml
 from shardwise.train.config_section import ConfigSection, InvalidConfig, key, unknown_key
 
@@ -144,6 +145,22 @@ class RunSection(ConfigSection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AutoSection(ConfigSection):
+    """What plan.strategy = "auto" has to meet; without it, unused."""
+
+    section: ClassVar[str] = "auto"
+    global_batch: int | None = key(None, "samples of a step on all ranks; this or plan.micro_batch", least=1)
+    budget: str | None = key(None, f"memory of a device that may be used, such as {SIZE_EXAMPLE}; without it all")
+    goal: str = key(
+        "throughput", "the fastest plan, or the one with the smallest peak", choices=("throughput", "memory")
+    )
+
+    @property
+    def budget_bytes(self) -> int | None:
+        return None if self.budget is None else byte_count(self.budget, key="auto.budget")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """All sections; [plan] is a Plan as everywhere else, whose micro_batch is required here."""
 
@@ -155,9 +172,12 @@ class TrainConfig:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    auto: AutoSection = field(default_factory=AutoSection)
 
     def __post_init__(self) -> None:
-        if self.plan.micro_batch is None:
+        if self.plan.is_auto and self.plan.micro_batch is None and self.auto.global_batch is None:
+            raise InvalidConfig("plan.strategy = 'auto' needs auto.global_batch or plan.micro_batch: samples of a step")
+        if self.plan.micro_batch is None and not self.plan.is_auto:
             raise InvalidConfig("plan.micro_batch is missing: samples a rank and pass")
         if self.train.nonfinite == "skip" and self.plan.captures:
             raise InvalidConfig(
@@ -199,6 +219,7 @@ SECTIONS: Mapping[str, type[ConfigSection] | type[Plan]] = {
     "schedule": ScheduleSection,
     "train": LoopSection,
     "checkpoint": CheckpointSection,
+    "auto": AutoSection,
     "run": RunSection,
 }
 

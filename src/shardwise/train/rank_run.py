@@ -19,6 +19,7 @@ from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.launch.failure import report, stalls_reported
 from shardwise.launch.folder_lock import locked
 from shardwise.train import run_folder
+from shardwise.train.auto_plan import ChosenPlan, choose_plan
 from shardwise.train.config import TrainConfig
 from shardwise.train.loop import Training, run_steps
 from shardwise.train.memory_advice import advised
@@ -63,41 +64,58 @@ def train(
         ExitStack() as held,
         deterministic_kernels(config.train.deterministic),
         joined(device, limit_seconds=config.run.limit_seconds, on_error=report) as place,
-        advised(config, place=place),
-        stalls_reported(),
-        preemption(grace_seconds=config.checkpoint.grace_seconds) as request,
     ):
-        console = console or Console()
-        notes = _claim(config, place=place, fresh=fresh, command=command, held=held)
-        held.callback(setattr, RECORDS, "folder", RECORDS.folder)
-        RECORDS.folder = config.folder
-        training = set_up(config, place=place)
-        if is_prepared(training.model):
-            # `advised` predicts with all that it needs at hand.
-            engine_of(training.model).predicts_alone = False
-        checkpoints = Checkpoints(
-            config.folder / run_folder.CHECKPOINTS,
-            keep=config.checkpoint.keep,
-            asynchronous=config.checkpoint.asynchronous,
-            on_saved=partial(run_folder.note_saved, config.folder),
-        )
-        _go_on(training, checkpoints, place=place)
-        _tell_start(training, place=place, console=console, notes=notes)
-        recorder = MetricsRecorder(_writers(training, place=place, console=console), on_step=on_step)
-        with closing(recorder):
-            preempted = run_steps(training, checkpoints=checkpoints, request=request, recorder=recorder)
-        checkpoints.close()
-        if preempted and place.rank == 0:
-            console.print(
-                f"Stopped. Checkpoint saved at step {training.step}; rerun the same command to resume.", highlight=False
+        chosen = choose_plan(config, place=place, fresh=fresh)
+        job = _RankJob(chosen=chosen, place=place, held=held, console=console or Console())
+        return job.run(on_step=on_step, fresh=fresh, command=command)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankJob:
+    """A run on a rank that has joined its job, with the plan that it has."""
+
+    chosen: ChosenPlan
+    place: Place
+    held: ExitStack
+    console: Console
+
+    def run(self, *, on_step: OnStep | None, fresh: bool, command: Sequence[str]) -> Outcome:
+        config, place, held, console = self.chosen.config, self.place, self.held, self.console
+        with (
+            advised(config, place=place),
+            stalls_reported(),
+            preemption(grace_seconds=config.checkpoint.grace_seconds) as request,
+        ):
+            notes = _claim(config, place=place, fresh=fresh, command=command, held=held)
+            self.chosen.note()
+            held.callback(setattr, RECORDS, "folder", RECORDS.folder)
+            RECORDS.folder = config.folder
+            training = set_up(config, place=place)
+            if is_prepared(training.model):
+                # `advised` predicts with all that it needs at hand.
+                engine_of(training.model).predicts_alone = False
+            checkpoints = Checkpoints(
+                config.folder / run_folder.CHECKPOINTS,
+                keep=config.checkpoint.keep,
+                asynchronous=config.checkpoint.asynchronous,
+                on_saved=partial(run_folder.note_saved, config.folder),
             )
-    return Outcome(
-        step=training.step,
-        num_steps=training.num_steps,
-        preempted=preempted,
-        last=recorder.last,
-        folder=config.folder,
-    )
+            _go_on(training, checkpoints, place=place)
+            _tell_start(training, place=place, console=console, notes=notes, chosen=self.chosen)
+            recorder = MetricsRecorder(_writers(training, place=place, console=console), on_step=on_step)
+            with closing(recorder):
+                preempted = run_steps(training, checkpoints=checkpoints, request=request, recorder=recorder)
+            checkpoints.close()
+            if preempted and place.rank == 0:
+                told = f"Stopped. Checkpoint saved at step {training.step}; rerun the same command to resume."
+                console.print(told, highlight=False)
+        return Outcome(
+            step=training.step,
+            num_steps=training.num_steps,
+            preempted=preempted,
+            last=recorder.last,
+            folder=config.folder,
+        )
 
 
 def _claim(config: TrainConfig, *, place: Place, fresh: bool, command: Sequence[str], held: ExitStack) -> list[str]:
@@ -148,7 +166,7 @@ def _check_nothing_saved(config: TrainConfig, *, place: Place) -> str:
     return ""
 
 
-def _tell_start(training: Training, *, place: Place, console: Console, notes: list[str]) -> None:
+def _tell_start(training: Training, *, place: Place, console: Console, notes: list[str], chosen: ChosenPlan) -> None:
     """Rank 0 speaks for all."""
     if place.rank != 0:
         return
@@ -160,6 +178,8 @@ def _tell_start(training: Training, *, place: Place, console: Console, notes: li
         f"{config.task.model} ({num_params:,} parameters), {plan.strategy} on {place.num_ranks} × {place.device.type}, "
         f"{plan.precision}: {training.num_steps} steps of {training.sharing.step_samples} samples → {config.folder}"
     )
+    if chosen.sentence:
+        say(f"auto: {chosen.sentence}")
     if training.step:
         say(f"resumes after step {training.step}" + "".join(f"; {note}" for note in notes))
     if training.step >= training.num_steps:

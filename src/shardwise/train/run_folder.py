@@ -2,6 +2,7 @@
 
 config.toml        the resolved config, every key written out; itself a CONFIG.toml
 plan.toml          its plan, for `--plan` and `shardwise doctor`
+auto.json          with plan.strategy = "auto": what was asked, and the plan that was chosen (auto_plan.py)
 environment.json   versions, devices, number of ranks, command line
 metrics.jsonl      a line a step
 checkpoints/       step-00001000/ …
@@ -31,7 +32,7 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.config_section import InvalidConfig
 
 CHECKPOINTS, METRICS, TENSORBOARD = "checkpoints", "metrics.jsonl", "tensorboard"
-_SAVED = "saved.json"
+_SAVED, _AUTO = "saved.json", "auto.json"
 _CONFIG, _PLAN, _ENVIRONMENT = "config.toml", "plan.toml", "environment.json"
 # What a checkpoint is of: with another, its weights, its optimizer state or its place in the data mean nothing.
 _IDENTITY = (
@@ -118,7 +119,7 @@ def _clear(folder: Path) -> None:
             )
         if path.exists():
             shutil.rmtree(path)
-    for name in (_SAVED, METRICS, _CONFIG, _PLAN, _ENVIRONMENT):
+    for name in (_SAVED, _AUTO, METRICS, _CONFIG, _PLAN, _ENVIRONMENT):
         (folder / name).unlink(missing_ok=True)
 
 

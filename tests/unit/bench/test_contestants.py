@@ -89,6 +89,8 @@ def test_who_runs_what_without_a_gpu_and_with_one() -> None:
         ("megatron-fsdp-captured", "fsdp", {"device": "cuda", "keep_fp32": ["head"]}, "megatron-fsdp has no keep_fp32"),
         ("deepspeed", "shard_grad_op", {}, "deepspeed has no shard_grad_op"),
         ("deepspeed", "ddp", {}, "deepspeed has no ddp"),
+        ("torch", "auto", {}, "auto plans are run by shardwise"),
+        ("captured", "auto", {"device": "cuda"}, "auto plans are run by shardwise"),
     ],
 )
 @pytest.mark.usefixtures("all_installed")

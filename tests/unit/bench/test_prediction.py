@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.bench.case import cases_of
 from shardwise.bench.prediction import cluster_here, forecast_of
 from shardwise.errors import InvalidCluster, UnknownName
 from shardwise.placement import STRATEGIES
@@ -103,3 +104,12 @@ class TestForecast:
         rows = forecast.scaled(CONFIG.plan, strategies=["ddp", "fsdp"])
         assert [row.num_ranks for row in rows][:3] == [8, 16, 32]
         assert {row.candidate.batch for row in rows} == {4}
+
+
+def test_auto_is_a_case_whose_plan_is_chosen_for_the_same_batch() -> None:
+    ddp, auto = cases_of(CONFIG, engines=["shardwise"], strategies=["auto", "ddp"])
+    assert (auto.strategy, auto.why_not) == ("auto", "")
+    plan = forecast_of(CONFIG, cluster=here(), device="cuda").solved(auto.plan)
+    assert not plan.is_auto
+    assert (plan.micro_batch, plan.accumulate, plan.precision) == (4, 1, "bf16")
+    assert ddp.plan.strategy == "ddp"

@@ -14,9 +14,9 @@ from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 
 
-def run(*arguments: str) -> int:
+def run(*arguments: str, command: tuple[str, ...] = ("plan",)) -> int:
     with pytest.raises(SystemExit) as caught:
-        main(["plan", *arguments])
+        main([*command, *arguments])
     return int(caught.value.code or 0)
 
 
@@ -233,3 +233,86 @@ def test_the_band_says_what_it_follows_from(capfd: pytest.CaptureFixture[str]) -
     for candidate in data["candidates"]:
         assert "across nodes" in candidate["band_of_time_from"]
         assert candidate["error_band"]["time"] > 0.2
+
+
+def test_auto_is_a_row_of_its_own_and_is_saved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.toml"
+    common = ("llama-3.1-8b", "--cluster", "8xh100-80gb", "--micro-batch", "1", "--budget", "60GiB")
+    data = as_json(capfd, *common, "--strategy", "auto", "--save", str(path))
+    assert [candidate["strategy"] for candidate in data["candidates"]] == [*STRATEGIES, "auto"]
+    auto = data["candidates"][data["recommended"]]
+    assert auto["strategy"] == "auto"
+    assert auto["fits"] == "yes"
+    assert auto["capacity_bytes"] == 60 * 2**30
+    assert "recompute" in data["why"]
+    assert Plan.load(path).to_dict() == auto["plan"]
+    assert run("explain", str(path), "--model", "llama-3.1-8b", command=()) == 0
+    out = capfd.readouterr().out
+    assert "to blocks.31" in out
+    assert run("explain", str(path), command=()) == 2
+    assert "say whose they are with --model" in capfd.readouterr().err
+
+
+def test_auto_that_cannot_fit_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("gpt2-1.5b", "--cluster", "8xa100-40gb", "--strategy", "auto", "--budget", "2GiB", "--micro-batch", "1")
+    assert run(*options) == 1
+    assert "no plan for 8xa100-40gb fits into 2.00 GiB per device" in capfd.readouterr().out.replace("\n", " ")
+
+
+def test_the_cost_of_a_training_follows_from_its_speed(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("gpt2-350m", "--cluster", "8xh100", "--strategy", "fsdp", "--global-batch", "512")
+    data = as_json(capfd, *options, "--tokens", "300B", "--price", "2.50")
+    (candidate,), (row,) = data["candidates"], data["training"]
+    assert candidate["micro_batch"] * candidate["accumulate"] * 8 == 512
+    assert (row["global_batch"], row["global_batch_tokens"]) == (512, 512 * 1024)
+    assert row["days"] == pytest.approx(300e9 / row["tokens_per_day"])
+    assert row["tokens_per_day"] == pytest.approx(candidate["samples_per_s"] * 1024 * 86_400)
+    assert row["cost"] == pytest.approx(2.5 * row["gpu_hours"])
+    assert row["gpu_hours"] == pytest.approx(row["days"] * 24 * 8)
+    assert run(*options, "--tokens", "300B", "--price", "2.50") == 0
+    assert "GPU-hours" in capfd.readouterr().out
+
+
+def test_mesh_passes_reduce_dtype_and_recompute_by_unit_can_be_set(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("gpt2-124m", "--cluster", "2x8xh100", "--strategy", "fsdp", "--micro-batch", "2")
+    settings = ("--mesh", "4x4", "--accumulate", "3", "--reduce-dtype", "bf16", "--recompute", "full,blocks.[0-3]=none")
+    (candidate,) = as_json(capfd, *options, *settings)["candidates"]
+    plan = candidate["plan"]
+    assert plan["mesh"] == {"replicate": 4, "shard": 4}
+    assert (plan["accumulate"], plan["reduce_dtype"], plan["recompute"]) == (3, "bf16", "full")
+    assert plan["recompute_overrides"] == {"blocks.[0-3]": "none"}
+
+
+def test_the_frontier_shows_auto_against_the_best_fixed_plan(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("gpt2-124m", "--cluster", "1xa100-40gb", "--strategy", "ddp", "--micro-batch", "32", "--frontier")
+    points = as_json(capfd, *options)["frontier"]
+    assert len(points) == 8
+    both = [point for point in points if point["auto"] and point["fixed"]]
+    assert both
+    for point in both:
+        assert point["auto"]["device_bytes"] <= point["budget_bytes"]
+        assert point["auto"]["samples_per_s"] >= 0.998 * point["fixed"]["samples_per_s"]
+    assert run(*options) == 0
+    assert "best fixed plan" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--budget", "lots"], "--budget = 'lots': must be a size, such as 60GiB"),
+        (["--tokens", "many"], "--tokens many: must be a number"),
+        (["--price", "2"], "--price needs --tokens"),
+        (["--mesh", "8"], "--mesh 8: must be REPLICATExSHARD"),
+        (["--mesh", "3x3"], "9"),
+        (["--global-batch", "9"], "it must be a multiple of 8"),
+        (["--recompute", "full,nowhere=none"], "recompute_overrides.nowhere matches no unit"),
+    ],
+)
+def test_options_that_cannot_be_met_are_one_line(
+    options: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("gpt2-124m", "--cluster", "8xh100", "--strategy", "ddp", "--micro-batch", "1", *options) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert message in err
+    assert len(err.strip().splitlines()) == 1

@@ -103,7 +103,7 @@ MISTAKES = {
     "optimizer.momentum=0.9": "optimizer.momentum = 0.9: adamw has no momentum, only rmsprop, sgd",
     "schedule.name=cosin": "schedule.name = 'cosin': must be one of constant, linear, cosine",
     "schedule.final_ratio=2": "schedule.final_ratio = 2: must be a number of at least 0 and at most 1",
-    "plan.strategy=fdsp": "plan.strategy = 'fdsp': must be one of ddp, zero1, zero2, shard_grad_op, fsdp",
+    "plan.strategy=fdsp": "plan.strategy = 'fdsp': must be one of ddp, zero1, zero2, shard_grad_op, fsdp, auto",
     "plan.stratgy=ddp": "[plan]: unknown key 'stratgy'; did you mean strategy?",
     "plan.micro_batch=0": "plan.micro_batch = 0: must be a whole number of at least 1",
     "plan.micro_batch=": "plan.micro_batch is missing: samples a rank and pass",

@@ -11,13 +11,11 @@ from shardwise.placement import SHARDED, STRATEGIES
 from shardwise.plan import Plan
 from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.memory.peak import MemoryEstimate, estimate, job_of
+from shardwise.planner.search.micro_batches import MicroBatches, largest_fitting, micro_batches_of
 from shardwise.planner.time.band import TimeBand, time_band
 from shardwise.planner.time.step_time import TimeEstimate, estimate_time
 from shardwise.planner.traffic import sent_bytes
 from shardwise.spec import ModelSpec
-
-MOST_BATCH = 2**16
-"""No search goes beyond this."""
 
 SpecFor = Callable[[Plan], ModelSpec]
 """The spec with the traces that a plan needs; it may have to be traced first."""
@@ -27,7 +25,8 @@ SpecFor = Callable[[Plan], ModelSpec]
 class Candidate:
     """A plan with its cost on a cluster. `fits` is yes, tight (within the error band), no, or unknown.
 
-    `time` is None where it cannot be predicted (step_time.why_not_timed).
+    `time` is None where it cannot be predicted (step_time.why_not_timed). `label`: its name, if it is not that of the
+    plan's strategy.
     """
 
     plan: Plan
@@ -38,6 +37,17 @@ class Candidate:
     seq: int | None
     sent_bytes: int
     foreign: str = ""
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables: its label, or its strategy."""
+        return self.label or self.plan.strategy
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step, of all ranks and passes."""
+        return self.batch * self.plan.accumulate * self.cluster.num_ranks
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -131,7 +141,7 @@ def largest_batch(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: s
     def fits(batch: int, *, quick: bool) -> bool:
         return _fits(memory(batch, quick=quick).device_bytes, plan=plan, cluster=cluster) == "yes"
 
-    batch = _largest(lambda batch: fits(batch, quick=True))
+    batch = largest_fitting(lambda batch: fits(batch, quick=True))
     return batch if batch == 1 or quick else _refined(batch, fits=lambda batch: fits(batch, quick=False))
 
 
@@ -153,18 +163,6 @@ def _refined(most: int, *, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _largest(fits: Callable[[int], bool]) -> int:
-    """The largest number up to MOST_BATCH that fits, if all below it do; at least 1."""
-    low, high = 1, 2
-    while high <= MOST_BATCH and fits(high):
-        low, high = high, 2 * high
-    high = min(high, MOST_BATCH + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
 def candidates(
     spec_for: SpecFor,
     *,
@@ -175,23 +173,45 @@ def candidates(
     goal: str,
     quick: bool = False,
     foreign: str = "",
+    global_batch: int | None = None,
 ) -> list[Candidate]:
     """Each strategy at the plan's micro-batch; without one, at the largest that fits, or with goal `memory` at 1.
+
+    With a `global_batch` it is one that divides the samples of a rank, and a step has as many passes as that takes.
 
     Over several nodes each is sharded over all ranks and, where that is promising, over fewer. `foreign`: the engine
     whose time it is (`cost`).
     """
     found = []
+    batches = micro_batches_of(plan, global_batch=global_batch, num_ranks=cluster.num_ranks)
     for strategy in strategies:
         for mesh in meshes(strategy, plan=plan, cluster=cluster):
             chosen = replace(plan, strategy=strategy, mesh=mesh)
             spec = spec_for(chosen)
-            batch = plan.micro_batch or 1
-            if plan.micro_batch is None and goal == "throughput":
+            batch = batches.micro_batch or 1
+            if batches.samples is not None:
+                batch = _largest_divisor(
+                    spec, batches, plan=chosen, cluster=cluster, optimizer=optimizer, quick=quick or goal == "memory"
+                )
+            elif batches.is_free and goal == "throughput":
                 batch = largest_batch(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=quick)
-            chosen = replace(chosen, micro_batch=batch)
+            chosen = replace(chosen, micro_batch=batch, accumulate=batches.accumulate(batch))
             found.append(cost(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=quick, foreign=foreign))
     return found
+
+
+def _largest_divisor(
+    spec: ModelSpec, batches: MicroBatches, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool
+) -> int:
+    """The largest micro-batch that divides a rank's samples and fits; the smallest where none does."""
+    for batch in reversed(batches.allowed()):
+        chosen = replace(plan, micro_batch=batch, accumulate=batches.accumulate(batch))
+        # If its tensors alone do not fit, the allocator's model need not be run.
+        looks = (True,) if quick else (True, False)
+        peaks = (_memory(spec, plan=chosen, cluster=cluster, optimizer=optimizer, quick=look) for look in looks)
+        if all(_fits(peak.device_bytes, plan=plan, cluster=cluster) in ("yes", "unknown") for peak in peaks):
+            return batch
+    return batches.allowed()[0]
 
 
 def meshes(strategy: str, *, plan: Plan, cluster: Cluster) -> list[Mesh]:

@@ -27,7 +27,7 @@ class Scaled:
     @property
     def global_batch(self) -> int:
         """Samples of a step, of all ranks and passes."""
-        return self.candidate.batch * self.candidate.plan.accumulate * self.num_ranks
+        return self.candidate.global_batch
 
 
 def scaling(

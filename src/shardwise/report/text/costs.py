@@ -22,13 +22,15 @@ def as_data(candidate: Candidate) -> dict[str, Any]:
     plan, memory, time = candidate.plan, candidate.memory, candidate.time
     assert plan.mesh is not None
     return {
-        "strategy": plan.strategy,
+        "strategy": candidate.name,
         "mesh": {"replicate": plan.mesh.replicate, "shard": plan.mesh.shard},
         "engine": plan.engine,
         "micro_batch": candidate.batch,
+        "accumulate": plan.accumulate,
         "seq": candidate.seq,
         "precision": plan.precision,
         "recompute": plan.recompute,
+        "plan": plan.to_dict(),
         "compile": plan.compile,
         "fits": candidate.fits,
         "capacity_bytes": candidate.capacity_bytes,
@@ -91,7 +93,7 @@ def as_table(candidates: Sequence[Candidate], *, recommended: int | None) -> "Ta
 def _name(candidate: Candidate) -> str:
     mesh = candidate.plan.mesh
     assert mesh is not None
-    return candidate.plan.strategy + (f" {mesh}" if mesh.replicate > 1 else "")
+    return candidate.name + (f" {mesh}" if mesh.replicate > 1 else "")
 
 
 def _times(candidate: Candidate) -> tuple[str, str, str]:

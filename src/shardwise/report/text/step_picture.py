@@ -51,9 +51,9 @@ def explain(spec: ModelSpec, *, strategy: str, num_ranks: int, replicate: int = 
         "",
         *_owners(placement, mesh=mesh),
         "",
-        *_step(step, spec=spec),
+        *step_lines(step, spec=spec),
         "",
-        *_sums(step),
+        *sum_lines(step),
     ]
 
 
@@ -162,7 +162,7 @@ def _shortened(numbers: range, *, most: int) -> list[int | None]:
     return [*numbers[: most // 2], None, numbers[-1]]
 
 
-def _step(step: StepSnapshots, *, spec: ModelSpec) -> Iterator[str]:
+def step_lines(step: StepSnapshots, *, spec: ModelSpec) -> Iterator[str]:
     """One line per operation: what it is, what the rank holds after it, and how many bytes that is."""
     columns = _columns([unit.name for unit in spec.units])
     cell_width = 2 * len(columns) - 1 + max(2, len(columns[-1][1]))
@@ -265,7 +265,7 @@ def _unit(num_bytes: float) -> UnitOfMeasure:
     return byte_unit(num_bytes, at_least=10, among=(KIB, MIB, GIB, TIB))
 
 
-def _sums(step: StepSnapshots) -> Iterator[str]:
+def sum_lines(step: StepSnapshots) -> Iterator[str]:
     peak = step.peak.held_bytes
     unit = _unit(peak)
     start = fixed_text(step.snapshots[0].held_bytes, unit=unit)

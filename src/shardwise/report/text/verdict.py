@@ -44,7 +44,7 @@ def name_of(candidate: Candidate) -> str:
     """The strategy, and the mesh where it has two axes."""
     mesh = candidate.plan.mesh
     assert mesh is not None
-    return candidate.plan.strategy + (f" on {mesh}" if mesh.replicate > 1 else "")
+    return candidate.name + (f" on {mesh}" if mesh.replicate > 1 else "")
 
 
 def _clauses(found: Recommendation, best: Candidate) -> Iterator[str]:

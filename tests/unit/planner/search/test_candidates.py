@@ -10,7 +10,8 @@ from shardwise.mesh import Mesh
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import job_of
-from shardwise.planner.search.candidates import _largest, _refined, candidates, cost, largest_batch, meshes, way_out
+from shardwise.planner.search.candidates import _refined, candidates, cost, largest_batch, meshes, way_out
+from shardwise.planner.search.micro_batches import largest_fitting
 from shardwise.planner.traffic import sent_bytes
 from shardwise.sources import Source
 
@@ -24,7 +25,7 @@ def on(name: str) -> Cluster:
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 64, 1000, 65_536])
 def test_the_largest_number_that_fits_is_found(most: int) -> None:
-    assert _largest(lambda number: number <= most) == most
+    assert largest_fitting(lambda number: number <= most) == most
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 64])

@@ -1,0 +1,120 @@
+"""`strategy = "auto"` in a job: the devices that it has, and one plan that all ranks agree on.
+
+Rank 0 traces the model on fake tensors and solves; the others wait for its plan, or for what stood against it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.agreement import RanksDisagree, exchange
+from shardwise.errors import InvalidPlan, ShardwiseError
+from shardwise.hardware import Cluster, cluster_of
+from shardwise.hardware.cluster import make_cluster
+from shardwise.hardware.device_file import device_like
+from shardwise.hardware.sourced import Sourced
+from shardwise.plan import Plan
+from shardwise.planner.memory.peak import computes_in
+from shardwise.planner.search.auto import AutoRequest, solve_plan
+from shardwise.planner.search.candidates import SpecFor
+from shardwise.sources import Source
+from shardwise.spec import ModelSpec
+from shardwise.tasks import Task
+
+
+def auto_plan(
+    model: Task | str,
+    *,
+    plan: Plan | None = None,
+    cluster: Cluster | str | None = None,
+    budget_bytes: int | None = None,
+    global_batch: int | None = None,
+    goal: str = "throughput",
+    optimizer: str = "adamw",
+) -> Plan:
+    """The plan that `Plan.auto` gives. Collective, where there is a process group: every rank gets rank 0's."""
+    where = cluster_of(cluster) if isinstance(cluster, str) else cluster or job_cluster()
+    request = AutoRequest(
+        plan=plan or Plan(precision="bf16"),
+        cluster=where,
+        optimizer=optimizer,
+        budget_bytes=budget_bytes,
+        global_batch=global_batch,
+        goal=goal,
+    )
+    kernels = "cpu" if where.device.name == "cpu" else "cuda"
+    return solved_by_rank_0(lambda: solve_plan(_spec_for(model, kernels=kernels), request=request).candidate.plan)
+
+
+def solved_by_rank_0(solve: Callable[[], Plan]) -> Plan:
+    """What rank 0 solves, on every rank; what it raises is raised on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return solve()
+    plan: Plan | None = None
+    failure: ShardwiseError | None = None
+    if dist.get_rank() == 0:
+        try:
+            plan = solve()
+        except ShardwiseError as error:
+            failure = error
+    # Also if rank 0 fails in another way, the others are not left waiting: its process ends, and the job with it.
+    found, said = exchange((plan.to_dict() if plan else None, str(failure) if failure else None))[0]
+    if failure is not None:
+        raise failure
+    if found is None:
+        raise RanksDisagree(f"rank 0 could not go on: {said}")
+    return Plan.from_dict(found)
+
+
+def job_cluster(device: torch.device | None = None, *, num_ranks: int | None = None) -> Cluster:
+    """This job's devices as one node of what this rank has; a GPU as its driver names it, with the memory it has."""
+    joined = dist.is_initialized()
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    count = num_ranks or (dist.get_world_size() if joined else 1)
+    title, capacity = "cpu", None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        title = properties.name
+        capacity = Sourced(value=properties.total_memory, kind="measured", source="torch, on this device")
+    found = device_like(title, kind=device.type)
+    per_node = _per_node(count)
+    nodes = count // per_node
+    found = replace(found, capacity_bytes=capacity or found.capacity_bytes)
+    return make_cluster(found, num_nodes=nodes, devices_per_node=per_node, fabric=None)
+
+
+def _per_node(num_ranks: int) -> int:
+    """Ranks of this machine, if all machines have as many."""
+    here = torch.cuda.device_count() or num_ranks
+    return here if here < num_ranks and num_ranks % here == 0 else num_ranks
+
+
+def _spec_for(model: Task | str, *, kernels: str) -> SpecFor:
+    """The spec of a model with the traces that a plan needs."""
+    if isinstance(model, str):
+        return Source(model, kernels=kernels).spec_for
+    if not isinstance(model, Task):
+        raise InvalidPlan(
+            f"Plan.auto needs a loss and a batch to trace this {type(model).__name__}: give it "
+            "shardwise.Task(model=model, loss=loss, make_batch=make_batch), or the name of a model"
+        )
+    task, found = model, [_traced(model, ways=[], kernels=kernels)]
+
+    def spec_for(plan: Plan) -> ModelSpec:
+        way = computes_in(found[0], plan=plan)
+        hows = sorted({"none", *(plan.recompute_of(unit.name) for unit in found[0].units)})
+        missing = [(way, how) for how in hows if found[0].trace(computes_in=way, recompute=how) is None]
+        if missing:
+            more = _traced(task, ways=missing, kernels=kernels)
+            found[0] = replace(more, traces=(*found[0].traces, *more.traces))
+        return found[0]
+
+    return spec_for
+
+
+def _traced(task: Task, *, ways: list[tuple[str, str]], kernels: str) -> ModelSpec:
+    from shardwise.trace import trace_task
+
+    return trace_task(task, name=type(task.model).__name__, ways=ways, kernels=kernels)

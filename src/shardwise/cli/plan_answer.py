@@ -1,0 +1,156 @@
+"""What `shardwise plan` finds out: candidates, the solver's plan, which to take, and what is asked besides."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.cli.strategies import asked_strategies
+from shardwise.errors import InvalidPlan
+from shardwise.hardware import Cluster
+from shardwise.placement import AUTO
+from shardwise.plan import Plan
+from shardwise.planner.search.auto import AutoRequest, NoPlanFits, solve_plan, with_budget
+from shardwise.planner.search.candidates import Candidate, candidates, way_out
+from shardwise.planner.search.chosen_text import chosen_text
+from shardwise.planner.search.frontier import FrontierPoint, frontier
+from shardwise.planner.search.recommend import Reason, Recommendation, recommend
+from shardwise.planner.search.scale import Scaled, scaling
+from shardwise.planner.search.training_cost import TrainingCost, training_cost
+from shardwise.planner.time.step_time import timeline
+from shardwise.report.text.verdict import no_fit, reasons
+from shardwise.sources import Source
+from shardwise.span import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanQuestion:
+    """What was asked for.
+
+    strategy      a strategy, all of them, or auto: all of them and the solver's plan
+    budget_bytes  of a device, what may be used; None: all that it has
+    num_tokens, price_per_gpu_hour    of a whole training, if that is asked for
+    """
+
+    source: Source
+    plan: Plan
+    strategy: str
+    cluster: Cluster
+    optimizer: str
+    goal: str
+    foreign: str = ""
+    budget_bytes: int | None = None
+    global_batch: int | None = None
+    num_tokens: float | None = None
+    price_per_gpu_hour: float | None = None
+    scales: bool = False
+    has_frontier: bool = False
+    has_timeline: bool = False
+
+    @property
+    def request(self) -> AutoRequest:
+        return AutoRequest(
+            plan=self.plan,
+            cluster=self.cluster,
+            optimizer=self.optimizer,
+            budget_bytes=self.budget_bytes,
+            global_batch=self.global_batch,
+            goal=self.goal,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAnswer:
+    """`found`: the rows of the table, of which `recommendation.index` is one. `fits`: whether there is one to take."""
+
+    question: PlanQuestion
+    found: list[Candidate]
+    recommendation: Recommendation
+    why: str
+    fits: bool
+    scaling: list[Scaled] | None
+    frontier: list[FrontierPoint] | None
+    training: list[TrainingCost] | None
+    spans: list[Span] | None
+
+    def save(self, path: Path) -> None:
+        if self.recommendation.best is None:
+            raise InvalidPlan(f"--save {path}: {self.why}")
+        self.recommendation.best.plan.save(path)
+
+
+def answer(question: PlanQuestion) -> PlanAnswer:
+    strategies = asked_strategies(question.strategy, engine=question.plan.engine)
+    cluster = with_budget(question.cluster, budget_bytes=question.budget_bytes)
+    spec_for, optimizer = question.source.spec_for, question.optimizer
+    found = candidates(
+        spec_for,
+        plan=question.plan,
+        strategies=strategies,
+        cluster=cluster,
+        optimizer=optimizer,
+        goal=question.goal,
+        foreign=question.foreign,
+        global_batch=question.global_batch,
+    )
+    if question.strategy == AUTO:
+        found, chosen, why = _with_auto(question, found)
+    else:
+        chosen = recommend(found, goal=question.goal, spec_for=spec_for, optimizer=optimizer)
+        why = reasons(chosen)
+        if chosen.reason is Reason.NOTHING_FITS:
+            way = way_out(spec_for, plan=question.plan, strategies=strategies, cluster=cluster, optimizer=optimizer)
+            why = no_fit(way, asked=question.plan, strategies=strategies, cluster=cluster)
+    return PlanAnswer(
+        question=question,
+        found=found,
+        recommendation=chosen,
+        why=why,
+        fits=chosen.reason is not Reason.NOTHING_FITS,
+        scaling=_scaling(question, found=found, cluster=cluster),
+        frontier=frontier(spec_for, request=question.request) if question.has_frontier else None,
+        training=_training(question, found),
+        spans=_spans(question, chosen.best),
+    )
+
+
+def _with_auto(question: PlanQuestion, found: list[Candidate]) -> tuple[list[Candidate], Recommendation, str]:
+    """The solver's plan is a row of its own, and the one to take."""
+    try:
+        solved = solve_plan(question.source.spec_for, request=question.request)
+    except NoPlanFits as error:
+        return found, Recommendation(index=None, reason=Reason.NOTHING_FITS), str(error)
+    best = solved.candidate
+    names = [unit.name for unit in question.source.spec_for(best.plan).units]
+    why = f"{chosen_text(best.plan, names=names)} ({solved.num_replays} plans were replayed)"
+    reason = Reason.SMALLEST_PEAK if question.goal == "memory" else Reason.FASTEST
+    return [*found, best], Recommendation(index=len(found), reason=reason, best=best), why
+
+
+def _scaling(question: PlanQuestion, *, found: list[Candidate], cluster: Cluster) -> list[Scaled] | None:
+    if not question.scales:
+        return None
+    fixed = [one for one in found if not one.label]
+    return scaling(
+        question.source.spec_for, plan=question.plan, found=fixed, cluster=cluster, optimizer=question.optimizer
+    )
+
+
+def _training(question: PlanQuestion, found: list[Candidate]) -> list[TrainingCost] | None:
+    """Of all plans that fit."""
+    if question.num_tokens is None:
+        if question.price_per_gpu_hour is not None:
+            raise InvalidPlan("--price needs --tokens: how long the training is")
+        return None
+    rows = [
+        training_cost(one, num_tokens=question.num_tokens, price_per_gpu_hour=question.price_per_gpu_hour)
+        for one in found
+        if one.fits in ("yes", "tight")
+    ]
+    return [row for row in rows if row is not None]
+
+
+def _spans(question: PlanQuestion, best: Candidate | None) -> list[Span] | None:
+    """The step of the recommended plan, if it is asked for and known."""
+    if not question.has_timeline or best is None or best.time is None:
+        return None
+    spec = question.source.spec_for(best.plan)
+    return timeline(spec, plan=best.plan, cluster=best.cluster, optimizer=question.optimizer)

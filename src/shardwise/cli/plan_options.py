@@ -1,0 +1,75 @@
+"""What the options of `shardwise plan` say: sizes, counts, meshes, clusters."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.errors import InvalidPlan, UnknownName
+from shardwise.mesh import Mesh
+
+if TYPE_CHECKING:
+    from shardwise.hardware import Cluster
+
+GOALS = ("throughput", "memory")
+OPTIMIZERS = ("adamw", "adam", "sgd")
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def check_names(*, goal: str, optimizer: str) -> None:
+    if goal not in GOALS:
+        raise UnknownName.of("goal", goal, known=GOALS)
+    if optimizer not in OPTIMIZERS:
+        raise UnknownName.of("optimizer", optimizer, known=OPTIMIZERS)
+
+
+def asked_count(text: str | None, *, option: str) -> float | None:
+    """`1T`, `300B`, `1e12`; None where nothing is asked."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([kmbt]?)", text.strip().lower())
+    if found is None or float(found[1]) <= 0:
+        raise InvalidPlan(f"{option} {text}: must be a number, such as 1T, 300B or 1e12")
+    return float(found[1]) * _COUNTS[found[2]]
+
+
+def asked_mesh(text: str | None) -> Mesh | None:
+    """`8x4`: replicate × shard; None where nothing is asked."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"([1-9][0-9]{0,6})[x×]([1-9][0-9]{0,6})", text.strip())
+    if found is None:
+        raise InvalidPlan(f"--mesh {text}: must be REPLICATExSHARD, such as 8x8")
+    return Mesh(replicate=int(found[1]), shard=int(found[2]))
+
+
+def asked_recompute(text: str) -> tuple[str, dict[str, str]]:
+    """(Of all units, pattern → of some): `full`, or `full,blocks.[0-8]=none`."""
+    usual, overrides = "none", {}
+    for part in (part.strip() for part in text.split(",")):
+        pattern, equals, way = part.rpartition("=")
+        if equals:
+            overrides[pattern] = way
+        else:
+            usual = part
+    return usual, overrides
+
+
+def asked_cluster(
+    text: str, *, devices: Path | None, software: str | None, matmul_precision: str | None, here: bool
+) -> "Cluster":
+    from shardwise.hardware import cluster_of
+    from shardwise.hardware.cluster_file import read_cluster_file
+    from shardwise.hardware.host_here import probed_cluster
+
+    cluster = cluster_of(text)
+    if devices is not None:
+        measured = read_cluster_file(devices)
+        cluster = replace(cluster, device=measured.device, link=measured.link or cluster.link)
+    device = replace(
+        cluster.device,
+        software=software or cluster.device.software,
+        matmul_precision=matmul_precision or cluster.device.matmul_precision,
+    )
+    cluster = replace(cluster, device=device)
+    return probed_cluster(cluster) if here else cluster

@@ -1,0 +1,88 @@
+"""How `shardwise plan` shows what it found: tables and sentences, or JSON."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardwise.cli.plan_answer import PlanAnswer
+from shardwise.hardware.host_here import host_is_probed
+from shardwise.planner.time.step_time import why_not_timed
+from shardwise.quantities import GIB, fixed_text
+from shardwise.report.text.budgets import frontier_data, frontier_table, training_data, training_table
+from shardwise.report.text.costs import as_data as candidate_data
+from shardwise.report.text.costs import as_table, legend, scaling_data, scaling_table
+from shardwise.report.text.queue_lanes import as_data as spans_as_data
+from shardwise.report.text.queue_lanes import as_lanes
+from shardwise.report.text.verdict import verdict
+
+
+def as_data(shown: PlanAnswer) -> dict[str, Any]:
+    data = {
+        "model": shown.question.source.reference,
+        "cluster": str(shown.found[0].cluster),
+        "recommended": shown.recommendation.index,
+        "why": shown.why,
+        "host": "probed" if host_is_probed(shown.found[0].cluster.device) else "assumed",
+        "candidates": [candidate_data(candidate) for candidate in shown.found],
+    }
+    if shown.training is not None:
+        data["training"] = [training_data(row) for row in shown.training]
+    if shown.frontier is not None:
+        data["frontier"] = frontier_data(shown.frontier)
+    if shown.scaling is not None:
+        data["scaling"] = scaling_data(shown.scaling)
+    if shown.spans is not None:
+        data["timeline"] = spans_as_data(shown.spans)
+    return data
+
+
+def show(shown: PlanAnswer) -> None:
+    from rich.console import Console
+
+    console = Console()
+    console.print(_heading(shown), highlight=False, markup=False)
+    console.print(as_table(shown.found, recommended=shown.recommendation.index))
+    console.print(legend())
+    if shown.training:
+        console.print(training_table(shown.training))
+    if shown.spans is not None:
+        console.print(as_lanes(shown.spans), highlight=False, markup=False)
+    if shown.frontier is not None:
+        console.print(frontier_table(shown.frontier))
+    if shown.scaling is not None:
+        console.print(scaling_table(shown.scaling))
+    for line in _remarks(shown):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _heading(shown: PlanAnswer) -> str:
+    first = shown.found[0]
+    capacity, plan = first.capacity_bytes, first.plan
+    seq = f", {first.seq} tokens a sample" if first.seq else ""
+    room = f"{fixed_text(capacity, unit=GIB)} each" if capacity else "capacity unknown"
+    return (
+        f"{shown.question.source.reference} on {first.cluster} ({room}): {plan.precision}, recompute "
+        f"{plan.recompute}{seq}, engine {plan.engine}"
+    )
+
+
+def _remarks(shown: PlanAnswer) -> Iterator[str]:
+    first = shown.found[0]
+    if not first.memory.activations_known:
+        yield "States only: activations are unknown, and come on top."
+    yield verdict(shown.recommendation, why=shown.why)
+    fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity"
+    unknown = why_not_timed(shown.question.source.spec_for(first.plan), plan=first.plan, cluster=first.cluster)
+    shown_first = shown.recommendation.best or first
+    time = f"time is not predicted: {unknown}" if unknown else f"time {shown_first.time_band}, of it comm exposed"
+    yield f"Predicted, not measured; {fits}; {time}."
+    if unknown is None and not host_is_probed(first.cluster.device):
+        yield "The host is assumed: where the CPU bounds a step, --here on the machine itself measures how fast it is."
+    if shown.frontier is not None:
+        yield "Frontier: without the allocator's model; a fixed plan has one strategy and one recompute for all units."
+    if shown.training is not None:
+        yield "Training: steps alone; evaluations, checkpoints and failures come on top."
+    if shown.scaling is not None:
+        yield (
+            "Scaling: a strategy keeps its micro-batch, so the global batch grows; with the wait for the slowest node, "
+            "without the allocator's model and congestion."
+        )

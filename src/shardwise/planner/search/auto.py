@@ -1,0 +1,269 @@
+"""`solve_plan`: the plan for `strategy = "auto"`: a model, a cluster and a memory budget → one plan with its cost."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf
+
+from shardwise.engine_limits import LIMITS, strategies_of
+from shardwise.errors import ShardwiseError
+from shardwise.hardware import Cluster
+from shardwise.hardware.sourced import Sourced
+from shardwise.mesh import Mesh
+from shardwise.patterns import Patterns
+from shardwise.placement import AUTO, SHARDED, STRATEGIES
+from shardwise.plan import Plan
+from shardwise.planner.search.candidates import Candidate, SpecFor, capacity_bytes, cost, meshes
+from shardwise.planner.search.dial import Choice, Dial
+from shardwise.planner.search.dial_cost import DialCosts
+from shardwise.planner.search.micro_batches import MicroBatches, micro_batches_of
+from shardwise.planner.search.solver import Solver
+from shardwise.planner.time.step_time import why_not_timed
+from shardwise.quantities import bytes_text
+
+RECOMPUTES = ("none", "selective", "full")
+# How often the search is repeated with less room, because the allocator needs more than the tensors.
+_REPEATS = 8
+# Dials that are looked at again with all the room.
+_LOOKS = 3
+
+
+class NoPlanFits(ShardwiseError):  # noqa: N818
+    """Nothing that the solver can set fits the budget."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoRequest:
+    """What a plan is wanted for.
+
+    plan          what is given: precision, engine, mesh and micro-batch if they are set, and so on. Its strategy, its
+                  recompute and their overrides are what is chosen
+    budget_bytes  of the device, what may be used; without it, all
+    global_batch  samples of a step on all ranks; without it as many as plan.accumulate passes have
+    rows          strategies that units may have; without them, all that the engine can run
+    quick         without the allocator's model
+    """
+
+    plan: Plan
+    cluster: Cluster
+    optimizer: str = "adamw"
+    budget_bytes: int | None = None
+    global_batch: int | None = None
+    goal: str = "throughput"
+    rows: tuple[str, ...] = ()
+    recomputes: tuple[str, ...] = RECOMPUTES
+    quick: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """The plan and its cost, on a cluster whose devices have no more than the budget. `num_replays`: plans replayed."""
+
+    candidate: Candidate
+    num_replays: int
+
+
+def solve_plan(spec_for: SpecFor, *, request: AutoRequest) -> Solved:
+    """The best plan that fits the budget, by the planner's own band; NoPlanFits if there is none.
+
+    Where time cannot be predicted, it is the simplest plan that fits, with the same choice for every unit. What is
+    offloaded to the host is only considered when nothing else fits: what that costs in time is not modelled.
+    """
+    return solve_for(costs_of(spec_for, request=request), request=request)
+
+
+def costs_of(spec_for: SpecFor, *, request: AutoRequest) -> DialCosts:
+    """What can be asked for any budget."""
+    plan = _given(request.plan)
+    for recompute in request.recomputes if _may_recompute(plan) else ("none",):
+        spec = spec_for(replace(plan, recompute=recompute))
+    return DialCosts(spec=spec, base=plan, cluster=request.cluster, optimizer=request.optimizer)
+
+
+def _given(plan: Plan) -> Plan:
+    """What of a plan is not chosen here."""
+    return replace(plan, strategy="fsdp", overrides=Patterns(), recompute="none", recompute_overrides=Patterns())
+
+
+def solve_for(costs: DialCosts, *, request: AutoRequest) -> Solved:
+    """As `solve_plan`, with costs that serve for several budgets."""
+    request = replace(request, plan=costs.base)
+    is_timed = why_not_timed(costs.spec, plan=costs.base, cluster=costs.cluster) is None
+    dial = _solved(costs, request=request) if is_timed else _first_fit(costs, request=request)
+    if dial is not None:
+        return Solved(candidate=_cost(costs, dial, request=request), num_replays=costs.num_replays)
+    offloaded = _offloaded(costs, request=request)
+    if offloaded is not None:
+        return offloaded
+    raise NoPlanFits(_nothing_fits(costs, request=request))
+
+
+def with_budget(cluster: Cluster, *, budget_bytes: int | None) -> Cluster:
+    """The same devices, of which no more than the budget may be used."""
+    capacity = capacity_bytes(cluster)
+    if budget_bytes is None or (capacity is not None and capacity <= budget_bytes):
+        return cluster
+    budget = Sourced(value=budget_bytes, kind="datasheet", source="the budget that was asked for")
+    return replace(cluster, device=replace(cluster.device, capacity_bytes=budget))
+
+
+def _solved(costs: DialCosts, *, request: AutoRequest) -> Dial | None:
+    """The best of both ways to accumulate, where there is more than one pass."""
+    batches = _batches(request)
+    ways = {request.plan.accumulate_reduced, batches.samples is not None or batches.passes > 1}
+    found = []
+    for reduced in sorted(ways):
+        solver = Solver(
+            costs=costs,
+            options=_options(request),
+            batches=batches,
+            goal=request.goal,
+            limit=_limit(costs, request=request),
+            accumulate_reduced=reduced,
+        )
+        dial = _allocated(solver, quick=request.quick)
+        found += [dial] if dial is not None else []
+        if dial is not None and dial.accumulate == 1:
+            break
+    sign = -1 if request.goal == "throughput" else 1
+    return min(found, key=lambda dial: sign * solver.costs.speed(dial), default=None)
+
+
+def _allocated(solver: Solver, *, quick: bool) -> Dial | None:
+    """The best dial by the allocator's model too: if it needs more, the search goes on with less room for tensors."""
+    limit, costs = solver.limit, solver.costs
+    dial = solver.best()
+    for _ in range(_REPEATS):
+        if dial is None or quick:
+            return dial
+        needed = costs.device_bytes(dial, limit_bytes=limit)
+        if needed <= limit:
+            return _second_look(solver, found=dial, limit=limit)
+        solver.limit = costs.tensor_bytes(dial) - (needed - limit)
+        dial = solver.best()
+    return None
+
+
+def _second_look(solver: Solver, *, found: Dial, limit: float) -> Dial:
+    """Less room for tensors may have been too little for dials of which the allocator asks less."""
+    if solver.limit == limit or solver.goal == "memory":
+        return found
+    costs = solver.costs
+    tried: set[Dial] = set()
+    for dial in sorted(costs.timed(), key=lambda dial: -costs.speed(dial)):
+        structure = replace(dial, batch=1)
+        if structure in tried or not solver.is_better(dial, found) or costs.tensor_bytes(dial) > limit:
+            continue
+        tried.add(structure)
+        smaller = _shrunk(dial, solver=solver, limit=limit)
+        if smaller is not None and solver.is_better(smaller, found):
+            found = smaller
+        if len(tried) == _LOOKS:
+            break
+    return found
+
+
+def _shrunk(dial: Dial, *, solver: Solver, limit: float) -> Dial | None:
+    """The dial with a batch at which the allocator's model fits too; None if it is not near."""
+    costs = solver.costs
+    for _ in range(3):
+        needed = costs.device_bytes(dial, limit_bytes=limit)
+        if needed <= limit:
+            return dial
+        per_sample = costs.tensor_bytes(dial) - costs.tensor_bytes(replace(dial, batch=max(1, dial.batch - 1)))
+        if not solver.batches.is_free or dial.batch == 1 or per_sample <= 0:
+            return None
+        dial = replace(dial, batch=max(1, dial.batch - max(1, round((needed - limit) / per_sample))))
+    return None
+
+
+def _limit(costs: DialCosts, *, request: AutoRequest) -> float:
+    """What a plan may need, so that it fits with its error band."""
+    capacity = capacity_bytes(with_budget(request.cluster, budget_bytes=request.budget_bytes))
+    return inf if capacity is None else capacity / (1 + costs.band)
+
+
+def _options(request: AutoRequest) -> dict[Mesh, list[Choice]]:
+    """The choices that a unit has on each mesh; rows that shard nothing are only tried on one."""
+    found: dict[Mesh, list[Choice]] = {}
+    ways = request.recomputes if _may_recompute(request.plan) else ("none",)
+    for row in request.rows or strategies_of(request.plan.engine):
+        for mesh in meshes(row, plan=request.plan, cluster=request.cluster):
+            found.setdefault(mesh, []).extend(Choice(row, way) for way in ways)
+    return found
+
+
+def _may_recompute(plan: Plan) -> bool:
+    return LIMITS[plan.engine].why_not(replace(plan, recompute="full")) is None
+
+
+def _batches(request: AutoRequest) -> MicroBatches:
+    """The micro-batches that a request leaves open; 1 where nothing says how many fit."""
+    found = micro_batches_of(request.plan, global_batch=request.global_batch, num_ranks=request.cluster.num_ranks)
+    is_bounded = request.budget_bytes is not None or capacity_bytes(request.cluster) is not None
+    return found if is_bounded or not found.is_free else replace(found, micro_batch=1)
+
+
+def _cost(costs: DialCosts, dial: Dial, *, request: AutoRequest) -> Candidate:
+    cluster = with_budget(request.cluster, budget_bytes=request.budget_bytes)
+    found = cost(costs.spec, plan=costs.plan(dial), cluster=cluster, optimizer=costs.optimizer, quick=request.quick)
+    return replace(found, label=AUTO)
+
+
+# Where time is not predicted, and where nothing fits
+
+
+def _first_fit(costs: DialCosts, *, request: AutoRequest) -> Dial | None:
+    """The simplest that fits: without recomputation before with it, and what is sharded least before more."""
+    solver = Solver(costs=costs, options=_options(request), batches=_batches(request), goal="memory", limit=inf)
+    found = sorted(_uniform(solver), key=lambda dial: _simplicity(dial, request=request))
+    if request.goal == "memory":
+        found.sort(key=costs.tensor_bytes)
+    return next((dial for dial in found if _is_within(dial, costs=costs, request=request)), None)
+
+
+def _simplicity(dial: Dial, *, request: AutoRequest) -> tuple[int, int, int, int]:
+    choice = dial.choices[0] if dial.choices else Choice(dial.root, "none")
+    return RECOMPUTES.index(choice.recompute), list(STRATEGIES).index(choice.row), dial.mesh.replicate, -dial.batch
+
+
+def _uniform(solver: Solver) -> Iterator[Dial]:
+    for (mesh, choices), batch in product(solver.options.items(), solver.batches.allowed()):
+        yield from (solver.uniform(mesh, choice, batch=batch) for choice in choices)
+
+
+def _is_within(dial: Dial, *, costs: DialCosts, request: AutoRequest) -> bool:
+    limit = _limit(costs, request=request)
+    if costs.tensor_bytes(dial) > limit:
+        return False
+    return request.quick or limit == inf or costs.device_bytes(dial, limit_bytes=limit) <= limit
+
+
+def _offloaded(costs: DialCosts, *, request: AutoRequest) -> Solved | None:
+    """The first that fits if activations, or states, or both live in host memory; all units recompute alike."""
+    if any(setting.key == "offload_states" for setting in LIMITS[request.plan.engine].settings):
+        return None
+    rows = request.rows or strategies_of(request.plan.engine)
+    sharded = [row for row in rows if STRATEGIES[row].grads is SHARDED]
+    for activations, states in ((True, False), (False, True), (True, True)):
+        if states and (request.plan.captures or not sharded):
+            continue
+        plan = replace(request.plan, offload_activations=activations, offload_states=states)
+        own = replace(request, plan=plan, rows=tuple(sharded) if states else tuple(rows))
+        found = DialCosts(spec=costs.spec, base=plan, cluster=request.cluster, optimizer=request.optimizer)
+        dial = _first_fit(found, request=own)
+        if dial is not None:
+            num_replays = costs.num_replays + found.num_replays
+            return Solved(candidate=_cost(found, dial, request=own), num_replays=num_replays)
+    return None
+
+
+def _nothing_fits(costs: DialCosts, *, request: AutoRequest) -> str:
+    solver = Solver(costs=costs, options=_options(request), batches=_batches(request), goal="memory", limit=inf)
+    least = min(map(costs.tensor_bytes, _uniform(solver)))
+    capacity = capacity_bytes(with_budget(request.cluster, budget_bytes=request.budget_bytes)) or 0
+    return (
+        f"{costs.spec.name}: no plan for {request.cluster} fits into {bytes_text(capacity)} per device; the smallest "
+        f"needs {bytes_text(round(least * (1 + costs.band)))} with its error band: take a larger budget, more "
+        "devices, or a smaller micro-batch or sample"
+    )

@@ -1,0 +1,51 @@
+"""What the solver chose, in one sentence. No torch."""
+
+from collections.abc import Callable, Sequence
+
+from shardwise.placement import strategy_of
+from shardwise.plan import Plan
+from shardwise.spec import ROOT
+
+
+def chosen_text(plan: Plan, *, names: Sequence[str]) -> str:
+    """A plan's choices for the units of these names: `fsdp; recompute full in blocks.0 to blocks.22, none in 9 …`."""
+    parts = [_split(names, of=lambda name: strategy_of(plan.placement(name)), word="")]
+    blocks = [name for name in names if name != ROOT]
+    if any(plan.recompute_of(name) != "none" for name in blocks):
+        parts.append(_split(blocks, of=plan.recompute_of, word="recompute "))
+    else:
+        parts.append("nothing recomputed")
+    passes = f" × {plan.accumulate} passes" if plan.accumulate > 1 else ""
+    reduced = ", each pass reduced" if plan.accumulate > 1 and plan.accumulate_reduced else ""
+    parts.append(f"micro-batch {plan.micro_batch}{passes}{reduced}")
+    parts.append(f"prefetch {plan.prefetch}")
+    parts += [name for name, is_on in _offloads(plan) if is_on]
+    return "; ".join(parts)
+
+
+def _offloads(plan: Plan) -> list[tuple[str, bool]]:
+    return [
+        ("activations offloaded to the host", plan.offload_activations),
+        ("states offloaded to the host", plan.offload_states),
+    ]
+
+
+def _split(names: Sequence[str], *, of: Callable[[str], str], word: str) -> str:
+    """Value by value: the most common one last, without its names."""
+    values = {value: [name for name in names if of(name) == value] for value in dict.fromkeys(map(of, names))}
+    if len(values) == 1:
+        return f"{word}{next(iter(values))} in all units" if word else f"{next(iter(values))} for all units"
+    *few, most = sorted(values, key=lambda value: len(values[value]))
+    joint = "in" if word else "for"
+    named = [f"{word}{value} {joint} {_named(values[value], order=names)}" for value in few]
+    return ", ".join([*named, f"{word}{most} {joint} the other {len(values[most])}"])
+
+
+def _named(chosen: Sequence[str], *, order: Sequence[str]) -> str:
+    """One or two by name, a row by its ends, others by their number."""
+    at = [order.index(name) for name in chosen]
+    if len(chosen) <= 2:
+        return " and ".join(chosen)
+    if at == list(range(at[0], at[-1] + 1)):
+        return f"{chosen[0]} to {chosen[-1]}"
+    return f"{len(chosen)} units"

@@ -1,0 +1,174 @@
+"""A dial, changed in one thing or in two at a time, as long as that makes it better. No torch.
+
+Of a row of equal units with equal choices only the first and the last are changed: the others cost the same. In a small
+model every change is replayed. In a large one those are that promise the most, if one unit of n counts for an n-th of
+what it would be for all units.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from math import inf
+from typing import NamedTuple
+
+from shardwise.mesh import Mesh
+from shardwise.placement import SHARDED, STRATEGIES
+from shardwise.planner.search.dial import Choice, Dial
+from shardwise.planner.search.dial_cost import DialCosts
+from shardwise.planner.search.micro_batches import MicroBatches
+
+# A model of more units is large.
+_FEW_UNITS = 10
+# Changes of one unit, and of two, that are replayed in a round.
+_NUM_SINGLES, _NUM_PAIRS = 4, 6
+# Dials of a small model that are followed at once, and how many rounds in a row may find nothing better.
+_WIDTH, _PATIENCE = 6, 2
+_MOST_REPLAYS = 600
+_PREFETCHES = (0, 1, 2)
+
+
+class _Marginal(NamedTuple):
+    """A changed dial: what it needs more, and what it takes longer for a sample."""
+
+    dial: Dial
+    more_bytes: float
+    lost_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Climb:
+    """`score`: what is to be as large as can be; -inf of a dial whose tensors are beyond `limit`."""
+
+    costs: DialCosts
+    options: dict[Mesh, list[Choice]]
+    batches: MicroBatches
+    score: Callable[[Dial], float]
+    limit: float
+
+    def climbed(self, starts: Sequence[Dial]) -> Dial:
+        """The best that is found from the best of `starts` on.
+
+        In a small model several dials are followed at once, also over changes that do not help by themselves.
+        """
+        width, patience = (_WIDTH, _PATIENCE) if self._is_small else (1, 0)
+        beam = sorted(starts, key=self.score, reverse=True)[:width]
+        best, seen, num_idle = beam[0], set(beam), 0
+        most_replays = self.costs.num_replays + _MOST_REPLAYS
+        while beam and num_idle <= patience and self.costs.num_replays < most_replays:
+            changed = {one for dial in beam for one in self._changes(dial)} - seen
+            seen |= changed
+            fitting = [dial for dial in changed if self.score(dial) > -inf]
+            beam = sorted(fitting, key=self.score, reverse=True)[:width]
+            if not beam or self.score(beam[0]) <= self.score(best):
+                beam = [*self._pairs(best, seen=seen), *beam]
+            better = max(beam, key=self.score, default=best)
+            num_idle = 0 if self.score(better) > self.score(best) else num_idle + 1
+            best = max(best, better, key=self.score)
+        return best
+
+    def shrunk(self, starts: Sequence[Dial]) -> Dial:
+        """The smallest that is found from the smallest of `starts` on, by changes of one thing; scores are of bytes."""
+        best = max(starts, key=self.score)
+        while True:
+            units = [marginal.dial for marginal in sorted(self._marginals(best), key=lambda one: one.more_bytes)]
+            changed = [*self._of_job(best), *(units if self._is_small else units[:_NUM_SINGLES])]
+            better = max(changed, key=self.score, default=best)
+            if self.score(better) <= self.score(best):
+                return best
+            best = better
+
+    @property
+    def _is_small(self) -> bool:
+        return len(self.costs.names) <= _FEW_UNITS
+
+    def _changes(self, dial: Dial) -> list[Dial]:
+        """Dials that differ from it in one thing."""
+        return [*self._of_job(dial), *self._singles(self._marginals(dial))]
+
+    def _of_job(self, dial: Dial) -> Iterator[Dial]:
+        """Changes of what is no unit's own."""
+        for batch in self.batches.near(dial.batch):
+            yield replace(dial, batch=batch, accumulate=self.batches.accumulate(batch))
+        rows = dict.fromkeys(choice.row for choice in self.options[dial.mesh])
+        for row in rows:
+            # The root's row, and that of all other units.
+            yield replace(dial, root=row)
+            yield replace(dial, choices=tuple(Choice(row, choice.recompute) for choice in dial.choices))
+        if any(STRATEGIES[choice.row].params is SHARDED for choice in dial.choices):
+            yield from (replace(dial, prefetch=depth) for depth in _PREFETCHES if depth != dial.prefetch)
+
+    def _marginals(self, dial: Dial) -> list[_Marginal]:
+        """Every change of one unit."""
+        choices = self.options[dial.mesh] if self._is_small else self._useful(dial)
+        return [
+            self._marginal(dial, at=at, choice=choice)
+            for at in self._edges(dial)
+            for choice in choices
+            if choice != dial.choices[at]
+        ]
+
+    def _marginal(self, dial: Dial, *, at: int, choice: Choice) -> _Marginal:
+        changed = dial.turned([at], choice)
+        return self._measured(dial, changed) if self._is_small else self._expected(dial, changed, at=at)
+
+    def _measured(self, dial: Dial, changed: Dial) -> _Marginal:
+        more = self.costs.tensor_bytes(changed) - self.costs.tensor_bytes(dial)
+        return _Marginal(changed, more, 1 / self.costs.speed(changed) - 1 / self.costs.speed(dial))
+
+    def _expected(self, dial: Dial, changed: Dial, *, at: int) -> _Marginal:
+        before, after = (self.costs.uniform(one.choices[at], like=dial) for one in (dial, changed))
+        found, count = self._measured(before, after), len(dial.choices)
+        return _Marginal(changed, found.more_bytes / count, found.lost_seconds / count)
+
+    def _singles(self, marginals: list[_Marginal]) -> list[Dial]:
+        if self._is_small:
+            # What is gathered ahead is a large part of a small model, so that less of it may pay for a change.
+            alone = [replace(marginal.dial, prefetch=0) for marginal in marginals]
+            return [*(marginal.dial for marginal in marginals), *alone]
+        faster = sorted((one for one in marginals if one.lost_seconds < 0), key=lambda one: one.lost_seconds)
+        return [marginal.dial for marginal in faster[:_NUM_SINGLES]]
+
+    def _pairs(self, dial: Dial, *, seen: set[Dial]) -> list[Dial]:
+        """Two changes at once, of which one pays for the other: those that promise the most, if they fit."""
+        marginals = self._marginals(dial)
+        room = self.limit - self.costs.tensor_bytes(dial)
+        promising: list[tuple[float, Dial]] = []
+        for one, other in combinations(marginals, 2):
+            lost = one.lost_seconds + other.lost_seconds
+            if lost < 0 and one.more_bytes + other.more_bytes <= room:
+                both = _both(dial, one.dial, other.dial)
+                promising += [(lost, both)] if both is not None and both not in seen else []
+        promising.sort(key=lambda pair: pair[0])
+        found = [both for _, both in promising[:_NUM_PAIRS]]
+        seen.update(found)
+        return [both for both in found if self.score(both) > -inf]
+
+    def _edges(self, dial: Dial) -> list[int]:
+        """The first and the last unit of each row of equal units with equal choices."""
+        choices = dial.choices
+        return [
+            at
+            for members in self.costs.classes
+            for at in members
+            if at in (members[0], members[-1]) or not choices[at - 1] == choices[at] == choices[at + 1]
+        ]
+
+    def _useful(self, dial: Dial) -> list[Choice]:
+        """Choices that are faster than all that need less, if all units had them."""
+        alike = {choice: self.costs.uniform(choice, like=dial) for choice in self.options[dial.mesh]}
+        costs = {choice: (self.costs.tensor_bytes(one), -self.costs.speed(one)) for choice, one in alike.items()}
+        found: list[Choice] = []
+        for choice in sorted(costs, key=lambda choice: costs[choice]):
+            if not found or costs[choice][1] < costs[found[-1]][1]:
+                found.append(choice)
+        return found
+
+
+def _both(dial: Dial, one: Dial, other: Dial) -> Dial | None:
+    """Both changes of a unit; None if it is the same unit."""
+    choices = []
+    for before, first, second in zip(dial.choices, one.choices, other.choices, strict=True):
+        if first != before and second != before:
+            return None
+        choices.append(first if first != before else second)
+    return replace(dial, choices=tuple(choices))

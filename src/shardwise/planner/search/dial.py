@@ -1,0 +1,135 @@
+"""The dial of every unit as one value, and the plan that says the same in a few patterns. No torch.
+
+    Choice    one unit: a row of the placement table, and what backward computes again
+    Dial      all units of a model, and what the job has besides: mesh, prefetch, micro-batch, passes
+
+The search turns dials; the planner's replay, the engine and a TOML file know plans.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import groupby
+from typing import NamedTuple
+
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan
+from shardwise.spec import ROOT, ModelSpec, UnitSpec
+
+_NUMBERED = re.compile(r"(.*?)(\d+)")
+
+
+class Choice(NamedTuple):
+    """A row of the placement table, and what is recomputed."""
+
+    row: str
+    recompute: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dial:
+    """`choices`: of the units that are called, in the order of calls. `root`: the row of what no other unit holds."""
+
+    root: str
+    choices: tuple[Choice, ...]
+    mesh: Mesh
+    prefetch: int
+    batch: int
+    accumulate: int
+    accumulate_reduced: bool = False
+
+    def turned(self, positions: Collection[int], choice: Choice) -> "Dial":
+        """With another choice at some positions."""
+        chosen = set(positions)
+        return replace(self, choices=tuple(choice if at in chosen else c for at, c in enumerate(self.choices)))
+
+
+def turned_units(spec: ModelSpec) -> tuple[str, ...]:
+    """The units that have a choice of their own, in the order of calls; those that are never called come last."""
+    every = (*spec.call_order, *(unit.name for unit in spec.units))
+    return tuple(name for name in dict.fromkeys(every) if name != ROOT)
+
+
+def equal_units(spec: ModelSpec) -> list[range]:
+    """Positions in `turned_units` of units that follow on each other and hold the same: one class after another."""
+    units = {unit.name: unit for unit in spec.units}
+    names = turned_units(spec)
+    found = []
+    for _, positions in groupby(range(len(names)), key=lambda at: _likeness(units[names[at]])):
+        members = list(positions)
+        found.append(range(members[0], members[-1] + 1))
+    return found
+
+
+def _likeness(unit: UnitSpec) -> tuple[object, ...]:
+    return unit.class_name, tuple((param.shape, param.dtype, param.trainable) for param in unit.params)
+
+
+def plan_of(dial: Dial, *, names: Sequence[str], base: Plan) -> Plan:
+    """The plan that gives each unit its choice; all else is the base's."""
+    rows = {ROOT: dial.root} | {name: choice.row for name, choice in zip(names, dial.choices, strict=True)}
+    ways = {name: choice.recompute for name, choice in zip(names, dial.choices, strict=True)}
+    row, way = _usual(rows.values()), _usual(ways.values()) if ways else "none"
+    return replace(
+        base,
+        strategy=row,
+        overrides=_patterns(rows, usual=row),
+        recompute=way,
+        recompute_overrides=_patterns(ways, usual=way),
+        mesh=dial.mesh,
+        prefetch=dial.prefetch,
+        micro_batch=dial.batch,
+        accumulate=dial.accumulate,
+        accumulate_reduced=dial.accumulate_reduced,
+    )
+
+
+def _usual(values: Iterable[str]) -> str:
+    return Counter(values).most_common(1)[0][0]
+
+
+def _patterns(values: Mapping[str, str], *, usual: str) -> dict[str, str]:
+    """Pattern → value of all names whose value is not the usual one."""
+    found: dict[str, str] = {}
+    for value in dict.fromkeys(values.values()):
+        if value != usual:
+            named = [name for name, own in values.items() if own == value]
+            found |= dict.fromkeys(name_patterns(named, among=values), value)
+    return found
+
+
+def name_patterns(names: Sequence[str], *, among: Iterable[str]) -> list[str]:
+    """Patterns that match these names and no other: `blocks.[0-8]` for blocks.0 to blocks.8."""
+    by_prefix: dict[str, list[int]] = {}
+    found = []
+    for name in names:
+        numbered = _NUMBERED.fullmatch(name)
+        if numbered is None or numbered[2] != str(int(numbered[2])):
+            found.append(name)
+        else:
+            by_prefix.setdefault(numbered[1], []).append(int(numbered[2]))
+    for prefix, numbers in by_prefix.items():
+        found += [prefix + digits for digits in _digit_patterns(sorted(numbers))]
+    others = set(among) - set(names)
+    wrong = any(fnmatchcase(other, pattern) for other in others for pattern in found)
+    return list(names) if wrong else found
+
+
+def _digit_patterns(numbers: Sequence[int]) -> Iterator[str]:
+    """Patterns of the decimal digits of increasing numbers, by their last digit: 9, 10, 11, 12 → `9`, `1[0-2]`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1 and number // 10 == runs[-1][0] // 10:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    # Whole decades that follow on each other are one pattern: 10 to 29 → `[1-2][0-9]`.
+    for whole, group in groupby(runs, key=lambda run: len(run) == 10 and run[0] >= 10):
+        if whole:
+            yield from (f"{tens}[0-9]" for tens in _digit_patterns([run[0] // 10 for run in group]))
+        else:
+            for run in group:
+                head = str(run[0])[:-1]
+                yield str(run[0]) if len(run) == 1 else f"{head}[{run[0] % 10}-{run[-1] % 10}]"

@@ -1,0 +1,79 @@
+"""Which micro-batches a search may try, and how many passes a step has with each. No torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwise.errors import InvalidPlan
+from shardwise.plan import Plan
+
+MOST_BATCH = 2**16
+"""No search goes beyond this."""
+# A free batch is compared with so many smaller and larger ones: kernels like some sizes better than their neighbours.
+_NEAR = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatches:
+    """`micro_batch` is fixed; or `samples`, those of a rank and step, of which any divisor will do; or it is free.
+
+    `passes` of a step, unless `samples` decide.
+    """
+
+    micro_batch: int | None = None
+    samples: int | None = None
+    passes: int = 1
+
+    @property
+    def is_free(self) -> bool:
+        return self.micro_batch is None and self.samples is None
+
+    def accumulate(self, batch: int) -> int:
+        return self.passes if self.samples is None else self.samples // batch
+
+    def allowed(self) -> list[int]:
+        """All of them; of free ones only 1, which is the least."""
+        if self.samples is None:
+            return [self.micro_batch or 1]
+        return [batch for batch in range(1, self.samples + 1) if self.samples % batch == 0]
+
+    def near(self, batch: int) -> list[int]:
+        """Others that are not far away."""
+        if self.is_free:
+            close = range(max(1, batch - _NEAR), min(MOST_BATCH, batch + _NEAR) + 1)
+            return [other for other in close if other != batch]
+        allowed = self.allowed()
+        at = allowed.index(batch)
+        return [*allowed[max(at - 1, 0) : at], *allowed[at + 1 : at + 2]]
+
+
+def micro_batches_of(plan: Plan, *, global_batch: int | None, num_ranks: int) -> MicroBatches:
+    """Those that a plan and a global batch leave open. Without one, a step has as many passes as the plan says."""
+    if global_batch is None:
+        return MicroBatches(micro_batch=plan.micro_batch, passes=plan.accumulate)
+    samples, left = divmod(global_batch, num_ranks)
+    if left or samples < 1:
+        raise InvalidPlan(
+            f"a global batch of {global_batch} on {num_ranks} ranks: it must be a multiple of {num_ranks}"
+        )
+    given, name = (plan.micro_batch, "micro_batch") if plan.micro_batch is not None else (plan.accumulate, "accumulate")
+    if samples % given:
+        raise InvalidPlan(
+            f"a global batch of {global_batch} on {num_ranks} ranks is {samples} samples per rank and step, which "
+            f"{name} = {given} does not divide"
+        )
+    if plan.micro_batch is None and plan.accumulate == 1:
+        return MicroBatches(samples=samples)
+    batch = given if plan.micro_batch is not None else samples // given
+    return MicroBatches(micro_batch=batch, passes=samples // batch)
+
+
+def largest_fitting(fits: Callable[[int], bool]) -> int:
+    """The largest batch that fits, if all below it do; at least 1."""
+    low, high = 1, 2
+    while high <= MOST_BATCH and fits(high):
+        low, high = high, 2 * high
+    high = min(high, MOST_BATCH + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

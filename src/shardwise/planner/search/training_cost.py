@@ -1,0 +1,44 @@
+"""A whole training at the speed of a plan: how many days, GPU-hours and how much money. No torch."""
+
+from dataclasses import dataclass
+
+from shardwise.errors import InvalidPlan
+from shardwise.planner.search.candidates import Candidate
+
+_DAY_SECONDS = 86_400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingCost:
+    """`cost` in the currency of the price, None without one. `global_batch` in samples; `mfu` of the device's peak."""
+
+    candidate: Candidate
+    tokens_per_day: float
+    days: float
+    gpu_hours: float
+    cost: float | None
+    mfu: float | None
+    global_batch: int
+    global_batch_tokens: int
+
+
+def training_cost(candidate: Candidate, *, num_tokens: float, price_per_gpu_hour: float | None) -> TrainingCost | None:
+    """Of a plan whose time is predicted; None where it is not. No time is counted for failures and evaluations."""
+    time = candidate.time
+    if candidate.seq is None:
+        raise InvalidPlan("--tokens: this model's samples are not counted in tokens")
+    if time is None:
+        return None
+    tokens_per_day = time.samples_per_s * candidate.seq * _DAY_SECONDS
+    days = num_tokens / tokens_per_day
+    gpu_hours = days * 24 * candidate.cluster.num_ranks
+    return TrainingCost(
+        candidate=candidate,
+        tokens_per_day=tokens_per_day,
+        days=days,
+        gpu_hours=gpu_hours,
+        cost=gpu_hours * price_per_gpu_hour if price_per_gpu_hour is not None else None,
+        mfu=time.mfu,
+        global_batch=candidate.global_batch,
+        global_batch_tokens=candidate.global_batch * candidate.seq,
+    )

@@ -1,0 +1,75 @@
+"""`plan.strategy = "auto"` on two ranks: one plan for all, in the run folder, and the same one at the next start."""
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from torch import nn
+from train_tasks import config, lines, trained
+
+import shardwise
+from shardwise.errors import ShardwiseError
+from shardwise.plan import Plan
+from shardwise.train.config import TrainConfig
+from shardwise.train.config_section import InvalidConfig
+from shardwise.train.rank_run import train
+
+
+def auto(folder: Path, **sections: object) -> TrainConfig:
+    plan = {"strategy": "auto", "precision": "fp32"}
+    given = {"plan": plan, "auto": {"global_batch": 8}, **sections}
+    return TrainConfig.from_dict(config(folder, plan={"micro_batch": 1}, train={"steps": 3}).to_dict() | given)
+
+
+def refused(rank: int, asked: TrainConfig) -> str:
+    try:
+        train(asked)
+    except ShardwiseError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_train_the_plan_that_was_chosen_and_the_next_start_uses_it_again(tmp_path: Path) -> None:
+    asked = auto(tmp_path / "run")
+    run_ranks(trained, num_ranks=2, args=(asked,))
+    plan = Plan.load(tmp_path / "run" / "plan.toml")
+    assert not plan.is_auto
+    assert plan.micro_batch is not None
+    assert plan.micro_batch * plan.accumulate * 2 == 8
+    kept = json.loads((tmp_path / "run" / "auto.json").read_text())
+    assert kept["plan"] == plan.to_dict()
+    assert kept["said"].startswith("ddp for all units")
+    # Another plan for the same question: whoever solves it again would not come to it.
+    kept["plan"] = {**kept["plan"], "strategy": "zero2"}
+    (tmp_path / "run" / "auto.json").write_text(json.dumps(kept))
+    steps = len(lines(tmp_path / "run"))
+    longer = TrainConfig.from_dict(asked.to_dict() | {"train": {**asked.train.to_dict(), "steps": steps + 2}})
+    run_ranks(trained, num_ranks=2, args=(longer,))
+    assert Plan.load(tmp_path / "run" / "plan.toml").strategy == "zero2"
+    assert len(lines(tmp_path / "run")) == steps + 2
+
+
+def prepared(rank: int) -> str:
+    try:
+        shardwise.prepare(nn.Linear(2, 2), None, Plan(strategy="auto"))
+    except ShardwiseError as error:
+        return str(error)
+    return ""
+
+
+def test_prepare_says_how_an_auto_plan_is_chosen() -> None:
+    assert all("not chosen yet; shardwise.Plan.auto(task, ...)" in said for said in run_ranks(prepared, num_ranks=2))
+
+
+def test_a_budget_that_nothing_fits_is_told_on_every_rank(tmp_path: Path) -> None:
+    asked = auto(tmp_path / "run", auto={"global_batch": 8, "budget": "1KiB"})
+    one, other = run_ranks(refused, num_ranks=2, args=(asked,))
+    assert "fits into 1.00 KiB per device" in one
+    assert "rank 0 could not go on" in other
+    assert not (tmp_path / "run" / "plan.toml").exists()
+
+
+def test_a_step_without_a_number_of_samples_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"needs auto\.global_batch or plan\.micro_batch"):
+        auto(tmp_path, auto={})

@@ -1,0 +1,162 @@
+"""`strategy = "auto"`: the solver finds what trying everything finds, and never takes a plan that does not fit."""
+
+from dataclasses import replace
+
+import pytest
+from planned_specs import spec_for
+from random_models import PLAN, RandomModel, random_model
+
+from shardwise.errors import InvalidPlan
+from shardwise.hardware import Cluster, cluster_of
+from shardwise.plan import Plan
+from shardwise.planner.search.auto import RECOMPUTES, AutoRequest, NoPlanFits, Solved, solve_plan
+from shardwise.planner.search.candidates import candidates, cost
+from shardwise.quantities import GIB
+from shardwise.sources import Source
+from shardwise.spec import ModelSpec
+
+SHARES = (0.1, 0.3, 0.5, 0.8)
+GIBI = int(GIB.size)
+
+
+def solved_with(model: RandomModel, *, limit: float) -> Solved:
+    budget = round(limit * (1 + model.costs().band)) + 1
+    plan = replace(PLAN, micro_batch=model.batch)
+    request = AutoRequest(plan=plan, cluster=model.cluster, budget_bytes=budget, rows=model.rows, quick=True)
+    return solve_plan(lambda plan: model.spec, request=request)
+
+
+def check_against_all(seed: int) -> None:
+    model = random_model(seed)
+    costs = model.costs()
+    every = [(costs.tensor_bytes(dial), costs.speed(dial)) for dial in model.dials()]
+    least, most = min(every)[0], max(every)[0]
+    for share in SHARES:
+        limit = least + share * (most - least)
+        best = max(speed for num_bytes, speed in every if num_bytes <= limit)
+        found = solved_with(model, limit=limit).candidate
+        assert found.fits == "yes"
+        assert found.time is not None
+        assert found.time.samples_per_s >= 0.99 * best, (seed, share)
+
+
+@pytest.mark.parametrize("seed", [5, 7])
+def test_the_solver_is_within_a_hundredth_of_trying_every_plan(seed: int) -> None:
+    check_against_all(seed)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(50))
+def test_the_solver_is_within_a_hundredth_on_50_models_at_4_budgets_each(seed: int) -> None:
+    check_against_all(seed)
+
+
+def traced(name: str) -> ModelSpec:
+    return spec_for(name, *(Plan(precision="bf16", recompute=recompute) for recompute in RECOMPUTES))
+
+
+def llama() -> ModelSpec:
+    return traced("llama-3.1-8b")
+
+
+def gpt() -> ModelSpec:
+    return traced("gpt2-1.5b")
+
+
+def solve(spec: ModelSpec, cluster: str | Cluster, *, plan: Plan = PLAN, **options: object) -> Solved:
+    where = cluster_of(cluster) if isinstance(cluster, str) else cluster
+    request = AutoRequest(plan=plan, cluster=where, **options)  # type: ignore[arg-type]
+    return solve_plan(lambda plan: spec, request=request)
+
+
+def test_equal_blocks_get_unequal_choices() -> None:
+    found = solve(llama(), "8xh100-80gb", budget_bytes=60 * GIBI, plan=replace(PLAN, micro_batch=1)).candidate
+    ways = {found.plan.recompute_of(f"blocks.{number}") for number in range(32)}
+    assert len(ways) == 2
+    assert found.fits == "yes"
+
+
+@pytest.mark.parametrize("gib", [25])
+def test_no_plan_of_one_strategy_and_one_recompute_is_faster(gib: int) -> None:
+    spec = gpt()
+    found = solve(spec, "8xa100-40gb", budget_bytes=gib * GIBI, quick=True).candidate
+    assert found.time is not None
+    assert found.memory.device_bytes * (1 + found.memory_band) <= gib * GIBI
+    for recompute in RECOMPUTES:
+        fixed = candidates(
+            lambda plan: spec,
+            plan=replace(PLAN, recompute=recompute),
+            strategies=("ddp", "zero1", "zero2", "shard_grad_op", "fsdp"),
+            cluster=found.cluster,
+            optimizer="adamw",
+            goal="throughput",
+            quick=True,
+        )
+        for one in fixed:
+            assert one.time is not None
+            assert one.fits != "yes" or one.time.samples_per_s <= 1.003 * found.time.samples_per_s
+
+
+def test_the_plan_in_its_file_is_the_plan_that_was_costed(tmp_path_factory: pytest.TempPathFactory) -> None:
+    spec = llama()
+    found = solve(spec, "8xh100-80gb", budget_bytes=60 * GIBI, plan=replace(PLAN, micro_batch=1)).candidate
+    assert found.plan.recompute_overrides
+    path = tmp_path_factory.mktemp("plan") / "plan.toml"
+    found.plan.save(path)
+    again = cost(spec, plan=Plan.load(path), cluster=found.cluster, optimizer="adamw")
+    assert again.memory == found.memory
+    assert again.time == found.time
+
+
+def test_a_global_batch_is_met_whatever_the_micro_batch() -> None:
+    found = solve(gpt(), "8xa100-40gb", global_batch=128, quick=True).candidate
+    assert found.global_batch == 128
+    assert found.fits == "yes"
+    with pytest.raises(InvalidPlan, match="must be a multiple of 8"):
+        solve(gpt(), "8xh100-80gb", global_batch=100)
+    with pytest.raises(InvalidPlan, match="micro_batch = 3 does not divide"):
+        solve(gpt(), "8xh100-80gb", global_batch=128, plan=replace(PLAN, micro_batch=3))
+
+
+def test_for_memorys_sake_nothing_is_smaller() -> None:
+    spec = llama()
+    found = solve(spec, "8xh100-80gb", goal="memory").candidate
+    fixed = cost(
+        spec,
+        plan=replace(PLAN, recompute="full", micro_batch=1),
+        cluster=cluster_of("8xh100-80gb"),
+        optimizer="adamw",
+    )
+    assert found.memory.allocated_bytes <= fixed.memory.allocated_bytes
+
+
+def test_states_go_to_the_host_only_if_nothing_else_fits() -> None:
+    spec = llama()
+    one = replace(PLAN, micro_batch=1)
+    assert not solve(spec, "8xh100-80gb", budget_bytes=35 * GIBI, plan=one, quick=True).candidate.plan.offload_states
+    found = solve(spec, "2xh100-80gb", budget_bytes=60 * GIBI, plan=one, quick=True).candidate
+    assert found.plan.offload_states or found.plan.offload_activations
+    assert found.fits == "yes"
+
+
+def test_what_cannot_fit_is_one_line_with_what_it_would_need() -> None:
+    with pytest.raises(NoPlanFits, match=r"no plan for 8xh100-80gb fits into 4.00 GiB.*the smallest needs") as caught:
+        solve(llama(), "8xh100-80gb", budget_bytes=4 * GIBI)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_where_time_is_not_predicted_the_simplest_that_fits_is_taken() -> None:
+    spec = Source("gpt2-124m", kernels="cuda").spec_for(Plan())
+    found = solve_plan(
+        lambda plan: spec,
+        request=AutoRequest(plan=Plan(micro_batch=1), cluster=cluster_of("4xcpu"), recomputes=("none",)),
+    ).candidate
+    assert (found.plan.strategy, found.plan.recompute, found.time) == ("ddp", "none", None)
+
+
+def test_an_auto_plan_is_not_yet_a_plan() -> None:
+    with pytest.raises(InvalidPlan, match=r"the plan is not chosen yet; shardwise\.Plan\.auto"):
+        Plan(strategy="auto").placements(["(root)"])
+    with pytest.raises(InvalidPlan, match="leave overrides"):
+        Plan(strategy="auto", overrides={"head": "ddp"})
