@@ -16,7 +16,8 @@ from shardwise.engine_limits import LIMITS, check_settings
 from shardwise.errors import InvalidPlan, ShardwiseError, UnknownName
 from shardwise.mesh import Mesh
 from shardwise.patterns import Patterns, check_pattern, unmatched
-from shardwise.placement import AUTO, STRATEGIES, Placement, Where, placement_of, strategy_of
+from shardwise.placement import AUTO, STRATEGIES, Placement, placement_of, strategy_of
+from shardwise.plan_form import check_count, not_among, override_of, some, table_of
 from shardwise.policy import UnitPolicy
 from shardwise.toml_file import read_toml
 
@@ -39,8 +40,6 @@ _LEAST: Mapping[str, int] = {
 }
 _OPTIONAL = ("micro_batch",)
 _SWITCHES = ("accumulate_reduced", "offload_activations", "offload_states", "dynamic")
-# What TOML's integers are sure to hold.
-_MOST = 2**63 - 1
 
 
 def _strategies(items: object) -> Patterns:
@@ -52,7 +51,7 @@ def _strategy(pattern: str, value: object) -> str:
     if isinstance(value, Placement):
         return strategy_of(value)
     if not isinstance(value, str) or value not in STRATEGIES:
-        raise InvalidPlan(_not_among(f"overrides.{pattern}", value, STRATEGIES) + ", or a placement")
+        raise InvalidPlan(not_among(f"overrides.{pattern}", value, STRATEGIES) + ", or a placement")
     return value
 
 
@@ -62,7 +61,7 @@ def _recomputes(items: object) -> Patterns:
     for pattern, value in _mapping("recompute_overrides", items):
         key = f"recompute_overrides.{check_pattern(pattern, key='recompute_overrides')}"
         if not isinstance(value, str) or value not in _CHOICES["recompute"]:
-            raise InvalidPlan(_not_among(key, value, _CHOICES["recompute"]))
+            raise InvalidPlan(not_among(key, value, _CHOICES["recompute"]))
         checked[pattern] = value
     return Patterns(checked)
 
@@ -140,9 +139,9 @@ class Plan:
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if not isinstance(value, str) or value not in allowed:
-                raise InvalidPlan(_not_among(name, value, allowed))
+                raise InvalidPlan(not_among(name, value, allowed))
         for name, least in _LEAST.items():
-            _check_count(name, getattr(self, name), least=least, optional=name in _OPTIONAL)
+            check_count(name, getattr(self, name), least=least, optional=name in _OPTIONAL)
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidPlan(f"{name} = {_show(getattr(self, name))}: must be true or false")
@@ -202,7 +201,7 @@ class Plan:
         for key in ("overrides", "recompute_overrides"):
             for pattern in unmatched(getattr(self, key), names):
                 raise InvalidPlan(
-                    f"{key}.{pattern} matches no unit; the units are {_some(names)} "
+                    f"{key}.{pattern} matches no unit; the units are {some(names)} "
                     f"(units = {self.units!r}; 'auto + MODULE' makes a module a unit)"
                 )
         return {name: self.placement(name) for name in names}
@@ -288,11 +287,11 @@ class Plan:
                 raise InvalidPlan(str(UnknownName.of("key", name, known=known)))
         values = dict(data)
         if "mesh" in values:
-            mesh = _table("mesh", values["mesh"], allowed=("replicate", "shard"))
+            mesh = table_of("mesh", values["mesh"], allowed=("replicate", "shard"))
             values["mesh"] = Mesh(**mesh)
         if "overrides" in values:
-            overrides = _table("overrides", values["overrides"])
-            values["overrides"] = {p: _override(p, value) for p, value in overrides.items()}
+            overrides = table_of("overrides", values["overrides"])
+            values["overrides"] = {p: override_of(p, value) for p, value in overrides.items()}
         return cls(**values)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -312,53 +311,3 @@ class Plan:
             return cls.from_dict(read_toml(path))
         except ShardwiseError as error:
             raise InvalidPlan(f"{path}: {error}") from error
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
-
-
-def _not_among(key: str, value: object, allowed: Iterable[str]) -> str:
-    return f"{key} = {_show(value)}: must be one of {', '.join(allowed)}"
-
-
-def _check_count(name: str, value: object, *, least: int, optional: bool) -> None:
-    if value is None and optional:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
-        raise InvalidPlan(f"{name} = {_show(value)}: must be a whole number of at least {least}")
-
-
-def _table(name: str, value: object, *, allowed: tuple[str, ...] | None = None) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidPlan(f"{name} = {_show(value)}: must be a table")
-    for key in value:
-        if allowed is not None and key not in allowed:
-            raise InvalidPlan(f"{name}.{_plain(key)}: unknown key; allowed: {', '.join(allowed)}")
-    return value
-
-
-def _plain(key: str) -> str:
-    return key if key.isprintable() else _show(key)
-
-
-def _override(pattern: str, value: object) -> str | Placement:
-    """A strategy's name as it is; a table of params, grads, optim, reshard_after_forward as a placement."""
-    if not isinstance(value, dict):
-        return value  # type: ignore[return-value]  # Plan says what else is wrong with it
-    key = f"overrides.{_plain(pattern)}"
-    states = ("params", "grads", "optim")
-    table = _table(key, value, allowed=(*states, "reshard_after_forward"))
-    where = {where.value: where for where in Where}
-    for state in states:
-        if state not in table:
-            raise InvalidPlan(f"{key}.{state} is missing: must be one of {', '.join(where)}")
-        if not isinstance(table[state], str) or table[state] not in where:
-            raise InvalidPlan(_not_among(f"{key}.{state}", table[state], where))
-    try:
-        return Placement(
-            **{state: where[table[state]] for state in states},
-            reshard_after_forward=table.get("reshard_after_forward", False),
-        )
-    except InvalidPlan as error:
-        raise InvalidPlan(f"{key}: {error}") from error

@@ -15,7 +15,7 @@ ROWS: list[set[str]] = [
     {"autopsy"},
     {
         *("placement", "mesh", "policy", "patterns", "dtypes", "layout", "categories", "quantities", "span"),
-        *("engine_limits", "plan"),
+        *("engine_limits", "plan_form", "plan"),
     },
     {"spec"},
     {"hardware"},
