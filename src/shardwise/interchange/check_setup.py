@@ -38,7 +38,7 @@ def _nothing_wrapped(setup: ForeignSetup) -> Iterator[Mistake]:
 
 def _mixed_versions(setup: ForeignSetup) -> Iterator[Mistake]:
     version = count(setup.settings.get("fsdp_config.fsdp_version", setup.settings.get("fsdp_config.version")))
-    found = {key.rpartition(".")[2].removeprefix("fsdp_"): key for key in setup.settings if "fsdp" in key}
+    found = {key.rpartition(".")[2].removeprefix("fsdp_"): key for key in setup.settings if key.startswith("fsdp")}
     if version == 2:
         old = [found[name].rpartition(".")[2] for name in _OF_VERSION_1 if name in found]
         if old:

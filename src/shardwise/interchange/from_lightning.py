@@ -33,7 +33,7 @@ def is_lightning(data: Mapping[str, Any]) -> bool:
 def from_lightning(data: Mapping[str, Any]) -> ForeignSetup:
     table = data.get("trainer", data)
     named, options = _strategy(table.get("strategy", "auto"))
-    sharded = "fsdp" in named.lower() and "deepspeed" not in named.lower()
+    sharded = named.lower().startswith("fsdp")
     wraps = names(options.get("auto_wrap_policy")) or None
     # Without a policy FSDP wraps the module as a whole.
     wraps_nothing = sharded and not options.get("auto_wrap_policy")

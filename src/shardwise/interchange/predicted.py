@@ -36,7 +36,7 @@ def _findings(found: Candidate, spec_for: SpecFor) -> Iterator[Mistake]:
         line = f"{found.batch} samples per rank need {needed} of {bytes_text(capacity)}"
         yield Mistake(code="SW104", line=line, fix=_what_fits(found, spec_for))
         return
-    if placement_of(plan.strategy).params is SHARDED or plan.strategy in ("zero1", "zero2"):
+    if placement_of(plan.strategy).optim is SHARDED:
         replicas = _cost(replace(plan, strategy="ddp", mesh=None, units="auto", offload_states=False), found, spec_for)
         if replicas.fits == "yes" and _speed(replicas) > _FASTER * _speed(found):
             yield Mistake(

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from shardwise.interchange.exported import Exported, JobShape, not_expressed
+from shardwise.placement import SHARDED, placement_of
 from shardwise.plan import Plan
 
 _STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "shard_grad_op": 3, "fsdp": 3}
@@ -20,8 +21,9 @@ def to_deepspeed(plan: Plan, shape: JobShape) -> Exported:
             zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     if zero["stage"] == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
-    if plan.strategy == "shard_grad_op":
-        left_out.append("strategy = shard_grad_op: stage 3 is the nearest; it gathers parameters again for backward")
+    placement = placement_of(plan.strategy)
+    if placement.params is SHARDED and not placement.reshard_after_forward:
+        left_out.append(f"strategy = {plan.strategy}: stage 3 is the nearest; it gathers parameters again for backward")
     if plan.mesh is not None and plan.mesh.replicate > 1:
         # MiCS shards within groups, and replicates across them.
         zero["mics_shard_size"] = plan.mesh.shard

@@ -18,7 +18,7 @@ def to_torchtitan(plan: Plan, shape: JobShape) -> Exported:
 
     sharded = placement_of(plan.strategy).params is SHARDED
     left_out = not_expressed(plan, target="torchtitan", expressed=_EXPRESSED)
-    if plan.strategy in ("zero1", "zero2"):
+    if placement_of(plan.strategy).optim is SHARDED and not sharded:
         left_out.append(f"strategy = {plan.strategy}: torchtitan has DDP and FSDP2; this file says DDP")
     if plan.units != "auto":
         left_out.append(f"units = {plan.units}: torchtitan wraps each transformer block")
