@@ -1,6 +1,7 @@
 """A model as adapters train it: a frozen base, small trained parameters in its blocks; importable by ranks."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from cases import Batch
@@ -81,3 +82,23 @@ def one_step(model: nn.Module, batches: list[Batch]) -> None:
                 sums[parameter] = parameter.grad.clone() if before is None else before + parameter.grad
     for parameter, total in sums.items():
         parameter.grad = total * (1 / len(batches))
+
+
+class HalfBase(nn.Module):
+    """A frozen base in bf16 and an adapter in fp32, as PEFT makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(64, 64, bias=False).bfloat16().requires_grad_(False)
+        self.adapter = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.base(x.bfloat16()).float() + self.adapter(x)
+
+
+def make_half() -> Any:
+    def batch(step: int, rank: int) -> Any:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        return torch.randn(4, 64, generator=generator), torch.randn(4, 64, generator=generator)
+
+    return nn.Sequential(HalfBase(), HalfBase()), batch

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapted import NUM_TRAINED, make_adapted, one_step
+from adapted import NUM_TRAINED, make_adapted, make_half, one_step
 from cases import adamw, sgd, squares
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -104,26 +104,6 @@ def test_engine_program_and_planner_reduce_the_bytes_that_are_trained_and_no_mor
 
 
 # A base in bf16
-
-
-class HalfBase(nn.Module):
-    """A frozen base in bf16 and an adapter in fp32, as PEFT makes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(64, 64, bias=False).bfloat16().requires_grad_(False)
-        self.adapter = nn.Linear(64, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.base(x.bfloat16()).float() + self.adapter(x)
-
-
-def make_half() -> Any:
-    def batch(step: int, rank: int) -> Any:
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        return torch.randn(4, 64, generator=generator), torch.randn(4, 64, generator=generator)
-
-    return nn.Sequential(HalfBase(), HalfBase()), batch
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
