@@ -55,13 +55,14 @@ class DistributedSampler:
         self.position = 0
 
     def __iter__(self) -> Iterator[int]:
-        # Counted from the start of the current epoch, so that in an endless order it runs past num_samples.
-        first = self.position + self.rank
+        # Counted from the start of the epoch that is current now, so that in an endless order it runs past num_samples.
+        # The loop moves the sampler on meanwhile.
+        epoch, first = self.epoch, self.position + self.rank
         stop = None if self.endless else self.num_samples
         while stop is None or first < stop:
             end = first + _BLOCK * self.num_ranks
             positions = np.arange(first, end if stop is None else min(end, stop), self.num_ranks, dtype=np.int64)
-            yield from self._samples(positions).tolist()
+            yield from self._samples(positions, epoch=epoch).tolist()
             first = end
 
     def __len__(self) -> int:
@@ -69,11 +70,12 @@ class DistributedSampler:
             raise TypeError("an endless sampler has no length: count steps instead")
         return len(range(self.position + self.rank, self.num_samples, self.num_ranks))
 
-    def _samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _samples(self, positions: NDArray[np.int64], *, epoch: int) -> NDArray[np.int64]:
+        """`positions` from the start of `epoch` on."""
         epochs, offsets = np.divmod(positions, self.num_samples)
         if not self.shuffle:
             return offsets
-        return permute(offsets, length=self.num_samples, seed=self.seed, epoch=self.epoch + epochs)
+        return permute(offsets, length=self.num_samples, seed=self.seed, epoch=epoch + epochs)
 
     def advance(self, num_samples: int) -> None:
         """Move on by what all ranks together have used; the end of an epoch is the start of the next."""

@@ -89,6 +89,29 @@ def test_evaluation_resumes_at_any_point_with_other_ranks(
         assert sorted(rest) == list(range(length))
 
 
+@pytest.mark.parametrize("length", [48, 1500, 5000])
+def test_a_long_run_that_moves_the_sampler_on_sees_every_sample_once_in_each_epoch(length: int) -> None:
+    """Also past what an iterator computes at once, and as a run does that is resumed at each step."""
+    parts = samplers(2, length, endless=True)
+    iterators = [iter(sampler) for sampler in parts]
+    seen: list[int] = []
+    num_steps = 3 * max(length, 2048) // 2
+    for step in range(num_steps):
+        if step % 97 == 0:
+            resumed = samplers(2, length, endless=True)
+            for sampler, fresh in zip(parts, resumed, strict=True):
+                fresh.load_state_dict(sampler.state_dict())
+            expected = [next(iter(fresh)) for fresh in resumed]
+        taken = [next(iterator) for iterator in iterators]
+        if step % 97 == 0:
+            assert taken == expected, step
+        seen += taken
+        for sampler in parts:
+            sampler.advance(2)
+    for start in range(0, len(seen) - length + 1, length):
+        assert sorted(seen[start : start + length]) == list(range(length)), start // length
+
+
 def test_reading_ahead_does_not_move_the_position() -> None:
     sampler = DistributedSampler(100, endless=True)
     loader = DataLoader(list(range(100)), batch_size=4, sampler=sampler)  # type: ignore[arg-type]
