@@ -58,13 +58,10 @@ CONFIGS = {
 }
 
 
-def training(name: str, *, capture: str, backend: str, tell: Callable[[str], None]) -> tuple[Any, Any, tuple[Any, Any]]:
-    """(model, step, batch) of one model."""
+def build(name: str) -> tuple[Any, Any, Any]:
+    """(model, tokens, a mask of ones), with random weights on the GPU."""
     import torch
     import transformers
-
-    import shardwise
-    from shardwise import Plan
 
     kind, size, seq, config = MODELS[name]
     torch.manual_seed(0)
@@ -72,7 +69,17 @@ def training(name: str, *, capture: str, backend: str, tell: Callable[[str], Non
     with torch.device("cuda"):
         model = getattr(transformers, kind)._from_config(made, attn_implementation="sdpa").float().train()
     ids = torch.randint(5, config["vocab_size"], (size, seq), device="cuda")
-    mask = torch.ones_like(ids)
+    return model, ids, torch.ones_like(ids)
+
+
+def training(name: str, *, capture: str, backend: str, tell: Callable[[str], None]) -> tuple[Any, Any, tuple[Any, Any]]:
+    """(model, step, batch) of one model."""
+    import torch
+
+    import shardwise
+    from shardwise import Plan
+
+    model, ids, mask = build(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     shardwise.prepare(model, optimizer, Plan(precision="bf16", compile=backend, capture=capture))
 

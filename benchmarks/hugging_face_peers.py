@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from captured_models import CONFIGS, MODELS, machine
+from captured_models import MODELS, build, machine
 
 RESULTS = Path(__file__).parent / "results" / "hugging_face_peers_h200.json"
 # What the host bounds is compared step by step; the larger models as they are by default.
@@ -39,20 +39,6 @@ RATIOS = (("default", "accelerate"), ("default", "torch_ddp"), ("fsdp", "fully_s
 BLOCK_SECONDS = 0.4
 
 
-def build(name: str) -> tuple[Any, Any]:
-    """(model, batch), the same for each engine."""
-    import torch
-    import transformers
-
-    kind, size, seq, config = MODELS[name]
-    torch.manual_seed(0)
-    made = getattr(transformers, CONFIGS[kind])(**config)
-    with torch.device("cuda"):
-        model = getattr(transformers, kind)._from_config(made, attn_implementation="sdpa").float().train()
-    ids = torch.randint(5, config["vocab_size"], (size, seq), device="cuda")
-    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-
-
 def step_of(engine: str, name: str, *, tell: Callable[[str], None]) -> Callable[[], Any]:
     """One step of a training under an engine."""
     import torch
@@ -61,7 +47,7 @@ def step_of(engine: str, name: str, *, tell: Callable[[str], None]) -> Callable[
     from shardwise import Plan
     from shardwise.torch_engine.prepare import prepare_on_torch
 
-    model, batch = build(name)
+    model, ids, mask = build(name)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     backward: Callable[[Any], None] = torch.Tensor.backward
     if engine in ("default", "fsdp", "ddp"):
@@ -76,15 +62,15 @@ def step_of(engine: str, name: str, *, tell: Callable[[str], None]) -> Callable[
             model, optimizer, Plan(strategy=strategy, precision="bf16", engine="torch", capture="off")
         )
 
-    def step(ids: Any, mask: Any, labels: Any) -> Any:
-        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+    def step(ids: Any, mask: Any) -> Any:
+        loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
         backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
     taken = shardwise.capture(step, model, optimizer, tell=tell) if engine == "default" else step
-    return lambda: taken(*batch.values())
+    return lambda: taken(ids, mask)
 
 
 def on_accelerate(model: Any, optimizer: Any) -> tuple[Any, Any, Callable[[Any], None]]:
