@@ -55,6 +55,7 @@ def test_transformers_trainer_and_an_accelerate_loop_train_as_under_their_own_dd
     assert len([name for name, row in rows.items() if row["bound"] == 0]) == 3
 
 
+@pytest.mark.whole
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("strategies", STRATEGIES)
 def test_lightnings_trainer_and_fabric_train_as_under_their_own_ddp(strategies: tuple[str, ...]) -> None:

@@ -83,6 +83,7 @@ def started(command: list[str], *, folder: Path, **variables: str) -> str:
     return ended.stdout + ended.stderr
 
 
+@pytest.mark.whole
 @pytest.mark.timeout(200)
 def test_torchruns_script_trains_the_plan(tmp_path: Path) -> None:
     plan = Plan(strategy="zero2", micro_batch=2)
