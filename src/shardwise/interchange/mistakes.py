@@ -12,7 +12,7 @@ TITLES = {
     "SW107": "tied weights are split",
     "SW108": "ranks get uneven or the same batches",
     "SW109": "the step is bound by the host",
-    "SW110": "fp16 where bf16 is available",
+    "SW110": "fp16 with a fixed loss scale",
     "SW111": "offloaded, where it fits without",
     "SW112": "the job's sizes contradict each other",
     "SW113": "activations are recomputed twice",

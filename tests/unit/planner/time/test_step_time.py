@@ -68,9 +68,9 @@ def test_no_step_is_longer_than_the_first_after_a_pause() -> None:
     for strategy in STRATEGIES:
         plan, cluster = plan_of(strategy, micro_batch=1), cluster_of("8xh100-80gb")
         first, few, many = (block_seconds(SPEC, plan=plan, cluster=cluster, num_steps=n) for n in (1, 4, 10**6))
-        # Where the CPU bounds every step, they are alike.
-        assert first >= 0.999 * few
-        assert few >= 0.999 * many
+        # Where the CPU bounds every step, they are alike up to rounding.
+        assert first >= (1 - 1e-7) * few
+        assert few >= (1 - 1e-7) * many
         assert many == pytest.approx(timed(plan).step_seconds, rel=1e-5)
 
 
