@@ -1,13 +1,13 @@
 """Jobs that hang or crash, and what their ranks leave behind: the rank that stopped is named, and its operation."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch._C._distributed_c10d as c10d
+from ports import free_port
 from test_launch_train import broken_at
 from test_watch import started
 
@@ -39,14 +39,11 @@ os._exit(0)
 
 @pytest.mark.skipif(not hasattr(c10d, "_dump_fr_trace"), reason="this torch has no flight recorder for Gloo")
 def test_real_dumps_tell_which_rank_stopped(tmp_path: Path) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
     environment = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",
         "TORCH_FR_BUFFER_SIZE": "100",
         "GLOO_SOCKET_IFNAME": "lo",

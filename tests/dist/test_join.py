@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from ports import free_port
 from prepares import take_step
 from ranks import run_ranks
 from torch import nn
@@ -59,10 +59,8 @@ def started_with(rank: int, variables: dict[str, str], engine: str) -> dict[str,
 
 
 def test_under_torchruns_variables_the_ranks_are_one_job_on_torchs_engine_too() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
     variables = {"RANK": "{rank}", "LOCAL_RANK": "{rank}", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     check_one_job(run_ranks(started_with, num_ranks=2, args=(variables, "torch")))
 
 
@@ -70,23 +68,12 @@ def test_under_torchruns_variables_the_ranks_are_one_job_on_torchs_engine_too() 
 @pytest.mark.parametrize("address", ["::1", "[::1]"])
 @pytest.mark.parametrize("num_nodes", ["1", "0"])
 def test_the_ranks_meet_at_an_ipv6_address(address: str, num_nodes: str) -> None:
-    port = free_port("::1")
     variables = {"RANK": "{rank}", "LOCAL_RANK": "{rank}", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": num_nodes}
-    variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(free_port("::1")), "GLOO_SOCKET_IFNAME": "lo"}
     found = run_ranks(started_with, num_ranks=2, args=(variables, "shardwise"))
     assert found[0]["weights"] == found[1]["weights"]
     if num_nodes == "1":
         check_one_job(found)
-
-
-def free_port(address: str) -> int:
-    """A port that is free there now; the test is skipped where the machine has no such address."""
-    try:
-        with socket.create_server((address, 0), family=socket.AF_INET6) as listener:
-            port: int = listener.getsockname()[1]
-    except OSError:
-        pytest.skip(f"no {address} here")
-    return port
 
 
 def test_without_a_launcher_it_is_a_job_of_one_rank() -> None:

@@ -3,7 +3,6 @@
 import gc
 import multiprocessing
 import re
-import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from ports import free_port
 from processes import processes_with
 from ranks import run_ranks
 from stalling import run_rank
@@ -45,12 +45,6 @@ class Rank:
         lines = [line for line in self.output.splitlines() if f"ends with exit code {EXIT_CODE}" in line]
         assert len(lines) == 1, self.output
         return lines[0]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def started(fault: str, strategy: str, folder: Path, **more: str) -> list[Rank]:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ports import free_port
+
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 _CONF = """
 ClusterName=shardwise
@@ -69,7 +71,7 @@ def slurm_here(folder: Path) -> Iterator[Slurm]:
     for name in ("state", "spool"):
         (folder / name).mkdir()
     conf = folder / "slurm.conf"
-    conf.write_text(_CONF.format(folder=folder, host=socket.gethostname(), controller=_free_port(), node=_free_port()))
+    conf.write_text(_CONF.format(folder=folder, host=socket.gethostname(), controller=free_port(), node=free_port()))
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
@@ -114,9 +116,3 @@ def _wait_until_up(slurm: Slurm, folder: Path) -> None:
             return
     logs = "".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("*.txt"))
     raise AssertionError(f"the node is not up: {shown}\n{logs}")
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
