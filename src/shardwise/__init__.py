@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         load_full_state_dict,
         mean_count,
         prepare,
+        replan,
         weight_stream,
         whole,
     )
@@ -66,6 +67,7 @@ _HOME = {
     "mean_count": "shardwise.engines",
     "model_spec": "shardwise.units",
     "prepare": "shardwise.engines",
+    "replan": "shardwise.engines",
     "save_pretrained": "shardwise.integrations.pretrained",
     "step": "shardwise.train_step",
     "tape": "shardwise.engine.engine",
@@ -100,6 +102,7 @@ __all__ = [
     "mean_count",
     "model_spec",
     "prepare",
+    "replan",
     "save_pretrained",
     "step",
     "tape",

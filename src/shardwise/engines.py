@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.watch import WATCH_SECONDS
 from shardwise.engine import prepare as engine_prepare
+from shardwise.engine import replan as engine_replan
 from shardwise.engine.captured import capture as engine_capture
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.params.replicas import COMPARE_EVERY
@@ -79,6 +80,24 @@ def prepare(
     from shardwise.torch_engine.prepare import prepare_on_torch
 
     return prepare_on_torch(model, optimizer, plan, device=device)
+
+
+def replan(model: nn.Module, plan: Plan) -> None:
+    """Another plan for a prepared model, between two steps, without a checkpoint. Collective.
+
+        shardwise.replan(model, Plan(strategy="fsdp"))      # on every rank; the loop goes on as it was
+
+    Strategy, overrides, mesh, recompute, offload, prefetch and the like may change; what decides what is computed
+    (precision, units, …) may not. Parameters, gradients, optimizer state and averages (shardwise.EMA) move unit by
+    unit: a rank holds no more than the larger of both plans and one unit. Training goes on bit for bit as if it had
+    been saved under the old plan and resumed under the new one. Steps that were captured are captured again.
+    """
+    if not is_prepared(model):
+        raise InvalidPlan(
+            "shardwise.replan needs a model of shardwise.prepare with engine = 'shardwise': torch's engines are made "
+            "for one plan; save a checkpoint, and resume under the other"
+        )
+    engine_replan.replan(model, plan)
 
 
 def capture(

@@ -18,4 +18,5 @@ prepared/       what is asked of a prepared model: state dicts, clipping, accumu
 captured/       steps as CUDA graphs
 prepare.py      puts it together; description.py: what ranks must have been given alike; refuse.py: models that it
                 does not take
+replan.py       another plan between two steps; reshard.py: what moves then, a buffer at a time
 """

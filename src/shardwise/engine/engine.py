@@ -24,9 +24,9 @@ from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Engine:
-    """The parts of a prepared model."""
+    """The parts of a prepared model. It stays when the plan changes (replan.py); most of its parts do not."""
 
     plan: Plan
     groups: MeshGroups
@@ -37,6 +37,8 @@ class Engine:
     owned: OwnedParameters
     tape: Tape
     device: torch.device
+    # Every how many steps ranks compare what they hold alike.
+    compare_every: int
     handles: list[Any]
     # What puts the modules' own forward back.
     undo: list[Callable[[], None]]
@@ -46,6 +48,8 @@ class Engine:
     predicts_alone: bool = True
     # What keeps averages of the parameters (prepared/average.py), for as long as somebody else holds it.
     averages: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    # Steps as CUDA graphs, which read and write the memory of this plan (captured/captured_step.py).
+    captured: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
     def attach(self, model: nn.Module) -> None:
         """Listen to the model; until its first forward, to gradients that come without one."""
@@ -64,6 +68,15 @@ class Engine:
                 for parameter in flat.params
                 if parameter.requires_grad
             ]
+
+    def detach(self) -> None:
+        """Listen to the model no more; modules have their own forward again."""
+        self.runner.hooks.detach()
+        for handle in (*self.handles, *self.runner.watch):
+            handle.remove()
+        self.runner.watch.clear()
+        for undo in reversed(self.undo):
+            undo()
 
     def check_between_steps(self, *, what: str) -> None:
         """Refuse `what` in the middle of an accumulation: gradients that each rank sums alone are part of no state."""

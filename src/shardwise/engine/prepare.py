@@ -1,5 +1,6 @@
 """`prepare`: an ordinary model and optimizer become ones that run a plan. They stay the same objects."""
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -43,10 +44,10 @@ from shardwise.engine.step.runner import Runner
 from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.mesh import Mesh
-from shardwise.placement import SHARDED
+from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
 from shardwise.program import Bucket
-from shardwise.program.buffers import flat_specs
+from shardwise.program.buffers import FlatSpec, flat_specs
 from shardwise.spec import ModelSpec
 from shardwise.units import model_spec, unit_modules
 
@@ -95,7 +96,7 @@ def prepare(
         ),
         what="plans, models or optimizers",
     )
-    setting = _Setting(
+    setting = EngineSetting(
         spec=model_spec(model, policy=plan.units),
         plan=plan,
         groups=mesh_groups(mesh),
@@ -112,17 +113,27 @@ def prepare(
     become_prepared(model)
     explain_out_of_memory(model)
     watch_over(
-        engine.runner,
+        engine,
         limit_seconds=watch_seconds,
         waits_on_host=chosen.type == "cpu",
-        issues=engine.runner.flags.same_order.history,
+        issues=partial(_history, weakref.ref(engine)),
     )
-    RECORDS.tell_of(engine.runner, groups=setting.groups, last=last_issued)
+    tell_records(engine)
     return model, optimizer
 
 
+def tell_records(engine: Engine) -> None:
+    """From now on the record of a job that fails tells what this engine has issued."""
+    RECORDS.tell_of(engine, groups=engine.groups, last=lambda engine: last_issued(engine.runner))
+
+
+def _history(held: "weakref.ref[Engine]") -> dict[int, dict[str, list[str]]]:
+    engine = held()
+    return {} if engine is None else engine.runner.flags.same_order.history()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Setting:
+class EngineSetting:
     """What all parts of an engine are made with."""
 
     spec: ModelSpec
@@ -139,7 +150,7 @@ def _engine(
     model: nn.Module,
     optimizer: Optimizer | None,
     *,
-    setting: _Setting,
+    setting: EngineSetting,
     any_optimizer: bool,
     weights: Mapping[str, Tensor] | None,
 ) -> Engine:
@@ -151,7 +162,7 @@ def _engine(
     before = [list(flat.params) for flat in flats]
     fill(model, flats=flats, groups=setting.groups, device=device, weights=weights)
     inputs = FirstInputs()
-    runner = _runner(model, units=units, inputs=inputs, setting=setting)
+    runner = make_runner(model, units=units, inputs=inputs, passes=PassState(), setting=setting)
     for unit in units.values():
         unit.settle()
     owned = _owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
@@ -167,6 +178,7 @@ def _engine(
         owned=owned,
         tape=setting.tape,
         device=device,
+        compare_every=setting.compare_every,
         handles=[],
         undo=[],
     )
@@ -175,9 +187,11 @@ def _engine(
     return engine
 
 
-def _runner(model: nn.Module, *, units: dict[str, Unit], inputs: FirstInputs, setting: _Setting) -> Runner:
+def make_runner(
+    model: nn.Module, *, units: dict[str, Unit], inputs: FirstInputs, passes: PassState, setting: EngineSetting
+) -> Runner:
+    """What runs the steps of a model whose units have their buffers."""
     plan, groups, collectives, tape = setting.plan, setting.groups, setting.collectives, setting.tape
-    passes = PassState()
     flats = [flat for unit in units.values() for flat in unit.flats]
 
     def make_bucket(bucket: Bucket) -> ReduceBucket:
@@ -224,22 +238,9 @@ def _description(
 ) -> str:
     """What ranks must agree on, a line each; raises for what no rank could run, before anything is touched."""
     check_model(model, plan=plan)
-    mesh.check_ranks(dist.get_world_size())
-    if plan.engine != "shardwise":
-        raise InvalidPlan(f"engine = {plan.engine!r}: shardwise.prepare runs engine = 'shardwise'")
-    if plan.captures and device.type != "cuda":
-        raise InvalidPlan(
-            f"capture = 'on' with {device.type}: only a CUDA device can capture a step; set capture = 'auto' or 'off'"
-        )
     spec = model_spec(model, policy=plan.units)
-    placements = plan.placements(unit.name for unit in spec.units)
-    check_compile(placements, plan=plan)
+    placements = check_plan(plan, spec=spec, mesh=mesh, device=device)
     check_kept(model, spec=spec, plan=plan)
-    if plan.offload_states and not any(placement.grads is SHARDED for placement in placements.values()):
-        raise InvalidPlan(
-            f"offload_states = true with strategy = {plan.strategy!r}: what every rank holds whole stays on the "
-            "device; use zero2, shard_grad_op or fsdp"
-        )
     check_watch_seconds(watch_seconds)
     check_compare_every(compare_every)
     described = describe(model, spec=spec, plan=plan)
@@ -258,6 +259,25 @@ def _description(
     return described
 
 
+def check_plan(plan: Plan, *, spec: ModelSpec, mesh: Mesh, device: torch.device) -> dict[str, Placement]:
+    """The placement of each unit; refuses a plan that this job cannot run."""
+    mesh.check_ranks(dist.get_world_size())
+    if plan.engine != "shardwise":
+        raise InvalidPlan(f"engine = {plan.engine!r}: shardwise.prepare runs engine = 'shardwise'")
+    if plan.captures and device.type != "cuda":
+        raise InvalidPlan(
+            f"capture = 'on' with {device.type}: only a CUDA device can capture a step; set capture = 'auto' or 'off'"
+        )
+    placements = plan.placements(unit.name for unit in spec.units)
+    check_compile(placements, plan=plan)
+    if plan.offload_states and not any(placement.grads is SHARDED for placement in placements.values()):
+        raise InvalidPlan(
+            f"offload_states = true with strategy = {plan.strategy!r}: what every rank holds whole stays on the "
+            "device; use zero2, shard_grad_op or fsdp"
+        )
+    return placements
+
+
 def _collectives(plan: Plan) -> Collectives:
     if plan.collectives == "ring":
         from shardwise.comm.ring import RingCollectives
@@ -266,7 +286,7 @@ def _collectives(plan: Plan) -> Collectives:
     return BackendCollectives()
 
 
-def _units(model: nn.Module, *, setting: _Setting) -> dict[str, Unit]:
+def _units(model: nn.Module, *, setting: EngineSetting) -> dict[str, Unit]:
     plan = setting.plan
     modules = unit_modules(model, policy=plan.units)
     placements = plan.placements(modules)
@@ -275,14 +295,8 @@ def _units(model: nn.Module, *, setting: _Setting) -> dict[str, Unit]:
     for unit in setting.spec.units:
         placement = placements[unit.name]
         flats = [
-            FlatParams(
-                [parameters[param.name] for param in flat.params],
-                spec=flat,
-                placement=placement,
-                device=setting.device,
-                groups=setting.groups,
-                collectives=setting.collectives,
-                host=setting.host if placement.grads is SHARDED else None,
+            make_flat(
+                [parameters[param.name] for param in flat.params], spec=flat, placement=placement, setting=setting
             )
             for flat in flat_specs(unit, plan=plan)
         ]
@@ -290,6 +304,21 @@ def _units(model: nn.Module, *, setting: _Setting) -> dict[str, Unit]:
             unit.name, module=modules[unit.name], placement=placement, flats=flats, tape=setting.tape
         )
     return units
+
+
+def make_flat(
+    params: list[nn.Parameter], *, spec: FlatSpec, placement: Placement, setting: EngineSetting
+) -> FlatParams:
+    """A buffer for these parameters, with nothing in it yet."""
+    return FlatParams(
+        params,
+        spec=spec,
+        placement=placement,
+        device=setting.device,
+        groups=setting.groups,
+        collectives=setting.collectives,
+        host=setting.host if placement.grads is SHARDED else None,
+    )
 
 
 def _owned(

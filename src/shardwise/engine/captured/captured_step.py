@@ -105,10 +105,21 @@ class CapturedStep:
         self._ordinary_seconds: list[float] = []
         self._replay_seconds: list[float] = []
         let_go_before_leaving(self)
+        engine.captured.add(self)
 
     def let_go(self) -> None:
         """Destroy the graphs; what comes after is captured again."""
         self._store.clear()
+
+    def follow_plan(self) -> None:
+        """The engine has another plan, and other memory: steps of that are captured, if they can be."""
+        self.let_go()
+        self._recorder.forget_samples()
+        self._ordinary_seconds.clear()
+        self._replay_seconds.clear()
+        why = self._engine.plan.why_not_captured()
+        if why and not self.stopped:
+            self._stop(why)
 
     def __call__(self, *inputs: Any) -> Any:
         self._engine.runner.passes.check_values("a step")

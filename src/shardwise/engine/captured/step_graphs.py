@@ -117,6 +117,10 @@ class StepRecorder:
         """What the update will step by, on this rank."""
         return [part.parameter.grad for flat in self.engine.flats for part in flat.owned]
 
+    def forget_samples(self) -> None:
+        """Gradients are of other sizes from here on."""
+        self._samples.clear()
+
     def samples(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Places for `sampled(grads)`, the same ones each time."""
         for index, sample in enumerate(sampled(grads)):

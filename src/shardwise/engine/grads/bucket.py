@@ -8,6 +8,7 @@ adds to what it holds.
 from collections.abc import Set as AbstractSet
 
 import torch
+from torch import Tensor
 
 from shardwise.comm.collectives import Collectives, own_slice
 from shardwise.comm.groups import MeshGroups
@@ -94,6 +95,24 @@ class ReduceBucket:
             if all(name in names for flat in segment.flats for name in flat.names):
                 segment.holds = False
                 segment.release()
+
+    def let_go(self) -> dict[int, Tensor]:
+        """Parameter, by id → what is held for it. The bucket is at its end."""
+        held: dict[int, Tensor] = {}
+        for segment in self.segments:
+            if segment.holds:
+                for flat in segment.flats:
+                    held |= {id(p): view for p, view in zip(flat.params, segment.views(flat), strict=True)}
+            segment.let_go()
+        return held
+
+    def hold(self, held: dict[int, Tensor]) -> None:
+        """Take over what another bucket has held."""
+        for segment in self.segments:
+            for flat in segment.flats:
+                for parameter, view in zip(flat.params, segment.views(flat), strict=True):
+                    view.copy_(held.pop(id(parameter)))
+        self.keep()
 
     def start(self) -> None:
         """Sum over the ranks."""

@@ -52,6 +52,11 @@ class SameOrder:
         self._copied: torch.cuda.Event | None = None
         self._copied_of: dict[str, Issued] = {}
 
+    def resume_from(self, before: "SameOrder") -> None:
+        """Count on where another plan of the same job has stopped, so that no number comes twice."""
+        before.look(wait=True)
+        self._num_sent = before._num_sent
+
     def send(self, used: int) -> None:
         """Write the first flag: whether its parameter was used (0 or 1), and what was issued up to here."""
         if not self._coefficient:

@@ -103,6 +103,12 @@ class Segment:
         self.buffer = None
         self._views = []
 
+    def let_go(self) -> None:
+        """It is used no more. What somebody holds of its gradients keeps its memory."""
+        self.buffer, self._kept = None, None
+        self._views = []
+        self.holds = False
+
     @property
     def kept(self) -> Tensor | None:
         """The buffer whose memory stays for the next step, if any."""

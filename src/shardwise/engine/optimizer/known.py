@@ -53,10 +53,11 @@ def check_optimizer(optimizer: Optimizer, *, sharded: Mapping[int, bool], any_op
         )
     if any_optimizer or not any(sharded[id(p)] for p in held):
         return
-    _check_elementwise(optimizer)
+    check_elementwise(optimizer)
 
 
-def _check_elementwise(optimizer: Optimizer) -> None:
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that cannot step slices."""
     kind = type(optimizer)
     if kind not in ELEMENTWISE and f"{kind.__module__}.{kind.__qualname__}" not in ELEMENTWISE_ELSEWHERE:
         names = sorted({kind.__name__ for kind in ELEMENTWISE} | {"Lion"})

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.comm.agreement import agree, meet
 from shardwise.comm.rank_progress import PROGRESS, UPDATE
 from shardwise.engine.optimizer.closure import StepClosure
-from shardwise.engine.optimizer.known import check_optimizer, describe_optimizer
+from shardwise.engine.optimizer.known import check_elementwise, check_optimizer, describe_optimizer
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
 from shardwise.engine.params.flat import FlatParams
@@ -50,12 +50,25 @@ class OwnedParameters:
         self._names: dict[int, str] = {}
         # The full names of each param group, also of what this rank owns nothing of.
         self.group_names: weakref.WeakKeyDictionary[Optimizer, list[list[str]]] = weakref.WeakKeyDictionary()
+        # Whether any of them is stepped in slices.
+        self._steps_slices: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self.run_by(before_step=before_step, after_step=after_step, forget_grads=forget_grads, edit=edit)
+        self._any_optimizer = any_optimizer
+        _REGISTRY.add(self)
+
+    def run_by(
+        self,
+        *,
+        before_step: Callable[[], None],
+        after_step: Callable[[], None],
+        forget_grads: Callable[..., None],
+        edit: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Whom to call around a step, and when gradients are cleared."""
         self._before_step = before_step
         self._after_step = after_step
         self._forget_grads = forget_grads
         self._edit = edit
-        self._any_optimizer = any_optimizer
-        _REGISTRY.add(self)
 
     def add(self, parameter: nn.Parameter, *, name: str, owned: nn.Parameter | None, sharded: bool) -> None:
         """`owned` stands for `parameter`; None where this rank owns no element of it."""
@@ -64,11 +77,29 @@ class OwnedParameters:
         self._sharded[id(parameter)] = sharded
         self._names[id(parameter)] = name
 
+    def check(self, optimizer: Optimizer, *, sharded: Mapping[str, bool]) -> None:
+        """Refuse an adopted optimizer that cannot step what would be in slices, by name."""
+        names = [name for group in self.group_names[optimizer] for name in group]
+        if not self._any_optimizer and any(sharded[name] for name in names):
+            check_elementwise(optimizer)
+
+    def exchange(self, owned: Mapping[str, nn.Parameter | None], *, sharded: bool) -> None:
+        """Other slices, or none, stand for the parameters of these names from here on; in all optimizers."""
+        for key, name in self._names.items():
+            if name in owned:
+                self._owned[key], self._sharded[key] = owned[name], sharded
+        current = {name: self._owned[key] for key, name in self._names.items()}
+        in_slices = {name for key, name in self._names.items() if self._sharded[key]}
+        for optimizer, groups in self.group_names.items():
+            for group, names in zip(optimizer.param_groups, groups, strict=True):
+                held = [current[name] for name in names]
+                group["params"][:] = [parameter for parameter in held if parameter is not None]
+            self._steps_slices[optimizer] = any(name in in_slices for names in groups for name in names)
+
     def in_slices(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer steps, or will step, slices of ours."""
         if self.adopted(optimizer):
-            sharded = {self._names[key] for key, is_sharded in self._sharded.items() if is_sharded}
-            return any(name in sharded for names in self.group_names[optimizer] for name in names)
+            return self._steps_slices[optimizer]
         return any(self._sharded.get(id(p), False) for group in optimizer.param_groups for p in group["params"])
 
     def concerns(self, optimizer: Optimizer) -> bool:
@@ -88,15 +119,13 @@ class OwnedParameters:
     def adopt(self, optimizer: Optimizer) -> None:
         """Rewrite the param groups; their options, and whoever holds them (schedulers), stay."""
         check_optimizer(optimizer, sharded=self._sharded, any_optimizer=self._any_optimizer)
-        held = [p for group in optimizer.param_groups for p in group["params"]]
         self.group_names[optimizer] = []
         for group in optimizer.param_groups:
             self._rewrite(group, optimizer=optimizer)
-        sharded = any(self._sharded[id(parameter)] for parameter in held)
-        closure = StepClosure(lambda: self.before_step(sharded=sharded))
+        held_weakly = weakref.ref(optimizer)
+        closure = StepClosure(lambda: self._before(held_weakly))
         optimizer.register_step_pre_hook(lambda _, *given: closure.begin(*given))
         optimizer.register_step_post_hook(lambda *_: self._end_step(closure))
-        held_weakly = weakref.ref(optimizer)
         optimizer.zero_grad = partial(self._zero_grad, held_weakly)  # type: ignore[method-assign]
         optimizer.add_param_group = partial(self._add_param_group, held_weakly)  # type: ignore[method-assign]
         optimizer.state_dict = partial(self._state_dict, held_weakly)  # type: ignore[method-assign]
@@ -130,6 +159,8 @@ class OwnedParameters:
     def _rewrite(self, group: dict[str, Any], *, optimizer: Optimizer) -> None:
         """A param group that is new to us: its parameters go, the slices that stand for them come."""
         self.group_names[optimizer].append([self._names[id(parameter)] for parameter in group["params"]])
+        in_slices = any(self._sharded[id(parameter)] for parameter in group["params"])
+        self._steps_slices[optimizer] = in_slices or self._steps_slices.get(optimizer, False)
         owned = [self._owned[id(parameter)] for parameter in group["params"]]
         group["params"][:] = [parameter for parameter in owned if parameter is not None]
 
@@ -174,9 +205,11 @@ class OwnedParameters:
         }
         type(optimizer).load_state_dict(optimizer, local)
 
-    def before_step(self, *, sharded: bool) -> None:
+    def _before(self, held: "weakref.ref[Optimizer]") -> None:
         """Each rank's GradScaler sees its own slices only: one would skip a step that the others take."""
-        if sharded and _called_by_torchs_grad_scaler():
+        optimizer = held()
+        assert optimizer is not None
+        if self._steps_slices[optimizer] and _called_by_torchs_grad_scaler():
             raise _foreign_scaler()
         self._before_step()
         PROGRESS.phase = UPDATE

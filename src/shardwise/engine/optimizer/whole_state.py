@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.comm.agreement import exchange
-from shardwise.comm.collectives import own_slice
 from shardwise.engine.params.flat import FlatParams
-from shardwise.engine.params.flat_buffers import FOR_STATE, Owned
+from shardwise.engine.params.flat_buffers import Owned
 from shardwise.errors import InvalidData
 from shardwise.placement import SHARDED
 
@@ -32,7 +31,7 @@ class _Uncut:
 @torch.no_grad()
 def whole_states(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[str, dict[str, Any]]:
     """Name → full states, on every rank. Collective."""
-    kinds = _state_keys(optimizer, flats=flats)
+    kinds = state_kinds(optimizer, flats=flats)
     states: dict[str, dict[str, Any]] = {}
     for number, flat in enumerate(flats):
         for key in dict.fromkeys(key for (n, _, key) in kinds if n == number):
@@ -43,14 +42,14 @@ def whole_states(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[s
                 kind = kinds[number, index, key]
                 if isinstance(kind, torch.dtype):
                     if whole is None:
-                        whole = flat.views(_gather_state(flat, optimizer, key=key, dtype=kind))
+                        whole = flat.views(flat.whole_of(own_state(flat, optimizer, key=key, dtype=kind)))
                     states.setdefault(name, {})[key] = whole[index].clone()
                 else:
                     states.setdefault(name, {})[key] = kind
     return states
 
 
-def _state_keys(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[tuple[int, int, str], Any]:
+def state_kinds(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[tuple[int, int, str], Any]:
     """(flat, parameter, key) → the dtype of a state that is as large as the parameter, or the value of a number.
 
     A rank knows only the states of what it owns, so the ranks of a shard group tell each other.
@@ -81,19 +80,14 @@ def _kind(flat: FlatParams, part: Owned, value: Any) -> Any:
     return value.detach().cpu().clone()
 
 
-def _gather_state(flat: FlatParams, optimizer: Optimizer, *, key: str, dtype: torch.dtype) -> Tensor:
-    """One kind of state of all of a flat buffer's parameters, in its layout."""
-    whole = torch.zeros(flat.layout.num_elements, dtype=dtype, device=flat.device)
-    sharded = flat.placement.optim is SHARDED
-    mine = own_slice(whole, group=flat.groups.gather) if sharded else whole
+def own_state(flat: FlatParams, optimizer: Optimizer, *, key: str, dtype: torch.dtype) -> Tensor:
+    """One kind of state of all parameters of a flat buffer, where they lie in its master: what this rank has of it."""
+    mine = torch.zeros(flat.master.numel(), dtype=dtype, device=flat.device)
     for part in flat.owned:
         value = optimizer.state.get(part.parameter, {}).get(key)
         if isinstance(value, Tensor):
             mine[part.start : part.stop].copy_(value.reshape(-1))
-    if sharded:
-        flat.groups.gather.log.name = FOR_STATE
-        flat.collectives.all_gather(whole, group=flat.groups.gather).wait()
-    return whole
+    return mine
 
 
 def named_states(state: Mapping[str, Any], *, groups: Sequence[Sequence[str]]) -> dict[Any, Mapping[str, Any]]:

@@ -182,6 +182,17 @@ class FlatParams(FlatBuffers):
             for parameter in self.params:
                 parameter.grad = None
 
+    def take_over_grads(self, average: Tensor, *, indices: Collection[int]) -> None:
+        """Averages that are there already, of these parameters: of the slice, or of everything (another plan's)."""
+        self.add_grads(average)
+        self.drop_grads(set(range(len(self.params))) - set(indices))
+        self.with_new_grads.clear()
+
+    def let_go(self) -> None:
+        self.drop_grads(range(len(self.params)))
+        self.hidden = [None] * len(self.params)
+        super().let_go()
+
     def drop_new_grad(self, index: int) -> None:
         """Take back a gradient that this backward alone has made: no rank used the parameter."""
         if index in self.with_new_grads:

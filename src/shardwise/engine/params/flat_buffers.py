@@ -203,13 +203,24 @@ class FlatBuffers:
     @torch.no_grad()
     def full_master(self) -> Tensor:
         """All of the master, on every rank. Collective where optim is sharded."""
+        return self.whole_of(self.master) if self.placement.optim is SHARDED else self.master.clone()
+
+    @torch.no_grad()
+    def whole_of(self, mine: Tensor) -> Tensor:
+        """All of what `mine` is this rank's part of, as the master is; itself, where that is all. Else collective."""
         if self.placement.optim is not SHARDED:
-            return self.master.clone()
-        whole = torch.zeros(self.layout.num_elements, dtype=self.master_dtype, device=self.device)
-        own_slice(whole, group=self.groups.gather).copy_(self.master)
+            return mine
+        whole = torch.zeros(self.layout.num_elements, dtype=mine.dtype, device=self.device)
+        own_slice(whole, group=self.groups.gather).copy_(mine)
         self.groups.gather.log.name = FOR_STATE
         self.collectives.all_gather(whole, group=self.groups.gather).wait()
         return whole
+
+    def let_go(self) -> None:
+        """Its parameters lie in other buffers now: the memory of these goes, whoever still knows of them."""
+        self.full = self.master = self.staged = self.full.new_empty(0)
+        self.writes = MasterWrites(self.master)
+        self.owned, self.full_views = [], []
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The parameters' places in a buffer of this layout, in their shapes."""

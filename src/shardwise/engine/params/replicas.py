@@ -68,6 +68,10 @@ class Replicas:
         alone = groups.mesh.num_ranks == 1 or not self._replicas
         self._every = 0 if alone else every
 
+    def resume_from(self, before: "Replicas") -> None:
+        """Count on where another plan of the same job has stopped."""
+        self._num_steps = before._num_steps
+
     def count_step(self) -> None:
         """Before an update. Collective where a comparison is due: every rank counts alike."""
         self._num_steps += 1

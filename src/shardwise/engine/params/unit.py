@@ -219,11 +219,19 @@ class Unit:
         """Then its last gradient does not tell that backward is done with its parameters."""
         return len(self.grads.expected) < self._num_params
 
-    def learn_trained(self) -> set[str]:
-        """What is trained now, by name: only of its buffers gradients are reduced, and an update changes no other."""
-        self.learned_trainable = self.grads.expected
+    def learn_trained(self, trained: frozenset[int] | None = None) -> set[str]:
+        """What is trained now, by name: only of its buffers gradients are reduced, and an update changes no other.
+
+        `trained`: what was trained when another unit of the same parameters learned it.
+        """
+        self.learned_trainable = self.grads.expected if trained is None else trained
         self._learn_trained(self.learned_trainable)
-        return {name for flat in self.flats for i, name in enumerate(flat.names) if self.is_trainable(flat, i)}
+        return {
+            name
+            for flat in self.flats
+            for parameter, name in zip(flat.params, flat.names, strict=True)
+            if id(parameter) in self.learned_trainable
+        }
 
     def _learn_trained(self, trained: AbstractSet[int]) -> None:
         self.trained_flats = [

@@ -53,6 +53,11 @@ class Writes:
         for parameter in self._slices:
             parameter.__class__ = Slice
 
+    def let_go(self) -> None:
+        """The parameters lie in other buffers now, and others look after them."""
+        self._copied, self._params, self._slices, self._sliced, self._shown = [], [], [], [], []
+        self.settled()
+
     def before_step(self) -> None:
         """What was written into the module's parameters is stepped; what into slices is seen after the update."""
         self._take_over(but=())

@@ -104,6 +104,15 @@ class EMA:
             flat.writes.after_own()
         distribute(self._engine.runner)
 
+    def of_flat(self, flat: FlatParams) -> Tensor | None:
+        """The averages of a buffer's parameters, as its master; None where it has none."""
+        return self._averages.get(flat)
+
+    def exchange(self, old: FlatParams, new: FlatParams, average: Tensor) -> None:
+        """The parameters of one buffer have moved to another, and this is their average there."""
+        del self._averages[old]
+        self._averages[new] = average
+
     def tensors(self) -> list[Tensor]:
         """What this rank holds, as single allocations."""
         return list(self._averages.values())

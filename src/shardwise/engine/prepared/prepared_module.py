@@ -66,11 +66,7 @@ class PreparedModule(nn.Module):
         """An ordinary, whole model of the original class, with nothing of the plan in it. Collective."""
         values = self.state_dict()
         engine = unregister(self)
-        engine.runner.hooks.detach()
-        for handle in engine.handles:
-            handle.remove()
-        for undo in reversed(engine.undo):
-            undo()
+        engine.detach()
         prepared, self.__class__ = self.__class__, self.__class__.__mro__[2]
         try:
             with unguarded():

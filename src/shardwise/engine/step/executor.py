@@ -5,6 +5,8 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import assert_never
 
+from torch import Tensor
+
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.params.unit import Unit
@@ -98,6 +100,17 @@ class EngineExecutor:
         """Whether gradients are summed on this rank alone, for a later backward to reduce."""
         return any(bucket.holds for bucket in self.buckets.values())
 
+    @property
+    def can_undo_grads(self) -> bool:
+        """Whether the gradients of before a backward that raised are still there."""
+        flats = (flat for unit in self.units.values() for flat in unit.flats)
+        return not self.holds_grads and all(flat.can_undo_grads for flat in flats)
+
+    def undo_grads(self) -> None:
+        """After a backward that raised: the gradients of before it."""
+        for unit in self.units.values():
+            unit.undo_grads()
+
     def keep_grads(self) -> None:
         """Backward is over: what it gave stays on this rank, for a later one to reduce."""
         for bucket in self.buckets.values():
@@ -107,6 +120,21 @@ class EngineExecutor:
         """Clear what is held for the parameters of these names."""
         for bucket in self.buckets.values():
             bucket.forget(names)
+
+    def take_held(self) -> dict[int, Tensor]:
+        """Parameter, by id → what this rank has summed of its gradients for a later backward to reduce.
+
+        The buckets are at their end: but for that, the memory that they keep from step to step goes.
+        """
+        held: dict[int, Tensor] = {}
+        for bucket in self.buckets.values():
+            held |= bucket.let_go()
+        return held
+
+    def hold(self, held: dict[int, Tensor]) -> None:
+        """Sums that another plan's buckets have held; each goes as it is taken."""
+        for bucket in self.buckets.values():
+            bucket.hold(held)
 
     def drop_reduces(self) -> None:
         """Forget what a backward that raised has left under way."""

@@ -4,7 +4,7 @@ It listens to the model's hooks (program/hooks.py) and moves the cursor through 
 rows the executor does on tensors. The first step finds out in which order the units are called (learn.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -76,6 +76,8 @@ class Runner:
         # Of the spec's own order, until the first step has shown the real one.
         self._follow(build(spec, plan=plan))
         self.learned = False
+        # What the ranks saw in the first step.
+        self.seen: Sequence[Observation] = ()
         # While the order is learned.
         self.first: FirstForward | None = None
         # (unit, call) of this rank's first forward → which of the program's calls that is.
@@ -150,7 +152,7 @@ class Runner:
         """A new step; whatever the last one left undone (a backward that raised, or none) is dropped."""
         self.passes.check_values("a forward that trains")
         if self.hooks.in_backward:
-            if not self._can_abandon():
+            if not self.executor.can_undo_grads:
                 raise step_errors.accumulation_failed()
             self._abandon()
         PROGRESS.phase = FORWARD
@@ -170,15 +172,10 @@ class Runner:
             self._forget_program(changed=changed)
             self.broadcast_buffers()
 
-    def _can_abandon(self) -> bool:
-        """Whether the gradients of before a backward that raised are still there."""
-        flats = (flat for unit in self.units.values() for flat in unit.flats)
-        return not self.executor.holds_grads and all(flat.can_undo_grads for flat in flats)
-
     def _abandon(self) -> None:
         """A backward raised: what it left is part of a gradient."""
-        for unit in self.units.values():
-            unit.undo_grads()
+        self.executor.drop_reduces()
+        self.executor.undo_grads()
         self.hooks.abandon_backward()
 
     def _forget_program(self, *, changed: bool) -> None:
@@ -249,8 +246,7 @@ class Runner:
         self.executor.forget_grads(names)
         for unit in self.units.values():
             unit.forget_grads(names, drop=drop)
-        if self.hooks.in_backward and self._can_abandon():
-            self.executor.drop_reduces()
+        if self.hooks.in_backward and self.executor.can_undo_grads:
             self._abandon()
 
     # Update
@@ -285,15 +281,19 @@ class Runner:
 
     def _learn(self, first: FirstForward) -> None:
         """The first forward is over on all ranks: its calls are the program's order."""
-        seen = self.gather_seen(first.end())
+        self.seen = self.gather_seen(first.end())
         # What was gathered so far the ranks of a group have agreed on, each group by itself.
         self.flags.groups.gather.log.restart()
-        sharded = [unit.name for unit in self.units.values() if unit.sharded]
-        trainable = {name for unit in self.units.values() for name in unit.learn_trained()}
-        self.spec = learned(self.spec, seen=seen, sharded=sharded, trainable=trainable)
-        program = build(self.spec, plan=self.plan)
-        self._follow(program)
-        self.learned, self.first = True, None
+        program = self.learn_program({name for unit in self.units.values() for name in unit.learn_trained()})
+        self.first = None
         self.places = first.places_in(self.spec.call_order)
-        catch_up(self.units.values(), program=program, seen=seen)
+        catch_up(self.units.values(), program=program, seen=self.seen)
         self.cursor.restart(at=program.first_of_backward)
+
+    def learn_program(self, trainable: AbstractSet[str]) -> StepProgram:
+        """Follow the program of what was seen; `trainable`: the parameters that are trained now."""
+        sharded = [unit.name for unit in self.units.values() if unit.sharded]
+        self.spec = learned(self.spec, seen=self.seen, sharded=sharded, trainable=trainable)
+        self._follow(build(self.spec, plan=self.plan))
+        self.learned = True
+        return self.cursor.program
