@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
+from rich.console import Console
 from torch import nn
 from train_tasks import config, lines, trained
 
@@ -73,3 +74,29 @@ def test_a_budget_that_nothing_fits_is_told_on_every_rank(tmp_path: Path) -> Non
 def test_a_step_without_a_number_of_samples_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"needs auto\.global_batch or plan\.micro_batch"):
         auto(tmp_path, auto={})
+
+
+def replanned(rank: int, asked: TrainConfig) -> None:
+    train(asked, replan=True, console=Console(quiet=True))
+
+
+def test_a_run_on_other_devices_resumes_under_a_plan_that_is_chosen_for_them(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def fixed(num_steps: int) -> TrainConfig:
+        return config(folder, plan={"strategy": "fsdp", "micro_batch": 2}, train={"steps": num_steps})
+
+    run_ranks(trained, num_ranks=2, args=(fixed(2),))
+    assert not (folder / "auto.json").exists()
+    run_ranks(replanned, num_ranks=1, args=(fixed(4),))
+    plan = Plan.load(folder / "plan.toml")
+    # A step has as many samples as before, on one rank instead of two.
+    assert plan.micro_batch is not None
+    assert (plan.strategy, plan.micro_batch * plan.accumulate) == ("ddp", 4)
+    assert [line["num_samples"] for line in lines(folder)] == [4] * 4
+    # The next start goes on with it, as long as it asks the same.
+    run_ranks(trained, num_ranks=1, args=(fixed(5),))
+    assert Plan.load(folder / "plan.toml") == plan
+    assert [line["num_samples"] for line in lines(folder)] == [4] * 5
+    run_ranks(trained, num_ranks=2, args=(fixed(6),))
+    assert Plan.load(folder / "plan.toml").strategy == "fsdp"

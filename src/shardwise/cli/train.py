@@ -34,6 +34,10 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start from step 0; the checkpoints in the folder are removed.")
     ] = False,
+    replan: Annotated[
+        bool,
+        typer.Option("--replan", help="Choose the plan again, for the devices there are now, and resume under it."),
+    ] = False,
 ) -> None:
     """Train. Rerun the same command to resume."""
     chosen = load_config(config, settings=settings or (), plan=plan, strategy=strategy, folder=run)
@@ -41,18 +45,20 @@ def train(
     for option, value in (("--plan", plan), ("--strategy", strategy), ("--run", run)):
         arguments += [option, str(value)] if value is not None else []
     arguments += ["--fresh"] if fresh else []
+    arguments += ["--replan"] if replan else []
     from shardwise.comm.job_environment import is_rank
 
     if is_rank():
         from shardwise.train.rank_run import train as train_as_rank
 
-        train_as_rank(chosen, fresh=fresh, command=("shardwise", *arguments))
+        train_as_rank(chosen, fresh=fresh, replan=replan, command=("shardwise", *arguments))
         return
     from shardwise.launch.launch import launch
 
     code = launch(
         arguments,
-        num_ranks=ranks_to_start(chosen, asked=num_ranks),
+        # The mesh is chosen again, too.
+        num_ranks=ranks_to_start(chosen, asked=num_ranks, by_mesh=not replan),
         max_restarts=max_restarts,
         folder=chosen.folder,
         grace_seconds=chosen.checkpoint.grace_seconds,
@@ -60,11 +66,11 @@ def train(
     raise typer.Exit(code)
 
 
-def ranks_to_start(config: TrainConfig, *, asked: int | None) -> int:
+def ranks_to_start(config: TrainConfig, *, asked: int | None, by_mesh: bool = True) -> int:
     """As asked, as the plan's mesh has, or one for each GPU; on the CPU one."""
     import torch
 
-    mesh = config.plan.mesh
+    mesh = config.plan.mesh if by_mesh else None
     num_gpus = torch.cuda.device_count() if config.run.device != "cpu" else 0
     if config.run.device == "cuda" and num_gpus == 0:
         raise InvalidConfig("run.device = 'cuda': this machine has no GPU that torch can use; set it to auto or cpu")

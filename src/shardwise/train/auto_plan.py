@@ -1,7 +1,8 @@
-"""`plan.strategy = "auto"` of a config → the plan that the run has: as an earlier start of it chose, or chosen now.
+"""The plan that a run has: the config's; with `plan.strategy = "auto"`, as an earlier start chose, or chosen now.
 
 auto.json in the run folder holds what was asked, of which devices, and the plan that was chosen. A start that asks the
-same uses that plan; with another question, other devices or another number of them, it is chosen again.
+same uses that plan; with another question, other devices or another number of them, it is chosen again. `--replan`
+chooses again in any case, also where the config's plan is a fixed one: a step keeps its number of samples.
 """
 
 import json
@@ -20,6 +21,7 @@ from shardwise.planner.search.candidates import capacity_bytes
 from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.sources import Source
 from shardwise.train.config import TrainConfig
+from shardwise.train.run_folder import samples_of_step
 from shardwise.train.what_fits import optimizer_rule
 
 FILE = "auto.json"
@@ -44,19 +46,26 @@ class ChosenPlan:
                 file.write(json.dumps(self.record, indent=1).encode() + b"\n")
 
 
-def choose_plan(config: TrainConfig, *, place: Place, fresh: bool) -> ChosenPlan:
-    """Collective: rank 0 chooses, and all ranks get its plan. A config whose plan is not auto is left as it is."""
-    if not config.plan.is_auto:
-        return ChosenPlan(config=config)
-    cluster = job_cluster(place.device, num_ranks=place.num_ranks)
-    asked = _asked(config, cluster=cluster)
-    anew = fresh and place.restarts == 0
-    kept = None if anew or place.rank != 0 else _kept(config.folder, asked)
-    solver = _Solver(config=config, cluster=cluster)
-    plan = solved_by_rank_0(lambda: solver.solve() if kept is None else Plan.from_dict(kept["plan"]))
-    if place.rank != 0:
-        return ChosenPlan(config=replace(config, plan=plan))
-    record = kept or {"asked": asked, "plan": plan.to_dict(), "said": solver.said}
+def choose_plan(config: TrainConfig, *, place: Place, fresh: bool, replan: bool = False) -> ChosenPlan:
+    """Collective: rank 0 chooses, and all ranks get its plan. A fixed plan that nobody has replanned stays as it is."""
+    # Ranks that are started again after a failure go on as they did.
+    first = place.restarts == 0
+    chooses = config.plan.is_auto or (replan and first)
+    record: dict[str, Any] | None = None
+
+    def choose() -> Plan:
+        nonlocal record
+        if chooses or (config.folder / FILE).exists():
+            cluster = job_cluster(place.device, num_ranks=place.num_ranks)
+            asked = _asked(config, cluster=cluster)
+            record = None if (fresh or replan) and first else _kept(config.folder, asked)
+            if record is None and chooses:
+                solver = _Solver(config=config, cluster=cluster)
+                plan = solver.solve()
+                record = {"asked": asked, "plan": plan.to_dict(), "said": solver.said}
+        return config.plan if record is None else Plan.from_dict(record["plan"])
+
+    plan = solved_by_rank_0(choose)
     return ChosenPlan(config=replace(config, plan=plan), record=record)
 
 
@@ -71,17 +80,30 @@ class _Solver:
     def solve(self) -> Plan:
         config, kind = self.config, "cpu" if self.cluster.device.name == "cpu" else "cuda"
         source = Source(config.task.model, seq=config.task.seq, image=config.task.image, kernels=kind)
+        plan, global_batch = self._question()
         request = AutoRequest(
-            plan=config.plan,
+            plan=plan,
             cluster=self.cluster,
             optimizer=optimizer_rule(config.optimizer, device=kind),
             budget_bytes=config.auto.budget_bytes,
-            global_batch=config.auto.global_batch,
+            global_batch=global_batch,
             goal=config.auto.goal,
         )
         plan = solve_plan(source.spec_for, request=request).candidate.plan
         self.said = chosen_text(plan, names=[unit.name for unit in source.spec_for(plan).units])
         return plan
+
+    def _question(self) -> tuple[Plan, int | None]:
+        """What is given, and the samples of a step: of a fixed plan, as many as the run had."""
+        config = self.config
+        if config.plan.is_auto:
+            return config.plan, config.auto.global_batch
+        before = samples_of_step(config.folder)
+        if before is None:
+            assert config.plan.micro_batch is not None
+            before = config.plan.micro_batch * config.plan.accumulate * self.cluster.num_ranks
+        given = replace(config.plan, mesh=None, micro_batch=None, accumulate=1)
+        return given, config.auto.global_batch or before
 
 
 def _asked(config: TrainConfig, *, cluster: Cluster) -> dict[str, Any]:

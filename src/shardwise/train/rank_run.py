@@ -51,13 +51,15 @@ def train(
     *,
     on_step: OnStep | None = None,
     fresh: bool = False,
+    replan: bool = False,
     command: Sequence[str] = (),
     console: Console | None = None,
 ) -> Outcome:
     """Train on this rank, together with the others of its job; alone, if nobody started it as a rank.
 
-    Goes on from the newest good checkpoint in the run folder; `fresh` starts anew. `on_step` is called on every rank
-    with each step's metrics, in order, when they are read: every train.log_every steps. `command` is noted down.
+    Goes on from the newest good checkpoint in the run folder; `fresh` starts anew. `replan`: the plan is chosen for the
+    devices that there are now, as `auto` does. `on_step` is called on every rank with each step's metrics, in order,
+    when they are read: every train.log_every steps. `command` is noted down.
     """
     device = None if config.run.device == "auto" else torch.device(config.run.device)
     with (
@@ -65,7 +67,7 @@ def train(
         deterministic_kernels(config.train.deterministic),
         joined(device, limit_seconds=config.run.limit_seconds, on_error=report) as place,
     ):
-        chosen = choose_plan(config, place=place, fresh=fresh)
+        chosen = choose_plan(config, place=place, fresh=fresh, replan=replan)
         job = _RankJob(chosen=chosen, place=place, held=held, console=console or Console())
         return job.run(on_step=on_step, fresh=fresh, command=command)
 

@@ -152,6 +152,18 @@ def read_config(folder: Path) -> TrainConfig:
         ) from error
 
 
+def samples_of_step(folder: Path) -> int | None:
+    """Of all ranks together, in the run that a folder holds; None where it holds none."""
+    if not (folder / _CONFIG).exists():
+        return None
+    plan = read_config(folder).plan
+    try:
+        num_ranks = int(json.loads((folder / _ENVIRONMENT).read_text(encoding="utf-8"))["num_ranks"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return None if plan.micro_batch is None else plan.micro_batch * plan.accumulate * num_ranks
+
+
 def _flat(config: TrainConfig) -> dict[str, Any]:
     """section.key → value; where the folder lies is not part of a run."""
     return {
