@@ -30,6 +30,9 @@ class PassState:
     values_by      the block of code in which no step may run, since parameters have other values or are being read; ""
                    outside of one
     lent           whether they have other memory, too
+    failed         how this rank has run out of memory in this step, in one line: it takes part in what is left of it,
+                   and adds nothing (step/skipped.py); "" if it has not
+    num_forwards   of the last backward
     """
 
     accumulating: bool = False
@@ -39,6 +42,8 @@ class PassState:
     watcher: StepWatcher | None = None
     values_by: str = ""
     lent: bool = False
+    failed: str = ""
+    num_forwards: int = 1
 
     def check_values(self, what: str) -> None:
         """Refuse what needs the values of training."""
@@ -50,8 +55,9 @@ class PassState:
         if self.lent:
             self.check_values(what)
 
-    def begin_backward(self) -> None:
-        """A backward begins."""
+    def begin_backward(self, *, num_forwards: int) -> None:
+        """A backward begins, after so many forwards."""
+        self.num_forwards = num_forwards
         if self.watcher is not None and not self.accumulating:
             self.watcher.last_backward_begins()
 
@@ -63,6 +69,6 @@ class PassState:
     def weight(self, *, num_ranks: int) -> float:
         """What this rank's gradients are multiplied with, so that a sum over all ranks / num_ranks is the average
         over those that count."""
-        if not self.counts:
+        if not self.counts or self.failed:
             return 0.0
         return 1.0 if self.num_counting is None else num_ranks / self.num_counting

@@ -215,7 +215,9 @@ def make_runner(
         make_first_forward=lambda: FirstForward(units, exchange=partial(exchange, group=groups.gather)),
         gather_seen=inputs.gather_seen,
         broadcast_buffers=broadcast,
-        flags=UsedFlags(units.values(), device=setting.device, groups=groups, collectives=collectives, tape=tape),
+        flags=UsedFlags(
+            units.values(), device=setting.device, groups=groups, collectives=collectives, tape=tape, passes=passes
+        ),
         passes=passes,
         land=setting.host.land if setting.host is not None else lambda: None,
         managed=ManagedParameters(model, flats=flats),

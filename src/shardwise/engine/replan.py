@@ -41,7 +41,7 @@ def replan(model: nn.Module, plan: Plan) -> None:
     engine = engine_of(model)
     meet(_WHAT, limit_seconds=engine.limit_seconds)
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
-    agree(lambda: _description(engine, plan=plan, mesh=mesh), what="plans")
+    agree(lambda: describe_replan(engine, plan=plan, mesh=mesh), what="plans")
     if plan == engine.plan:
         return
     setting = EngineSetting(
@@ -66,7 +66,7 @@ def replan(model: nn.Module, plan: Plan) -> None:
         captured.follow_plan()
 
 
-def _description(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
+def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
     """What ranks must agree on; raises for what cannot be, before anything is touched."""
     runner = engine.runner
     runner.passes.check_values(_WHAT)

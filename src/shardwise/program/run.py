@@ -98,6 +98,23 @@ class Cursor:
         self._closed: set[str] = set()
         self._next_reduce = 0
         self._in_order = False
+        # The actions that are being done, and which of them: where one raises, the rest is still to be done.
+        self._doing: tuple[Action, ...] = ()
+        self._at = 0
+
+    def _do(self, actions: tuple[Action, ...]) -> None:
+        self._doing = actions
+        for self._at, action in enumerate(actions):
+            action()
+        self._doing = ()
+
+    def take_up(self, *, in_backward: bool) -> None:
+        """After an action has raised: it, and what follows on it in its row. In forward, all of its rows."""
+        self._do(self._doing[self._at :])
+        if in_backward:
+            self._reduce()
+        else:
+            self._skip_to(self.program.first_of_backward)
 
     @property
     def program(self) -> StepProgram:
@@ -111,6 +128,7 @@ class Cursor:
     def restart(self, *, at: int = 0) -> None:
         """A new forward, from this row on."""
         self._next = at
+        self._doing = ()
 
     def call_of(self, unit: str, *, after: int) -> int:
         """Which of the program's calls of a unit comes now: the next one after `after` that was not skipped."""
@@ -126,8 +144,7 @@ class Cursor:
             return False
         self._skip_to(row)
         self._next = row + 1
-        for action in self._steps.actions[row]:
-            action()
+        self._do(self._steps.actions[row])
         return True
 
     def begin_backward(self, *, in_order: bool, keeping: StepProgram | None = None) -> None:
@@ -162,8 +179,7 @@ class Cursor:
             if self._steps.units[row] not in self._closed:
                 self._close(row)
         self._next = max(self._next, self._steps.backward_done + 1)
-        for action in self._steps.actions[self._steps.backward_done]:
-            action()
+        self._do(self._steps.actions[self._steps.backward_done])
 
     def before_step(self) -> None:
         """What the update has to wait for."""
@@ -179,15 +195,17 @@ class Cursor:
         """Take a unit's gradients, then reduce as far as buckets are complete, in the program's order."""
         steps = self._steps
         self._closed.add(steps.units[row])
-        for action in steps.actions[row]:
-            action()
+        self._do(steps.actions[row])
+        self._reduce()
+
+    def _reduce(self) -> None:
+        steps = self._steps
         while self._next_reduce < len(steps.reduce_rows):
             reduces = steps.reduce_rows[self._next_reduce]
             if not self._closed.issuperset(steps.bucket[reduces]):
                 return
             self._next_reduce += 1
-            for action in steps.reduces[reduces]:
-                action()
+            self._do(steps.reduces[reduces])
 
     def _skip_to(self, row: int) -> None:
         """Rows that this run does not come by."""
@@ -197,5 +215,4 @@ class Cursor:
             if self._in_order and self._steps.has_grads[skipped]:
                 self._close(skipped)
                 continue
-            for action in self._steps.skipped[skipped]:
-                action()
+            self._do(self._steps.skipped[skipped])

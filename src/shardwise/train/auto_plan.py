@@ -29,9 +29,10 @@ FILE = "auto.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenPlan:
-    """The config with its plan; on rank 0 of an auto run, what auto.json is to hold."""
+    """The config with its plan, and as it was given; on rank 0 of an auto run, what auto.json is to hold."""
 
     config: TrainConfig
+    given: TrainConfig
     record: dict[str, Any] | None = None
 
     @property
@@ -44,6 +45,13 @@ class ChosenPlan:
         if self.record is not None:
             with atomic_write(self.config.folder / FILE) as file:
                 file.write(json.dumps(self.record, indent=1).encode() + b"\n")
+
+    def replaced(self, plan: Plan, *, place: Place) -> "ChosenPlan":
+        """The run goes on under another plan, and so does a later start that asks the same."""
+        asked = _asked(self.given, cluster=job_cluster(place.device, num_ranks=place.num_ranks))
+        said = f"{plan.strategy}, recompute {plan.recompute}: an earlier plan ran out of memory"
+        record = {"asked": asked, "plan": plan.to_dict(), "said": said}
+        return replace(self, config=replace(self.config, plan=plan), record=record)
 
 
 def choose_plan(config: TrainConfig, *, place: Place, fresh: bool, replan: bool = False) -> ChosenPlan:
@@ -66,7 +74,7 @@ def choose_plan(config: TrainConfig, *, place: Place, fresh: bool, replan: bool 
         return config.plan if record is None else Plan.from_dict(record["plan"])
 
     plan = solved_by_rank_0(choose)
-    return ChosenPlan(config=replace(config, plan=plan), record=record)
+    return ChosenPlan(config=replace(config, plan=plan), given=config, record=record)
 
 
 @dataclass(slots=True, kw_only=True)

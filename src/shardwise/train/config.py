@@ -112,6 +112,12 @@ class LoopSection(ConfigSection):
     log_every: int = key(10, "steps between log lines, and between waits for the device", least=1)
     seed: int = key(0, "of weights, order and dropout", least=0, most=2**32 - 1)
     compare_every: int = key(1000, "steps between comparisons of what all ranks hold alike; 0: never", least=0)
+    survive: int | None = key(
+        None,
+        "times that a run outlives a lack of memory with a smaller plan; without it 3 where the plan is auto and steps "
+        "cannot be captured, else 0",
+        least=0,
+    )
     deterministic: bool = key(False, "only kernels that give the same bits each time, or an error")
 
     def __post_init__(self) -> None:

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from shardwise.data.sampler import DistributedSampler
 from shardwise.engine.compile_clock import CompileClock
 from shardwise.engine.optimizer.scaler import GradScaler
+from shardwise.engine.prepared.survive import NoGuard
 from shardwise.engines import accumulate, clip_grad_norm_
 from shardwise.launch.failure import during
 from shardwise.tasks import Task
@@ -49,6 +51,8 @@ class Training:
     update: "Update"
     # Of the steps that were not read yet.
     nonfinite: FirstNonFinite | None = None
+    # Whether a rank may run out of memory in a step (surviving_update.py).
+    guard: NoGuard = field(default_factory=NoGuard)
 
     def progress(self) -> dict[str, Any]:
         """What is the same on every rank: the schedule is a function of the step, so this is all."""
@@ -149,7 +153,9 @@ def _reported(update: Update) -> tuple[bool, str | None]:
 
 def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -> tuple[Tensor, Tensor | None]:
     """All passes and the optimizer's step: this rank's part of the loss, times the number of ranks; and the norm."""
-    total = _passes(training, weights, batches)
+    training.guard.begin()
+    total = _passes(training, weights, batches, guard=training.guard)
+    training.guard.agree()
     grad_norm = None
     options = training.config.train
     # Under fp16 the scaler skips by itself.
@@ -168,15 +174,21 @@ def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -
     return total, grad_norm
 
 
-def _passes(training: Training, weights: tuple[float, ...], batches: list[Any]) -> Tensor:
+def _passes(training: Training, weights: tuple[float, ...], batches: list[Any], *, guard: NoGuard) -> Tensor:
     """Forward and backward of each pass: this rank's part of the loss, times the number of ranks."""
     total = torch.zeros((), device=training.device)
     for number, (weight, batch) in enumerate(zip(weights, batches, strict=True)):
         with accumulate(training.model, enabled=number + 1 < len(batches)):
-            loss = training.task.loss(training.model, to_device(batch, training.device)) * weight
-            training.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
+            loss = guard.run(partial(_pass, training, weight, batch))
+        if loss is not None:
+            total += loss
     return total
+
+
+def _pass(training: Training, weight: float, batch: Any) -> Tensor:
+    loss = training.task.loss(training.model, to_device(batch, training.device)) * weight
+    training.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
 
 
 def _find_first_nonfinite(training: Training, weights: tuple[float, ...], batches: list[Any]) -> FirstNonFinite:
@@ -188,7 +200,7 @@ def _find_first_nonfinite(training: Training, weights: tuple[float, ...], batche
         step=training.step,
         batches=batches,
         device=training.device,
-        run_again=lambda: _passes(training, weights, batches),
+        run_again=lambda: _passes(training, weights, batches, guard=NoGuard()),
     )
 
 

@@ -28,6 +28,7 @@ from shardwise.train.preemption import preemption
 from shardwise.train.progress import progress_on
 from shardwise.train.randomness import deterministic_kernels, restore_random_states, seed_everything
 from shardwise.train.setup import open_data, set_up
+from shardwise.train.surviving_update import let_survive
 
 # A job that is ending may hold the folder a little longer: the worker processes of a killed rank, up to 5 s.
 _LOCK_SECONDS = 10.0
@@ -104,6 +105,7 @@ class _RankJob:
             )
             _go_on(training, checkpoints, place=place)
             _tell_start(training, place=place, console=console, notes=notes, chosen=self.chosen)
+            let_survive(training, chosen=self.chosen, place=place, tell=partial(console.print, highlight=False))
             recorder = MetricsRecorder(_writers(training, place=place, console=console), on_step=on_step)
             with closing(recorder):
                 preempted = run_steps(training, checkpoints=checkpoints, request=request, recorder=recorder)

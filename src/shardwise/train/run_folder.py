@@ -64,13 +64,18 @@ def claim(config: TrainConfig, *, fresh: bool, environment: dict[str, Any]) -> l
         # What a killed save has left may be what fills the disk.
         sweep(folder / CHECKPOINTS, disk=Disk())
         clear_records(folder)
-        config.save(folder / _CONFIG)
-        config.plan.save(folder / _PLAN)
+        note_plan(config)
         with atomic_write(folder / _ENVIRONMENT) as file:
             file.write(json.dumps(environment, indent=2).encode() + b"\n")
     except OSError as error:
         raise InvalidConfig(f"run.folder = {str(folder)!r}: cannot be written ({error.strerror})") from error
     return [f"{name}: {then} → {now}" for name, (then, now) in changes.items()]
+
+
+def note_plan(config: TrainConfig) -> None:
+    """The run has this plan."""
+    config.save(config.folder / _CONFIG)
+    config.plan.save(config.folder / _PLAN)
 
 
 def note_saved(folder: Path, step: int) -> None:

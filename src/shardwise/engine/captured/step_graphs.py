@@ -32,6 +32,7 @@ from shardwise.engine.captured.step_key import StepInputs
 from shardwise.engine.captured.step_memory import StepMemory
 from shardwise.engine.captured.step_pool import Block
 from shardwise.engine.engine import Engine
+from shardwise.engine.undo import WrittenTensors
 
 # What the host sees before the device has written the flag.
 _NOT_YET = -1
@@ -140,8 +141,7 @@ class RecordedStep:
         self.held: set[Block] = set()
         self._recorder = recorder
         self._leaves = leaves
-        self._written = list(written)
-        self._copies = [torch.empty_like(tensor) for tensor in written]
+        self._written = WrittenTensors(written)
         self._guarded = guarded
         self._early = early
         self._flag = torch.zeros((), dtype=torch.int32, device=recorder.engine.device)
@@ -162,8 +162,7 @@ class RecordedStep:
         self._begin(self._passes)
         with torch.no_grad():
             self._flag.zero_()
-            if self._written:
-                torch._foreach_copy_(self._copies, self._written)
+        self._written.note()
 
     def compare(self, tensor: Tensor, assumed: bool) -> None:
         """The step looks at a value and is told `assumed`."""
@@ -282,9 +281,7 @@ class RecordedStep:
 
     def undo(self) -> None:
         """After `replay_passes`: all that outlives a step is as it was before."""
-        if self._written:
-            with torch.no_grad():
-                torch._foreach_copy_(self._written, self._copies)
+        self._written.undo()
         self._recorder.generator.set_offset(self._offset)
 
     def take_result(self) -> Any:

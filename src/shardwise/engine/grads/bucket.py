@@ -96,15 +96,18 @@ class ReduceBucket:
                 segment.holds = False
                 segment.release()
 
-    def let_go(self) -> dict[int, Tensor]:
-        """Parameter, by id → what is held for it. The bucket is at its end."""
+    def held(self) -> dict[int, Tensor]:
+        """Parameter, by id → what is held for it."""
         held: dict[int, Tensor] = {}
         for segment in self.segments:
-            if segment.holds:
-                for flat in segment.flats:
-                    held |= {id(p): view for p, view in zip(flat.params, segment.views(flat), strict=True)}
-            segment.let_go()
+            for flat in segment.flats if segment.holds else ():
+                held |= {id(p): view for p, view in zip(flat.params, segment.views(flat), strict=True)}
         return held
+
+    def let_go(self) -> None:
+        """The bucket is at its end."""
+        for segment in self.segments:
+            segment.let_go()
 
     def hold(self, held: dict[int, Tensor]) -> None:
         """Take over what another bucket has held."""
@@ -129,6 +132,9 @@ class ReduceBucket:
 
     def finish(self) -> None:
         """Wait for the sums, average them, and give each owner its gradient, unless its slice is to cross first."""
+        if self.passes.failed and not self.crosses:
+            self._forget_sums()
+            return
         for segment in self.segments:
             segment.wait()
             segment.holds = False
@@ -142,6 +148,9 @@ class ReduceBucket:
         """Sum this rank's slice over `replicate`: a copy of it, so that the buffer can go meanwhile."""
         self.groups.replicate.log.name = self._reduces_slice
         for segment in self.segments:
+            if segment.work is not None:
+                # Memory ran out at a later one the first time.
+                continue
             assert segment.buffer is not None
             mine = own_slice(segment.buffer, group=self.groups.reduce).clone()
             segment.release()
@@ -151,6 +160,9 @@ class ReduceBucket:
 
     def finish_slice(self) -> None:
         """Wait for the sum of the slice, average it, and give it to its owner."""
+        if self.passes.failed:
+            self._forget_sums()
+            return
         for segment in self.segments:
             segment.wait()
             (flat,) = segment.flats
@@ -158,6 +170,12 @@ class ReduceBucket:
             flat.add_grads(segment.buffer.to(flat.master_dtype).mul_(self.scale))
             segment.release()
         self.tape.record(Kind.WAIT_SLICE, self.name, self._slice_bytes)
+
+    def _forget_sums(self) -> None:
+        """Of a step in which this rank has failed: it will be undone."""
+        for segment in self.segments:
+            segment.holds = False
+        self.drop()
 
     def _num_bytes(self) -> int:
         return sum(segment.num_elements * segment.dtype.itemsize for segment in self.segments)

@@ -6,7 +6,8 @@ sum of them needs few bits; the other bits of the first flag carry
     Σ_r c_r · h_r  (mod 2^18)        h_r: what rank r has issued, as one number (comm/issued.py)
 
 The coefficients c_r add up to 0, so that the sum is 0 where all h_r are equal; where they are not it is 0 in one case
-of 2^18. The sum is the same on all ranks: all of them stop, and only then tell each other what they have issued.
+of 2^18. The sum is the same on all ranks: all of them stop, and only then tell each other what they have issued. A rank
+that has failed in the step, and has only taken part since, adds 1: then all hear of that before anyone updates.
 
 On a GPU nobody waits for it: the flag is copied to the host beside the computation, and looked at as soon as it is
 there, at the latest before the update after the one that it was sent for.
@@ -21,6 +22,7 @@ from torch import Tensor
 from shardwise.comm.agreement import RanksDisagree, exchange
 from shardwise.comm.groups import MeshGroups
 from shardwise.comm.issued import Issued, disagreement, first_difference, fold_all, names_of
+from shardwise.engine.pass_state import PassState
 
 # Of the first flag's 32 bits these count the ranks that used the parameter; torch's jobs are smaller.
 _COUNT_BITS = 14
@@ -37,8 +39,11 @@ def coefficient(rank: int, *, num_ranks: int) -> int:
 class SameOrder:
     """What one rank adds to the first flag, and what it finds there when all have."""
 
-    def __init__(self, flag: Tensor, *, groups: MeshGroups) -> None:
+    def __init__(self, flag: Tensor, *, groups: MeshGroups, passes: PassState) -> None:
         self._flag = flag
+        self._passes = passes
+        # Rank → how it has failed in this step.
+        self._failures: dict[int, str] = {}
         self._logs = {name: group.log for name, group in groups.by_name().items()}
         world = groups.reduce_world
         # A job of absent ranks adds nothing up.
@@ -63,12 +68,20 @@ class SameOrder:
             for log in self._logs.values():
                 log.restart()
             return
-        value = (fold_all(self._logs.values()) >> _COUNT_BITS) * self._coefficient
+        value = (fold_all(self._logs.values()) >> _COUNT_BITS) * self._coefficient + bool(self._passes.failed)
         value = (value << _COUNT_BITS) + used & _MASK
         # As a signed number.
         self._flag.fill_(value - (value >> 31 << 32))
         self._sent = {name: log.take() for name, log in self._logs.items()}
         self._num_sent += 1
+
+    def take_failures(self) -> dict[int, str]:
+        """Once the flag is summed: rank → how it has failed in this step. Waits for a GPU."""
+        if not self._coefficient:
+            return {0: self._passes.failed} if self._passes.failed else {}
+        self.look(wait=True)
+        failures, self._failures = self._failures, {}
+        return failures
 
     def users(self, summed: int) -> int:
         """How many ranks used the parameter of a flag."""
@@ -122,5 +135,9 @@ class SameOrder:
     def _judge(self, summed: int, *, issued: dict[str, Issued]) -> None:
         if (summed & _MASK) >> _COUNT_BITS == 0:
             return
-        everyone = exchange({name: names_of(collectives) for name, collectives in issued.items()})
-        raise RanksDisagree(disagreement(first_difference(dict(enumerate(everyone)), ended=True)))
+        mine = {name: names_of(collectives) for name, collectives in issued.items()}
+        everyone = exchange((mine, self._passes.failed))
+        self._failures = {rank: failed for rank, (_, failed) in enumerate(everyone) if failed}
+        difference = first_difference({rank: theirs for rank, (theirs, _) in enumerate(everyone)}, ended=True)
+        if difference or not self._failures:
+            raise RanksDisagree(disagreement(difference))

@@ -16,6 +16,7 @@ from shardwise.comm.issued import CollectiveName
 from shardwise.engine.grads.same_order import SameOrder
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.unit import Unit
+from shardwise.engine.pass_state import PassState
 from shardwise.engine.tape import Tape
 from shardwise.program import Kind
 from shardwise.spec import ROOT
@@ -25,7 +26,14 @@ class UsedFlags:
     """The flags of all parameters of a model."""
 
     def __init__(
-        self, units: Iterable[Unit], *, device: torch.device, groups: MeshGroups, collectives: Collectives, tape: Tape
+        self,
+        units: Iterable[Unit],
+        *,
+        device: torch.device,
+        groups: MeshGroups,
+        collectives: Collectives,
+        tape: Tape,
+        passes: PassState,
     ) -> None:
         self.units = list(units)
         self.groups = groups
@@ -35,7 +43,7 @@ class UsedFlags:
             (unit, flat, index) for unit in self.units for flat in unit.flats for index in range(len(flat.params))
         ]
         self.flags: Tensor = torch.ones(len(self.places), dtype=torch.int32, device=device)
-        self.same_order = SameOrder(self.flags[:1], groups=groups)
+        self.same_order = SameOrder(self.flags[:1], groups=groups, passes=passes)
         self._name = CollectiveName(f"{Kind.REDUCE_FLAGS.value} {ROOT}")
         self.unused: list[int] = []
         self.work: Work | None = None

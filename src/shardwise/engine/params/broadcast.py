@@ -117,8 +117,9 @@ def broadcast_buffers(
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
-    for buffers in by_dtype.values():
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+    # All of them before the first is sent: memory may run out, and then nobody knows what was issued.
+    flats = [torch.cat([buffer.reshape(-1) for buffer in buffers]) for buffers in by_dtype.values()]
+    for buffers, flat in zip(by_dtype.values(), flats, strict=True):
         groups.reduce_world.log.name = _BUFFERS
         collectives.broadcast(flat, source=source, group=groups.reduce_world).wait()
         parts = torch.split(flat, [buffer.numel() for buffer in buffers])

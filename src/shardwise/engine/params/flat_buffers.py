@@ -171,12 +171,16 @@ class FlatBuffers:
         if self.master is self.full:
             self.owned[index].parameter = parameter
 
-    def gather(self) -> None:
-        """Start to make the full buffer whole from the owned slices."""
+    def make_room(self) -> None:
+        """Memory for the full buffer, where it was freed."""
         self.wait_gather()
         if not self.whole:
             self.full.untyped_storage().resize_(self.full_bytes)
             self.whole = True
+
+    def gather(self) -> None:
+        """Start to make the full buffer whole from the owned slices."""
+        self.make_room()
         if not self.aliased:
             own_slice(self.full, group=self.groups.gather).copy_(self.staged, non_blocking=True)
         self.groups.gather.log.name = self.gathers

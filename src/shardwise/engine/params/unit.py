@@ -77,6 +77,9 @@ class Unit:
             self.wait_gather()
 
     def _gather(self, flats: list[FlatParams]) -> None:
+        # All of it or nothing: memory may run out, and then nobody knows what was issued.
+        for flat in flats:
+            flat.make_room()
         for flat in flats:
             flat.gather()
         self.whole = True

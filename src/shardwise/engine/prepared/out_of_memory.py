@@ -7,6 +7,7 @@ moment. While nothing fails, nothing runs. No memory of the device is needed to 
 
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from shardwise.comm.rank_progress import PROGRESS, UPDATE
 from shardwise.engine.engine import Engine, engine_of, is_prepared
 from shardwise.engine.prepared.inventory import held_tensors
 from shardwise.placement import STRATEGIES
+from shardwise.plan import Plan
 from shardwise.quantities import bytes_text
 
 # The planner's rule for torch's own optimizers: (fused, one tensor after the other, all at once).
@@ -103,29 +105,36 @@ def _of_device(device: torch.device) -> str:
     )
 
 
-def _states(engine: Engine) -> Iterator[str]:
-    """What the planner can say of a model that it has not traced: all but the activations."""
+def states_bytes(engine: Engine, plan: Plan) -> int | None:
+    """The predicted peak under a plan of a model that was not traced: without activations. None if the planner has no
+    rule for the optimizer.
+    """
     rule = _rule(next(iter(engine.owned.group_names), None), device=engine.device)
     if rule is None:
-        return
+        return None
     # Here, so that a job that does not fail does not import it.
-    from dataclasses import replace
-
     from shardwise.planner.memory.peak import estimate
 
+    found = estimate(
+        replace(engine.runner.spec, traces=()),
+        plan=plan,
+        num_ranks=dist.get_world_size(),
+        batch=1,
+        optimizer=rule,
+        device=engine.device.type,
+        quick=True,
+    )
+    return found.allocated_bytes
+
+
+def _states(engine: Engine) -> Iterator[str]:
+    """What the planner can say of a model that it has not traced: all but the activations."""
     plan, needs = engine.plan, {}
     for strategy in STRATEGIES:
-        other = replace(plan, strategy=strategy, offload_states=False)
-        found = estimate(
-            replace(engine.runner.spec, traces=()),
-            plan=other,
-            num_ranks=dist.get_world_size(),
-            batch=1,
-            optimizer=rule,
-            device=engine.device.type,
-            quick=True,
-        )
-        needs[strategy] = found.allocated_bytes
+        num_bytes = states_bytes(engine, replace(plan, strategy=strategy, offload_states=False))
+        if num_bytes is None:
+            return
+        needs[strategy] = num_bytes
     this = {plan.strategy: " (this plan)"}
     shown = ", ".join(f"{name} {bytes_text(num_bytes)}{this.get(name, '')}" for name, num_bytes in needs.items())
     yield f"  predicted peak without activations: {shown}"

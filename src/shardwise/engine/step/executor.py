@@ -121,14 +121,15 @@ class EngineExecutor:
         for bucket in self.buckets.values():
             bucket.forget(names)
 
-    def take_held(self) -> dict[int, Tensor]:
-        """Parameter, by id → what this rank has summed of its gradients for a later backward to reduce.
+    def held(self) -> dict[int, Tensor]:
+        """Parameter, by id → what this rank has summed of its gradients for a later backward to reduce."""
+        return {key: view for bucket in self.buckets.values() for key, view in bucket.held().items()}
 
-        The buckets are at their end: but for that, the memory that they keep from step to step goes.
-        """
-        held: dict[int, Tensor] = {}
+    def take_held(self) -> dict[int, Tensor]:
+        """What is held; the buckets are at their end, and the memory that they keep from step to step goes."""
+        held = self.held()
         for bucket in self.buckets.values():
-            held |= bucket.let_go()
+            bucket.let_go()
         return held
 
     def hold(self, held: dict[int, Tensor]) -> None:

@@ -39,6 +39,8 @@ class FirstForward:
         self.exchange = exchange
         self.calls: list[str] = []
         self.backward: dict[str, str] = {}
+        # What is left to gather of what the ranks have agreed on; any, if memory ran out.
+        self._agreed: list[str] = []
 
     def note_call(self, unit: Unit) -> int:
         """The number of this call among the unit's."""
@@ -70,6 +72,7 @@ class FirstForward:
 
     def end(self) -> Observation:
         """This rank's forward is over; returns when everyone's is."""
+        self._gather_agreed(wish=_END)
         while self._round(_END):
             pass
         whole = frozenset(unit.name for unit in self.units.values() if unit.whole)
@@ -78,14 +81,18 @@ class FirstForward:
     def _round(self, wish: str) -> bool:
         """One exchange; whether anybody wanted anything."""
         wishes = sorted({other for other in self.exchange(wish) if other != _END})
-        for name in wishes:
-            unit = self.units[name]
+        self._agreed = list(wishes)
+        self._gather_agreed(wish=wish)
+        return bool(wishes)
+
+    def _gather_agreed(self, *, wish: str) -> None:
+        while self._agreed:
+            unit = self.units[self._agreed[0]]
             was_whole = unit.whole
             unit.gather()
             unit.wait_gather()
-            if name != wish and not was_whole:
+            if self._agreed.pop(0) != wish and not was_whole:
                 unit.free()
-        return bool(wishes)
 
 
 def learned(

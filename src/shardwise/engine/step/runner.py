@@ -198,7 +198,7 @@ class Runner:
         PROGRESS.phase = BACKWARD
         if self.first is not None:
             self._learn(self.first)
-        self.passes.begin_backward()
+        self.passes.begin_backward(num_forwards=self.forwards)
         # Buckets that change from step to step hold nothing for the next.
         self.reduces = not self.passes.accumulating or self.plan.accumulate_reduced or self.plan.dynamic
         # Autograd goes back through a forward in reverse, so a unit whose row is passed has all the gradients that it
