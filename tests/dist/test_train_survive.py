@@ -70,8 +70,8 @@ def test_a_run_that_ran_out_is_the_run_that_was_resumed_under_the_smaller_plan(p
     assert_same_end(tmp_path / "one", other)
 
 
-def full_update(rank: int, asked: TrainConfig) -> list[str]:
-    full = Full(3)
+def full_update(rank: int, asked: TrainConfig, at: int) -> list[str]:
+    full = Full(at)
 
     def before_step(*_: Any) -> None:
         with torch.enable_grad():
@@ -87,13 +87,23 @@ def full_update(rank: int, asked: TrainConfig) -> list[str]:
     return []
 
 
-def test_in_an_update_the_run_ends_clearly_and_the_next_start_resumes_under_a_smaller_plan(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "at"),
+    [
+        ("ddp", 3),
+        *whole(*((strategy, at) for strategy in ("ddp", "zero1", "fsdp") for at in (1, 2, 4))),
+    ],
+)
+def test_in_an_update_the_run_ends_clearly_and_the_next_start_resumes_under_a_smaller_plan(
+    strategy: str, at: int, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    asked = asked_for(folder, {"strategy": "ddp"})
-    for notes in run_ranks(full_update, num_ranks=2, args=(asked,)):
+    asked = asked_for(folder, {"strategy": strategy})
+    for notes in run_ranks(full_update, num_ranks=2, args=(asked, at)):
         assert any("held then: params" in note for note in notes)
         assert any("rerun the same command to resume under it" in note for note in notes)
-    assert Plan.load(folder / "plan.toml").strategy != "ddp"
+    smaller = Plan.load(folder / "plan.toml")
+    assert smaller != asked.plan
     run_ranks(trained, num_ranks=2, args=(asked,))
     assert [line["step"] for line in lines(folder)] == [1, 2, 3, 4]
-    assert Plan.load(folder / "plan.toml").strategy != "ddp"
+    assert Plan.load(folder / "plan.toml") == smaller
