@@ -2,7 +2,7 @@
 
 gpt2-124m                  a catalogue model: its spec comes with the package
 params:60b                 so many parameters, and nothing else known
-python:FILE.py:function    one's own Task
+python:FILE.py:function    your own Task
 hf:DIR, timm:NAME, torchvision:NAME    models of other libraries (trace/foreign.py)
 """
 

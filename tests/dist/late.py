@@ -178,7 +178,7 @@ class LateWork:
                 f"its storage had {self._storage_bytes} bytes and has {storage_bytes}"
             )
         if self._buffer.data_ptr() != self._address:
-            raise LateError(f"{self.name}: the buffer was freed and allocated anew before the wait")
+            raise LateError(f"{self.name}: the buffer was freed and allocated again before the wait")
 
     def _check_content(self) -> None:
         changed = _bytes_of(self._buffer) != self._as_left

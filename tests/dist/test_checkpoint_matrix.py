@@ -89,7 +89,7 @@ def load_into_each_kind(
     states: dict[Job, tuple[State, State]],
     alike: dict[Job, Job],
 ) -> list[tuple[Job, Job]]:
-    """Load each job's checkpoint beside the same state as a full state dict, and take two steps from either."""
+    """Load each job's checkpoint, and the same state as a full state dict, and take two steps from either."""
     checkpoints = Checkpoints(folder)
     saved = {
         job: open_checkpoint(Path(folder, str(job[0]), f"step-{list(kinds(job[0])).index(job[1]):08}"))

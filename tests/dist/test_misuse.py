@@ -651,7 +651,7 @@ def test_ranks_that_disagree_say_so_and_do_not_hang() -> None:
     assert zero[0] == one[0] == expected
     assert "0.weight [4, 3]" in zero[1]
     assert "0.weight [5, 3]" in one[1]
-    assert zero[2].startswith("rank 1 could not go on: overrides.x matches no unit")
+    assert zero[2].startswith("rank 1 could not continue: overrides.x matches no unit")
     assert one[2].startswith("overrides.x matches no unit")
 
 

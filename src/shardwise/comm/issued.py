@@ -126,7 +126,7 @@ class NotedWork:
 
 
 def names_of(issued: Issued) -> list[str]:
-    """For other ranks. Of a copy: the main thread may go on meanwhile."""
+    """For other ranks. Of a copy: the main thread may continue meanwhile."""
     return [f"{name} of {num_elements} elements" for name, num_elements in list(issued)]
 
 

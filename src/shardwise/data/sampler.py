@@ -97,7 +97,7 @@ class DistributedSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, of any number of ranks; the data and its order must be the same."""
+        """Resume from a state, of any number of ranks; the data and its order must be the same."""
         for name in ("num_samples", "seed", "shuffle"):
             if state[name] != getattr(self, name):
                 raise InvalidData(

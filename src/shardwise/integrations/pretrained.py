@@ -59,7 +59,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, most_file_bytes: in
     """Write a prepared model for `from_pretrained` of transformers, and ours. Collective.
 
     Weights are the optimizer's, unit by unit, in one file or in several with an index; config and generation config lie
-    beside them. Files appear whole or not at all, the index last.
+    next to them. Files appear whole or not at all, the index last.
     """
     engine = engine_of(model)
     stored = _stored_names(model)

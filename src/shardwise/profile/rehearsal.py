@@ -24,7 +24,7 @@ class RehearsalFailed(ShardwiseError):  # noqa: N818
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """Rank 0 of `num_ranks`, with `batch` samples a pass; a job of one rank is a real one.
+    """Rank 0 of `num_ranks`, with `batch` samples per pass; a job of one rank is a real one.
 
     steps      how many are timed
     history    a file for the allocator's history, on a GPU

@@ -35,7 +35,7 @@ class Kind(Enum):
     def stream(self) -> str:
         """The queue it runs in: `compute`, `gather` or `reduce`; waits and frees happen on `compute`.
 
-        A broadcast has no wait of its own: it is over before anything else begins. Nor have flags (one a parameter:
+        A broadcast has no wait of its own: it is over before anything else begins. Nor have flags (one per parameter:
         did this rank use it?): only a rank that left a parameter unused has to read whether all others did.
         """
         if self is Kind.GATHER:

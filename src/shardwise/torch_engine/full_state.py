@@ -103,5 +103,5 @@ def load_full_state_dict_on_torch(
 
 
 def _copy(state: Any) -> Any:
-    """Tensors of its own: torch gives out, and takes in, those that training goes on to change."""
+    """Tensors of its own: torch gives out, and takes in, those that training will change."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)

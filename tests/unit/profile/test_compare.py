@@ -1,4 +1,4 @@
-"""Predicted beside measured: alignment of rows, and what does not fit. Nothing is run here."""
+"""Predicted against measured: alignment of rows, and what does not fit. Nothing is run here."""
 
 import sys
 from collections.abc import Sequence

@@ -8,7 +8,7 @@ sum of them needs few bits; the other bits of the first flag carry
 The coefficients c_r add up to 0, so that the sum is 0 where all h_r are equal; where they are not it is 0 in one case
 of 2^18. The sum is the same on all ranks: all of them stop, and only then tell each other what they have issued.
 
-On a GPU nobody waits for it: the flag is copied to the host beside the computation, and looked at as soon as it is
+On a GPU nobody waits for it: the flag is copied to the host during the computation, and looked at as soon as it is
 there, at the latest before the update after the one that it was sent for.
 """
 
@@ -70,7 +70,7 @@ class SameOrder:
         return summed & (1 << _COUNT_BITS) - 1
 
     def read(self) -> None:
-        """The flag is summed: refuse to go on if ranks differ, now or (a GPU's) as soon as it is on the host."""
+        """The flag is summed: refuse to continue if ranks differ, now or (a GPU's) as soon as it is on the host."""
         if not self._coefficient:
             return
         if self._flag.device.type == "cpu":

@@ -20,7 +20,7 @@ _NOT_LOOKED_INTO = (nn.Module, nn.Parameter, type)
 
 
 def describe_carried(model: nn.Module) -> list[str]:
-    """A line for each tensor that a parameter carries, and for the plain values beside it."""
+    """A line for each tensor that a parameter carries, and for the plain values with it."""
     return [
         f"{name}.{path} {list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"{name}.{path} = {value}"
         for name, parameter in model.named_parameters()

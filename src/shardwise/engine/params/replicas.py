@@ -76,7 +76,7 @@ class Replicas:
 
     @torch.no_grad()
     def compare(self) -> None:
-        """Refuse to go on where ranks hold different bits; the rank and the parameter are named. Collective."""
+        """Refuse to continue where ranks hold different bits; the rank and the parameter are named. Collective."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             # Nothing is computed yet.
             return
@@ -135,5 +135,5 @@ def _told(name: str, ranks: Sequence[Sequence[int]]) -> str:
     who = f"rank {', '.join(map(str, few))} differs from the others" if few else f"{each} differ"
     return (
         f"{name} is no longer the same on all ranks: {who} (a bit that flipped in memory, or code that wrote to it on "
-        "one rank alone); this step is not taken: go on from a checkpoint of before"
+        "one rank alone); this step is not taken: resume from an earlier checkpoint"
     )

@@ -26,7 +26,7 @@ class PreparedModule(nn.Module):
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
-        """transformers' `generate` asks: a rank whose sentences are done goes on for as long as any other's are not."""
+        """transformers' `generate` asks: a rank whose sentences are done continues while any other's are not."""
         return engine_of(self).runner.any_sharded
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -152,7 +152,7 @@ def _ring(num_ranks: int, *, on_node: int, cluster: Cluster) -> Ring:
 
 
 def _reached(link: Link) -> float:
-    """What a ring reaches, in bytes a second."""
+    """What a ring reaches, in bytes per second."""
     if link.ring_bytes_per_s is not None:
         return link.ring_bytes_per_s.value
     return USUAL_SHARE * link.bytes_per_s.value

@@ -74,8 +74,8 @@ _ALONE = ("matmul", "embedding", "embedding_backward", "column_sum", "max_pool",
 """Kernels that a compiler does not fuse with what comes before or after; nor does it those that count operations."""
 
 _RECOMPUTE_ISSUES = 85.0
-"""What recomputing a unit costs the CPU beside its operations, as so many more to issue: hooks on what is saved, and
-states of random numbers. Fitted to benchmarks/results/step_times_h200.json: 1.8 ms a unit with our engine, 1.0
+"""What recomputing a unit costs the CPU in addition to its operations (so many more to issue): hooks on what is saved,
+and states of random numbers. Fitted to benchmarks/results/step_times_h200.json: 1.8 ms per unit with our engine, 1.0
 with torch's."""
 
 

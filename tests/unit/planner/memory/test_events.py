@@ -104,7 +104,7 @@ def test_the_bucket_of_a_unit_that_is_never_called_has_a_buffer_before_it_is_wai
 
 
 class Traced:
-    """The rows of a step in an order of one's own."""
+    """The rows of a step in an order of the caller's own."""
 
     def __init__(self, spec: ModelSpec, **options: object) -> None:
         self.plan = Plan(mesh=TWO, **options)  # type: ignore[arg-type]
