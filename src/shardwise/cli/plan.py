@@ -66,6 +66,9 @@ def plan(
         typer.Option("--matmul-precision", help="As torch.set_float32_matmul_precision: highest, or high for TF32."),
     ] = None,
     compile_with: Annotated[str, typer.Option("--compile", help="none, inductor or aot_eager.")] = "none",
+    capture: Annotated[
+        str, typer.Option("--capture", help="Steps as CUDA graphs: on, off, or auto (said where it would be faster).")
+    ] = "auto",
     like: Annotated[
         str, typer.Option("--like", help="Time the same strategies as another engine runs them: deepspeed.")
     ] = "",
@@ -103,6 +106,7 @@ def plan(
         recompute_overrides=ways,
         engine=engine,
         compile=compile_with,
+        capture=capture,
     )
     question = PlanQuestion(
         source=Source(model, seq=seq, image=image, while_tracing=_progress),

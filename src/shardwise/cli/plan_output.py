@@ -6,7 +6,7 @@ from typing import Any
 from shardwise.cli.plan_answer import PlanAnswer
 from shardwise.hardware.host_here import host_is_probed
 from shardwise.planner.time.step_time import why_not_timed
-from shardwise.quantities import GIB, fixed_text
+from shardwise.quantities import GIB, fixed_text, step_seconds_text
 from shardwise.report.text.budgets import frontier_data, frontier_table, training_data, training_table
 from shardwise.report.text.costs import as_data as candidate_data
 from shardwise.report.text.costs import as_table, legend, scaling_data, scaling_table
@@ -23,6 +23,7 @@ def as_data(shown: PlanAnswer) -> dict[str, Any]:
         "why": shown.why,
         "host": "probed" if host_is_probed(shown.found[0].cluster.device) else "assumed",
         "candidates": [candidate_data(candidate) for candidate in shown.found],
+        "captured": candidate_data(shown.captured) if shown.captured is not None else None,
     }
     if shown.training is not None:
         data["training"] = [training_data(row) for row in shown.training]
@@ -57,7 +58,7 @@ def show(shown: PlanAnswer) -> None:
 def _heading(shown: PlanAnswer) -> str:
     first = shown.found[0]
     capacity, plan = first.capacity_bytes, first.plan
-    seq = f", {first.seq} tokens a sample" if first.seq else ""
+    seq = f", {first.seq} tokens per sample" if first.seq else ""
     room = f"{fixed_text(capacity, unit=GIB)} each" if capacity else "capacity unknown"
     return (
         f"{shown.question.source.reference} on {first.cluster} ({room}): {plan.precision}, recompute "
@@ -75,6 +76,11 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
     shown_first = shown.recommendation.best or first
     time = f"time is not predicted: {unknown}" if unknown else f"time {shown_first.time_band}, of it comm exposed"
     yield f"Predicted, not measured; {fits}; {time}."
+    if shown.captured is not None and shown.captured.time is not None:
+        yield (
+            f"In CUDA graphs, as `shardwise train` runs a step where it can, {shown.captured.name} takes "
+            f"{step_seconds_text(shown.captured.time.step_seconds)} s per step; --capture on plans for that."
+        )
     if unknown is None and not host_is_probed(first.cluster.device):
         yield "The host is assumed: where the CPU bounds a step, --here on the machine itself measures how fast it is."
     if shown.frontier is not None:

@@ -27,7 +27,7 @@ def as_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
     data = as_json(capfd, "gpt2-124m", "--cluster", "8xh100-80gb")
-    assert set(data) == {"model", "cluster", "recommended", "why", "host", "candidates"}
+    assert set(data) == {"model", "cluster", "recommended", "why", "host", "candidates", "captured"}
     assert [candidate["strategy"] for candidate in data["candidates"]] == list(STRATEGIES)
     assert data["candidates"][data["recommended"]]["strategy"] == "ddp"
     for candidate in data["candidates"]:
@@ -226,6 +226,21 @@ def test_software_tf32_and_compiling_change_the_time(capfd: pytest.CaptureFixtur
     assert seconds("--precision", "fp32", "--matmul-precision", "high") < 0.6 * seconds("--precision", "fp32")
     assert run(*options, "--software", "1999") == 2
     assert "2023" in capfd.readouterr().err
+
+
+def test_a_step_that_is_faster_in_cuda_graphs_is_said_to_be(capfd: pytest.CaptureFixture[str]) -> None:
+    """On a device that runs small kernels; not where the device is the slower of the two, nor where it is asked for."""
+    asked = ("gpt2-124m", "--strategy", "ddp", "--cluster")
+    data = as_json(capfd, *asked, "1xh100-80gb", "--micro-batch", "4")
+    assert data["captured"]["step_seconds"] < 0.95 * data["candidates"][0]["step_seconds"]
+    run(*asked, "1xh100-80gb", "--micro-batch", "4")
+    assert "In CUDA graphs, as `shardwise train` runs a step where it can, ddp takes 0.0" in capfd.readouterr().out
+    on = as_json(capfd, *asked, "1xh100-80gb", "--micro-batch", "4", "--capture", "on")
+    assert on["candidates"][0]["step_seconds"] == data["captured"]["step_seconds"]
+    assert on["captured"] is None
+    assert as_json(capfd, *asked, "1xh100-80gb", "--micro-batch", "32")["captured"] is None
+    assert as_json(capfd, *asked, "1xh100-80gb", "--micro-batch", "4", "--capture", "off")["captured"] is None
+    assert as_json(capfd, *asked, "1xh100-80gb", "--micro-batch", "4", "--engine", "torch")["captured"] is None
 
 
 def test_the_band_says_what_it_follows_from(capfd: pytest.CaptureFixture[str]) -> None:
