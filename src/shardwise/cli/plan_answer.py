@@ -20,7 +20,6 @@ from shardwise.report.text.verdict import no_fit, reasons
 from shardwise.sources import Source
 from shardwise.span import Span
 
-
 _CLEARLY_FASTER = 0.95
 
 
