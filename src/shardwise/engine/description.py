@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from shardwise.engine.params.carried import describe_carried
+from shardwise.dtypes import compute_dtype, master_dtype
+from shardwise.engine.params.carried import describe_carried, is_packed
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.spec import ModelSpec
@@ -22,7 +23,7 @@ def asked_device(model: nn.Module, *, device: torch.device | str | None) -> torc
 
 
 def check_precision(model: nn.Module, *, plan: Plan) -> None:
-    """Refuse a float64 parameter unless the plan leaves dtypes alone: what the optimizer steps would be float32."""
+    """Refuse what the plan's precision would change beyond rounding to it: float64, and packed bits called floats."""
     if plan.precision == "native":
         return
     for name, parameter in model.named_parameters():
@@ -30,6 +31,17 @@ def check_precision(model: nn.Module, *, plan: Plan) -> None:
             raise InvalidModel(
                 f"{name} is float64, and precision = {plan.precision!r} would make it float32: set precision = "
                 "'native', or cast the model first (model.float())"
+            )
+        own = str(parameter.dtype).removeprefix("torch.")
+        kept = {own} == {
+            compute_dtype(own, precision=plan.precision, keep_fp32=False),
+            master_dtype(own, precision=plan.precision),
+        }
+        if not kept and is_packed(parameter):
+            raise InvalidModel(
+                f"{name} is a quantised weight that is stored as {own}, and precision = {plan.precision!r} would "
+                "change its bits: store it as uint8 (bitsandbytes: quant_storage=torch.uint8), or set precision = "
+                "'native'"
             )
 
 

@@ -30,6 +30,7 @@ from shardwise.engine.params.host import HostCopies
 from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.precision import check_kept, tell_upcast
 from shardwise.engine.params.replicas import COMPARE_EVERY, Replicas, check_compare_every
+from shardwise.engine.params.taken_apart import take_apart
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.pass_state import PassState
 from shardwise.engine.prepared.out_of_memory import explain_out_of_memory
@@ -95,6 +96,7 @@ def prepare(
         ),
         what="plans, models or optimizers",
     )
+    take_apart(model)
     setting = _Setting(
         spec=model_spec(model, policy=plan.units),
         plan=plan,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # How deep attributes are looked into: a parameter → its state → a nested state → what is in that.
 _DEPTH = 4
@@ -28,6 +29,16 @@ def describe_carried(model: nn.Module) -> list[str]:
     ]
 
 
+def is_packed(parameter: nn.Parameter) -> bool:
+    """Whether its elements are no numbers of their own but bits that a state says how to read."""
+    return (
+        type(parameter) is not nn.Parameter
+        and not is_traceable_wrapper_subclass(parameter)
+        and not parameter.requires_grad
+        and any(isinstance(value, Tensor) for _, value in _carried(parameter))
+    )
+
+
 @torch.no_grad()
 def broadcast_carried(model: nn.Module, *, device: torch.device, group: ProcessGroup | None = None) -> None:
     """Rank 0's values into the tensors that every rank's parameters carry. Collective."""
@@ -37,6 +48,34 @@ def broadcast_carried(model: nn.Module, *, device: torch.device, group: ProcessG
                 value = tensor.to(device).contiguous()
                 dist.broadcast(value, src=0, group=group)
                 tensor.copy_(value)
+
+
+def let_follow(parameter: nn.Parameter, *, module: nn.Module, place: Tensor) -> None:
+    """What is the parameter's own memory under another name moves to `place` with it, before the parameter does.
+
+    bitsandbytes' int8 weights have it as an attribute, and from the first forward on in a state of the module's. As a
+    copy of its own it would stay whole on every rank.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        own = (parameter.data_ptr(), parameter.shape, parameter.dtype)
+    if own[0] == 0:
+        return
+    for holder in (parameter, module):
+        _replace(vars(holder), own=own, place=place, depth=_DEPTH, seen=set())
+
+
+def _replace(
+    attributes: dict[str, Any], *, own: tuple[int, torch.Size, torch.dtype], place: Tensor, depth: int, seen: set[int]
+) -> None:
+    for name, value in attributes.items():
+        if isinstance(value, _PLAIN + _NOT_LOOKED_INTO) or depth == 0 or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if type(value) is Tensor:
+            if (value.data_ptr(), value.shape, value.dtype) == own:
+                attributes[name] = place
+        elif not isinstance(value, Tensor):
+            _replace(getattr(value, "__dict__", {}), own=own, place=place, depth=depth - 1, seen=seen)
 
 
 def _carried(parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
