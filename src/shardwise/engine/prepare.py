@@ -22,13 +22,21 @@ from shardwise.engine.description import asked_device, describe
 from shardwise.engine.engine import Engine, is_prepared, register
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
-from shardwise.engine.optimizer.known import check_optimizer, describe_optimizer
+from shardwise.engine.optimizer.known import (
+    Stepped,
+    check_elementwise,
+    check_optimizer,
+    describe_optimizer,
+    judge,
+    slice_alignment,
+)
 from shardwise.engine.optimizer.owned import OwnedParameters
+from shardwise.engine.optimizer.probe import Verdict
 from shardwise.engine.params.broadcast import broadcast_buffers, fill
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.host import HostCopies
 from shardwise.engine.params.managed import ManagedParameters
-from shardwise.engine.params.precision import check_kept, tell_upcast
+from shardwise.engine.params.precision import check_kept, tell_upcast, torch_dtype
 from shardwise.engine.params.replicas import COMPARE_EVERY, Replicas, check_compare_every
 from shardwise.engine.params.taken_apart import take_apart
 from shardwise.engine.params.unit import Unit
@@ -47,7 +55,7 @@ from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED
 from shardwise.plan import Plan
 from shardwise.program import Bucket
-from shardwise.program.buffers import flat_specs
+from shardwise.program.buffers import flat_specs, param_dtypes
 from shardwise.spec import ModelSpec
 from shardwise.units import model_spec, unit_modules
 
@@ -72,7 +80,8 @@ def prepare(
     our launcher started; without a launcher, a job of one rank. Values come from rank 0. A model on the meta device is
     filled straight into shards. `device` moves the model; without it the model stays where it is (from meta: this
     rank's GPU, or the CPU).
-    `optimizer` may be None, and be made later. `any_optimizer` admits one that is not known to be elementwise.
+    `optimizer` may be None, and be made later. It may be any that updates each element by itself, which is
+    tried out on small tensors (optimizer/probe.py); `any_optimizer` leaves that out and lets it step slices.
     `collectives` replaces the plan's, for tests. The job ends when a rank has held up the others for `watch_seconds`
     (comm/watch.py); 0: nobody watches. Every `compare_every` steps ranks compare what they should hold alike, bit by
     bit (params/replicas.py); 0: never. Parameters and buffers that `weights` has names of are taken from there, each
@@ -82,10 +91,12 @@ def prepare(
         raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
     chosen = join_job(asked_device(model, device=device))
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
+    verdicts: dict[int, Verdict] = {}
     agree(
         lambda: _description(
             model,
             optimizer,
+            verdicts=verdicts,
             plan=plan,
             mesh=mesh,
             device=chosen,
@@ -105,6 +116,7 @@ def prepare(
         tape=Tape(),
         device=chosen,
         host=HostCopies(chosen) if plan.offload_states else None,
+        alignment=slice_alignment(verdicts),
         compare_every=compare_every,
     )
     if dist.get_rank() == 0:
@@ -134,6 +146,7 @@ class _Setting:
     tape: Tape
     device: torch.device
     host: HostCopies | None
+    alignment: int
     compare_every: int
 
 
@@ -216,6 +229,7 @@ def _description(
     model: nn.Module,
     optimizer: Optimizer | None,
     *,
+    verdicts: dict[int, Verdict],
     plan: Plan,
     mesh: Mesh,
     device: torch.device,
@@ -224,7 +238,10 @@ def _description(
     compare_every: int,
     weights: Mapping[str, Tensor] | None,
 ) -> str:
-    """What ranks must agree on, a line each; raises for what no rank could run, before anything is touched."""
+    """What ranks must agree on, a line each; raises for what no rank could run, before anything is touched.
+
+    Notes in `verdicts` how far the optimizer's updates look, by the ids of its parameters.
+    """
     check_model(model, plan=plan)
     mesh.check_ranks(dist.get_world_size())
     if plan.engine != "shardwise":
@@ -250,13 +267,21 @@ def _description(
         described += "\nweights = " + ", ".join(sorted(weights))
     if optimizer is not None:
         parameters = dict(model.named_parameters())
-        sharded = {
-            id(parameters[param.name]): placements[unit.name].optim is SHARDED
+        stepped = {
+            id(parameters[param.name]): Stepped(
+                sharded=placements[unit.name].optim is SHARDED,
+                dtype=torch_dtype(param_dtypes(param, plan=plan)[1]),
+            )
             for unit in spec.units
             for param in unit.params
         }
-        check_optimizer(optimizer, sharded=sharded, any_optimizer=any_optimizer)
+        check_optimizer(optimizer, stepped=stepped)
+        if not any_optimizer:
+            stepped_on = torch.device("cpu") if plan.offload_states else device
+            verdicts |= judge(optimizer, stepped=stepped, device=stepped_on)
+            check_elementwise(optimizer, verdicts=verdicts, alignment=slice_alignment(verdicts))
         described += "\n" + describe_optimizer(optimizer, names={id(p): name for name, p in parameters.items()})
+        described += f"\nslices begin at multiples of {slice_alignment(verdicts)}"
     return described
 
 
@@ -284,6 +309,7 @@ def _units(model: nn.Module, *, setting: _Setting) -> dict[str, Unit]:
                 device=setting.device,
                 groups=setting.groups,
                 collectives=setting.collectives,
+                alignment=setting.alignment,
                 host=setting.host if placement.grads is SHARDED else None,
             )
             for flat in flat_specs(unit, plan=plan)
@@ -307,8 +333,8 @@ def _owned(
     )
     for flat, old_params in zip(flats, before, strict=True):
         parts = {part.index: part.parameter for part in flat.owned}
-        sharded = flat.placement.optim is SHARDED
+        stepped = Stepped(sharded=flat.placement.optim is SHARDED, dtype=flat.master_dtype)
         for index, name in enumerate(flat.names):
             for parameter in (flat.params[index], old_params[index]):
-                owned.add(parameter, name=name, owned=parts.get(index), sharded=sharded)
+                owned.add(parameter, name=name, owned=parts.get(index), stepped=stepped)
     return owned

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.dtypes import BYTES_PER_ELEMENT, compute_dtype, has_gradients, master_dtype, reduce_dtype
-from shardwise.layout import Layout, lay_out
+from shardwise.layout import ALIGNMENT, Layout, lay_out
 from shardwise.plan import Plan
 from shardwise.spec import TensorSpec, UnitSpec
 
@@ -28,8 +28,8 @@ class FlatSpec:
     master_dtype: str
     reduce_dtype: str
 
-    def layout(self, *, num_slices: int) -> Layout:
-        return _layout(tuple(param.shape for param in self.params), num_slices)
+    def layout(self, *, num_slices: int, alignment: int = ALIGNMENT) -> Layout:
+        return _layout(tuple(param.shape for param in self.params), num_slices, alignment)
 
     @property
     def has_gradients(self) -> bool:
@@ -107,5 +107,5 @@ def reduce_bytes(unit: UnitSpec, *, plan: Plan) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _layout(shapes: tuple[tuple[int, ...], ...], num_slices: int) -> Layout:
-    return lay_out(shapes, num_slices=num_slices)
+def _layout(shapes: tuple[tuple[int, ...], ...], num_slices: int, alignment: int) -> Layout:
+    return lay_out(shapes, num_slices=num_slices, alignment=alignment)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.comm.agreement import agree, meet
 from shardwise.comm.rank_progress import PROGRESS, UPDATE
 from shardwise.engine.optimizer.closure import StepClosure
-from shardwise.engine.optimizer.known import check_optimizer, describe_optimizer
+from shardwise.engine.optimizer.known import Stepped, check_elementwise, check_optimizer, describe_optimizer, judge
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
 from shardwise.engine.params.flat import FlatParams
@@ -46,7 +46,7 @@ class OwnedParameters:
         self._owned: dict[int, nn.Parameter | None] = {}
         # Held, so that an id stays that of its parameter.
         self._known: list[nn.Parameter] = []
-        self._sharded: dict[int, bool] = {}
+        self._stepped: dict[int, Stepped] = {}
         self._names: dict[int, str] = {}
         # The full names of each param group, also of what this rank owns nothing of.
         self.group_names: weakref.WeakKeyDictionary[Optimizer, list[list[str]]] = weakref.WeakKeyDictionary()
@@ -57,19 +57,20 @@ class OwnedParameters:
         self._any_optimizer = any_optimizer
         _REGISTRY.add(self)
 
-    def add(self, parameter: nn.Parameter, *, name: str, owned: nn.Parameter | None, sharded: bool) -> None:
+    def add(self, parameter: nn.Parameter, *, name: str, owned: nn.Parameter | None, stepped: Stepped) -> None:
         """`owned` stands for `parameter`; None where this rank owns no element of it."""
         self._known.append(parameter)
         self._owned[id(parameter)] = owned
-        self._sharded[id(parameter)] = sharded
+        self._stepped[id(parameter)] = stepped
         self._names[id(parameter)] = name
 
     def in_slices(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer steps, or will step, slices of ours."""
         if self.adopted(optimizer):
-            sharded = {self._names[key] for key, is_sharded in self._sharded.items() if is_sharded}
+            sharded = {self._names[key] for key, how in self._stepped.items() if how.sharded}
             return any(name in sharded for names in self.group_names[optimizer] for name in names)
-        return any(self._sharded.get(id(p), False) for group in optimizer.param_groups for p in group["params"])
+        held = (self._stepped.get(id(p)) for group in optimizer.param_groups for p in group["params"])
+        return any(how is not None and how.sharded for how in held)
 
     def concerns(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._owned for group in optimizer.param_groups for p in group["params"])
@@ -78,21 +79,32 @@ class OwnedParameters:
         """Adopt an optimizer of which the ranks have not told each other yet. Collective."""
 
         def describe() -> str:
-            check_optimizer(optimizer, sharded=self._sharded, any_optimizer=self._any_optimizer)
+            self._check(optimizer)
             return describe_optimizer(optimizer, names=self._names)
 
         if not self.adopted(optimizer):
             agree(describe, what="optimizers")
             self.adopt(optimizer)
 
+    def _check(self, optimizer: Optimizer) -> None:
+        check_optimizer(optimizer, stepped=self._stepped)
+        self._check_reach(optimizer, first_group=0)
+
+    def _check_reach(self, optimizer: Optimizer, *, first_group: int) -> None:
+        """Refuse an optimizer that cannot step slices as they are cut."""
+        if self._any_optimizer or not self._flats:
+            return
+        device = self._flats[0].master.device
+        verdicts = judge(optimizer, stepped=self._stepped, device=device, first_group=first_group)
+        check_elementwise(optimizer, verdicts=verdicts, alignment=self._flats[0].alignment)
+
     def adopt(self, optimizer: Optimizer) -> None:
-        """Rewrite the param groups; their options, and whoever holds them (schedulers), stay."""
-        check_optimizer(optimizer, sharded=self._sharded, any_optimizer=self._any_optimizer)
+        """Rewrite the param groups; their options, and whoever holds them (schedulers), stay. It has been checked."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self.group_names[optimizer] = []
         for group in optimizer.param_groups:
             self._rewrite(group, optimizer=optimizer)
-        sharded = any(self._sharded[id(parameter)] for parameter in held)
+        sharded = any(self._stepped[id(parameter)].sharded for parameter in held)
         closure = StepClosure(lambda: self.before_step(sharded=sharded))
         optimizer.register_step_pre_hook(lambda _, *given: closure.begin(*given))
         optimizer.register_step_post_hook(lambda *_: self._end_step(closure))
@@ -125,6 +137,11 @@ class OwnedParameters:
                 why = "it is in another group" if name in stepped else "it is not the prepared model's"
                 raise InvalidPlan(f"add_param_group with {name}: {why}")
         type(optimizer).add_param_group(optimizer, {**param_group, "params": params})
+        try:
+            self._check_reach(optimizer, first_group=len(optimizer.param_groups) - 1)
+        except InvalidPlan:
+            optimizer.param_groups.pop()
+            raise
         self._rewrite(optimizer.param_groups[-1], optimizer=optimizer)
 
     def _rewrite(self, group: dict[str, Any], *, optimizer: Optimizer) -> None:

@@ -6,6 +6,7 @@ to the optimizer. Ours (`shardwise.full_state_dict`): states under the parameter
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -29,6 +30,14 @@ class _Uncut:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """A state with one value per element of its parameter, or one per block of elements."""
+
+    dtype: torch.dtype
+    block: int = 1
+
+
 @torch.no_grad()
 def whole_states(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[str, dict[str, Any]]:
     """Name → full states, on every rank. Collective."""
@@ -36,22 +45,22 @@ def whole_states(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[s
     states: dict[str, dict[str, Any]] = {}
     for number, flat in enumerate(flats):
         for key in dict.fromkeys(key for (n, _, key) in kinds if n == number):
-            whole: list[Tensor] | None = None
+            whole: dict[_Laid, Tensor] = {}
             for index, name in enumerate(flat.names):
                 if (number, index, key) not in kinds:
                     continue
                 kind = kinds[number, index, key]
-                if isinstance(kind, torch.dtype):
-                    if whole is None:
-                        whole = flat.views(_gather_state(flat, optimizer, key=key, dtype=kind))
-                    states.setdefault(name, {})[key] = whole[index].clone()
+                if isinstance(kind, _Laid):
+                    if kind not in whole:
+                        whole[kind] = _gather_state(flat, optimizer, key=key, kind=kind)
+                    states.setdefault(name, {})[key] = _cut_state(flat, whole[kind], index=index, kind=kind)
                 else:
                     states.setdefault(name, {})[key] = kind
     return states
 
 
 def _state_keys(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[tuple[int, int, str], Any]:
-    """(flat, parameter, key) → the dtype of a state that is as large as the parameter, or the value of a number.
+    """(flat, parameter, key) → how a state lies that is as large as the parameter, or the value of a number.
 
     A rank knows only the states of what it owns, so the ranks of a shard group tell each other.
     """
@@ -61,7 +70,12 @@ def _state_keys(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[tu
             for key, value in optimizer.state.get(part.parameter, {}).items():
                 mine[number, part.index, key] = _kind(flat, part, value)
     everyone = exchange(mine, group=flats[0].groups.gather) if flats else []
-    kinds = {key: value for theirs in everyone for key, value in theirs.items()}
+    kinds: dict[tuple[int, int, str], Any] = {}
+    for theirs in everyone:
+        for place, kind in theirs.items():
+            # Of a slice of one element, a state by blocks looks like one by elements.
+            if not isinstance(kinds.get(place), _Laid) or kinds[place].block == 1:
+                kinds[place] = kind
     for (number, index, key), kind in kinds.items():
         if isinstance(kind, _Uncut):
             raise InvalidData(
@@ -75,25 +89,35 @@ def _kind(flat: FlatParams, part: Owned, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.shape == part.parameter.shape and value.dim() > 0:
-        return value.dtype
+        return _Laid(value.dtype)
+    if flat.block > 1 and tuple(value.shape) == (-(-part.parameter.numel() // flat.block),):
+        return _Laid(value.dtype, flat.block)
     if value.numel() != 1 and flat.placement.optim is SHARDED:
         return _Uncut(tuple(value.shape))
     return value.detach().cpu().clone()
 
 
-def _gather_state(flat: FlatParams, optimizer: Optimizer, *, key: str, dtype: torch.dtype) -> Tensor:
+def _gather_state(flat: FlatParams, optimizer: Optimizer, *, key: str, kind: _Laid) -> Tensor:
     """One kind of state of all of a flat buffer's parameters, in its layout."""
-    whole = torch.zeros(flat.layout.num_elements, dtype=dtype, device=flat.device)
+    whole = torch.zeros(flat.layout.num_elements // kind.block, dtype=kind.dtype, device=flat.device)
     sharded = flat.placement.optim is SHARDED
     mine = own_slice(whole, group=flat.groups.gather) if sharded else whole
     for part in flat.owned:
         value = optimizer.state.get(part.parameter, {}).get(key)
         if isinstance(value, Tensor):
-            mine[part.start : part.stop].copy_(value.reshape(-1))
+            mine[part.start // kind.block : -(-part.stop // kind.block)].copy_(value.reshape(-1))
     if sharded:
         flat.groups.gather.log.name = FOR_STATE
         flat.collectives.all_gather(whole, group=flat.groups.gather).wait()
     return whole
+
+
+def _cut_state(flat: FlatParams, whole: Tensor, *, index: int, kind: _Laid) -> Tensor:
+    """One parameter's part of what was gathered."""
+    if kind.block == 1:
+        return flat.views(whole)[index].clone()
+    start = flat.layout.offsets[index] // kind.block
+    return whole[start : start + -(-prod(flat.layout.shapes[index]) // kind.block)].clone()
 
 
 def named_states(state: Mapping[str, Any], *, groups: Sequence[Sequence[str]]) -> dict[Any, Mapping[str, Any]]:
@@ -172,7 +196,8 @@ def _check_shapes(states: States, *, flats: Sequence[FlatParams]) -> None:
             continue
         for name, shape in zip(flat.names, flat.layout.shapes, strict=True):
             for key, value in states.get(name, {}).items():
-                if isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != shape:
+                known = (shape, (-(-prod(shape) // flat.block),))
+                if isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) not in known:
                     raise InvalidData(
                         f"{key} of {name} has shape {tuple(value.shape)} in the state, the parameter {shape}: save "
                         "the state with state_dict() of the prepared optimizer, called on every rank"
@@ -183,9 +208,13 @@ def _own_part(flat: FlatParams, part: Owned, value: Any, *, is_number: bool) -> 
     """This rank's slice of a tensor as large as the parameter; all of a number."""
     if not isinstance(value, Tensor):
         return value
-    if is_number or tuple(value.shape) != flat.layout.shapes[part.index]:
+    shape = flat.layout.shapes[part.index]
+    by_block = tuple(value.shape) != shape and tuple(value.shape) == (-(-prod(shape) // flat.block),)
+    if is_number or (tuple(value.shape) != shape and not by_block):
         return value.clone()
     if flat.placement.optim is not SHARDED:
         return value.to(part.parameter.device, copy=True).view_as(part.parameter)
+    block = flat.block if by_block else 1
     first = flat.groups.gather.index * flat.layout.slice_elements - flat.layout.offsets[part.index]
-    return value.reshape(-1)[first + part.start : first + part.stop].to(part.parameter.device, copy=True)
+    start, stop = (first + part.start) // block, -(-(first + part.stop) // block)
+    return value.reshape(-1)[start:stop].to(part.parameter.device, copy=True)

@@ -16,7 +16,7 @@ from shardwise.comm.groups import MeshGroups
 from shardwise.engine.params.flat_buffers import FlatBuffers, Owned, cut_pieces
 from shardwise.engine.params.guard import unguarded
 from shardwise.engine.params.host import HostCopies
-from shardwise.layout import cut_out
+from shardwise.layout import ALIGNMENT, cut_out
 from shardwise.placement import SHARDED, Placement
 from shardwise.program.buffers import FlatSpec
 
@@ -33,10 +33,18 @@ class FlatParams(FlatBuffers):
         device: torch.device,
         groups: MeshGroups,
         collectives: Collectives,
+        alignment: int = ALIGNMENT,
         host: HostCopies | None = None,
     ) -> None:
         super().__init__(
-            params, spec=spec, placement=placement, device=device, groups=groups, collectives=collectives, host=host
+            params,
+            spec=spec,
+            placement=placement,
+            device=device,
+            groups=groups,
+            collectives=collectives,
+            alignment=alignment,
+            host=host,
         )
         if self.placement.optim is SHARDED:
             self._owned_cut = cut_out([(p.start, p.stop) for p in self.owned], end=self.layout.slice_elements)

@@ -19,7 +19,7 @@ from shardwise.comm.issued import CollectiveName
 from shardwise.engine.params.host import HostCopies
 from shardwise.engine.params.precision import torch_dtype
 from shardwise.engine.params.slice_writes import MasterWrites
-from shardwise.layout import BufferCut
+from shardwise.layout import ALIGNMENT, BufferCut
 from shardwise.placement import SHARDED, Placement
 from shardwise.program.buffers import FlatSpec
 
@@ -48,6 +48,7 @@ class FlatBuffers:
         device: torch.device,
         groups: MeshGroups,
         collectives: Collectives,
+        alignment: int = ALIGNMENT,
         host: HostCopies | None = None,
     ) -> None:
         self.params = params
@@ -60,7 +61,8 @@ class FlatBuffers:
         compute_dtype, self.master_dtype = torch_dtype(spec.compute_dtype), torch_dtype(spec.master_dtype)
         self.reduce_dtype = torch_dtype(spec.reduce_dtype)
         self.has_gradients = spec.has_gradients
-        self.layout = spec.layout(num_slices=groups.gather.size)
+        self.alignment = alignment
+        self.layout = spec.layout(num_slices=groups.gather.size, alignment=alignment)
         self._cut = self.layout.cut()
         # Those whose piece of the buffer does not have their shape as it is.
         self._shaped = [(index, shape) for index, shape in enumerate(self.layout.shapes) if len(shape) != 1]
@@ -119,6 +121,11 @@ class FlatBuffers:
             )
             for (i, start, stop), view in zip(parts, views, strict=True)
         ]
+
+    @property
+    def block(self) -> int:
+        """The elements that an optimizer of blocks works on together: slices are cut between them; 1 without."""
+        return self.alignment if self.alignment > ALIGNMENT and self.placement.optim is SHARDED else 1
 
     @property
     def aliased(self) -> bool:

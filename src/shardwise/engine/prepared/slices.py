@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class OwnedSlice:
 
     parameter    what the optimizer steps: those elements, in one dimension or in the parameter's own shape
     copy         which of `num_copies` ranks with equal elements this is
+    block        slices begin at multiples of so many elements, for an optimizer that works on blocks of them
     """
 
     name: str
@@ -31,6 +33,16 @@ class OwnedSlice:
     parameter: nn.Parameter
     copy: int
     num_copies: int
+    block: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start == 0 and self.stop == prod(self.shape)
+
+    def by_blocks(self) -> "OwnedSlice":
+        """The same slice of something with one value per block."""
+        shape = (-(-prod(self.shape) // self.block),)
+        return replace(self, shape=shape, start=self.start // self.block, stop=-(-self.stop // self.block), block=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +98,7 @@ def _owned_slices(engine: Engine) -> list[OwnedSlice]:
                     parameter=part.parameter,
                     copy=copies.index,
                     num_copies=copies.size,
+                    block=flat.block,
                 )
             )
     return slices
