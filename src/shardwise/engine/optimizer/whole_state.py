@@ -30,8 +30,8 @@ class _Uncut:
 
 
 @torch.no_grad()
-def whole_states(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[str, dict[str, Any]]:
-    """Name → full states, on every rank. Collective."""
+def whole_states(optimizer: Optimizer, *, flats: Sequence[FlatParams], keeps: bool = True) -> dict[str, dict[str, Any]]:
+    """Name → full states. Collective; a rank that keeps nothing takes part, one buffer after the other."""
     kinds = _state_keys(optimizer, flats=flats)
     states: dict[str, dict[str, Any]] = {}
     for number, flat in enumerate(flats):
@@ -44,8 +44,10 @@ def whole_states(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[s
                 if isinstance(kind, torch.dtype):
                     if whole is None:
                         whole = flat.views(_gather_state(flat, optimizer, key=key, dtype=kind))
+                    if not keeps:
+                        break
                     states.setdefault(name, {})[key] = whole[index].clone()
-                else:
+                elif keeps:
                     states.setdefault(name, {})[key] = kind
     return states
 
