@@ -29,7 +29,7 @@ from shardwise.engine.prepared import whole_parameters as engine_whole
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 
-AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None)
+AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None, list[Optimizer])
 Batch = TypeVar("Batch")
 Step = TypeVar("Step", bound=Callable[..., Any])
 
@@ -51,7 +51,8 @@ def prepare(
     Collective: every rank of the job calls it. Where there is no process group it joins the job that torchrun, SLURM or
     our launcher started; without a launcher, a job of one rank. Values come from rank 0. `device` moves the model;
     without it the model stays where it is (from meta: this rank's GPU, or the CPU). `optimizer` may be None, and be
-    made later.
+    made later, or a list. Models that share parameters are prepared at once, in an nn.ModuleDict, and called one by one
+    as before.
 
     engine = 'shardwise'   the same two objects come back. The optimizer may be any that updates each element by
                            itself, which is tried out; `any_optimizer` leaves that out. `collectives` replaces the
@@ -77,6 +78,8 @@ def prepare(
         raise InvalidPlan("engine = 'torch' has collectives of its own: leave collectives out of prepare")
     if weights is not None:
         raise InvalidPlan("engine = 'torch' takes no weights: load them with shardwise.load_full_state_dict")
+    if isinstance(optimizer, list):
+        raise InvalidPlan("engine = 'torch' takes one optimizer; prepare with None, and make them afterwards")
     from shardwise.torch_engine.prepare import prepare_on_torch
 
     return prepare_on_torch(model, optimizer, plan, device=device)

@@ -62,6 +62,18 @@ def unit_modules(model: nn.Module, *, policy: UnitPolicy | str = "auto") -> dict
     return {ROOT: model, **named}
 
 
+def called_modules(module: nn.Module) -> list[nn.Module]:
+    """The modules whose call is a forward of this one: itself; of a ModuleDict or ModuleList, the models in it.
+
+    One that lies inside another of them is called by that, and is no model of its own.
+    """
+    if not isinstance(module, nn.ModuleDict | nn.ModuleList) or type(module).forward is not nn.Module.forward:
+        return [module]
+    models = list(module.children())
+    inside = {id(part) for model in models for part in model.modules() if part is not model}
+    return [model for model in models if id(model) not in inside]
+
+
 def _repeated_blocks(model: nn.Module, policy: UnitPolicy) -> set[str]:
     """The outermost modules in stacks whose class occurs at least twice in stacks.
 

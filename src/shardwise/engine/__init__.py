@@ -17,5 +17,5 @@ prepared/       what is asked of a prepared model: state dicts, clipping, accumu
                 an average of them
 captured/       steps as CUDA graphs
 prepare.py      puts it together; description.py: what ranks must have been given alike; refuse.py: models that it
-                does not take
+                does not take; extend.py: a prepared model that was changed
 """

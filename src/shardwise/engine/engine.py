@@ -44,6 +44,8 @@ class Engine:
     limit_seconds: float = 60.0
     # Whether nobody but the engine tells what a plan needs when memory runs out (prepared/out_of_memory.py).
     predicts_alone: bool = True
+    # Whether a step of it was captured (captured/).
+    captured: bool = False
     # What keeps averages of the parameters (prepared/average.py), for as long as somebody else holds it.
     averages: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 

@@ -1,6 +1,6 @@
 """`prepare`: an ordinary model and optimizer become ones that run a plan. They stay the same objects."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -31,7 +31,7 @@ from shardwise.engine.optimizer.known import (
     slice_alignment,
 )
 from shardwise.engine.optimizer.owned import OwnedParameters
-from shardwise.engine.optimizer.probe import Verdict
+from shardwise.engine.optimizer.reach import Verdict
 from shardwise.engine.params.broadcast import broadcast_buffers, fill
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.host import HostCopies
@@ -59,7 +59,7 @@ from shardwise.program.buffers import flat_specs, param_dtypes
 from shardwise.spec import ModelSpec
 from shardwise.units import model_spec, unit_modules
 
-AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None)
+AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None, list[Optimizer])
 
 
 def prepare(
@@ -80,8 +80,8 @@ def prepare(
     our launcher started; without a launcher, a job of one rank. Values come from rank 0. A model on the meta device is
     filled straight into shards. `device` moves the model; without it the model stays where it is (from meta: this
     rank's GPU, or the CPU).
-    `optimizer` may be None, and be made later. It may be any that updates each element by itself, which is
-    tried out on small tensors (optimizer/probe.py); `any_optimizer` leaves that out and lets it step slices.
+    `optimizer` may be None, and be made later, or a list. It may be any that updates each element by itself, which is
+    tried out on small tensors (optimizer/reach.py); `any_optimizer` leaves that out and lets it step slices.
     `collectives` replaces the plan's, for tests. The job ends when a rank has held up the others for `watch_seconds`
     (comm/watch.py); 0: nobody watches. Every `compare_every` steps ranks compare what they should hold alike, bit by
     bit (params/replicas.py); 0: never. Parameters and buffers that `weights` has names of are taken from there, each
@@ -89,13 +89,14 @@ def prepare(
     """
     if is_prepared(model):
         raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
+    optimizers = _listed(optimizer)
     chosen = join_job(asked_device(model, device=device))
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
     verdicts: dict[int, Verdict] = {}
     agree(
         lambda: _description(
             model,
-            optimizer,
+            optimizers,
             verdicts=verdicts,
             plan=plan,
             mesh=mesh,
@@ -121,7 +122,10 @@ def prepare(
     )
     if dist.get_rank() == 0:
         tell_upcast(setting.spec, plan=plan)
-    engine = _engine(model, optimizer, setting=setting, any_optimizer=any_optimizer, weights=weights)
+    engine = _engine(model, optimizers, setting=setting, any_optimizer=any_optimizer, weights=weights)
+    if watch_seconds:
+        # Before the watchdog ends the job: an error tells the way out.
+        engine.runner.patience_seconds = 0.9 * watch_seconds
     register(model, engine)
     become_prepared(model)
     explain_out_of_memory(model)
@@ -150,9 +154,13 @@ class _Setting:
     compare_every: int
 
 
+def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> Sequence[Optimizer]:
+    return [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+
+
 def _engine(
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizers: Sequence[Optimizer],
     *,
     setting: _Setting,
     any_optimizer: bool,
@@ -170,7 +178,7 @@ def _engine(
     for unit in units.values():
         unit.settle()
     owned = _owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
-    if optimizer is not None:
+    for optimizer in optimizers:
         owned.adopt(optimizer)
     engine = Engine(
         plan=plan,
@@ -227,7 +235,7 @@ def _runner(model: nn.Module, *, units: dict[str, Unit], inputs: FirstInputs, se
 
 def _description(
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizers: Sequence[Optimizer],
     *,
     verdicts: dict[int, Verdict],
     plan: Plan,
@@ -265,24 +273,22 @@ def _description(
     described += f"\nwatch_seconds = {watch_seconds:g}\ncompare_every = {compare_every}"
     if weights is not None:
         described += "\nweights = " + ", ".join(sorted(weights))
-    if optimizer is not None:
-        parameters = dict(model.named_parameters())
-        stepped = {
-            id(parameters[param.name]): Stepped(
-                sharded=placements[unit.name].optim is SHARDED,
-                dtype=torch_dtype(param_dtypes(param, plan=plan)[1]),
-            )
-            for unit in spec.units
-            for param in unit.params
-        }
+    parameters = dict(model.named_parameters())
+    stepped = {
+        id(parameters[param.name]): Stepped(
+            sharded=placements[unit.name].optim is SHARDED, dtype=torch_dtype(param_dtypes(param, plan=plan)[1])
+        )
+        for unit in spec.units
+        for param in unit.params
+    }
+    for optimizer in optimizers:
         check_optimizer(optimizer, stepped=stepped)
         if not any_optimizer:
             stepped_on = torch.device("cpu") if plan.offload_states else device
             verdicts |= judge(optimizer, stepped=stepped, device=stepped_on)
             check_elementwise(optimizer, verdicts=verdicts, alignment=slice_alignment(verdicts))
         described += "\n" + describe_optimizer(optimizer, names={id(p): name for name, p in parameters.items()})
-        described += f"\nslices begin at multiples of {slice_alignment(verdicts)}"
-    return described
+    return f"{described}\nslices begin at multiples of {slice_alignment(verdicts)}"
 
 
 def _collectives(plan: Plan) -> Collectives:

@@ -28,16 +28,18 @@ def check_model(model: nn.Module, *, plan: Plan) -> None:
                 "which does the same by plan.strategy"
             )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        _check_tensor(name, tensor, can_be_taken_apart=isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
+        can_be_taken_apart = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        check_tensor(name, tensor, can_be_taken_apart=can_be_taken_apart)
         if hasattr(tensor, "_touched"):
             raise InvalidModel(
-                f"{name} is part of another model that has been through shardwise.prepare: put both into one module "
-                "and prepare that"
+                f"{name} is part of another model that has been through shardwise.prepare: prepare both at once, in "
+                "nn.ModuleDict({'one': …, 'other': …}), and call each as before"
             )
     check_precision(model, plan=plan)
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, *, can_be_taken_apart: bool) -> None:
+def check_tensor(name: str, tensor: torch.Tensor, *, can_be_taken_apart: bool = False) -> None:
+    """Refuse what cannot lie in a buffer."""
     if isinstance(tensor, dtensor_types()):
         raise InvalidModel(
             f"{name} is a DTensor (fully_shard, tensor parallel): shardwise.prepare takes the model as it was before, "

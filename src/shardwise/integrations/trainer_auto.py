@@ -1,9 +1,11 @@
 """`plan="auto"` in a Trainer: its model and loss are traced with its first batch, and a plan is solved."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -12,7 +14,6 @@ from shardwise.automatic import auto_plan
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.tasks import Task
-from shardwise.train.randomness import random_states, restore_random_states
 
 
 def solved_plan(trainer: Any, *, plan: Plan) -> Plan:
@@ -35,15 +36,17 @@ def solved_plan(trainer: Any, *, plan: Plan) -> Plan:
 def _first_batch(trainer: Any) -> dict[str, Any]:
     """Drawn as training will; nothing that is drawn later is another for that. Collective."""
     device = trainer.accelerator.device
-    states = random_states(device)
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     # Each loader that is made is noted there, for states that are saved.
     noted = trainer.accelerator._dataloaders
     num_noted = len(noted)
     try:
-        batch = next(iter(trainer.get_train_dataloader()), None)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            batch = next(iter(trainer.get_train_dataloader()), None)
     finally:
         del noted[num_noted:]
-        restore_random_states(states, device=device)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
     if batch is None:
         raise InvalidPlan("plan = 'auto': the training data has no batch to trace the model with")
     first: dict[str, Any] = tree_map(lambda value: value.cpu() if isinstance(value, Tensor) else value, dict(batch))

@@ -54,6 +54,7 @@ def capture(
         if why and dist.get_rank() == 0:
             tell(f"capture: ordinary steps, not captured: {why}")
         return step
+    engine.captured = True
     device = StepDevice(engine.device)
     memory = StepMemory(StepPool(device.stream), device=device, optimizer=optimizer)
     captured = CapturedStep(

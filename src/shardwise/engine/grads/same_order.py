@@ -37,8 +37,8 @@ def coefficient(rank: int, *, num_ranks: int) -> int:
 class SameOrder:
     """What one rank adds to the first flag, and what it finds there when all have."""
 
-    def __init__(self, flag: Tensor, *, groups: MeshGroups) -> None:
-        self._flag = flag
+    def __init__(self, *, groups: MeshGroups) -> None:
+        self.flag: Tensor
         self._logs = {name: group.log for name, group in groups.by_name().items()}
         world = groups.reduce_world
         # A job of absent ranks adds nothing up.
@@ -61,7 +61,7 @@ class SameOrder:
         value = (fold_all(self._logs.values()) >> _COUNT_BITS) * self._coefficient
         value = (value << _COUNT_BITS) + used & _MASK
         # As a signed number.
-        self._flag.fill_(value - (value >> 31 << 32))
+        self.flag.fill_(value - (value >> 31 << 32))
         self._sent = {name: log.take() for name, log in self._logs.items()}
         self._num_sent += 1
 
@@ -73,14 +73,14 @@ class SameOrder:
         """The flag is summed: refuse to continue if ranks differ, now or (a GPU's) as soon as it is on the host."""
         if not self._coefficient:
             return
-        if self._flag.device.type == "cpu":
+        if self.flag.device.type == "cpu":
             # Not int(): that would count as a value which the step looks at (captured/reads.py).
-            self._judge(self._flag.numpy().item(), issued=self._sent)
+            self._judge(self.flag.numpy().item(), issued=self._sent)
         elif not torch.cuda.is_current_stream_capturing():
             self.look(wait=True)
             if self._copy is None:
-                self._copy = torch.empty(1, dtype=self._flag.dtype, pin_memory=True)
-            self._copy.copy_(self._flag, non_blocking=True)
+                self._copy = torch.empty(1, dtype=self.flag.dtype, pin_memory=True)
+            self._copy.copy_(self.flag, non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
             self._copied_of = self._sent

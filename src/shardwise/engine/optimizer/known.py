@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.engine.optimizer.probe import Reach, Verdict, is_plain, own_attributes, probe
+from shardwise.engine.optimizer.reach import Reach, Verdict, is_plain, own_attributes, probe
 from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.layout import ALIGNMENT
 

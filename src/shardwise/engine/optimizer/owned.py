@@ -64,6 +64,22 @@ class OwnedParameters:
         self._stepped[id(parameter)] = stepped
         self._names[id(parameter)] = name
 
+    def follow(self, names: Mapping[str, str]) -> None:
+        """Parameters have other names now (old → new), or are gone; what stands for them is what was added last."""
+        for key in [key for key, name in self._names.items() if name not in names]:
+            del self._owned[key], self._stepped[key], self._names[key]
+        self._names = {key: names[name] for key, name in self._names.items()}
+        for groups in self.group_names.values():
+            for held in groups:
+                held[:] = [names[name] for name in held if name in names]
+
+    def rewrite(self) -> None:
+        """Every param group again from what stands for its parameters."""
+        stands = {name: self._owned[key] for key, name in self._names.items()}
+        for optimizer, groups in self.group_names.items():
+            for group, held in zip(optimizer.param_groups, groups, strict=True):
+                group["params"][:] = [owned for name in held if (owned := stands[name]) is not None]
+
     def in_slices(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer steps, or will step, slices of ours."""
         if self.adopted(optimizer):

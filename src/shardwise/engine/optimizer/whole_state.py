@@ -39,8 +39,8 @@ class _Laid:
 
 
 @torch.no_grad()
-def whole_states(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[str, dict[str, Any]]:
-    """Name → full states, on every rank. Collective."""
+def whole_states(optimizer: Optimizer, *, flats: Sequence[FlatParams], keeps: bool = True) -> dict[str, dict[str, Any]]:
+    """Name → full states. Collective; a rank that keeps nothing takes part, one buffer after the other."""
     kinds = _state_keys(optimizer, flats=flats)
     states: dict[str, dict[str, Any]] = {}
     for number, flat in enumerate(flats):
@@ -53,8 +53,9 @@ def whole_states(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[s
                 if isinstance(kind, _Laid):
                     if kind not in whole:
                         whole[kind] = _gather_state(flat, optimizer, key=key, kind=kind)
-                    states.setdefault(name, {})[key] = _cut_state(flat, whole[kind], index=index, kind=kind)
-                else:
+                    if keeps:
+                        states.setdefault(name, {})[key] = _cut_state(flat, whole[kind], index=index, kind=kind)
+                elif keeps:
                     states.setdefault(name, {})[key] = kind
     return states
 

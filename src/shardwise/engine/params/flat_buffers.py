@@ -208,11 +208,15 @@ class FlatBuffers:
             self.full.copy_(self.master)
 
     @torch.no_grad()
-    def full_master(self) -> Tensor:
-        """All of the master, on every rank. Collective where optim is sharded."""
+    def full_master(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """All of the master, on every rank; cast first, so that no more is sent than is asked for.
+
+        Collective where optim is sharded.
+        """
+        wanted = dtype or self.master_dtype
         if self.placement.optim is not SHARDED:
-            return self.master.clone()
-        whole = torch.zeros(self.layout.num_elements, dtype=self.master_dtype, device=self.device)
+            return self.master.to(wanted, copy=True)
+        whole = torch.zeros(self.layout.num_elements, dtype=wanted, device=self.device)
         own_slice(whole, group=self.groups.gather).copy_(self.master)
         self.groups.gather.log.name = FOR_STATE
         self.collectives.all_gather(whole, group=self.groups.gather).wait()

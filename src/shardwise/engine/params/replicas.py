@@ -56,6 +56,7 @@ class Replicas:
     def __init__(self, flats: Sequence[FlatParams], *, groups: MeshGroups, every: int) -> None:
         self._groups = groups
         self._num_steps = 0
+        self.every = every
         self._replicas = [
             _Replica(flat=flat, is_master=is_master, sharded=is_master and flat.placement.optim is SHARDED)
             for flat in flats

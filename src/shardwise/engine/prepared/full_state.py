@@ -13,6 +13,7 @@ from shardwise.comm.agreement import meet
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
 from shardwise.errors import InvalidData
+from shardwise.placement import SHARDED
 
 
 def full_state_dict(
@@ -20,12 +21,32 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """{"model": names → full tensors, "optimizer": names → full states, and groups}. Collective.
 
-    With `rank0_only`, the other ranks take part and get an empty dict.
+    With `rank0_only`, the other ranks take part and get an empty dict: they hold one buffer of one unit at a time.
     """
+    engine = engine_of(model)
+    if rank0_only and dist.get_rank() != 0:
+        _take_part(engine, optimizer)
+        return {}
     state: dict[str, Any] = {"model": dict(model.state_dict())}
     if optimizer is not None:
-        state["optimizer"] = _optimizer_state(engine_of(model), optimizer)
-    return {} if rank0_only and dist.get_rank() != 0 else state
+        state["optimizer"] = _optimizer_state(engine, optimizer)
+    return state
+
+
+def _take_part(engine: Engine, optimizer: Optimizer | None) -> None:
+    """What another rank's state needs of this one, which keeps nothing."""
+    _begin_state(engine)
+    for flat in engine.flats:
+        if flat.placement.optim is SHARDED:
+            flat.full_master()
+    if optimizer is not None:
+        engine.owned.adopt_alike(optimizer)
+        whole_states(optimizer, flats=engine.flats, keeps=False)
+
+
+def _begin_state(engine: Engine) -> None:
+    engine.check_state(what="a state_dict")
+    meet("state_dict", limit_seconds=engine.limit_seconds)
 
 
 def load_full_state_dict(
@@ -55,8 +76,7 @@ def received_state(state: Mapping[str, Any], *, with_optimizer: bool, from_rank0
 
 def full_tensors(engine: Engine, state: Any, *, keep_vars: bool) -> Any:
     """Replace the parameters in a state dict by their full master values; buffers are detached."""
-    engine.check_state(what="a state_dict")
-    meet("state_dict", limit_seconds=engine.limit_seconds)
+    _begin_state(engine)
     values: dict[int, Tensor] = {}
     for flat in engine.flats:
         for parameter, view in zip(flat.params, flat.views(flat.full_master()), strict=True):

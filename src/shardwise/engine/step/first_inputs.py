@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.agreement import exchange
 from shardwise.engine.step.learn import Observation
+from shardwise.units import called_modules
 
 # Elements of a tensor that are looked at, evenly spread: a batch of images is not copied from a GPU for this.
 _MOST_ELEMENTS = 1 << 16
@@ -29,14 +30,17 @@ class FirstInputs:
         self._digest: str | None = None
         # In a rehearsal (comm/absent.py) every other rank has what this one has.
         self._compares = dist.get_world_size() > 1 and dist.get_backend() != "fake"
-        self._handle: Any = None
+        self._handles: list[Any] = []
 
     def watch(self, model: nn.Module) -> list[Any]:
         """Look at what the model is given until the ranks have compared it; handles that end this."""
         if not self._compares:
             return []
-        self._handle = model.register_forward_pre_hook(self._look, with_kwargs=True, prepend=True)
-        return [self._handle]
+        self._handles = [
+            called.register_forward_pre_hook(self._look, with_kwargs=True, prepend=True)
+            for called in called_modules(model)
+        ]
+        return self._handles
 
     def gather_seen(self, seen: Observation) -> list[Observation]:
         """What each rank saw in the first step, its inputs with it. Collective."""
@@ -49,7 +53,8 @@ class FirstInputs:
         if not self._compares:
             return
         self._compares = False
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         if digests[0] is not None and len(set(digests)) == 1 and dist.get_rank() == 0:
             warnings.warn(
                 f"all {len(digests)} ranks were given the same batch in the first step, so they do the same work "

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.agreement import meet
+from shardwise.comm.agreement import RanksMissing, meet
 from shardwise.comm.issued import of_no_step
 from shardwise.comm.rank_progress import BACKWARD, FORWARD, PROGRESS
 from shardwise.engine import step_errors
@@ -69,6 +69,8 @@ class Runner:
         self.any_sharded = any(unit.sharded for unit in units.values())
         # How long this rank waits for the others where it leaves the program.
         self.limit_seconds = 60.0
+        # And where the others may be busy, as after an evaluation.
+        self.patience_seconds = float("inf")
         modules = {unit: unit.module for unit in units.values()}
         self.hooks: StepHooks[Unit] = StepHooks(modules, listener=self, on_first_grad=Unit.check_first_grad)
         for unit in units.values():
@@ -85,6 +87,10 @@ class Runner:
         self.reduces = True
         # Whether the model itself was called since the last update.
         self.called = False
+        # Whether parameters were gathered without gradients since the last step; and while ranks agree on each of those
+        # gathers (prepared/evaluating.py), how.
+        self.evaluated = False
+        self.agreed: FirstForward | None = None
         # Hooks that refuse gradients, until the first forward brings those that take them.
         self.watch: list[Any] = []
 
@@ -100,6 +106,14 @@ class Runner:
         self.cursor = Cursor(program, self.executor)
         # The same step where its gradients are kept; made when a pass asks for it.
         self._keeping: StepProgram | None = None
+
+    def extend(self, spec: ModelSpec, *, managed: ManagedParameters, replicas: Replicas) -> None:
+        """The units hold other parameters now: the next step learns again."""
+        self.spec, self.managed, self.writes, self.replicas = spec, managed, managed.writes, replicas
+        self.any_sharded = any(unit.sharded for unit in self.units.values())
+        self.learned = False
+        self.flags.cover()
+        self._follow(build(spec, plan=self.plan))
 
     # Forward
 
@@ -134,7 +148,10 @@ class Runner:
             if unit is self.root:
                 self.writes.settle()
             with of_no_step(self.flags.groups.gather.log):
+                if self.agreed is not None:
+                    self.agreed.want(unit)
                 unit.ensure()
+            self.evaluated |= unit.sharded
             PROGRESS.kind, PROGRESS.unit = Kind.FORWARD, unit.name
         else:
             unit.end_backward()
@@ -149,6 +166,8 @@ class Runner:
     def _begin(self) -> None:
         """A new step; whatever the last one left undone (a backward that raised, or none) is dropped."""
         self.passes.check_values("a forward that trains")
+        if self.evaluated:
+            self._end_evaluation()
         if self.hooks.in_backward:
             if not self._can_abandon():
                 raise step_errors.accumulation_failed()
@@ -169,6 +188,17 @@ class Runner:
         if not self.learned or changed or self.plan.dynamic:
             self._forget_program(changed=changed)
             self.broadcast_buffers()
+
+    def _end_evaluation(self) -> None:
+        """Gathers of a step must not meet those of another rank that still evaluates: they may be of other units."""
+        try:
+            meet("a step after an evaluation", limit_seconds=self.patience_seconds)
+        except RanksMissing as missing:
+            raise RanksMissing(
+                f"{missing}; where ranks evaluate different numbers of batches, do it inside `with "
+                "shardwise.evaluating(model):`"
+            ) from None
+        self.evaluated = False
 
     def _can_abandon(self) -> bool:
         """Whether the gradients of before a backward that raised are still there."""

@@ -1,0 +1,42 @@
+"""Evaluation in which each rank runs as many forwards as it likes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from shardwise.comm.agreement import meet
+from shardwise.comm.issued import of_no_step
+from shardwise.engine.engine import engine_of
+
+_NAME = "shardwise.evaluating(model)"
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In here each rank may run the model without gradients as often as it likes. Collective, on both ends.
+
+        with shardwise.evaluating(model), torch.no_grad():
+            for batch in loader:      # more batches on some ranks than on others
+                model(batch)
+
+    Where parameters are sharded a gather needs every rank. So the ranks tell each other before each gather what they
+    want next, and all take part; one that has come to the end of the block goes on taking part until all have
+    (step/learn.py). Without sharded parameters it costs nothing.
+    """
+    engine = engine_of(model)
+    runner, passes = engine.runner, engine.runner.passes
+    passes.check_values(_NAME)
+    if runner.any_sharded:
+        meet(_NAME, limit_seconds=runner.patience_seconds)
+        runner.wait_gathers()
+        runner.agreed = runner.make_first_forward()
+    passes.values_by = f"`with {_NAME}:`"
+    try:
+        yield
+        if runner.agreed is not None:
+            with of_no_step(engine.groups.gather.log):
+                runner.agreed.end()
+            runner.evaluated = False
+    finally:
+        runner.agreed, passes.values_by = None, ""
