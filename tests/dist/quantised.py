@@ -37,8 +37,9 @@ class Scaled(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        assert function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default), function
-        return cls(arguments[0].whole, arguments[0].scale)
+        aten = torch.ops.aten
+        assert function in (aten.detach.default, aten.alias.default, aten.clone.default), function
+        return cls(function(arguments[0].whole), function(arguments[0].scale))
 
 
 class Int8Weight(nn.Parameter):

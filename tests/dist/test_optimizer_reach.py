@@ -20,6 +20,8 @@ from shardwise.plan import Plan
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
 # Elementwise, or by blocks between which slices can be cut.
 IN_SLICES: dict[str, Callable[[Any], Optimizer]] = {
+    # It makes its state when it is made.
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
     "lion": own.Lion,
     "subclass": partial(own.Plain, lr=1e-2),
     "blocks of 64": partial(own.BlockAdam, block=64),
@@ -28,7 +30,7 @@ IN_SLICES: dict[str, Callable[[Any], Optimizer]] = {
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["lion", "blocks of 64", *whole("subclass", "blocks of 256")])
+@pytest.mark.parametrize("name", ["adagrad", "lion", "blocks of 64", *whole("subclass", "blocks of 256")])
 def test_what_may_be_cut_is_bit_equal_to_one_process(name: str, strategy: str) -> None:
     case = Case(make=MODELS["gpt"], optimizer=IN_SLICES[name], num_steps=4)
     results = run_ranks(on_ranks, num_ranks=2, args=(case, Plan(strategy=strategy), True))
@@ -86,3 +88,16 @@ def refused(rank: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
 def test_what_looks_beyond_its_tensor_is_refused_slices(strategy: str) -> None:
     run_ranks(refused, num_ranks=2, args=(strategy,))
+
+
+def adagrad_on_meta(rank: int) -> str:
+    with torch.device("meta"):
+        model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    return line(lambda: shardwise.prepare(model, optimizer, Plan(strategy="fsdp")))
+
+
+def test_a_state_that_was_made_on_the_meta_device_is_one_line() -> None:
+    (refused,) = run_ranks(adagrad_on_meta, num_ranks=1)
+    assert "made its state when it was made, on the meta device" in refused
+    assert "make it after shardwise.prepare" in refused

@@ -51,11 +51,22 @@ def check_optimizer(optimizer: Optimizer, *, stepped: Mapping[int, Stepped]) -> 
                 f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: "
                 "give it an optimizer of its own"
             )
-    if optimizer.state:
-        raise StaleOptimizer(
-            "the optimizer has stepped before: hand a fresh one to shardwise.prepare, then load the old state "
-            "with its load_state_dict"
-        )
+    for state in optimizer.state.values():
+        if not _is_first(state):
+            raise StaleOptimizer(
+                "the optimizer has stepped before: hand a fresh one to shardwise.prepare, then load the old state "
+                "with its load_state_dict"
+            )
+        if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
+            raise InvalidPlan(
+                f"{name_of(optimizer)} made its state when it was made, on the meta device, where it has no values: "
+                "make it after shardwise.prepare"
+            )
+
+
+def _is_first(state: Any) -> bool:
+    """Whether a parameter's state is that of no step yet: Adagrad makes it at once."""
+    return isinstance(state, dict) and "step" in state and float(state["step"]) == 0
 
 
 def judge(

@@ -117,9 +117,13 @@ class OwnedParameters:
     def adopt(self, optimizer: Optimizer) -> None:
         """Rewrite the param groups; their options, and whoever holds them (schedulers), stay. It has been checked."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
+        # Of no step yet: what an optimizer made of itself when it was made.
+        first_states = {self._names[id(parameter)]: state for parameter, state in optimizer.state.items()}
+        optimizer.state.clear()
         self.group_names[optimizer] = []
         for group in optimizer.param_groups:
             self._rewrite(group, optimizer=optimizer)
+        optimizer.state.update(own_states(first_states, flats=self._flats))
         sharded = any(self._stepped[id(parameter)].sharded for parameter in held)
         closure = StepClosure(lambda: self.before_step(sharded=sharded))
         optimizer.register_step_pre_hook(lambda _, *given: closure.begin(*given))
