@@ -90,6 +90,18 @@ def test_what_looks_beyond_its_tensor_is_refused_slices(strategy: str) -> None:
     run_ranks(refused, num_ranks=2, args=(strategy,))
 
 
+def sparse_adam(rank: int, strategy: str) -> str:
+    model = torch.nn.Embedding(4, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    return line(lambda: shardwise.prepare(model, optimizer, Plan(strategy=strategy)))
+
+
+def test_sparse_adam_is_refused_before_its_first_step() -> None:
+    for strategy in ("ddp", "fsdp"):
+        (refused,) = run_ranks(sparse_adam, num_ranks=1, args=(strategy,))
+        assert refused.startswith("SparseAdam steps sparse gradients, and ranks add up dense ones: use Adam")
+
+
 def adagrad_on_meta(rank: int) -> str:
     with torch.device("meta"):
         model = torch.nn.Linear(4, 4)

@@ -44,13 +44,20 @@ class Stepped:
 
 
 def check_optimizer(optimizer: Optimizer, *, stepped: Mapping[int, Stepped]) -> None:
-    """Refuse an optimizer of parameters that are not the model's (`stepped`, by id), or that has stepped others."""
+    """Refuse an optimizer of parameters that are not the model's (`stepped`, by id), or that has stepped others.
+
+    And one that cannot step the gradients which it will be given.
+    """
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in stepped:
             raise InvalidPlan(
                 f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: "
                 "give it an optimizer of its own"
             )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise InvalidPlan(
+            "SparseAdam steps sparse gradients, and ranks add up dense ones: use Adam or SGD for these parameters"
+        )
     for state in optimizer.state.values():
         if not _is_first(state):
             raise StaleOptimizer(
