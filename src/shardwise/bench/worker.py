@@ -3,17 +3,20 @@
 steps 1 … 3       are compared: losses, norms of gradients; the third is observed (first_steps.py)
 up to `warm_up`   nothing is looked at
 blocks            are timed, each from when all ranks have come until the last of them is done
-set up anew       and in the third step memory and operations are recorded: of what the profiler has not seen from
+a few more        are taped, one at a time: the one that took the most usual time says when each operation was issued
+set up again      and in the third step memory and operations are recorded: of what the profiler has not seen from
                   the beginning on it knows nothing, and under it nothing should be timed
 """
 
 import gc
 import json
 import os
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.bench.case_result import Happening, UnitOutline
 from shardwise.bench.contestants import ENGINES
 from shardwise.bench.first_steps import NUM_STEPS, take_first_steps
 from shardwise.bench.modes import mode_of
-from shardwise.bench.results import Happening, UnitOutline
 from shardwise.bench.run_files import ASKED, BenchRun, Found
 from shardwise.bench.subject import BenchTraining, start
 from shardwise.comm.agreement import meet
@@ -33,14 +36,19 @@ from shardwise.comm.join import Place, joined
 from shardwise.engine.engine import engine_of, is_prepared, tape
 from shardwise.engine.tape import TapeEntry
 from shardwise.launch.failure import LOG, report, write_to_log
+from shardwise.profile.memory_ledger import Lasts
 from shardwise.profile.recording import WARM_UP_STEPS, StepRecording, allocations_on
-from shardwise.program import build
+from shardwise.program import Kind, build
 from shardwise.spec import ModelSpec
 from shardwise.train.batches import to_device
 from shardwise.train.loop import Training, Update
 from shardwise.train.metrics import Window
 from shardwise.train.randomness import deterministic_kernels
 from shardwise.train.run_folder import environment
+
+_TAPED_STEPS = 5
+# An update is on the tape when it is done, and all other operations that compute when they begin.
+_LASTS = {Kind.FORWARD: Lasts.UNTIL_NEXT, Kind.BACKWARD: Lasts.UNTIL_NEXT, Kind.UPDATE: Lasts.SINCE_LAST}
 
 
 def run_rank(run: BenchRun) -> Found:
@@ -53,8 +61,7 @@ def run_rank(run: BenchRun) -> Found:
         joined(device, limit_seconds=config.run.limit_seconds, silent=run.silent, on_error=report) as place,
     ):
         found = _measured(run, place=place)
-        # What a graph replays goes through no hook: of captured steps there is neither ledger nor tape.
-        if run.detailed and not run.silent and not _captures(run):
+        if _is_recorded(run):
             # The first model is gone, but for the circles in it.
             gc.collect()
             found = _recorded(run, found, place=place)
@@ -64,7 +71,7 @@ def run_rank(run: BenchRun) -> Found:
 def _long_enough(run: BenchRun) -> BenchRun:
     """With as many steps as a run takes, at least, so that neither samples nor the learning rate run out."""
     loop = run.config.train
-    num_steps = max(loop.steps or 0, _warm_up(run) + run.blocks * run.block_steps)
+    num_steps = max(loop.steps or 0, _warm_up(run) + run.blocks * run.block_steps + _TAPED_STEPS)
     return replace(run, config=replace(run.config, train=replace(loop, steps=num_steps, epochs=None)))
 
 
@@ -78,6 +85,11 @@ def _warm_up(run: BenchRun) -> int:
 
 def _captures(run: BenchRun) -> bool:
     return mode_of(run.engine) != "eager"
+
+
+def _is_recorded(run: BenchRun) -> bool:
+    """What a graph replays goes through no hook: of captured steps there is neither ledger nor tape."""
+    return run.detailed and not run.silent and not _captures(run)
 
 
 def _measured(run: BenchRun, *, place: Place) -> Found:
@@ -99,13 +111,17 @@ def _measured(run: BenchRun, *, place: Place) -> Found:
     for _ in range(run.blocks):
         seconds.append(_block(subject, run=run, window=window))
         losses += [step.loss for step in window.read()]
+    slowest = _slowest(seconds, run=run, place=place)
+    typical, tape_seconds = (
+        _typical_step(subject, seconds=slowest, rank=place.rank) if _is_recorded(run) else ((), None)
+    )
     return Found(
         rank=place.rank,
         num_ranks=place.num_ranks,
         environment=_environment(run, place=place),
         # What a silent rank has is its own part of the loss.
         losses=() if run.silent else (*first.losses, *losses),
-        block_seconds=_slowest(seconds, run=run, place=place),
+        block_seconds=slowest,
         first_step_seconds=first.first_step_seconds,
         step_samples=training.sharing.step_samples,
         step_tokens=first.step_tokens,
@@ -118,11 +134,13 @@ def _measured(run: BenchRun, *, place: Place) -> Found:
         calls=first.calls,
         units=_units(subject.spec),
         buckets=_buckets(training),
+        tape=typical,
+        tape_seconds=tape_seconds,
     )
 
 
 def _block(subject: BenchTraining, *, run: BenchRun, window: Window) -> float:
-    """Seconds a step, on this rank, of steps that all ranks begin together. Losses are left where they lie."""
+    """Seconds per step, on this rank, of steps that all ranks begin together. Losses are left where they lie."""
     subject.settle()
     if run.silent:
         meet("a block of steps", limit_seconds=run.config.run.limit_seconds)
@@ -152,7 +170,7 @@ def _slowest(seconds: Sequence[float], *, run: BenchRun, place: Place) -> tuple[
 
 
 def _recorded(run: BenchRun, found: Found, *, place: Place) -> Found:
-    """And what a step held and did, row by row."""
+    """And what a step held, row by row; the rows of the tape's operations are those of the same operations here."""
     with allocations_on(place.device) as live:
         subject = start(run, place=place, to_be_recorded=True)
         training = subject.training
@@ -169,14 +187,20 @@ def _recorded(run: BenchRun, found: Found, *, place: Place) -> Found:
             for _ in range(WARM_UP_STEPS):
                 subject.step()
             with recording.step():
-                entries = _taped(subject)
+                entries = _taped(subject, on_entry=partial(_note, recording))
         subject.settle()
     ledger = recording.ledger()
+    tape = tuple(_happening(entry, recording) for entry in entries if place.rank == 0)
+    is_same = [(one.kind, one.subject) for one in tape] == [(one.kind, one.subject) for one in found.tape]
     return replace(
         found,
         ledger=ledger,
         allocated_bytes=ledger.peak.total_bytes if found.allocated_bytes is None else found.allocated_bytes,
-        tape=tuple(_happening(entry, recording) for entry in entries if place.rank == 0),
+        # A step that was not recorded is as fast as those that were timed; only one of other operations is of no use.
+        tape=tuple(replace(one, seconds=fast.seconds) for one, fast in zip(tape, found.tape, strict=True))
+        if is_same
+        else tape,
+        tape_seconds=found.tape_seconds if is_same else None,
     )
 
 
@@ -190,14 +214,49 @@ def _showing_batches(update: Update, recording: StepRecording) -> Update:
     return shown
 
 
-def _taped(subject: BenchTraining) -> list[TapeEntry]:
+def _taped(subject: BenchTraining, *, on_entry: Callable[[TapeEntry], None] | None = None) -> list[TapeEntry]:
     """The operations of a step; only our engine has a tape."""
     if not is_prepared(subject.training.model):
         subject.step()
         return []
     with tape(subject.training.model) as recorded:
-        subject.step()
+        recorded.on_entry = on_entry
+        try:
+            subject.step()
+        finally:
+            recorded.on_entry = None
         return recorded.take()
+
+
+def _note(recording: StepRecording, entry: TapeEntry) -> None:
+    recording.note_operation(str(entry), lasts=_LASTS.get(entry.kind, Lasts.NOT))
+
+
+def _typical_step(
+    subject: BenchTraining, *, seconds: Sequence[float], rank: int
+) -> tuple[tuple[Happening, ...], float | None]:
+    """The operations of the step, of a few, that took the most usual time, and that time; on rank 0."""
+    found = []
+    for _ in range(_TAPED_STEPS):
+        subject.settle()
+        began = time.perf_counter()
+        entries = _taped(subject)
+        subject.settle()
+        found.append((time.perf_counter() - began, began, entries))
+    took, began, entries = min(found, key=lambda one: abs(one[0] - statistics.median(seconds)))
+    if rank or not entries:
+        return (), None
+    tape = tuple(
+        Happening(
+            kind=entry.kind.value,
+            subject=entry.subject,
+            num_bytes=entry.num_bytes,
+            seconds=entry.seconds - began,
+            row=0,
+        )
+        for entry in entries
+    )
+    return tape, took
 
 
 def _happening(entry: TapeEntry, recording: StepRecording) -> Happening:

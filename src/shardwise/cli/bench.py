@@ -193,7 +193,7 @@ def _device(config: TrainConfig) -> tuple[str, int | None]:
 
 
 def _run(asked: "Asked", *, as_json: bool) -> int:
-    """Measure and show; the exit code: 1 if a case failed, also with the wire cut, or if they must not be ranked."""
+    """Measure and show; the exit code: 1 if a case failed, or if they did not do the same training."""
     from shardwise.bench.benchmark import BenchStopped
     from shardwise.bench.benchmark import bench as run_all
     from shardwise.bench.results import FILE
@@ -216,7 +216,7 @@ def _run(asked: "Asked", *, as_json: bool) -> int:
 
 @contextmanager
 def _progress() -> "Iterator[Callable[[Progress], None]]":
-    """On standard error: a bar with the time that is left on a terminal, else a line a run."""
+    """On standard error: a bar with the time that is left on a terminal, else one line per run."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -236,7 +236,7 @@ def _progress() -> "Iterator[Callable[[Progress], None]]":
 def _show(found: "Bench") -> None:
     from rich.console import Console
 
-    from shardwise.report.text.comparison import as_table, heading, holdings_table, remarks
+    from shardwise.report.text.comparison import as_table, heading, peak_table, remarks
 
     console = Console()
     if not console.is_terminal:
@@ -245,10 +245,10 @@ def _show(found: "Bench") -> None:
     console.print(heading(found), highlight=False, markup=False, soft_wrap=True)
     if any(case.ran for case in found.cases):
         console.print(as_table(found))
-        held = holdings_table(found)
-        if held is not None:
+        peaks = peak_table(found)
+        if peaks is not None:
             console.print()
-            console.print(held)
+            console.print(peaks)
             console.print()
     for line in remarks(found):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
