@@ -13,7 +13,7 @@ the update, before the step, or inside a kernel that also freed it (scratch).
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from typing import Any
@@ -95,6 +95,26 @@ class MemoryLedger:
     def peak(self) -> LedgerEntry:
         """The highest entry; the first of several."""
         return max(self.entries, key=lambda entry: entry.total_bytes)
+
+    def adding_up_to(self, peak_bytes: int) -> "MemoryLedger":
+        """The same step, whose peak was counted to be this or less: what the recording did not see counts as `other`.
+
+        That is what was allocated before it (workspaces of libraries), and what an allocator adds by rounding up: both
+        are there all the time.
+        """
+        unseen_bytes = peak_bytes - self.peak.total_bytes
+        if unseen_bytes <= 0:
+            return self
+
+        def raised(entry: LedgerEntry) -> LedgerEntry:
+            other = entry.num_bytes.get(OTHER, 0) + unseen_bytes
+            return replace(entry, num_bytes={**entry.num_bytes, OTHER: other})
+
+        return MemoryLedger(
+            entries=tuple(map(raised, self.entries)),
+            at_rest=raised(self.at_rest),
+            operations=tuple(map(raised, self.operations)),
+        )
 
     def to_data(self) -> dict[str, Any]:
         """In JSON's own types."""
