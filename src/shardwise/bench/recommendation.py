@@ -116,13 +116,12 @@ def _room(bench: Bench, best: CaseResult) -> str:
 
 
 def _smallest(ran: Sequence[CaseResult]) -> CaseResult | None:
-    """The case with the lowest peak; of several about as low the simplest, and of those the fastest."""
+    """The case with the lowest peak; of several about as low the fastest."""
     known = [case for case in ran if case.allocated_bytes]
     if not known:
         return None
     least_bytes = min(case.peak_bytes for case in known)
-    low = [case for case in known if case.peak_bytes < _WORTHWHILE * least_bytes]
-    return min((case for case in low if not any(is_simpler(other, case) for other in low)), key=_median)
+    return min((case for case in known if case.peak_bytes < _WORTHWHILE * least_bytes), key=_median)
 
 
 def _held(bench: Bench, case: CaseResult, *, than: CaseResult | None = None) -> str:

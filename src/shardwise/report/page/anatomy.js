@@ -412,6 +412,9 @@
   let width = 0;
   home.classList.add("ready");
   retime();
+  // A link may name a moment: report.html#anatomy-31.
+  const linked = /^#anatomy-(\d+)$/.exec(location.hash);
+  if (linked) go(Number(linked[1]));
   new ResizeObserver(([{ contentRect }]) => {
     if (contentRect.width < 200 || contentRect.width === width) return;
     width = contentRect.width;

@@ -253,6 +253,18 @@ def test_a_slice_goes_around_the_ranks_that_have_the_same_one(tmp_path: Path) ->
         assert hybrid.errors == []
 
 
+def test_a_link_may_name_a_moment(opened: Page) -> None:
+    go(opened, 9)
+    expected = opened.evaluate(CAPTIONS)
+    opened.evaluate("location.hash = '#anatomy-9'")
+    opened.call("Page.reload")
+    opened.evaluate("new Promise((done) => setTimeout(done, 300))")
+    while opened.evaluate("document.readyState") != "complete" or not opened.evaluate("!!document.querySelector('.ready')"):
+        opened.evaluate("new Promise((done) => setTimeout(done, 50))")
+    assert position(opened) == 9
+    assert opened.evaluate(CAPTIONS) == expected
+
+
 def test_it_fits_a_phone(opened: Page) -> None:
     opened.look(width=390, dark=True)
     opened.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
