@@ -45,7 +45,7 @@ def bench(
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often each case is run.")] = 3,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed in each run.")] = 20,
-    warm_up: Annotated[int, typer.Option("--warm-up", min=1, help="Steps before those.")] = 5,
+    warm_up: Annotated[int, typer.Option("--warm-up", min=1, help="Untimed steps before them.")] = 5,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Where to write (default: bench/ and CONFIG's name).")
     ] = None,
@@ -61,9 +61,9 @@ def bench(
         Path | None, typer.Option("--devices", help="A device table that `shardwise calibrate` wrote here.")
     ] = None,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Go on timing also if the trainings are not the same.")
+        bool, typer.Option("--keep-going", help="Continue timing even if the trainings differ.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="In place of the bench that DIR holds.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the bench that DIR holds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Train the same under each strategy and engine, in fresh processes, in turn: speed, memory, and what to use."""

@@ -47,20 +47,18 @@ def recorded_spans(tape: Sequence[Happening], *, end: float | None = None) -> li
     spans: list[Span] = []
     on_wire: dict[tuple[Kind, str], float] = {}
     last = end if end is not None else tape[-1].seconds if tape else 0.0
-    for at, one in enumerate(tape):
-        if one.kind in _COMPUTES:
-            around = [
-                tape[at - 1].seconds if at else 0.0,
-                one.seconds,
-                tape[at + 1].seconds if tape[at + 1 :] else last,
-            ]
-            start, until = around[:2] if one.kind == Kind.UPDATE.value else around[1:]
-            spans.append(Span("compute", f"{one.kind} {one.subject}", start, until))
+    moments = [one.seconds for one in tape]
+    for one, before, after in zip(tape, [0.0, *moments], [*moments[1:], last], strict=False):
+        name = f"{one.kind} {one.subject}"
+        if one.kind == Kind.UPDATE.value:
+            spans.append(Span("compute", name, before, one.seconds))
+        elif one.kind in _COMPUTES:
+            spans.append(Span("compute", name, one.seconds, after))
         elif one.kind in _WAITS:
             kind = _WAITS[one.kind]
-            start = on_wire.pop((kind, one.subject), None)
-            if start is not None:
-                spans.append(Span(kind.stream, f"{kind.value} {one.subject}", start, one.seconds))
+            issued = on_wire.pop((kind, one.subject), None)
+            if issued is not None:
+                spans.append(Span(kind.stream, f"{kind.value} {one.subject}", issued, one.seconds))
         elif one.kind in _SENDS:
             on_wire[_SENDS[one.kind], one.subject] = one.seconds
     spans += [Span(kind.stream, f"{kind.value} {subject}", start, last) for (kind, subject), start in on_wire.items()]

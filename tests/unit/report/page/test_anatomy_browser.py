@@ -259,7 +259,9 @@ def test_a_link_may_name_a_moment(opened: Page) -> None:
     opened.evaluate("location.hash = '#anatomy-9'")
     opened.call("Page.reload")
     opened.evaluate("new Promise((done) => setTimeout(done, 300))")
-    while opened.evaluate("document.readyState") != "complete" or not opened.evaluate("!!document.querySelector('.ready')"):
+    while opened.evaluate("document.readyState") != "complete" or not opened.evaluate(
+        "!!document.querySelector('.ready')"
+    ):
         opened.evaluate("new Promise((done) => setTimeout(done, 50))")
     assert position(opened) == 9
     assert opened.evaluate(CAPTIONS) == expected
