@@ -11,12 +11,10 @@ set up again      and in the third step memory and operations are recorded: of w
 import gc
 import json
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,30 +23,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.bench.case_result import Happening, UnitOutline
+from shardwise.bench.case_result import UnitOutline
 from shardwise.bench.contestants import ENGINES
 from shardwise.bench.first_steps import NUM_STEPS, take_first_steps
 from shardwise.bench.modes import mode_of
 from shardwise.bench.run_files import ASKED, BenchRun, Found
 from shardwise.bench.subject import BenchTraining, start
+from shardwise.bench.taped_steps import NUM_TAPED, recorded_step, with_rows, with_usual_tape
 from shardwise.comm.agreement import meet
 from shardwise.comm.join import Place, joined
-from shardwise.engine.engine import engine_of, is_prepared, tape
-from shardwise.engine.tape import TapeEntry
+from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.launch.failure import LOG, report, write_to_log
-from shardwise.profile.memory_ledger import Lasts
 from shardwise.profile.recording import WARM_UP_STEPS, StepRecording, allocations_on
-from shardwise.program import Kind, build
+from shardwise.program import build
 from shardwise.spec import ModelSpec
 from shardwise.train.batches import to_device
 from shardwise.train.loop import Training, Update
 from shardwise.train.metrics import Window
 from shardwise.train.randomness import deterministic_kernels
 from shardwise.train.run_folder import environment
-
-_TAPED_STEPS = 5
-# An update is on the tape when it is done, and all other operations that compute when they begin.
-_LASTS = {Kind.FORWARD: Lasts.UNTIL_NEXT, Kind.BACKWARD: Lasts.UNTIL_NEXT, Kind.UPDATE: Lasts.SINCE_LAST}
 
 
 def run_rank(run: BenchRun) -> Found:
@@ -71,7 +64,7 @@ def run_rank(run: BenchRun) -> Found:
 def _long_enough(run: BenchRun) -> BenchRun:
     """With as many steps as a run takes, at least, so that neither samples nor the learning rate run out."""
     loop = run.config.train
-    num_steps = max(loop.steps or 0, _warm_up(run) + run.blocks * run.block_steps + _TAPED_STEPS)
+    num_steps = max(loop.steps or 0, _warm_up(run) + run.blocks * run.block_steps + NUM_TAPED)
     return replace(run, config=replace(run.config, train=replace(loop, steps=num_steps, epochs=None)))
 
 
@@ -111,17 +104,13 @@ def _measured(run: BenchRun, *, place: Place) -> Found:
     for _ in range(run.blocks):
         seconds.append(_block(subject, run=run, window=window))
         losses += [step.loss for step in window.read()]
-    slowest = _slowest(seconds, run=run, place=place)
-    typical, tape_seconds = (
-        _typical_step(subject, seconds=slowest, rank=place.rank) if _is_recorded(run) else ((), None)
-    )
-    return Found(
+    found = Found(
         rank=place.rank,
         num_ranks=place.num_ranks,
         environment=_environment(run, place=place),
         # What a silent rank has is its own part of the loss.
         losses=() if run.silent else (*first.losses, *losses),
-        block_seconds=slowest,
+        block_seconds=_slowest(seconds, run=run, place=place),
         first_step_seconds=first.first_step_seconds,
         step_samples=training.sharing.step_samples,
         step_tokens=first.step_tokens,
@@ -134,9 +123,8 @@ def _measured(run: BenchRun, *, place: Place) -> Found:
         calls=first.calls,
         units=_units(subject.spec),
         buckets=_buckets(training),
-        tape=typical,
-        tape_seconds=tape_seconds,
     )
+    return with_usual_tape(found, subject) if _is_recorded(run) else found
 
 
 def _block(subject: BenchTraining, *, run: BenchRun, window: Window) -> float:
@@ -186,22 +174,11 @@ def _recorded(run: BenchRun, found: Found, *, place: Place) -> Found:
         with recording.attached():
             for _ in range(WARM_UP_STEPS):
                 subject.step()
-            with recording.step():
-                entries = _taped(subject, on_entry=partial(_note, recording))
+            entries = recorded_step(subject, recording)
         subject.settle()
     ledger = recording.ledger()
-    tape = tuple(_happening(entry, recording) for entry in entries if place.rank == 0)
-    is_same = [(one.kind, one.subject) for one in tape] == [(one.kind, one.subject) for one in found.tape]
-    return replace(
-        found,
-        ledger=ledger,
-        allocated_bytes=ledger.peak.total_bytes if found.allocated_bytes is None else found.allocated_bytes,
-        # A step that was not recorded is as fast as those that were timed; only one of other operations is of no use.
-        tape=tuple(replace(one, seconds=fast.seconds) for one, fast in zip(tape, found.tape, strict=True))
-        if is_same
-        else tape,
-        tape_seconds=found.tape_seconds if is_same else None,
-    )
+    peak = ledger.peak.total_bytes if found.allocated_bytes is None else found.allocated_bytes
+    return replace(with_rows(found, entries, recording), ledger=ledger, allocated_bytes=peak)
 
 
 def _showing_batches(update: Update, recording: StepRecording) -> Update:
@@ -212,56 +189,6 @@ def _showing_batches(update: Update, recording: StepRecording) -> Update:
         return update(training, weights, recording.batch)
 
     return shown
-
-
-def _taped(subject: BenchTraining, *, on_entry: Callable[[TapeEntry], None] | None = None) -> list[TapeEntry]:
-    """The operations of a step; only our engine has a tape."""
-    if not is_prepared(subject.training.model):
-        subject.step()
-        return []
-    with tape(subject.training.model) as recorded:
-        recorded.on_entry = on_entry
-        try:
-            subject.step()
-        finally:
-            recorded.on_entry = None
-        return recorded.take()
-
-
-def _note(recording: StepRecording, entry: TapeEntry) -> None:
-    recording.note_operation(str(entry), lasts=_LASTS.get(entry.kind, Lasts.NOT))
-
-
-def _typical_step(
-    subject: BenchTraining, *, seconds: Sequence[float], rank: int
-) -> tuple[tuple[Happening, ...], float | None]:
-    """The operations of the step, of a few, that took the most usual time, and that time; on rank 0."""
-    found = []
-    for _ in range(_TAPED_STEPS):
-        subject.settle()
-        began = time.perf_counter()
-        entries = _taped(subject)
-        subject.settle()
-        found.append((time.perf_counter() - began, began, entries))
-    took, began, entries = min(found, key=lambda one: abs(one[0] - statistics.median(seconds)))
-    if rank or not entries:
-        return (), None
-    tape = tuple(
-        Happening(
-            kind=entry.kind.value,
-            subject=entry.subject,
-            num_bytes=entry.num_bytes,
-            seconds=entry.seconds - began,
-            row=0,
-        )
-        for entry in entries
-    )
-    return tape, took
-
-
-def _happening(entry: TapeEntry, recording: StepRecording) -> Happening:
-    row, seconds = recording.place(entry.seconds)
-    return Happening(kind=entry.kind.value, subject=entry.subject, num_bytes=entry.num_bytes, seconds=seconds, row=row)
 
 
 def _units(spec: ModelSpec) -> tuple[UnitOutline, ...]:

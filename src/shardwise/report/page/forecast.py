@@ -5,7 +5,7 @@ from typing import Any
 
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench
-from shardwise.quantities import bytes_text, digits, error_text, seconds_text
+from shardwise.quantities import bytes_text, digits, error_text, seconds_text, table_rate
 from shardwise.report.page.axes import ticks
 from shardwise.report.page.bars import Bar, BarPiece, bar_chart
 from shardwise.report.page.markup import numbers_below, small, table
@@ -97,7 +97,7 @@ def _bar(row: Mapping[str, Any]) -> Bar:
         label=f"{row['num_ranks']:,} ranks",
         remark=_plan(row),
         pieces=[BarPiece(kind="rate", value=row["efficiency"], title=words)],
-        text=f"{row['efficiency']:.0%} · {digits(row['samples_per_s'])} samples/s",
+        text=f"{row['efficiency']:.0%} · {table_rate(row['samples_per_s'])} samples/s",
     )
 
 

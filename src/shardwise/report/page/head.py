@@ -132,7 +132,10 @@ def _numbers(bench: Bench, case: CaseResult) -> list[tuple[str, str]]:
 def _all_cases(bench: Bench, cases: list[CaseResult]) -> Markup:
     has_tokens = bench.step_tokens is not None
     header = ["case", "samples/s", *(["tokens/s"] if has_tokens else []), "step time", "±"]
-    header += ["exposed communication", "peak per rank", "sent per rank per step", "first step after"]
+    # With one rank nothing is communicated.
+    has_exposed = any(case.silent_seconds is not None for case in cases)
+    header += ["exposed communication"] if has_exposed else []
+    header += ["peak per rank", "sent per rank per step", "first step after"]
     rows = []
     for case in cases:
         samples, tokens, step = bench.samples_per_s(case), bench.tokens_per_s(case), case.step_seconds
@@ -145,7 +148,7 @@ def _all_cases(bench: Bench, cases: list[CaseResult]) -> Markup:
                 *([digits(tokens)] if tokens is not None else []),
                 seconds_text(step.median),
                 off_text(case),
-                exposed_text(case),
+                *([exposed_text(case)] if has_exposed else []),
                 bytes_text(case.peak_bytes) if case.allocated_bytes else "–",
                 "–" if case.sent_bytes is None else bytes_text(case.sent_bytes),
                 "–" if case.first_step_seconds is None else seconds_text(case.first_step_seconds.median),
