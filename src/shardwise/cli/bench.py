@@ -45,7 +45,7 @@ def bench(
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often each case is run.")] = 3,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed in each run.")] = 20,
-    warm_up: Annotated[int, typer.Option("--warm-up", min=1, help="Steps before those.")] = 5,
+    warm_up: Annotated[int, typer.Option("--warm-up", min=1, help="Untimed steps before them.")] = 5,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Where to write (default: bench/ and CONFIG's name).")
     ] = None,
@@ -61,9 +61,9 @@ def bench(
         Path | None, typer.Option("--devices", help="A device table that `shardwise calibrate` wrote here.")
     ] = None,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Go on timing also if the trainings are not the same.")
+        bool, typer.Option("--keep-going", help="Continue timing even if the trainings differ.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="In place of the bench that DIR holds.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the bench that DIR holds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Train the same under each strategy and engine, in fresh processes, in turn: speed, memory, and what to use."""
@@ -193,7 +193,7 @@ def _device(config: TrainConfig) -> tuple[str, int | None]:
 
 
 def _run(asked: "Asked", *, as_json: bool) -> int:
-    """Measure and show; the exit code: 1 if a case failed, also with the wire cut, or if they must not be ranked."""
+    """Measure and show; the exit code: 1 if a case failed, or if they did not do the same training."""
     from shardwise.bench.benchmark import BenchStopped
     from shardwise.bench.benchmark import bench as run_all
     from shardwise.bench.results import FILE
@@ -216,7 +216,7 @@ def _run(asked: "Asked", *, as_json: bool) -> int:
 
 @contextmanager
 def _progress() -> "Iterator[Callable[[Progress], None]]":
-    """On standard error: a bar with the time that is left on a terminal, else a line a run."""
+    """On standard error: a bar with the time that is left on a terminal, else one line per run."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -236,7 +236,7 @@ def _progress() -> "Iterator[Callable[[Progress], None]]":
 def _show(found: "Bench") -> None:
     from rich.console import Console
 
-    from shardwise.report.text.comparison import as_table, heading, holdings_table, remarks
+    from shardwise.report.text.comparison import as_table, heading, peak_table, remarks
 
     console = Console()
     if not console.is_terminal:
@@ -245,10 +245,10 @@ def _show(found: "Bench") -> None:
     console.print(heading(found), highlight=False, markup=False, soft_wrap=True)
     if any(case.ran for case in found.cases):
         console.print(as_table(found))
-        held = holdings_table(found)
-        if held is not None:
+        peaks = peak_table(found)
+        if peaks is not None:
             console.print()
-            console.print(held)
+            console.print(peaks)
             console.print()
     for line in remarks(found):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -69,6 +69,11 @@ class Measured:
     def allocated_bytes(self) -> int:
         return self.ledger.peak.total_bytes if self.counted_bytes is None else self.counted_bytes
 
+    @property
+    def whole_ledger(self) -> MemoryLedger:
+        """The ledger, whose categories add up to `allocated_bytes`."""
+        return self.ledger.adding_up_to(self.allocated_bytes)
+
     def to_data(self) -> dict[str, Any]:
         """In JSON's own types."""
         return {

@@ -47,6 +47,9 @@ class Kind(Enum):
 ON_BUCKETS = (Kind.REDUCE, Kind.WAIT_REDUCE, Kind.REDUCE_SLICE, Kind.WAIT_SLICE)
 """What is done to a bucket; all else is done to a unit."""
 
+COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
+"""What computes; all strategies have the same ones in the same order."""
+
 WAITS = {Kind.WAIT_GATHER: Kind.GATHER, Kind.WAIT_REDUCE: Kind.REDUCE, Kind.WAIT_SLICE: Kind.REDUCE_SLICE}
 """A wait → what it waits for."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import assert_never
 
-from shardwise.bench.results import UnitOutline
+from shardwise.bench.case_result import UnitOutline
 from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan

@@ -66,6 +66,14 @@ class Page:
             raise RuntimeError(_thrown(answer["exceptionDetails"]))
         return answer["result"].get("value")
 
+    def press(self, key: str) -> None:
+        """A key as a keyboard sends it, to whatever has the focus; with what the browser itself does then."""
+        named = {" ": ("Space", 32), "ArrowLeft": ("ArrowLeft", 37), "ArrowRight": ("ArrowRight", 39)}
+        code, number = named.get(key, ("", ord(key[0])))
+        text = {"text": key} if len(key) == 1 else {}
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=code, windowsVirtualKeyCode=number, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=code, windowsVirtualKeyCode=number)
+
     def screenshot(self, path: str | Path, *, whole: bool = True) -> None:
         """What the page looks like, from top to bottom, or what the window shows of it."""
         options: dict[str, Any] = {"format": "png"}

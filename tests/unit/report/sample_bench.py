@@ -1,6 +1,8 @@
 """A bench that nobody ran: the planner's own numbers in the place of measured ones, for pages and tables."""
 
-from shardwise.bench.results import Bench, CaseResult, Equivalence, Happening, PredictedCase, Spread, UnitOutline
+from shardwise.bench.case_result import CaseResult, Happening, PredictedCase, UnitOutline
+from shardwise.bench.results import Bench, Equivalence
+from shardwise.bench.spread import Spread
 from shardwise.categories import CATEGORIES
 from shardwise.hardware import cluster_of
 from shardwise.placement import STRATEGIES

@@ -4,6 +4,8 @@
     axes.py                       round numbers for an axis
     bars.py plots.py lanes.py     the charts
     head.py memory.py speed.py training.py timeline.py forecast.py facts.py     the sections
+    anatomy.py frames.py captions.py anatomy.js     the anatomy of a step
+    timeline.js                   zoom of the timelines
     document.py page.css          the whole in its order, its content policy, its looks
 
 Charts are SVG that is drawn here, with widths in percent: they reflow, their text keeps its size, and their colours

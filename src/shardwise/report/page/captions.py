@@ -8,8 +8,14 @@ from shardwise.program import Kind
 
 SIZE = "{size}"
 """Stands for what a rank sends of a gather, and for all that is reduced: the script writes sizes, all in one way."""
-BEGINNING = "The gradients of the step before are gone; this is what every rank has."
 _SLICES: Mapping[int, str] = {1: "slice, which is all of it", 2: "half", 3: "third", 4: "quarter"}
+
+
+def beginning(*, keeps_grads: bool) -> str:
+    """Before the first operation; `keeps_grads`: memory of gradients is allocated all the time."""
+    if keeps_grads:
+        return "The gradients of the step before are out of date; their buffer stays allocated, and is filled again."
+    return "The gradients of the step before are gone; this is what every rank has."
 
 
 def caption(kind: Kind, *, placement: Placement, trained: bool, mesh: Mesh) -> str:
