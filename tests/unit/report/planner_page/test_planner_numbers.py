@@ -1,0 +1,125 @@
+"""The page computes what the planner computes: the same bytes, and seconds to rounding, at 500 random settings."""
+
+import json
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report.chromium import CHROMIUM, page
+from report.planner_page.page_settings import (
+    MODELS,
+    NUMBERS_IN_PAGE,
+    all_costs,
+    numbers,
+    one_cost,
+    random_settings,
+    recommended,
+)
+
+from shardwise.placement import STRATEGIES
+from shardwise.report.planner_page import planner_page
+from shardwise.report.planner_page.device_tables import hardware_data, offered_devices
+from shardwise.report.planner_page.planner_document import SCRIPTS, catalogue_model
+
+NODE = shutil.which("node")
+ONE = """
+async ({ cases, plannerOf, numbers }) => {
+  const found = [];
+  for (const [settings, model, strategy, number] of cases) {
+    const planner = await plannerOf(model), meshes = planner.meshes(strategy, planner.cluster(settings));
+    found.push(numbers(planner.cost(strategy, meshes[number % meshes.length], settings)));
+  }
+  return found;
+}
+"""
+ALL = """
+async ({ cases, plannerOf, numbers }) => {
+  const found = [];
+  for (const [settings, model] of cases) {
+    const planner = await plannerOf(model), all = planner.candidates(settings), best = planner.best(all);
+    found.push([all.map(numbers), best && numbers(best.best)]);
+  }
+  return found;
+}
+"""
+
+Run = Callable[[str, list[Any]], Any]
+
+
+@cache
+def models() -> list[dict[str, Any]]:
+    return [catalogue_model(name) for name in MODELS]
+
+
+def in_chromium(script: str, cases: list[Any], *, folder: Path) -> Any:
+    path = folder / "planner.html"
+    start = {"model": MODELS[0], "device": "h100-80gb", "gpus": 8}
+    path.write_text(planner_page(models(), start=start, server=None), encoding="utf-8")
+    with page(path) as opened:
+        given = f"cases: {json.dumps(cases)}, plannerOf: plannerPage.plannerOf, numbers: {NUMBERS_IN_PAGE}"
+        found = opened.evaluate(f"({script})({{ {given} }})")
+        assert opened.errors == []
+    return found
+
+
+def in_node(script: str, cases: list[Any], *, folder: Path) -> Any:
+    assert NODE is not None
+    source = files("shardwise.report.planner_page")
+    texts = [source.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS[:4]]
+    data = {"hardware": hardware_data(offered_devices()), "models": models(), "cases": cases}
+    (folder / "data.json").write_text(json.dumps(data))
+    run = f"""
+const data = JSON.parse(require("fs").readFileSync({json.dumps(str(folder / "data.json"))}, "utf8"));
+const planners = new Map(data.models.map((model) => [model.name, new Planner(data.hardware, model)]));
+({script})({{ cases: data.cases, plannerOf: async (name) => planners.get(name), numbers: {NUMBERS_IN_PAGE} }}).then((found) => console.log(JSON.stringify(found)));
+"""
+    (folder / "run.js").write_text("\n".join([*texts, run]))
+    done = subprocess.run([NODE, str(folder / "run.js")], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Runs a script in Chromium, or in node where there is none."""
+    if CHROMIUM is not None:
+        return lambda script, cases: in_chromium(script, cases, folder=tmp_path)
+    if NODE is not None:
+        return lambda script, cases: in_node(script, cases, folder=tmp_path)
+    pytest.skip("neither chromium nor node on the path")
+
+
+def check(shown: list[Any], expected: list[Any], *, at: object) -> None:
+    *exact, rates = shown
+    *exact_expected, rates_expected = expected
+    assert exact == exact_expected, at
+    assert rates == pytest.approx(rates_expected, rel=1e-9, abs=1e-12), at
+
+
+def test_page_and_planner_agree_on_500_random_settings(run: Run) -> None:
+    rng = random.Random(20)
+    asked = [(random_settings(rng), rng.choice(list(STRATEGIES)), rng.randrange(3)) for _ in range(500)]
+    cases = [[settings.as_data(), settings.model, strategy, number] for settings, strategy, number in asked]
+    shown = run(ONE, cases)
+    for one, (settings, strategy, number) in zip(shown, asked, strict=True):
+        check(one, numbers(one_cost(settings, strategy, number)), at=(settings, strategy, number))
+
+
+def test_page_finds_the_same_micro_batches_and_recommends_the_same_plan(run: Run) -> None:
+    rng = random.Random(21)
+    asked = [random_settings(rng, free_batch=True) for _ in range(25)]
+    shown = run(ALL, [[settings.as_data(), settings.model] for settings in asked])
+    for (all_shown, best_shown), settings in zip(shown, asked, strict=True):
+        found = all_costs(settings)
+        for one, candidate in zip(all_shown, found, strict=True):
+            check(one, numbers(candidate), at=settings)
+        best = recommended(settings, found)
+        assert (best_shown is None) == (best is None), settings
+        if best is not None:
+            check(best_shown, numbers(best), at=settings)
