@@ -134,6 +134,7 @@ def _constants() -> dict[str, Any]:
         "counts": list(DEVICE_COUNTS),
         "per_node": PER_NODE,
         "block_bytes": RULES["cuda"].block_bytes,
+        "workspace_bytes": RULES["cuda"].workspace_bytes,
         "memory_band": engine.error_band,
         "pair_band": PAIR_BAND,
         "nodes_band": PARTS[NODES],

@@ -151,35 +151,30 @@ const kernelModel = (() => {
     return { device, seconds, startSeconds, peakPart, copySeconds, launchSeconds, updateSeconds, againSeconds: hardware.recompute_issues * other[0] };
   }
 
-  // [launch, kernel, span] of each piece that a model computes, at one batch and length.
-  function pieceSeconds(model, computed, { kernels, seq, batch }) {
-    const laws = new Map(), known = new Map();
+  // The seconds of single operations at one batch and length, each computed once: (number, backward) → seconds.
+  function operations(model, { kernels, seq, batch }) {
+    const laws = [], timed = [];
     const law = (number) => {
-      let found = laws.get(number);
-      if (found === undefined) {
+      if (laws[number] === undefined) {
         const line = memoryModel.lineOf(model.laws[number], seq);
-        found = [line[0] + line[1] * batch, line, model.laws[number]];
-        laws.set(number, found);
+        laws[number] = [line[0] + line[1] * batch, line, model.laws[number]];
       }
-      return found;
+      return laws[number];
     };
     law.batch = batch;
-    const timed = new Map();
-    const opSeconds = (number, backward) => {
-      const key = 2 * number + backward;
-      if (!timed.has(key)) {
-        const op = model.ops[number];
-        timed.set(key, [kernels.launchSeconds(op[1], backward, computed.nodes_per_op), kernels.seconds(kernelOf(op, { law, backward }))]);
-      }
-      return timed.get(key);
-    };
-    return computed.pieces.map(([ops, isBackward, recomputed]) => {
-      const key = `${ops} ${isBackward} ${recomputed}`;
+    return (number, backward) => (timed[2 * number + backward] ??= kernels.seconds(kernelOf(model.ops[number], { law, backward })));
+  }
+
+  // [launch, kernel, span] of each piece that a model computes.
+  function pieceSeconds(model, computed, { kernels, ops }) {
+    const known = new Map();
+    return computed.pieces.map(([list, isBackward, recomputed]) => {
+      const key = `${list} ${isBackward} ${recomputed}`;
       if (!known.has(key)) {
         let launch = 0, kernel = 0, span = 0;
-        model.computes[ops].forEach((number, index) => {
-          const [issue, seconds] = opSeconds(number, isBackward === 1 && index >= recomputed ? 1 : 0);
-          launch += issue;
+        model.computes[list].forEach((number, index) => {
+          const backward = isBackward === 1 && index >= recomputed ? 1 : 0, seconds = ops(number, backward);
+          launch += kernels.launchSeconds(model.ops[number][1], backward, computed.nodes_per_op);
           kernel += seconds;
           span = Math.max(span, launch) + seconds;
         });
@@ -204,5 +199,5 @@ const kernelModel = (() => {
     return [fixed, each];
   }
 
-  return { modelOf, pieceSeconds, forwardFlops };
+  return { modelOf, operations, pieceSeconds, forwardFlops };
 })();

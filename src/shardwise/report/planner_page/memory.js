@@ -28,7 +28,7 @@ const memoryModel = (() => {
   function streamPeak(events, laws, seq, blockBytes) {
     const height = [0, 0, 0, 0, 0], points = [], sums = new Map(), grads = new Map();
     const point = (at) => [at[0] + at[2] + at[4], at[1] + at[3], at];
-    for (let index = 0; index < events.length; index += 3) {
+    for (let index = 0; index < events.length; index += 4) {
       const code = events[index], extra = events[index + 2];
       let [fixed, each] = lineOf(laws[events[index + 1]], seq);
       if (code === COLUMN_SUM) {
@@ -149,5 +149,5 @@ const memoryModel = (() => {
     return bytes;
   }
 
-  return { lineOf, streamPeak, replay, highest, breakdown };
+  return { lineOf, streamPeak, columnSumBytes, replay, highest, breakdown, codes: { ACTIVATION_BORN, ACTIVATION_DIED, COPY_BORN, COPY_DIED, GRADIENT_BORN, SCRATCH, COLUMN_SUM, CHANGE, MOVE } };
 })();

@@ -6,6 +6,7 @@ column of numbers (column_table.py).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from shardwise.categories import CATEGORIES
@@ -16,6 +17,7 @@ from shardwise.plan import Plan
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.memory.replay import Change, MemoryChange, Recategorize
+from shardwise.planner.memory.reserved import reserved_jobs
 from shardwise.planner.search.candidates import SpecFor
 from shardwise.planner.time.compute import COLUMN_BYTES, KERNELS, MOVED
 from shardwise.planner.time.pieces import pieces_of
@@ -69,9 +71,11 @@ def model_data(spec_for: SpecFor, *, name: str, longest: int | None) -> dict[str
     laws        [c₀, b₀], or all six terms of a law
     ops         [kernel, operation, law of FLOPs, of bytes, laws of dimensions, moved share, bytes per column]
     computes    lists of operations, by their numbers
-    storages    lists of events, three numbers each: code, law, and the owner of a gradient or the columns of a sum
+    storages    lists of events, four numbers each: code, law, the owner of a gradient or the columns of a sum, and the
+                number of the storage among its unit's
     rows        [label, unit, how many units it stands for]: the rows of a shortened step
     ways        recompute → the storages of each row, and what is computed (`_computed`)
+    cuts        the models that the allocator's model runs: all units, or two cut ones (`_cut`)
     strategies  name → its steps, flat and on a mesh with two axes (`_step`)
     """
     for way in WAYS:
@@ -81,6 +85,7 @@ def model_data(spec_for: SpecFor, *, name: str, longest: int | None) -> dict[str
     jobs = {way: _job(spec, Plan(strategy="fsdp", precision="bf16", recompute=way), Mesh(shard=8)) for way in WAYS}
     rows = [[row.label, tables.number("units", row.unit), row.repeats] for row in jobs["none"].memory_rows]
     ways = {way: _way(job, tables) for way, job in jobs.items()}
+    cuts = [_cut(cut_jobs, tables) for cut_jobs in zip(*(reserved_jobs(job) for job in jobs.values()), strict=True)]
     strategies = {strategy: _strategy(spec, strategy, cluster=cluster, tables=tables) for strategy in STRATEGIES}
     return {
         "name": name,
@@ -92,6 +97,7 @@ def model_data(spec_for: SpecFor, *, name: str, longest: int | None) -> dict[str
         "batch_bytes": _terms(spec.batch_bytes or Law((0, 0, 0, 0, 0, 0))),
         "rows": rows,
         "ways": ways,
+        "cuts": cuts,
         "strategies": strategies,
         "units": tables.values("units"),
         "names": tables.values("names"),
@@ -121,6 +127,20 @@ def _way(job: Job, tables: _Tables) -> dict[str, Any]:
     }
 
 
+def _cut(jobs: Sequence[Job], tables: _Tables) -> dict[str, Any]:
+    """A cut model: the unit of each row, the row of the update, and by way of recomputing the storages of each row."""
+    rows = jobs[0].memory_rows
+    stored = [
+        [tables.number("storages", tuple(_events(stream.events, tables))) for _, stream in job.streams] for job in jobs
+    ]
+    return {
+        "num_units": len(jobs[0].short.spec.units),
+        "rows": [tables.number("units", row.unit) for row in rows],
+        "update": next(index for index, row in enumerate(rows) if row.label.startswith("after step")),
+        "ways": dict(zip(WAYS, stored, strict=True)),
+    }
+
+
 def _computed(job: Job, tables: _Tables) -> dict[str, Any]:
     """pieces: [list of operations, whether of backward, recomputed ones at its beginning, units it stands for]"""
     pieces = pieces_of(job)
@@ -142,10 +162,10 @@ def _events(events: Sequence[StorageEvent], tables: _Tables) -> Iterator[int]:
     for event in events:
         law = tables.number("laws", event.num_bytes)
         if event.columns:
-            yield from (_COLUMN_SUM, law, event.columns)
+            yield from (_COLUMN_SUM, law, event.columns, -1)
         elif (event.what, event.act) in _CODES:
             owner = tables.number("units", event.owner) if event.owner else -1
-            yield from (_CODES[event.what, event.act], law, owner)
+            yield from (_CODES[event.what, event.act], law, owner, -1 if event.ordinal is None else event.ordinal)
         # Gradients that are accumulated or die: our engine decides when they go.
 
 
@@ -182,6 +202,7 @@ def _step(spec: ModelSpec, plan: Plan, mesh: Mesh, *, cluster: Cluster, tables: 
     communicators  of a process, but for the first
     at_rest        bytes by category, but for the batch
     changes        of each row: [0, category, bytes], [1, from category, to category, bytes] or [2, unit]
+    cuts           of each cut model: its `changes`, and what is allocated before the first step and in it (`_cut_step`)
     instructions, num_update    as priced_step has them
     """
     job = _job(spec, plan, mesh)
@@ -197,10 +218,27 @@ def _step(spec: ModelSpec, plan: Plan, mesh: Mesh, *, cluster: Cluster, tables: 
         "communicators": count - 1 + (mesh.replicate > 1),
         "at_rest": [step.note(line.const) for line in job.at_rest],
         "changes": [[_change(one, step, tables) for one in row.changes] for row in job.memory_rows],
+        "cuts": [_cut_step(cut, step, tables) for cut in reserved_jobs(job)],
         "instructions": instructions,
         "num_update": num_update,
     }
     return step
+
+
+def _cut_step(job: Job, step: NumberedStep, tables: _Tables) -> dict[str, Any]:
+    """first: sizes of single allocations before the first step, moments: of those in its update; both as
+    [how many units, sizes of each], and then those that are of no unit.
+    """
+    states = [(tuple(size for size in (*one.held, one.buffers) if size), one.moments) for one in job.states.values()]
+    groups = [(key, len(list(group))) for key, group in groupby(states)]
+    return {
+        "changes": [[_change(one, step, tables) for one in row.changes] for row in job.memory_rows],
+        "first": [
+            *([count, list(map(step.note, held))] for (held, _), count in groups),
+            [1, [step.note(size) for size in job.buffers_at_rest() if size]],
+        ],
+        "moments": [[count, list(map(step.note, moments))] for (_, moments), count in groups],
+    }
 
 
 def _change(change: MemoryChange, step: NumberedStep, tables: _Tables) -> list[Any]:

@@ -1,10 +1,11 @@
-// Settings → what every strategy costs, which to take, and the frontier: planner/search, without the allocator's model.
+// Settings → what every strategy costs, which to take, and the frontier: planner/search. `quick`: without the allocator's
+// model, as the planner's frontier.
 //
 // Settings: {device, count, recompute, seq, batch (null: the most that fits), budget (bytes of a device; null: all)}.
 "use strict";
 
 const STRATEGIES = ["ddp", "zero1", "zero2", "shard_grad_op", "fsdp"], RECOMPUTES = ["none", "selective", "full"];
-const MOST_BATCH = 2 ** 16, NUM_BUDGETS = 8;
+const MOST_BATCH = 2 ** 16, NUM_BUDGETS = 8, MOST_LEDGERS = 60;
 
 // The largest batch that fits, if all below it do; at least 1.
 function largestFitting(fits) {
@@ -18,17 +19,38 @@ function largestFitting(fits) {
   return low;
 }
 
+// The largest number up to `most` that fits, to a fiftieth: each look runs the allocator's model.
+function refined(most, fits) {
+  if (fits(most)) return most;
+  let low = 1, high = most;
+  while (high - low > Math.max(1, Math.floor(low / 50))) {
+    // What the allocator adds is mostly a tenth, so the answer is likely to be near the upper end.
+    let middle = Math.min(high - 1, Math.max(low + 1, high - Math.max(1, Math.floor((high - low) / 8))));
+    if (!fits(middle)) {
+      high = middle;
+      middle = Math.floor((low + high) / 2);
+      if (middle === low || !fits(middle)) {
+        high = Math.max(middle, low + 1);
+        continue;
+      }
+    }
+    low = middle;
+  }
+  return low;
+}
+
 class Planner {
   constructor(hardware, model) {
     Object.assign(this, { hardware, model });
     this.known = new Map();
+    this.ledgers = new Map();
   }
 
-  // What does not change with most settings is computed once; `scope` is cleared when there is too much of it.
-  once(key, make) {
-    if (this.known.size > 20000) this.known.clear();
-    let found = this.known.get(key);
-    if (found === undefined) this.known.set(key, (found = make()));
+  // What does not change with most settings is computed once, and forgotten when there is too much of it.
+  once(key, make, { known = this.known, most = 20000 } = {}) {
+    if (known.size > most) known.clear();
+    let found = known.get(key);
+    if (found === undefined) known.set(key, (found = make()));
     return found;
   }
 
@@ -63,7 +85,20 @@ class Planner {
       memoryModel.streamPeak(this.model.storages[stored], this.model.laws, seq, this.hardware.block_bytes));
     const peaks = this.once(`peaks ${key} ${way} ${seq}`, () => memoryModel.replay(this.model, { step, column, way, seq, streams }));
     const found = memoryModel.highest(peaks, batch), { outside, communicator } = this.hardware.devices[device];
-    return { allocated: found.bytes, device: found.bytes + outside + step.communicators * communicator, found };
+    return { allocated: found.bytes, device: found.bytes + outside + step.communicators * communicator, found, slack: 0 };
+  }
+
+  // The same with what the allocator reserves, unless the tensors alone do not fit.
+  reservedMemory(strategy, mesh, settings, batch) {
+    const quick = this.memory(strategy, mesh, settings, batch);
+    if (this.fits(quick.device, settings) === "no") return quick;
+    const { recompute: way, seq } = settings, { step, column, key } = this.step(strategy, mesh), outside = quick.device - quick.allocated;
+    const limit = allocatorModel.rounded(this.capacity(settings) / (1 + this.hardware.memory_band)) - outside;
+    const ledgerOf = (index, make) => this.once(`${key} ${way} ${index}`, make, { known: this.ledgers, most: MOST_LEDGERS });
+    const { reserved, slack } = this.once(`reserved ${key} ${way} ${seq} ${batch} ${limit}`, () =>
+      allocatorModel.reserve(this.model, { step, column, way, seq, batch, limit, workspace: this.hardware.workspace_bytes, ledgerOf }));
+    const allocated = quick.allocated + slack;
+    return { allocated, device: Math.max(reserved, allocated) + outside, found: quick.found, slack };
   }
 
   capacity({ device, budget }) {
@@ -87,8 +122,9 @@ class Planner {
   time(strategy, mesh, settings, batch, { records = false } = {}) {
     const { seq, recompute: way, device } = settings;
     const { schedule, cluster, length } = this.schedule(strategy, mesh, settings), computed = this.model.ways[way][length];
+    const ops = this.once(`ops ${seq} ${batch} ${device}`, () => kernelModel.operations(this.model, { kernels: this.kernels(device), seq, batch }));
     const pieces = this.once(`pieces ${way} ${length} ${seq} ${batch} ${device}`, () =>
-      kernelModel.pieceSeconds(this.model, computed, { kernels: this.kernels(device), seq, batch }));
+      kernelModel.pieceSeconds(this.model, computed, { kernels: this.kernels(device), ops }));
     const found = stepTime.steady(schedule, pieces, { slowdown: this.hardware.slowdown, records });
     const [all, inUnits] = this.hardware.deviation, wait = (nodes) => this.hardware.expected_maximum[nodes];
     const gathers = strategy === "fsdp" || strategy === "shard_grad_op";
@@ -111,20 +147,31 @@ class Planner {
     return Math.hypot(kernels, nodes > 1 ? this.hardware.nodes_band : 0, hostShare > this.hardware.host_bound ? host : 0);
   }
 
-  cost(strategy, mesh, settings) {
-    const fits = (batch) => this.fits(this.memory(strategy, mesh, settings, batch).device, settings);
-    const batch = settings.batch ?? largestFitting((one) => fits(one) === "yes");
-    const memory = this.memory(strategy, mesh, settings, batch);
+  // The micro-batch that was asked for, or the largest that fits.
+  batchOf(strategy, mesh, settings, { quick }) {
+    if (settings.batch !== null) return settings.batch;
+    const most = largestFitting((one) => this.fits(this.memory(strategy, mesh, settings, one).device, settings) === "yes");
+    return most === 1 || quick ? most : refined(most, (one) => this.fits(this.reservedMemory(strategy, mesh, settings, one).device, settings) === "yes");
+  }
+
+  // `time` is computed when it is asked for.
+  cost(strategy, mesh, settings, { quick = false } = {}) {
+    const batch = this.batchOf(strategy, mesh, settings, { quick });
+    const memory = quick ? this.memory(strategy, mesh, settings, batch) : this.reservedMemory(strategy, mesh, settings, batch);
+    const breakdown = memoryModel.breakdown(memory.found, this.model.categories, batch);
+    breakdown[breakdown.length - 1] += memory.slack;
+    const key = `time ${strategy} ${mesh.shard} ${settings.count} ${settings.device} ${settings.recompute} ${settings.seq} ${batch}`;
+    const time = () => this.once(key, () => this.time(strategy, mesh, settings, batch));
     return {
       strategy, mesh, batch, fits: this.fits(memory.device, settings), allocated: memory.allocated, device: memory.device,
-      breakdown: memoryModel.breakdown(memory.found, this.model.categories, batch), at: memory.found.peak.label,
-      time: this.time(strategy, mesh, settings, batch),
+      breakdown, at: memory.found.peak.label,
+      get time() { return time(); },
     };
   }
 
-  candidates(settings) {
+  candidates(settings, { quick = false } = {}) {
     const cluster = this.cluster(settings);
-    return STRATEGIES.flatMap((strategy) => this.meshes(strategy, cluster).map((mesh) => this.cost(strategy, mesh, settings)));
+    return STRATEGIES.flatMap((strategy) => this.meshes(strategy, cluster).map((mesh) => this.cost(strategy, mesh, settings, { quick })));
   }
 
   // Of one strategy on several meshes, that which is taken: the fastest that fits best.
@@ -150,8 +197,8 @@ class Planner {
       let best = null;
       for (const recompute of RECOMPUTES) {
         const own = { ...settings, recompute, budget };
-        for (const one of this.candidates(own)) {
-          if (one.fits === "yes" && (best === null || one.time.samplesPerSecond > best.time.samplesPerSecond)) best = { ...one, recompute };
+        for (const one of this.candidates(own, { quick: true })) {
+          if (one.fits === "yes" && (best === null || one.time.samplesPerSecond > best.time.samplesPerSecond)) best = Object.assign(one, { recompute });
         }
       }
       found.push({ budget, best });
@@ -170,7 +217,10 @@ class Planner {
         .map((count) => ({ count, recompute, batch: settings.batch === null ? null : 1 }))),
     ];
     for (const change of changes) {
-      const found = this.best(this.candidates({ ...settings, ...change }));
+      const changed = { ...settings, ...change };
+      // With tensors alone first, which costs little.
+      if (!this.candidates(changed, { quick: true }).some((one) => one.fits === "yes")) continue;
+      const found = this.best(this.candidates(changed));
       if (found && found.best.fits === "yes") return { change, best: found.best };
     }
     return null;

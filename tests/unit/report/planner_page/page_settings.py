@@ -9,7 +9,7 @@ from shardwise.categories import CATEGORIES
 from shardwise.hardware import Cluster
 from shardwise.hardware.cluster import make_cluster
 from shardwise.hardware.device import device_of
-from shardwise.models.catalogue import CATALOGUE
+from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.planner.search.auto import with_budget
 from shardwise.planner.search.candidates import Candidate, candidates, cost, meshes
@@ -20,7 +20,10 @@ from shardwise.report.planner_page.planner_document import longest_sample
 from shardwise.sources import Source
 from shardwise.spec import ModelSpec
 
-MODELS = ("gpt2-124m", "llama-3.2-1b", "llama-3.1-70b", "vit-large", "resnet18")
+MODELS = ("gpt2-350m", "llama-3.1-70b", "vit-large", "resnet18")
+"""Among them: several layers in one bucket, many layers, images, convolutions."""
+
+BATCHES = (1, 2, 3, 5, 8, 17, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +74,9 @@ def spec_at(model: str, seq: int | None) -> ModelSpec:
 
 def random_settings(rng: random.Random, *, free_batch: bool = False) -> Settings:
     model = rng.choice(MODELS)
-    assert model in CATALOGUE
     longest = longest_sample(model)
     device = rng.choice(offered_devices())
     counts = [count for count in DEVICE_COUNTS if count <= PER_NODE or device.nic is not None]
-    assert device.capacity_bytes is not None
-    budget = rng.choice([None, rng.randrange(2**30, device.capacity_bytes.value)])
     return Settings(
         model=model,
         device=device.name,
@@ -84,9 +84,15 @@ def random_settings(rng: random.Random, *, free_batch: bool = False) -> Settings
         recompute=rng.choice(WAYS),
         # Any length, not only those of the slider's stops.
         seq=rng.choice([rng.randrange(1, longest + 1), 512]) if longest is not None else None,
-        batch=None if free_batch else rng.choice([1, 2, 3, 5, 8, 17, 64]),
-        budget=budget,
+        batch=None if free_batch else rng.choice(BATCHES),
+        budget=random_budget(rng, device.name),
     )
+
+
+def random_budget(rng: random.Random, device: str) -> int | None:
+    capacity = device_of(device).capacity_bytes
+    assert capacity is not None
+    return rng.choice([None, rng.randrange(2**30, capacity.value)])
 
 
 def one_cost(settings: Settings, strategy: str, mesh_number: int) -> Candidate:
@@ -97,8 +103,6 @@ def one_cost(settings: Settings, strategy: str, mesh_number: int) -> Candidate:
 
 
 def all_costs(settings: Settings) -> list[Candidate]:
-    from shardwise.placement import STRATEGIES
-
     return candidates(
         lambda plan: settings.spec,
         plan=settings.plan,
@@ -106,7 +110,6 @@ def all_costs(settings: Settings) -> list[Candidate]:
         cluster=settings.cluster,
         optimizer="adamw",
         goal="throughput",
-        quick=True,
     )
 
 
