@@ -45,7 +45,7 @@ const charts = (() => {
     const most = Math.max(capacity * 1.08, ...rows.map((row) => Math.min(row.device, capacity * 2.5)));
     const drawn = rows.map((row) => {
       let at = 0;
-      const parts = [...row.breakdown.map((bytes, index) => [categories[index], bytes]), ["context", row.device - row.allocated]];
+      const parts = [...row.breakdown.map((bytes, index) => [categories[index], bytes]), ["unused", row.reserved - row.allocated], ["context", row.device - row.reserved]];
       const rects = parts.filter(([, bytes]) => bytes > 0).map(([name, bytes]) => {
         const from = Math.min(at / most, 1);
         at += bytes;
@@ -64,10 +64,13 @@ const charts = (() => {
     home.replaceChildren(...drawn, axis);
   }
 
-  // Lanes of a step: [what, name, start, end]. What is shorter than a pixel is joined with what follows.
+  // Lanes of a step: [what, name, start, end]. What is shorter than a pixel is joined with what follows. What ends after
+  // the step does so in the next one, which looks the same: it is drawn at the beginning.
   function lanes(home, { spans, total, kinds }) {
     const rows = new Map([["compute", []], ["gather", []], ["reduce", []]]);
-    for (const [what, name, start, end] of spans) {
+    const wrapped = spans.filter((span) => span[3] > total).map(([what, name, start, end]) => [what, name, Math.max(start - total, 0), end - total]);
+    const inside = spans.filter((span) => span[2] < total).map(([what, name, start, end]) => [what, name, start, Math.min(end, total)]);
+    for (const [what, name, start, end] of [...wrapped, ...inside]) {
       const word = name.split(" ")[0];
       const lane = what === kinds.SENT ? word : "compute";
       const kind = what === kinds.SENT ? word : what === kinds.PIECE ? word : what === kinds.UPDATE ? "update" : "copy";
@@ -112,13 +115,8 @@ const charts = (() => {
       if (point.value === null) return;
       const chosen = point === now;
       parts.push(svg("circle", { class: chosen ? "dot chosen" : "dot", cx: x(point.budget), cy: y(point.value), r: 5 }, svg("title", {}, `${gib(point.budget)}: ${point.label}, ${significant(point.value)} ${unit}`)));
-      const before = points[index - 1];
-      const changed = before === undefined || before.label !== point.label;
-      if (changed && width > 560) {
-        const isLast = index === points.length - 1;
-        point.label.split(", ").forEach((line, number) =>
-          parts.push(svg("text", { class: number ? "tick" : "name", x: x(point.budget) + (isLast ? 4 : 0), y: y(point.value) + 22 + 14 * number, "text-anchor": isLast ? "end" : "middle" }, line)));
-      }
+      const before = points[index - 1], name = point.label.split(",")[0];
+      if (!before || before.label.split(",")[0] !== name) parts.push(svg("text", { class: "name", x: x(point.budget), y: y(point.value) - 12, "text-anchor": index === points.length - 1 ? "end" : "middle" }, name));
     });
     parts.push(svg("text", { class: "tick", x: 0, y: 12 }, unit));
     home.replaceChildren(svg("svg", { width: "100%", height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Best throughput: ${fitting.map((point) => `${gib(point.budget)}: ${significant(point.value)} ${unit} with ${point.label}`).join("; ")}` }, ...parts));

@@ -142,20 +142,50 @@ const plannerPage = (() => {
     checked({ ...state, batch: state.batch ?? "auto", seq: state.seq });
     toHash();
     const began = performance.now(), asked = settings();
-    const found = planner.candidates(asked), recommended = planner.best(found);
+    show(planner, asked, planner.candidates(asked, { quick: true }), { isRough: true });
+    shown.milliseconds = performance.now() - began;
+    settled = refine(planner, asked, ++turn);
+    await settled;
+  }
+
+  // First the tensors alone, at once; then, unless a control has moved, with the allocator's model, and the frontier.
+  let turn = 0, settled = null;
+  const pause = () => new Promise((done) => setTimeout(done));
+  async function refine(planner, asked, own) {
+    const found = [], cluster = planner.cluster(asked);
+    for (const strategy of STRATEGIES) {
+      for (const mesh of planner.meshes(strategy, cluster)) {
+        await pause();
+        if (own !== turn) return;
+        found.push(planner.cost(strategy, mesh, asked));
+      }
+    }
+    show(planner, asked, found, { isRough: false });
+    const points = [];
+    for (const budget of planner.budgets(asked)) {
+      await pause();
+      if (own !== turn) return;
+      points.push({ budget, best: planner.fastest(asked, budget) });
+    }
+    shown.frontier = points;
+    drawFrontier();
+  }
+
+  function show(planner, asked, found, { isRough }) {
+    const recommended = planner.best(found);
     const rows = byStrategy(planner, found).map((row) => Object.assign(row, { label: row.mesh.replicate > 1 ? `${row.strategy} ${row.mesh.replicate}×${row.mesh.shard}` : row.strategy }));
     const chosen = rows.find((row) => row.strategy === state.plan) ?? (recommended && rows.find((row) => row.strategy === recommended.best.strategy)) ?? rows[rows.length - 1];
-    shown = { planner, asked, found, rows, recommended, chosen, frontier: planner.frontier(asked), way: recommended ? null : planner.wayOut(asked) };
+    const frontier = shown && shown.planner === planner ? shown.frontier : null;
+    const way = recommended || isRough ? null : planner.wayOut(asked);
+    shown = { planner, asked, found, rows, recommended, chosen, frontier, way, isRough };
     draw();
-    shown.milliseconds = performance.now() - began;
-    checkWithServer();
   }
 
   const plan = () => shown.planner.toml(shown.chosen, shown.asked, data.plan);
 
   // ---- what is shown
   const speed = (time) => (time.tokensPerSecondPerDevice === null ? [time.samplesPerSecond, "samples/s"] : [time.tokensPerSecondPerDevice, "tokens/s/GPU"]);
-  const share = (part) => `${(100 * part).toFixed(part < 0.0995 ? 1 : 0)}%`;
+  const share = (part) => `${(100 * part).toFixed(part < 0.0995 ? 1 : 0).replace(".0", "")}%`;
   const title = () => hardware.devices[state.device].title || state.device;
 
   function draw() {
@@ -166,14 +196,17 @@ const plannerPage = (() => {
     at("facts").replaceChildren(...facts.map((fact) => element("span", {}, fact)));
     drawVerdict();
     drawNumbers();
+    // As `shardwise plan --save`, which writes no plan that does not fit.
+    at("download").disabled = chosen.fits === "no";
+    at("export").disabled = chosen.fits === "no";
     const capacity = planner.capacity(shown.asked);
-    charts.key(at("memory-key"), [...model.categories.map((name) => [name]), ["context"]]);
+    charts.key(at("memory-key"), [...model.categories.map((name) => [name]), ["unused", "reserved, unused"], ["context"]]);
     charts.memoryBars(at("memory-chart"), { rows, categories: model.categories, capacity, chosen, onChoose: choose });
     drawStep();
     drawFrontier();
-    charts.table(at("table"), ["strategy", "mesh", "micro-batch", "peak GiB", "fits", "step", "throughput", "exposed comm.", "MFU"],
+    charts.table(at("table"), ["strategy", "mesh", "micro-batch", "peak GiB", "fits", "step", speed(chosen.time)[1], "exposed comm.", "MFU"],
       found.map((one) => ({ chosen: one === chosen, cells: [one.strategy, `${one.mesh.replicate}×${one.mesh.shard}`, `${one.batch}`, (one.device / GIB).toFixed(1), fitWords[one.fits],
-        seconds(one.time.seconds), `${significant(speed(one.time)[0])} ${speed(one.time)[1]}`, share(one.time.exposed / one.time.seconds), one.time.mfu === null ? "–" : share(one.time.mfu)] })));
+        seconds(one.time.seconds), significant(speed(one.time)[0]), share(one.time.exposed / one.time.seconds), one.time.mfu === null ? "–" : share(one.time.mfu)] })));
     at("command").textContent = command();
   }
 
@@ -183,18 +216,20 @@ const plannerPage = (() => {
     toHash();
     draw();
     document.querySelector(`#memory-chart [data-strategy="${row.strategy}"]`).focus();
-    checkWithServer();
   }
 
   function drawVerdict() {
-    const { recommended, way, planner } = shown, box = at("verdict"), heading = box.querySelector("h2");
+    const { recommended, way, planner, isRough } = shown, box = at("verdict"), heading = box.querySelector("h2");
+    // Announced when it is exact.
+    box.setAttribute("aria-busy", isRough);
+    for (const id of ["verdict", "numbers"]) at(id).classList.toggle("rough", isRough);
     box.classList.toggle("refused", !recommended);
     at("apply").hidden = !way;
     if (!recommended) {
       const [least] = [...shown.found].sort((one, other) => one.device - other.device);
       heading.textContent = "Nothing fits with these settings";
       at("why").textContent = `The smallest, ${least.strategy}, needs ${gib(least.device)} per GPU; ${gib(planner.capacity(shown.asked))} may be used.`;
-      at("also").textContent = way ? `It fits with ${changeText(way.change)}: ${way.best.strategy}, micro-batch ${way.best.batch}, ${gib(way.best.device)}.` : "It does not fit with recompute full on any number of GPUs of this page either.";
+      at("also").textContent = isRough ? "" : way ? `It fits with ${changeText(way.change)}: ${way.best.strategy}, micro-batch ${way.best.batch}, ${gib(way.best.device)}.` : "It does not fit with recompute full on any number of GPUs of this page either.";
       if (way) at("apply").textContent = `Use ${changeText(way.change)}`;
       return;
     }
@@ -240,7 +275,7 @@ const plannerPage = (() => {
 
   function drawStep() {
     const { chosen, planner, asked } = shown, spans = planner.timeline(chosen, asked);
-    const total = Math.max(...spans.map((span) => span[3])), sends = new Set(spans.filter((span) => span[0] === stepTime.SENT).map((span) => span[1].split(" ")[0]));
+    const total = chosen.time.seconds, sends = new Set(spans.filter((span) => span[0] === stepTime.SENT).map((span) => span[1].split(" ")[0]));
     at("step-title").textContent = `One step of ${chosen.label}`;
     charts.key(at("step-key"), [["forward"], ["backward"], ["update", "optimizer update"], ["copy", "copies and casts"], ...(sends.has("gather") ? [["gather", "gather parameters"]] : []), ...(sends.has("reduce") ? [["reduce", "reduce gradients"]] : [])]);
     at("step-chart").classList.add("lanes");
@@ -250,9 +285,13 @@ const plannerPage = (() => {
   }
 
   function drawFrontier() {
+    at("frontier-chart").classList.toggle("rough", shown.isRough || !shown.frontier);
+    if (!shown.frontier) return;
     const points = shown.frontier.map(({ budget, best }) => ({ budget, value: best ? speed(best.time)[0] : null,
-      label: best ? `${best.strategy}, recompute ${best.recompute}, micro-batch ${best.batch}` : "" }));
-    charts.frontier(at("frontier-chart"), { points, unit: speed(shown.chosen.time)[1], now: points[points.length - 1] });
+      label: best ? `${best.strategy}, recompute ${best.recompute}, micro-batch ${best.batch}` : "nothing fits" }));
+    const [, unit] = speed(shown.chosen.time);
+    charts.frontier(at("frontier-chart"), { points, unit, now: points[points.length - 1] });
+    charts.table(at("frontier-table"), ["budget", "plan", unit], points.map(({ budget, label, value }) => ({ cells: [gib(budget), label, value === null ? "–" : significant(value)] })));
   }
 
   function command() {
@@ -317,24 +356,6 @@ const plannerPage = (() => {
     }
   }
 
-  // With a server: what the chosen plan takes with the allocator's model, once the sliders rest.
-  let waiting = 0;
-  function checkWithServer() {
-    if (!server) return;
-    clearTimeout(waiting);
-    at("check").textContent = "";
-    const { chosen, asked, planner } = shown;
-    waiting = setTimeout(async () => {
-      const query = new URLSearchParams({ name: planner.model.name, device: asked.device, gpus: asked.count, seq: asked.seq ?? "", budget: asked.budget ?? "" });
-      try {
-        const found = await ask(`check?${query}`, { method: "POST", headers: { "Content-Type": "application/toml" }, body: plan() });
-        if (shown.chosen === chosen) at("check").textContent = `${chosen.label}, micro-batch ${chosen.batch}, with the allocator’s model: ${gib(found.device_bytes)}, ${fitWords[found.fits]}.`;
-      } catch (error) {
-        at("check").textContent = error.message;
-      }
-    }, 400);
-  }
-
   function offerExports() {
     if (!server) return;
     document.querySelector(".exports").hidden = false;
@@ -361,5 +382,5 @@ const plannerPage = (() => {
   }
 
   begin();
-  return { get shown() { return shown; }, get state() { return state; }, plan, plannerOf, hardware };
+  return { get shown() { return shown; }, get state() { return state; }, get settled() { return settled; }, plan, plannerOf, hardware };
 })();

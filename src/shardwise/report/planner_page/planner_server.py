@@ -4,7 +4,6 @@ import json
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,13 +11,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from shardwise.errors import InvalidModel, InvalidPlan, ShardwiseError
-from shardwise.hardware.cluster import make_cluster
-from shardwise.hardware.device import device_of
 from shardwise.models.catalogue import CATALOGUE
 from shardwise.plan import Plan
-from shardwise.planner.search.auto import with_budget
-from shardwise.planner.search.candidates import cost
-from shardwise.report.planner_page.model_laws import PER_NODE, model_data
+from shardwise.report.planner_page.model_laws import model_data
 from shardwise.report.planner_page.planner_document import catalogue_model, planner_page
 from shardwise.sources import Source
 
@@ -37,7 +32,6 @@ class PlannerService:
 
     def __init__(self, *, start: dict[str, Any], own: Source | None, targets: list[str], exports: Exports) -> None:
         self._lock = threading.Lock()
-        self._sources: dict[str, Source] = {}
         self._models: dict[str, dict[str, Any]] = {}
         self._exports = exports
         self._targets = targets
@@ -57,10 +51,9 @@ class PlannerService:
         with self._lock:
             if name not in self._models:
                 if name in CATALOGUE:
-                    self._sources[name] = Source(name)
                     self._models[name] = catalogue_model(name)
                 elif self._own is not None and name == self._own.reference:
-                    self._models[name] = self._traced(self._own, name=name)
+                    self._models[name] = model_data(self._own.spec_for, name=name, longest=None)
                 else:
                     raise InvalidModel(f"{name[:100]}: is not a model of this page")
             return self._models[name]
@@ -79,29 +72,9 @@ class PlannerService:
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, "config.json").write_bytes(config)
                 name = f"{kind} (config {number})"
-                self._models[name] = self._traced(Source(f"hf:{folder}", seq=_length(given)), name=name)
+                source = Source(f"hf:{folder}", seq=_length(given))
+                self._models[name] = model_data(source.spec_for, name=name, longest=None)
             return self._models[name]
-
-    def _traced(self, source: Source, *, name: str) -> dict[str, Any]:
-        data = model_data(source.spec_for, name=name, longest=None)
-        self._sources[name] = source
-        return data
-
-    def check(self, plan: Plan, asked: dict[str, str]) -> dict[str, Any]:
-        """What a plan of the page takes with the allocator's model."""
-        with self._lock:
-            name, count = asked.get("name", ""), int(asked.get("gpus", "0"))
-            if name not in self._sources:
-                raise InvalidModel(f"{name[:100]}: is not a model of this page")
-            nodes = max(1, count // PER_NODE)
-            device = device_of(asked.get("device", ""))
-            cluster = make_cluster(device, num_nodes=nodes, devices_per_node=count // nodes, fabric=None)
-            budget = int(asked["budget"]) if asked.get("budget") else None
-            spec = self._sources[name].spec_for(plan)
-            if asked.get("seq"):
-                spec = replace(spec, seq=int(asked["seq"]))
-            found = cost(spec, plan=plan, cluster=with_budget(cluster, budget_bytes=budget), optimizer="adamw")
-            return {"device_bytes": found.memory.device_bytes, "fits": found.fits}
 
     def export(self, plan: Plan, asked: dict[str, str]) -> dict[str, Any]:
         return self._exports(plan, int(asked.get("gpus", "0")), asked.get("to", ""))
@@ -115,15 +88,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({"/": lambda _, __: self.service.page(), "/model": self._model, "/favicon.ico": lambda _, __: ""})
 
     def do_POST(self) -> None:
-        self._answer(
-            {"/trace": lambda _, body: self.service.trace(body), "/check": self._check, "/export": self._export}
-        )
+        self._answer({"/trace": lambda _, body: self.service.trace(body), "/export": self._export})
 
     def _model(self, asked: dict[str, str], _: bytes) -> dict[str, Any]:
         return self.service.model(asked.get("name", ""))
-
-    def _check(self, asked: dict[str, str], body: bytes) -> dict[str, Any]:
-        return self.service.check(_plan(body), asked)
 
     def _export(self, asked: dict[str, str], body: bytes) -> dict[str, Any]:
         return self.service.export(_plan(body), asked)

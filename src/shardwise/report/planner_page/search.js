@@ -85,7 +85,8 @@ class Planner {
       memoryModel.streamPeak(this.model.storages[stored], this.model.laws, seq, this.hardware.block_bytes));
     const peaks = this.once(`peaks ${key} ${way} ${seq}`, () => memoryModel.replay(this.model, { step, column, way, seq, streams }));
     const found = memoryModel.highest(peaks, batch), { outside, communicator } = this.hardware.devices[device];
-    return { allocated: found.bytes, device: found.bytes + outside + step.communicators * communicator, found, slack: 0 };
+    const more = outside + step.communicators * communicator;
+    return { allocated: found.bytes, reserved: found.bytes, device: found.bytes + more, found, slack: 0 };
   }
 
   // The same with what the allocator reserves, unless the tensors alone do not fit.
@@ -97,8 +98,8 @@ class Planner {
     const ledgerOf = (index, make) => this.once(`${key} ${way} ${index}`, make, { known: this.ledgers, most: MOST_LEDGERS });
     const { reserved, slack } = this.once(`reserved ${key} ${way} ${seq} ${batch} ${limit}`, () =>
       allocatorModel.reserve(this.model, { step, column, way, seq, batch, limit, workspace: this.hardware.workspace_bytes, ledgerOf }));
-    const allocated = quick.allocated + slack;
-    return { allocated, device: Math.max(reserved, allocated) + outside, found: quick.found, slack };
+    const allocated = quick.allocated + slack, held = Math.max(reserved, allocated);
+    return { allocated, reserved: held, device: held + outside, found: quick.found, slack };
   }
 
   capacity({ device, budget }) {
@@ -163,7 +164,7 @@ class Planner {
     const key = `time ${strategy} ${mesh.shard} ${settings.count} ${settings.device} ${settings.recompute} ${settings.seq} ${batch}`;
     const time = () => this.once(key, () => this.time(strategy, mesh, settings, batch));
     return {
-      strategy, mesh, batch, fits: this.fits(memory.device, settings), allocated: memory.allocated, device: memory.device,
+      strategy, mesh, batch, fits: this.fits(memory.device, settings), allocated: memory.allocated, reserved: memory.reserved, device: memory.device,
       breakdown, at: memory.found.peak.label,
       get time() { return time(); },
     };
@@ -189,21 +190,21 @@ class Planner {
     return null;
   }
 
-  // At each budget up to the capacity, the fastest plan with one strategy and one recompute for all units.
-  frontier(settings) {
-    const capacity = this.capacity(settings), found = [];
-    for (let number = 1; number <= NUM_BUDGETS; number++) {
-      const budget = Math.floor((capacity * number) / NUM_BUDGETS);
-      let best = null;
-      for (const recompute of RECOMPUTES) {
-        const own = { ...settings, recompute, budget };
-        for (const one of this.candidates(own, { quick: true })) {
-          if (one.fits === "yes" && (best === null || one.time.samplesPerSecond > best.time.samplesPerSecond)) best = Object.assign(one, { recompute });
-        }
+  // The budgets of the frontier, up to what may be used.
+  budgets(settings) {
+    const capacity = this.capacity(settings);
+    return Array.from({ length: NUM_BUDGETS }, (_, index) => Math.floor((capacity * (index + 1)) / NUM_BUDGETS));
+  }
+
+  // The fastest plan with one strategy and one recompute for all units that fits a budget; null where none does.
+  fastest(settings, budget) {
+    let best = null;
+    for (const recompute of RECOMPUTES) {
+      for (const one of this.candidates({ ...settings, recompute, budget }, { quick: true })) {
+        if (one.fits === "yes" && (best === null || one.time.samplesPerSecond > best.time.samplesPerSecond)) best = Object.assign(one, { recompute });
       }
-      found.push({ budget, best });
     }
-    return found;
+    return best;
   }
 
   // The smallest change of the settings with which something fits.
