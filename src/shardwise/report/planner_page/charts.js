@@ -23,10 +23,12 @@ const charts = (() => {
   const percent = (share) => `${(100 * share).toFixed(3)}%`;
   const gib = (bytes) => `${(bytes / GIB).toFixed(1)} GiB`;
 
+  const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+
   function significant(number, digits = 3) {
     if (number === 0) return "0";
     const places = Math.max(0, digits - 1 - Math.floor(Math.log10(Math.abs(number))));
-    return places === 0 ? Math.round(number).toLocaleString("en-US") : number.toFixed(Math.min(places, 6));
+    return places === 0 ? whole.format(number) : number.toFixed(Math.min(places, 6));
   }
 
   function seconds(number) {
@@ -130,5 +132,5 @@ const charts = (() => {
     );
   }
 
-  return { element, key, memoryBars, lanes, frontier, table, gib, significant, seconds, fitWords };
+  return { element, key, memoryBars, lanes, frontier, table, gib, significant, whole, seconds, fitWords };
 })();

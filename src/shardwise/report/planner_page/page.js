@@ -2,7 +2,7 @@
 "use strict";
 
 const plannerPage = (() => {
-  const { element, gib, significant, seconds, fitWords } = charts;
+  const { element, gib, significant, whole, seconds, fitWords } = charts;
   const data = JSON.parse(document.getElementById("planner-data").textContent), { hardware, server } = data;
   const at = (id) => document.getElementById(id);
   const BATCHES = [null, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512];
@@ -74,7 +74,7 @@ const plannerPage = (() => {
     const nodes = state.gpus / hardware.per_node;
     slider("gpus", counts(), state.gpus, nodes > 1 ? `${state.gpus} (${nodes} nodes)` : `${state.gpus}`);
     slider("batch", BATCHES, state.batch, state.batch === null ? "most that fits" : `${state.batch} per GPU`);
-    slider("seq", seqStops(model), state.seq, state.seq === null ? "fixed for this model" : `${state.seq.toLocaleString("en-US")} tokens`);
+    slider("seq", seqStops(model), state.seq, state.seq === null ? "fixed for this model" : `${whole.format(state.seq)} tokens`);
     const most = Math.ceil(capacityGib());
     at("budget").max = most;
     at("budget").value = state.budget ?? most;
@@ -95,7 +95,7 @@ const plannerPage = (() => {
     at("recompute").addEventListener("change", change((target) => { state.recompute = target.value; }));
     document.querySelector(".controls").addEventListener("submit", (event) => event.preventDefault());
     window.addEventListener("hashchange", () => { checked(fromHash()); update(); });
-    window.addEventListener("resize", () => shown && draw());
+    window.addEventListener("resize", () => shown && drawFrontier());
     at("download").addEventListener("click", () => save("plan.toml", plan()));
     at("copy").addEventListener("click", copyLink);
     at("apply").addEventListener("click", () => { Object.assign(state, shown.way.change.count ? { gpus: shown.way.change.count } : {}, shown.way.change.recompute ? { recompute: shown.way.change.recompute } : {}, "batch" in shown.way.change ? { batch: shown.way.change.batch } : {}); update(); });
@@ -140,7 +140,6 @@ const plannerPage = (() => {
       say("");
     }
     checked({ ...state, batch: state.batch ?? "auto", seq: state.seq });
-    toHash();
     const began = performance.now(), asked = settings();
     show(planner, asked, planner.candidates(asked, { quick: true }), { isRough: true });
     shown.milliseconds = performance.now() - began;
@@ -160,6 +159,8 @@ const plannerPage = (() => {
         found.push(planner.cost(strategy, mesh, asked));
       }
     }
+    // Only now: browsers are slow to change the address, and refuse to if it is asked too often.
+    toHash();
     show(planner, asked, found, { isRough: false });
     const points = [];
     for (const budget of planner.budgets(asked)) {
@@ -203,7 +204,8 @@ const plannerPage = (() => {
     charts.key(at("memory-key"), [...model.categories.map((name) => [name]), ["unused", "reserved, unused"], ["context"]]);
     charts.memoryBars(at("memory-chart"), { rows, categories: model.categories, capacity, chosen, onChoose: choose });
     drawStep();
-    drawFrontier();
+    // It is computed later, and stays until then.
+    at("frontier-chart").classList.toggle("rough", shown.isRough);
     charts.table(at("table"), ["strategy", "mesh", "micro-batch", "peak GiB", "fits", "step", speed(chosen.time)[1], "exposed comm.", "MFU"],
       found.map((one) => ({ chosen: one === chosen, cells: [one.strategy, `${one.mesh.replicate}×${one.mesh.shard}`, `${one.batch}`, (one.device / GIB).toFixed(1), fitWords[one.fits],
         seconds(one.time.seconds), significant(speed(one.time)[0]), share(one.time.exposed / one.time.seconds), one.time.mfu === null ? "–" : share(one.time.mfu)] })));
@@ -268,7 +270,7 @@ const plannerPage = (() => {
       tile(`Throughput of ${chosen.strategy}`, significant(rate), unit),
       tile("Step time", seconds(time.seconds), `± ${share(time.band)}`),
       tile("Peak per GPU", gib(chosen.device), `of ${gib(capacity)}`),
-      tile("Global batch", (chosen.batch * state.gpus).toLocaleString("en-US"), state.seq === null ? "samples" : `× ${state.seq.toLocaleString("en-US")} tokens`),
+      tile("Global batch", whole.format(chosen.batch * state.gpus), state.seq === null ? "samples" : `× ${whole.format(state.seq)} tokens`),
       tile("Model FLOPs utilisation", time.mfu === null ? "–" : share(time.mfu), ""),
     );
   }
@@ -285,7 +287,6 @@ const plannerPage = (() => {
   }
 
   function drawFrontier() {
-    at("frontier-chart").classList.toggle("rough", shown.isRough || !shown.frontier);
     if (!shown.frontier) return;
     const points = shown.frontier.map(({ budget, best }) => ({ budget, value: best ? speed(best.time)[0] : null,
       label: best ? `${best.strategy}, recompute ${best.recompute}, micro-batch ${best.batch}` : "nothing fits" }));
@@ -349,7 +350,7 @@ const plannerPage = (() => {
       packed.set(model.name, "");
       at("model").append(option(model.name));
       Object.assign(state, { model: model.name, plan: null });
-      at("config-note").textContent = `${model.name} was traced with ${model.seq.toLocaleString("en-US")} tokens per sample.`;
+      at("config-note").textContent = `${model.name} was traced with ${whole.format(model.seq)} tokens per sample.`;
       update();
     } catch (error) {
       at("config-note").textContent = error.message;

@@ -139,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _length(config: dict[str, Any]) -> int:
     given = [config[key] for key in _POSITIONS if isinstance(config.get(key), int)]
-    return max(1, min(_TRACED_SEQ, *given))
+    return max(1, min([_TRACED_SEQ, *given]))
 
 
 def _plan(body: bytes) -> Plan:

@@ -1,4 +1,4 @@
-"""The page computes what the planner computes: the same bytes, and seconds to rounding, at 500 random settings."""
+"""The page computes what the planner computes: the same bytes, and seconds to rounding, at random settings."""
 
 import json
 import random
@@ -17,6 +17,7 @@ from report.planner_page.page_settings import (
     BATCHES,
     MODELS,
     NUMBERS_IN_PAGE,
+    Settings,
     all_costs,
     numbers,
     one_cost,
@@ -24,10 +25,14 @@ from report.planner_page.page_settings import (
     random_settings,
     recommended,
 )
+from whole import whole
 
+from shardwise.mesh import Mesh
 from shardwise.placement import STRATEGIES
+from shardwise.planner.time.step_time import timeline
 from shardwise.report.planner_page import planner_page
 from shardwise.report.planner_page.device_tables import hardware_data, offered_devices
+from shardwise.report.planner_page.model_laws import WAYS
 from shardwise.report.planner_page.planner_document import SCRIPTS, catalogue_model
 
 NODE = shutil.which("node")
@@ -47,6 +52,32 @@ async ({ cases, plannerOf, numbers }) => {
   for (const [settings, model] of cases) {
     const planner = await plannerOf(model), all = planner.candidates(settings), best = planner.best(all);
     found.push([all.map(numbers), best && numbers(best.best)]);
+  }
+  return found;
+}
+"""
+TIMELINE = """
+async ({ cases, plannerOf }) => {
+  const found = [];
+  for (const [settings, model, strategy] of cases) {
+    const planner = await plannerOf(model), one = planner.cost(strategy, { replicate: 1, shard: settings.count }, settings, { quick: true });
+    const lanes = { compute: [0, 0], gather: [0, 0], reduce: [0, 0] };
+    for (const [what, name, , end] of planner.timeline(one, settings)) {
+      const lane = lanes[what === stepTime.SENT ? name.split(" ")[0] : "compute"];
+      lane[0] += 1;
+      lane[1] = Math.max(lane[1], end);
+    }
+    found.push(lanes);
+  }
+  return found;
+}
+"""
+FRONTIER = """
+async ({ cases, plannerOf }) => {
+  const found = [];
+  for (const [settings, model] of cases) {
+    const planner = await plannerOf(model), speed = (one) => one && one.time.samplesPerSecond;
+    found.push(planner.budgets(settings).map((budget) => [budget, speed(planner.fastest(settings, budget))]));
   }
   return found;
 }
@@ -105,25 +136,27 @@ def check(shown: list[Any], expected: list[Any], *, at: object) -> None:
     assert rates == pytest.approx(rates_expected, rel=1e-9, abs=1e-12), at
 
 
-def test_page_and_planner_agree_on_500_random_settings(run: Run) -> None:
+@pytest.mark.parametrize("num_settings", [100, *whole(500)])
+def test_page_and_planner_agree_on_random_settings(num_settings: int, run: Run) -> None:
     rng = random.Random(20)
-    # Five of one model, length and cluster: a planner that has seen them is quick.
-    bases = [random_settings(rng) for _ in range(100)]
+    # Five of one model, length and cluster, of which the planner computes some parts once.
+    bases = [random_settings(rng) for _ in range(num_settings // 5)]
     asked = [
         (replace(base, batch=rng.choice(BATCHES), budget=random_budget(rng, base.device)), strategy, rng.randrange(3))
         for base in bases
         for strategy in STRATEGIES
     ]
-    assert len(asked) == 500
     cases = [[settings.as_data(), settings.model, strategy, number] for settings, strategy, number in asked]
     shown = run(ONE, cases)
     for one, (settings, strategy, number) in zip(shown, asked, strict=True):
         check(one, numbers(one_cost(settings, strategy, number)), at=(settings, strategy, number))
 
 
-def test_page_finds_the_same_micro_batches_and_recommends_the_same_plan(run: Run) -> None:
+@pytest.mark.parametrize("num_settings", [5, *whole(40)])
+def test_page_finds_the_same_micro_batches_and_recommends_the_same_plan(num_settings: int, run: Run) -> None:
+    """With the allocator's model, as `shardwise plan` does."""
     rng = random.Random(21)
-    asked = [random_settings(rng, free_batch=True) for _ in range(12)]
+    asked = [random_settings(rng, free_batch=True) for _ in range(num_settings)]
     shown = run(ALL, [[settings.as_data(), settings.model] for settings in asked])
     for (all_shown, best_shown), settings in zip(shown, asked, strict=True):
         found = all_costs(settings)
@@ -133,3 +166,32 @@ def test_page_finds_the_same_micro_batches_and_recommends_the_same_plan(run: Run
         assert (best_shown is None) == (best is None), settings
         if best is not None:
             check(best_shown, numbers(best), at=settings)
+
+
+def test_timeline_of_the_page_is_as_long_as_the_planners(run: Run) -> None:
+    """Also of many layers, of which the page times a few and repeats the rest."""
+    settings = Settings(model="llama-3.1-70b", device="h200", count=8, recompute="full", seq=2048, batch=1)
+    cases = [[settings.as_data(), settings.model, strategy] for strategy in ("ddp", "fsdp")]
+    for shown, (_, _, strategy) in zip(run(TIMELINE, cases), cases, strict=True):
+        plan = replace(settings.plan, strategy=strategy, mesh=Mesh(shard=8))
+        spans = timeline(settings.spec, plan=plan, cluster=settings.cluster)
+        for lane in ("compute", "gather", "reduce"):
+            own = [span for span in spans if span.queue == lane]
+            assert shown[lane][0] == len(own), (strategy, lane)
+            if own:
+                assert shown[lane][1] == pytest.approx(max(span.end for span in own), rel=2e-3), (strategy, lane)
+
+
+def test_frontier_of_the_page_is_that_of_fixed_plans(run: Run) -> None:
+    settings = Settings(model="gpt2-350m", device="a100-40gb", count=8, recompute="none", seq=512, batch=None)
+    (shown,) = run(FRONTIER, [[settings.as_data(), settings.model]])
+    for budget, speed in shown:
+        own = [
+            one
+            for way in WAYS
+            for one in all_costs(replace(settings, recompute=way, budget=budget), quick=True)
+            if one.fits == "yes"
+        ]
+        assert (speed is None) == (not own)
+        if own:
+            assert speed == pytest.approx(max(one.time.samples_per_s for one in own if one.time is not None), rel=1e-9)
