@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from shardwise.categories import CATEGORIES
+from shardwise.errors import InvalidModel
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED, STRATEGIES
@@ -80,6 +81,10 @@ def model_data(spec_for: SpecFor, *, name: str, longest: int | None) -> dict[str
     """
     for way in WAYS:
         spec = spec_for(replace(PAGE_PLAN, recompute=way))
+    if not spec.traces:
+        raise InvalidModel(
+            f"{name}: nothing is known of it but its parameters, so the page has nothing to compute with"
+        )
     tables = _Tables()
     cluster = cluster_of("8xh100-80gb")
     jobs = {way: _job(spec, Plan(strategy="fsdp", precision="bf16", recompute=way), Mesh(shard=8)) for way in WAYS}

@@ -111,8 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_from_here(self) -> bool:
         """Whether a page of ours asks: another site's may reach this server under a name of its own."""
-        port = self.server.server_address[1]
-        names = (f"{HOST}:{port}", f"localhost:{port}")
+        assert isinstance(self.server, ThreadingHTTPServer)
+        names = [f"{name}:{self.server.server_port}" for name in (HOST, "localhost")]
         origin = self.headers.get("Origin")
         return self.headers.get("Host") in names and (origin is None or origin.removeprefix("http://") in names)
 
@@ -138,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _length(config: dict[str, Any]) -> int:
-    given = [config[key] for key in _POSITIONS if isinstance(config.get(key), int)]
+    given = [int(config[key]) for key in _POSITIONS if isinstance(config.get(key), int)]
     return max(1, min([_TRACED_SEQ, *given]))
 
 

@@ -1,6 +1,7 @@
 """Random settings of the planner page, and what the planner says of them."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -20,8 +21,11 @@ from shardwise.report.planner_page.planner_document import longest_sample
 from shardwise.sources import Source
 from shardwise.spec import ModelSpec
 
-MODELS = ("gpt2-350m", "llama-3.1-70b", "resnet18")
-"""Among them: several layers in one bucket, more layers than the allocator's model runs, images and convolutions."""
+MODELS = ("llama-3.1-70b", "resnet18")
+"""More layers than the allocator's model runs; images and convolutions."""
+
+ALL_MODELS = (*MODELS, "gpt2-350m", "vit-large", "mpt-7b", "llama-3.2-1b")
+"""Among them: several layers in one bucket."""
 
 BATCHES = (1, 2, 3, 5, 8, 17, 64)
 
@@ -72,8 +76,8 @@ def spec_at(model: str, seq: int | None) -> ModelSpec:
     return replace(_spec(model), seq=seq)
 
 
-def random_settings(rng: random.Random, *, free_batch: bool = False) -> Settings:
-    model = rng.choice(MODELS)
+def random_settings(rng: random.Random, *, models: Sequence[str], free_batch: bool = False) -> Settings:
+    model = rng.choice(models)
     longest = longest_sample(model)
     device = rng.choice(offered_devices())
     counts = [count for count in DEVICE_COUNTS if count <= PER_NODE or device.nic is not None]

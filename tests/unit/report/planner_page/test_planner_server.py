@@ -11,7 +11,7 @@ import pytest
 from shardwise.cli import plan_page
 from shardwise.cli.app import main
 from shardwise.cli.plan_page import write_page
-from shardwise.errors import InvalidPlan
+from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.interchange.targets import TARGETS
 from shardwise.plan import Plan
 from shardwise.report.planner_page.planner_server import HOST, PlannerService, planner_server
@@ -126,6 +126,11 @@ def test_page_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(InvalidPlan, match="nodes of 8"):
         write_page(path, model=None, cluster="3x4xh200")
     assert not path.exists()
+
+
+def test_model_of_which_only_parameters_are_known_is_refused() -> None:
+    with pytest.raises(InvalidModel, match="nothing is known of it but its parameters"):
+        plan_page.serve_page(model="params:60b", cluster=None, seq=None, image=None, port=0)
 
 
 def test_plan_without_a_model_names_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
