@@ -193,7 +193,8 @@ const plannerPage = (() => {
     const { planner, rows, chosen, found } = shown, { model } = planner;
     showControls(model);
     at("title").textContent = `${model.name} on ${state.gpus} × ${title()}`;
-    const facts = [`${significant(model.num_params / 1e9)} B parameters`, "bf16", "AdamW", "predicted, not measured"];
+    const size = model.num_params >= 1e9 ? `${significant(model.num_params / 1e9)} billion` : `${significant(model.num_params / 1e6)} million`;
+    const facts = [`${size} parameters`, "bf16", "AdamW", "predicted, not measured"];
     at("facts").replaceChildren(...facts.map((fact) => element("span", {}, fact)));
     drawVerdict();
     drawNumbers();

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from report.chromium import needs_chromium, page
 
 from shardwise.cli import plan_page
 from shardwise.cli.app import main
 from shardwise.cli.plan_page import write_page
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.interchange.targets import TARGETS
+from shardwise.models.catalogue import CATALOGUE
 from shardwise.plan import Plan
 from shardwise.report.planner_page.planner_server import HOST, PlannerService, planner_server
 
@@ -54,10 +56,10 @@ def ask(port: int, path: str, body: bytes | None = None, **headers: str) -> tupl
 
 
 def test_server_gives_the_page_and_models_of_the_catalogue(port: int) -> None:
-    status, page = ask(port, "/")
+    status, document = ask(port, "/")
     assert status == 200
-    assert "connect-src &#x27;self&#x27;" in page
-    assert '"name":"gpt-tiny"' in page
+    assert "connect-src &#x27;self&#x27;" in document
+    assert '"name":"gpt-tiny"' in document
     status, text = ask(port, "/model?name=vit-digits")
     assert status == 200
     model = json.loads(text)
@@ -86,6 +88,25 @@ def test_pages_of_other_sites_are_refused(port: int) -> None:
     assert ask(port, "/trace", b"{}", Origin="http://evil.example")[0] == 403
     assert ask(port, "/nothing")[0] == 404
     assert ask(port, "/trace", b"{}", **{"Content-Length": str(2**30)})[0] == 400
+
+
+@needs_chromium
+def test_page_of_the_server_fetches_the_model_that_is_chosen(port: int) -> None:
+    with page(f"http://{HOST}:{port}/") as opened:
+        chosen = opened.evaluate("""(async () => {
+          await plannerPage.settled;
+          const models = document.getElementById("model");
+          models.value = "vit-digits";
+          models.dispatchEvent(new Event("change"));
+          while (plannerPage.shown.planner.model.name !== "vit-digits") await new Promise((done) => setTimeout(done, 20));
+          await plannerPage.settled;
+          return [models.options.length, document.getElementById("title").textContent, document.getElementById("seq").disabled];
+        })()""")
+        assert chosen == [len(CATALOGUE), "vit-digits on 8 × NVIDIA H100 SXM5 80 GB", True]
+        assert opened.errors == []
+        assert {url.partition("?")[0] for url in opened.requests} <= {
+            f"http://{HOST}:{port}/{path}" for path in ("model", "favicon.ico")
+        }
 
 
 def test_dropped_config_is_traced(port: int) -> None:
