@@ -16,15 +16,18 @@ from shardwise.cli.plan_options import (
     asked_recompute,
     check_names,
 )
+from shardwise.errors import InvalidPlan
 from shardwise.placement import STRATEGIES
 from shardwise.quantities import SIZE_EXAMPLE, byte_count
 
 
 def plan(
     model: Annotated[
-        str, typer.Argument(help="A catalogue name, hf:DIR, timm:NAME, params:60b, python:FILE.py:function.")
-    ],
-    cluster: Annotated[str, typer.Option("--cluster", help="8xh100-80gb, 16x8xa100-40gb@ib-8x200, or a TOML file.")],
+        str | None, typer.Argument(help="A catalogue name, hf:DIR, timm:NAME, params:60b, python:FILE.py:function.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="8xh100-80gb, 16x8xa100-40gb@ib-8x200, or a TOML file.")
+    ] = None,
     strategy: Annotated[
         str, typer.Option("--strategy", help=f"{', '.join(STRATEGIES)}, all, or auto (chosen unit by unit).")
     ] = "all",
@@ -86,8 +89,26 @@ def plan(
     timeline: Annotated[bool, typer.Option("--timeline", help="Also show what each queue does in a step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     save: Annotated[Path | None, typer.Option("--save", help="Write the recommended plan as PLAN.toml.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve the planner page, on this machine only.")] = False,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Of --serve (0: a free one).")] = 8765,
+    page: Annotated[
+        Path | None, typer.Option("--page", help="Write the planner page as one HTML file that needs no server.")
+    ] = None,
 ) -> None:
     """Say what every strategy needs on a cluster: fits or not, bytes by category, time, and which one to take."""
+    if serve or page is not None:
+        from shardwise.cli.plan_page import serve_page, write_page
+
+        if page is not None:
+            write_page(page, model=model, cluster=cluster)
+        if serve:
+            serve_page(model=model, cluster=cluster, seq=seq, image=image, port=port)
+        return
+    if model is None or cluster is None:
+        raise InvalidPlan(
+            "plan needs a model and a cluster: shardwise plan llama-3.1-8b --cluster 8xh100-80gb; or a page on which "
+            "both are chosen: shardwise plan --serve"
+        )
     check_names(goal=goal, optimizer=optimizer)
     from shardwise.cli.plan_answer import PlanQuestion, answer
     from shardwise.cli.plan_output import as_data, show

@@ -130,7 +130,7 @@ class Page:
 
 @contextmanager
 def page(path: str | Path, *, width: int = 1400, dark: bool = False) -> Iterator[Page]:
-    """A file, opened in a Chromium of its own that ends with the block."""
+    """A file, or what a server on this machine gives, opened in a Chromium of its own that ends with the block."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         asked, sink = _pipe()
@@ -150,7 +150,8 @@ def page(path: str | Path, *, width: int = 1400, dark: bool = False) -> Iterator
         os.close(answered)
         try:
             opened = Page(sink, source)
-            opened.open(Path(path).resolve().as_uri(), width=width, dark=dark)
+            url = str(path) if str(path).startswith("http://") else Path(path).resolve().as_uri()
+            opened.open(url, width=width, dark=dark)
             yield opened
         finally:
             os.close(sink)

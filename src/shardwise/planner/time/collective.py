@@ -92,13 +92,13 @@ def _tree_seconds(ring: Ring, num_bytes: float) -> float:
     return min(
         protocol.base_seconds
         + protocol.hop * hops
-        + 2 * num_bytes / (_TREE_BANDWIDTH * protocol.bandwidth * ring.bytes_per_s)
+        + 2 * num_bytes / (TREE_BANDWIDTH * protocol.bandwidth * ring.bytes_per_s)
         for protocol in PROTOCOLS
     )
 
 
 # As above: "busBw*.9" for trees.
-_TREE_BANDWIDTH = 0.9
+TREE_BANDWIDTH = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +149,11 @@ def _ring(num_ranks: int, *, on_node: int, cluster: Cluster) -> Ring:
         hop_seconds=hop,
         node_hop_seconds=node_hop,
     )
+
+
+def link_speed(link: Link) -> tuple[float, float]:
+    """(Bytes per second that a ring reaches over a link, seconds of a hop)."""
+    return _reached(link), _latency(link)
 
 
 def _reached(link: Link) -> float:

@@ -247,12 +247,15 @@ class TimeExecutor:
             num_elements, num_tensors = num_elements + weight * elements, num_tensors + weight * tensors
         if self.clips:
             yield from self._clip(MASTER_BYTES * num_elements)
-        launch, kernel = update_seconds(
-            num_elements=num_elements, num_tensors=num_tensors, optimizer=self.optimizer, device=self.cluster.device
-        )
+        launch, kernel = self._update_seconds(num_elements, num_tensors)
         yield self._work("update", launch + self.overhead.step, kernel)
         if refreshed:
             yield self._copy("refresh", refreshed)
+
+    def _update_seconds(self, num_elements: int, num_tensors: int) -> tuple[float, float]:
+        return update_seconds(
+            num_elements=num_elements, num_tensors=num_tensors, optimizer=self.optimizer, device=self.cluster.device
+        )
 
     def _clip(self, num_bytes: int) -> Iterator[Instruction]:
         """The norm reads the rank's gradients, is summed over what is sharded, and scales them."""

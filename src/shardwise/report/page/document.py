@@ -1,11 +1,10 @@
-"""The whole document, and its content policy: nothing is loaded, and nothing runs but what is named by its hash."""
+"""The whole document, in its order."""
 
-import base64
-import hashlib
 from importlib.resources import files
 
 from shardwise.bench.results import Bench
 from shardwise.report.page import anatomy
+from shardwise.report.page.content_policy import content_policy
 from shardwise.report.page.facts import absent_section, settings_section
 from shardwise.report.page.forecast import prediction_section, scaling_section
 from shardwise.report.page.head import cases_section, heading, tiles, verdict
@@ -50,27 +49,13 @@ def page_of(bench: Bench) -> str:
     head = element(
         "head",
         element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=policy(style, scripts)),
+        element("meta", http_equiv="Content-Security-Policy", content=content_policy(style, scripts)),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", f"{bench.name} – Shardwise bench"),
         element("style", Markup(style)),
     )
     body = element("body", _main(bench, shown), *(element("script", Markup(script)) for script in scripts))
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
-
-
-def policy(style: str, scripts: list[str]) -> str:
-    """What the page may do; also what its anchors and forms may not."""
-    return "; ".join(
-        [
-            "default-src 'none'",
-            f"style-src {_hash(style)}",
-            f"script-src {' '.join(map(_hash, scripts)) or repr('none')}",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        ]
-    )
 
 
 def _main(bench: Bench, sections: list[PageSection]) -> Markup:
@@ -94,8 +79,3 @@ def _hatch() -> Markup:
         id="hatch", width=6, height=6, patternUnits="userSpaceOnUse",
     )  # fmt: skip
     return element("svg", element("defs", pattern), class_="patterns", aria_hidden="true")
-
-
-def _hash(content: str) -> str:
-    """As a browser computes it: of the very characters between the tags."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
