@@ -132,7 +132,7 @@ def not_its_own(rank: int, strategy: str) -> None:
     assert list(by_number["state"]) == by_number["param_groups"][0]["params"]
 
     def load(optimizer_state: Any) -> None:
-        shardwise.load_full_state_dict(model, {"model": weights, "optimizer": optimizer_state}, optimizer)
+        shardwise.load_full_state_dict(model, optimizer, {"model": weights, "optimizer": optimizer_state})
 
     # Both formats are taken both ways.
     for loaded in (by_name, by_number):
@@ -179,7 +179,7 @@ def loaded_too_early(rank: int, strategy: str) -> None:
     assert "hand a fresh one to shardwise.prepare, then load the old state" in line(late.step)
     # Handed over, or known by a call of ours, it takes the state.
     another = adamw(model.parameters())
-    shardwise.load_full_state_dict(model, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, another)
+    shardwise.load_full_state_dict(model, another, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     assert_same(another.state_dict(), optimizer.state_dict())
 
 
