@@ -8,7 +8,7 @@ EXTRAS ?= dev,hf,peers
 ARGS ?=
 
 BIN := $(VENV)/bin
-# The names carry what was asked for, so that another TORCH or other EXTRAS install anew. The demo needs no extras.
+# The names carry what was asked for, so that another TORCH or other EXTRAS install again. The demo needs no extras.
 BARE := $(VENV)/.bare-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 READY := $(VENV)/.ready-$(shell echo '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)'
@@ -33,7 +33,7 @@ $(BARE): pyproject.toml constraints.txt
 	@$(INSTALL) -e .
 	@touch $@
 
-# Plans a small GPT on 4 CPU ranks, trains it under every strategy, checks that they agree, and makes a page of it.
+# Plans a small GPT on 4 CPU ranks, trains it under every strategy, verifies that losses match, and writes a report.
 demo: $(BARE)
 	@$(BIN)/shardwise plan gpt-tiny --cluster 4xcpu --seq 64 --micro-batch 2 --precision fp32
 	@echo
