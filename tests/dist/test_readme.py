@@ -47,7 +47,7 @@ def loop(rank: int) -> tuple[list[float], list[list[int]], list[str], list[Tenso
         warnings.simplefilter("always")
         exec(snippet(), names)
         first, seen[:] = list(seen), []
-        again = "for batch in DataLoader" + snippet().split("for batch in DataLoader")[1]
+        again = "for batch in loader" + snippet().split("for batch in loader")[1]
         exec(again, names)
     state = shardwise.full_state_dict(model)["model"]
     return losses, [first, list(seen)], [str(item.message) for item in caught], list(state.values())

@@ -10,7 +10,9 @@ from shardwise.train.config_section import InvalidConfig
 
 
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to train, on which data, and how (docs/train.md).")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.toml", help="What to train, on which data, and how (docs/train.md).")
+    ],
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="section.key=value", help="Override one key of CONFIG; may be repeated."),
