@@ -13,6 +13,8 @@ from training import line
 
 import shardwise
 from shardwise.engine.engine import engine_of
+from shardwise.engine.prepared.full_state import check_order
+from shardwise.errors import InvalidData
 from shardwise.plan import Plan
 from shardwise.tasks import cross_entropy
 
@@ -203,3 +205,8 @@ def alone(rank: int) -> None:
 
 def test_an_optimizers_state_dict_on_one_rank_alone_names_the_other() -> None:
     run_ranks(alone, num_ranks=2)
+
+
+def test_a_state_in_the_optimizers_place_is_refused_with_the_right_order() -> None:
+    with pytest.raises(InvalidData, match=r"is a dict: call load_full_state_dict\(model, optimizer, state\)"):
+        check_order({"model": {}})
