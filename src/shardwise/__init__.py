@@ -1,4 +1,4 @@
-"""Shardwise: one dial from DDP to FSDP. Cost it, run it, prove it.
+"""Shardwise: train with any strategy from DDP to FSDP; predict its cost, run it, verify the prediction.
 
 Names are loaded when they are first used, so that `import shardwise` and the command line do not
 pay for torch (two seconds) until something needs it.

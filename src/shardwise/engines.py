@@ -27,7 +27,7 @@ from shardwise.engine.prepared import uneven as engine_uneven
 from shardwise.engine.prepared import weight_stream as engine_stream
 from shardwise.engine.prepared import whole_parameters as engine_whole
 from shardwise.errors import InvalidPlan
-from shardwise.plan import Plan
+from shardwise.plan import Plan, as_plan
 
 AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None, list[Optimizer])
 Batch = TypeVar("Batch")
@@ -37,7 +37,7 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 def prepare(
     model: nn.Module,
     optimizer: AnyOptimizer,
-    plan: Plan,
+    plan: Plan | str,
     *,
     device: torch.device | str | None = None,
     any_optimizer: bool = False,
@@ -47,6 +47,8 @@ def prepare(
     weights: Mapping[str, Tensor] | None = None,
 ) -> tuple[nn.Module, AnyOptimizer]:
     """Make `model` and `optimizer` run `plan`; then train what is returned with an ordinary loop.
+
+    `plan` may also be the name of a strategy: `prepare(model, optimizer, "fsdp")`.
 
     Collective: every rank of the job calls it. Where there is no process group it joins the job that torchrun, SLURM or
     our launcher started; without a launcher, a job of one rank. Values come from rank 0. `device` moves the model;
@@ -62,6 +64,7 @@ def prepare(
                            be read tensor by tensor.
     engine = 'torch'       under ddp the model comes back inside a DistributedDataParallel.
     """
+    plan = as_plan(plan)
     if plan.engine != "torch":
         return engine_prepare.prepare(
             model,
@@ -289,14 +292,14 @@ def full_state_dict(
 
 
 def load_full_state_dict(
-    model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None = None, *, from_rank0: bool = False
+    model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], *, from_rank0: bool = False
 ) -> None:
-    """Load what `full_state_dict` gave, under any plan, engine and number of ranks. Collective.
+    """Load what `full_state_dict(model, optimizer)` gave, under any plan, engine and number of ranks. Collective.
 
-    With `from_rank0`, only rank 0's `state` is read.
+    `optimizer` may be None: the model alone is loaded. With `from_rank0`, only rank 0's `state` is read.
     """
     if is_prepared(model):
-        return engine_state.load_full_state_dict(model, state, optimizer, from_rank0=from_rank0)
+        return engine_state.load_full_state_dict(model, optimizer, state, from_rank0=from_rank0)
     from shardwise.torch_engine.full_state import load_full_state_dict_on_torch
 
-    return load_full_state_dict_on_torch(model, state, optimizer, from_rank0=from_rank0)
+    return load_full_state_dict_on_torch(model, optimizer, state, from_rank0=from_rank0)

@@ -16,7 +16,7 @@ from shardwise.engine_limits import LIMITS, check_settings
 from shardwise.errors import InvalidPlan, ShardwiseError, UnknownName
 from shardwise.mesh import Mesh
 from shardwise.patterns import Patterns, check_pattern, unmatched
-from shardwise.placement import AUTO, STRATEGIES, Placement, placement_of, strategy_of
+from shardwise.placement import AUTO, STRATEGIES, Placement, placement_of, resolve_strategy, strategy_of
 from shardwise.plan_form import check_count, not_among, override_of, some, table_of
 from shardwise.policy import UnitPolicy
 from shardwise.toml_file import read_toml
@@ -42,17 +42,19 @@ _OPTIONAL = ("micro_batch",)
 _SWITCHES = ("accumulate_reduced", "offload_activations", "offload_states", "dynamic")
 
 
-def _strategies(items: object) -> Patterns:
+def _strategies(items: object, *, replicate: int) -> Patterns:
     """Pattern → strategy; a placement is kept by the name of its row."""
-    return Patterns({check_pattern(p, key="overrides"): _strategy(p, v) for p, v in _mapping("overrides", items)})
+    given = {check_pattern(pattern, key="overrides"): value for pattern, value in _mapping("overrides", items)}
+    return Patterns({pattern: _strategy(pattern, value, replicate=replicate) for pattern, value in given.items()})
 
 
-def _strategy(pattern: str, value: object) -> str:
+def _strategy(pattern: str, value: object, *, replicate: int) -> str:
     if isinstance(value, Placement):
         return strategy_of(value)
-    if not isinstance(value, str) or value not in STRATEGIES:
+    name = resolve_strategy(value, replicate=replicate) if isinstance(value, str) else ""
+    if name not in STRATEGIES:
         raise InvalidPlan(not_among(f"overrides.{pattern}", value, STRATEGIES) + ", or a placement")
-    return value
+    return name
 
 
 def _recomputes(items: object) -> Patterns:
@@ -82,12 +84,14 @@ def _module_patterns(key: str, value: object) -> tuple[str, ...]:
 class Plan:
     """How a model is trained on many ranks.
 
-    strategy           the placement of every unit that no override names; `auto`: the planner chooses a placement and a
-                       recompute for each unit, before a run (`Plan.auto`, `shardwise train`)
+    strategy           the placement of every unit that no override names. Other libraries' names are taken too, and
+                       replaced: no_shard → ddp; zero3, full_shard, and with a mesh hybrid_shard → fsdp. `auto`: the
+                       planner chooses a placement and a recompute for each unit, before a run (`Plan.auto`,
+                       `shardwise train`)
     overrides          unit-name pattern (`blocks.0`, `blocks.*`) → strategy or Placement; a later one wins
     units              how the model is cut into units (policy.py)
     mesh               replicate × shard; None: all ranks on the shard axis
-    micro_batch        samples per rank and pass; None: the caller's loop decides
+    micro_batch        samples per rank per pass; None: the caller's loop decides
     accumulate         passes per optimizer step
     accumulate_reduced each of those passes reduces its gradients: less memory, more communication
     precision          what units compute in; `native` leaves the module's own dtypes alone
@@ -136,6 +140,11 @@ class Plan:
     def __post_init__(self) -> None:
         if isinstance(self.capture, bool):
             object.__setattr__(self, "capture", "on" if self.capture else "off")
+        if self.mesh is not None and not isinstance(self.mesh, Mesh):
+            raise InvalidPlan(f"mesh = {_show(self.mesh)}: must be a Mesh (replicate and shard)")
+        replicate = self.mesh.replicate if self.mesh is not None else 1
+        if isinstance(self.strategy, str):
+            object.__setattr__(self, "strategy", resolve_strategy(self.strategy, replicate=replicate))
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if not isinstance(value, str) or value not in allowed:
@@ -145,11 +154,9 @@ class Plan:
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidPlan(f"{name} = {_show(getattr(self, name))}: must be true or false")
-        if self.mesh is not None and not isinstance(self.mesh, Mesh):
-            raise InvalidPlan(f"mesh = {_show(self.mesh)}: must be a Mesh (replicate and shard)")
         # One spelling for one plan, so that equal plans are equal values.
         object.__setattr__(self, "units", str(UnitPolicy.parse(self.units)))
-        object.__setattr__(self, "overrides", _strategies(self.overrides))
+        object.__setattr__(self, "overrides", _strategies(self.overrides, replicate=replicate))
         object.__setattr__(self, "recompute_overrides", _recomputes(self.recompute_overrides))
         object.__setattr__(self, "keep_fp32", _module_patterns("keep_fp32", self.keep_fp32))
         self._check_combination()
@@ -245,9 +252,9 @@ class Plan:
 
         model         a shardwise.Task (a model, its loss, and how to make a batch), or a name as `shardwise plan` takes
         plan          what is given: its precision, and its mesh and micro_batch where they are set
-        cluster       a name as `shardwise plan` takes; without one, the devices of this job
-        budget_bytes  of a device; without it, all that it has
-        global_batch  samples of a step on all ranks; without it, plan.accumulate passes of the best micro-batch
+        cluster       a name as `shardwise plan` takes (default: the devices of this job)
+        budget_bytes  memory to use per device (default: all that it has)
+        global_batch  samples per step on all ranks (default: plan.accumulate passes of the best micro-batch)
         goal          `throughput`, or `memory` for the smallest peak
         optimizer     adamw, adam or sgd
 
@@ -311,3 +318,12 @@ class Plan:
             return cls.from_dict(read_toml(path))
         except ShardwiseError as error:
             raise InvalidPlan(f"{path}: {error}") from error
+
+
+def as_plan(plan: Plan | str) -> Plan:
+    """The plan, or the one that only says a strategy: `"fsdp"`."""
+    if isinstance(plan, str):
+        return Plan(strategy=plan)
+    if not isinstance(plan, Plan):
+        raise InvalidPlan(f"plan = {_show(plan)}: must be a shardwise.Plan, or the name of a strategy ('fsdp')")
+    return plan

@@ -105,11 +105,11 @@ def load_into_each_kind(
             loaded = checkpoints.load(saved[job], model, optimizer)
             assert loaded.progress == {"kind": job[1]}
             check_own(loaded.own, rank=rank, expected=job[0] == num_ranks)
-            shardwise.load_full_state_dict(other, state, others_optimizer)
+            shardwise.load_full_state_dict(other, others_optimizer, state)
             assert_same(held_values(model, optimizer), held_values(other, others_optimizer))
             train(model, optimizer, rank=rank, steps=range(2, 4))
             if job == (num_ranks, kind):
-                shardwise.load_full_state_dict(other, final, others_optimizer)
+                shardwise.load_full_state_dict(other, others_optimizer, final)
                 assert_same(held_values(model, optimizer), held_values(other, others_optimizer))
             elif alike[job] not in finals:
                 train(other, others_optimizer, rank=rank, steps=range(2, 4))

@@ -1,9 +1,9 @@
-"""What `shardwise plan` finds out: candidates, the solver's plan, which to take, and what is asked besides."""
+"""What `shardwise plan` computes: candidates, the solver's plan, the recommendation, and what else is asked for."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.cli.strategies import asked_strategies
+from shardwise.cli.strategies import asked_strategies, strategy_names
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster
 from shardwise.placement import AUTO
@@ -84,7 +84,7 @@ class PlanAnswer:
 
 
 def answer(question: PlanQuestion) -> PlanAnswer:
-    strategies = asked_strategies(question.strategy, engine=question.plan.engine)
+    strategies = asked_strategies(question.strategy, engine=question.plan.engine, mesh=question.plan.mesh)
     cluster = with_budget(question.cluster, budget_bytes=question.budget_bytes)
     spec_for, optimizer = question.source.spec_for, question.optimizer
     found = candidates(
@@ -97,7 +97,7 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         foreign=question.foreign,
         global_batch=question.global_batch,
     )
-    if question.strategy == AUTO:
+    if AUTO in strategy_names(question.strategy, mesh=question.plan.mesh):
         found, chosen, why = _with_auto(question, found)
     else:
         chosen = recommend(found, goal=question.goal, spec_for=spec_for, optimizer=optimizer)

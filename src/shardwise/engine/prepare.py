@@ -18,7 +18,7 @@ from shardwise.comm.record_writer import RECORDS
 from shardwise.comm.watch import WATCH_SECONDS, check_watch_seconds, watch_over
 from shardwise.engine.activations.compiled_units import check_compile
 from shardwise.engine.activations.wrap import wrap_units
-from shardwise.engine.description import asked_device, describe
+from shardwise.engine.description import asked_device, describe, tell_hardly_cut
 from shardwise.engine.engine import Engine, is_prepared, register
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
@@ -122,6 +122,7 @@ def prepare(
     )
     if dist.get_rank() == 0:
         tell_upcast(setting.spec, plan=plan)
+    tell_hardly_cut(setting.spec, plan=plan, mesh=mesh)
     engine = _engine(model, optimizers, setting=setting, any_optimizer=any_optimizer, weights=weights)
     if watch_seconds:
         # Before the watchdog ends the job: an error tells the way out.

@@ -50,8 +50,8 @@ def choose_plan(config: TrainConfig, *, place: Place, fresh: bool) -> ChosenPlan
         return ChosenPlan(config=config)
     cluster = job_cluster(place.device, num_ranks=place.num_ranks)
     asked = _asked(config, cluster=cluster)
-    anew = fresh and place.restarts == 0
-    kept = None if anew or place.rank != 0 else _kept(config.folder, asked)
+    again = fresh and place.restarts == 0
+    kept = None if again or place.rank != 0 else _kept(config.folder, asked)
     solver = _Solver(config=config, cluster=cluster)
     plan = solved_by_rank_0(lambda: solver.solve() if kept is None else Plan.from_dict(kept["plan"]))
     if place.rank != 0:

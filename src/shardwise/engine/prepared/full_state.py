@@ -50,16 +50,26 @@ def _begin_state(engine: Engine) -> None:
 
 
 def load_full_state_dict(
-    model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None = None, *, from_rank0: bool = False
+    model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], *, from_rank0: bool = False
 ) -> None:
-    """Load what `full_state_dict` gave, under any plan and number of ranks. Collective.
+    """Load what `full_state_dict(model, optimizer)` gave, under any plan and number of ranks. Collective.
 
     With `from_rank0`, only rank 0's `state` is read.
     """
+    check_order(optimizer)
     state = received_state(state, with_optimizer=optimizer is not None, from_rank0=from_rank0)
     model.load_state_dict(state["model"])
     if optimizer is not None:
         _load_optimizer_state(engine_of(model), optimizer, state["optimizer"])
+
+
+def check_order(optimizer: object) -> None:
+    """Refuse a state in the optimizer's place."""
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise InvalidData(
+            f"the optimizer is a {type(optimizer).__name__}: call load_full_state_dict(model, optimizer, state), with "
+            "None for the optimizer to load the model alone"
+        )
 
 
 def received_state(state: Mapping[str, Any], *, with_optimizer: bool, from_rank0: bool) -> Mapping[str, Any]:

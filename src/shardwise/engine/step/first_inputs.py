@@ -1,6 +1,7 @@
-"""Whether every rank trains on the same batch, as a loader without a distributed sampler makes them: told once.
+"""Whether ranks train on the same batch, as a loader without a distributed sampler makes them: told once.
 
-Looked at in the first step only, whose observations the ranks exchange anyway (learn.py).
+All ranks under every plan of ours are data parallel, so none has a reason to share a batch. Looked at in the first step
+only, whose observations the ranks exchange anyway (learn.py).
 """
 
 import hashlib
@@ -49,17 +50,18 @@ class FirstInputs:
         return everyone
 
     def _compare(self, digests: Sequence[str | None]) -> None:
-        """Warn, on rank 0, where all ranks were given the same; then look no more."""
+        """Warn, on rank 0, where ranks were given the same; then look no more."""
         if not self._compares:
             return
         self._compares = False
         for handle in self._handles:
             handle.remove()
-        if digests[0] is not None and len(set(digests)) == 1 and dist.get_rank() == 0:
+        same = _ranks_alike(digests)
+        if same and dist.get_rank() == 0:
             warnings.warn(
-                f"all {len(digests)} ranks were given the same batch in the first step, so they do the same work "
-                "together: give each its own samples, with shardwise.DistributedSampler or torch's "
-                "DistributedSampler in the DataLoader",
+                f"{same} were given the same batch in the first step, so they repeat each other's work: give each "
+                "rank its own samples, with shardwise.DistributedSampler or torch's DistributedSampler in the "
+                "DataLoader",
                 stacklevel=2,
             )
 
@@ -67,6 +69,17 @@ class FirstInputs:
     def _look(self, module: nn.Module, inputs: Any, options: Any) -> None:
         if torch.is_grad_enabled():
             self._digest = digest((inputs, options))
+
+
+def _ranks_alike(digests: Sequence[str | None]) -> str:
+    """The first ranks that were given the same, in words; "" where all differ or nothing tells them apart."""
+    for digest in digests:
+        ranks = [rank for rank, other in enumerate(digests) if other == digest]
+        if digest is not None and len(ranks) > 1:
+            if len(ranks) == len(digests):
+                return f"all {len(ranks)} ranks"
+            return f"ranks {', '.join(map(str, ranks[:8]))}{', …' if len(ranks) > 8 else ''}"
+    return ""
 
 
 @torch.no_grad()
