@@ -84,3 +84,15 @@ def inside(rank: int) -> None:
 @pytest.mark.timeout(60)
 def test_a_model_inside_another_one_is_called_by_that() -> None:
     run_ranks(inside, num_ranks=2)
+
+
+def on_torch(rank: int) -> None:
+    models = make_pair()
+    optimizers = list(make_optimizers(models).values())
+    refused = line(lambda: shardwise.prepare(models["one"], optimizers, Plan(strategy="ddp", engine="torch")))
+    assert refused.startswith("engine = 'torch' takes one optimizer")
+
+
+@pytest.mark.timeout(60)
+def test_torchs_engines_take_one_optimizer() -> None:
+    run_ranks(on_torch, num_ranks=1)
