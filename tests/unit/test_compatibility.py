@@ -52,6 +52,7 @@ def test_what_was_run_is_not_run_again(matrix: ModuleType) -> None:
     assert matrix.left_to_do(broken, ["hf:bert"]) == []
 
 
+@pytest.mark.whole
 @pytest.mark.timeout(120)
 def test_ranks_that_end_leave_a_verdict(matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that notes a beginning and dies stands for ranks that crash."""
