@@ -11,6 +11,7 @@ from training import line, make_collectives
 from whole import whole
 
 import shardwise
+from shardwise.mesh import Mesh
 from shardwise.plan import Plan
 
 STEPS = 2
@@ -63,6 +64,22 @@ def test_what_is_added_after_prepare_trains_bit_equal_to_one_process(changed: st
         assert all(torch.equal(found[name], value) for name, value in weights.items())
         assert found_moments.keys() == moments.keys()
         assert all(torch.equal(found_moments[name], value) for name, value in moments.items())
+
+
+PLANS = {
+    "offloaded": Plan(strategy="fsdp", offload_states=True),
+    "two groups": Plan(strategy="zero2", mesh=Mesh(replicate=2, shard=1)),
+    "dynamic": Plan(strategy="fsdp", dynamic=True),
+    "recomputed": Plan(strategy="fsdp", recompute="full"),
+}
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("name", whole(*PLANS))
+def test_it_does_under_other_plans(name: str) -> None:
+    ((weights, _),) = run_ranks(alone, num_ranks=1, args=("both",))
+    for found, _ in run_ranks(extended, num_ranks=2, args=("both", PLANS[name])):
+        assert all(torch.equal(found[key], value) for key, value in weights.items())
 
 
 @pytest.mark.timeout(90)

@@ -11,7 +11,8 @@ grads/          the buffers that gradients are reduced in (segment.py, bucket.py
 activations/    recompute, offload and torch.compile of units
 optimizer/      what a rank's optimizer steps; the fp16 scaler
 step/           runner.py listens to the model's hooks and moves the program's cursor, executor.py does the rows on
-                tensors, learn.py finds the order of units in the first step, first_inputs.py ranks with equal batches
+                tensors, learn.py finds the order of units in the first step, first_inputs.py ranks with equal batches,
+                evaluation_gathers.py what forwards without gradients gather
 engine.py       what the model carries
 prepared/       what is asked of a prepared model: state dicts, clipping, accumulation, what it holds, whole parameters,
                 an average of them

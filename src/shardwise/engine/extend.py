@@ -24,6 +24,7 @@ from shardwise.engine.params.unit import Unit
 from shardwise.engine.refuse import check_tensor
 from shardwise.errors import InvalidModel
 from shardwise.placement import SHARDED
+from shardwise.program import build
 from shardwise.program.buffers import FlatSpec, flat_specs
 from shardwise.spec import ModelSpec, TensorSpec
 from shardwise.units import model_spec, unit_modules
@@ -136,15 +137,22 @@ class _Extension:
                 changed.append(unit)
         engine.flats[:] = [flat for unit in runner.units.values() for flat in unit.flats]
         self._move_buffers()
-        runner.extend(
-            self._spec,
-            managed=ManagedParameters(self._model, flats=engine.flats),
-            replicas=Replicas(engine.flats, groups=engine.groups, every=runner.replicas.every),
-        )
         for unit in changed:
             unit.settle()
+        self._learn_again()
         engine.owned.rewrite()
         engine.attach(self._model)
+
+    def _learn_again(self) -> None:
+        """The runner follows what the units hold now, and the next step is a first one."""
+        engine, runner = self._engine, self._engine.runner
+        runner.spec, runner.learned = self._spec, False
+        runner.managed = ManagedParameters(self._model, flats=engine.flats)
+        runner.writes = runner.managed.writes
+        runner.replicas = Replicas(engine.flats, groups=engine.groups, every=runner.replicas.every)
+        runner.any_sharded = any(unit.sharded for unit in runner.units.values())
+        runner.flags.cover()
+        runner.follow(build(self._spec, plan=engine.plan))
 
     def _flats_of(self, unit: Unit, params: tuple[TensorSpec, ...]) -> list[FlatParams]:
         """The buffers of a unit as it is now: those of before, and after them those of what is new."""

@@ -126,7 +126,7 @@ def prepare(
     engine = _engine(model, optimizers, setting=setting, any_optimizer=any_optimizer, weights=weights)
     if watch_seconds:
         # Before the watchdog ends the job: an error tells the way out.
-        engine.runner.patience_seconds = 0.9 * watch_seconds
+        engine.runner.evaluation.patience_seconds = 0.9 * watch_seconds
     register(model, engine)
     become_prepared(model)
     explain_out_of_memory(model)

@@ -1,12 +1,10 @@
 """Evaluation in which each rank runs as many forwards as it likes."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from torch import nn
 
-from shardwise.comm.agreement import meet
-from shardwise.comm.issued import of_no_step
 from shardwise.engine.engine import engine_of
 
 _NAME = "shardwise.evaluating(model)"
@@ -24,19 +22,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     want next, and all take part; one that has come to the end of the block goes on taking part until all have
     (step/learn.py). Without sharded parameters it costs nothing.
     """
-    engine = engine_of(model)
-    runner, passes = engine.runner, engine.runner.passes
-    passes.check_values(_NAME)
-    if runner.any_sharded:
-        meet(_NAME, limit_seconds=runner.patience_seconds)
-        runner.wait_gathers()
-        runner.agreed = runner.make_first_forward()
-    passes.values_by = f"`with {_NAME}:`"
+    runner = engine_of(model).runner
+    runner.passes.check_values(_NAME)
+    runner.wait_gathers()
+    runner.passes.values_by = f"`with {_NAME}:`"
     try:
-        yield
-        if runner.agreed is not None:
-            with of_no_step(engine.groups.gather.log):
-                runner.agreed.end()
-            runner.evaluated = False
+        with runner.evaluation.agreeing(_NAME) if runner.any_sharded else nullcontext():
+            yield
     finally:
-        runner.agreed, passes.values_by = None, ""
+        runner.passes.values_by = ""

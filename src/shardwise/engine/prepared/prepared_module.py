@@ -31,7 +31,7 @@ class PreparedModule(nn.Module):
         Inside shardwise.evaluating it need not, and another rank may not generate at all.
         """
         runner = engine_of(self).runner
-        return runner.any_sharded and runner.agreed is None
+        return runner.any_sharded and runner.evaluation.agreed is None
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A pass in here does not reduce its gradients, as under DistributedDataParallel (`shardwise.accumulate`)."""

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.agreement import RanksMissing, meet
-from shardwise.comm.issued import of_no_step
+from shardwise.comm.agreement import meet
 from shardwise.comm.rank_progress import BACKWARD, FORWARD, PROGRESS
 from shardwise.engine import step_errors
 from shardwise.engine.grads.bucket import ReduceBucket
@@ -20,6 +19,7 @@ from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.replicas import Replicas
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.pass_state import PassState
+from shardwise.engine.step.evaluation_gathers import EvaluationGathers
 from shardwise.engine.step.executor import EngineExecutor
 from shardwise.engine.step.learn import FirstForward, Observation, catch_up, learned
 from shardwise.engine.tape import Tape
@@ -58,6 +58,7 @@ class Runner:
         self.tape = tape
         self.make_bucket = make_bucket
         self.make_first_forward = make_first_forward
+        self.evaluation = EvaluationGathers(flags.groups.gather.log, make_first_forward=make_first_forward)
         self.gather_seen = gather_seen
         self.broadcast_buffers = broadcast_buffers
         self.flags = flags
@@ -69,14 +70,12 @@ class Runner:
         self.any_sharded = any(unit.sharded for unit in units.values())
         # How long this rank waits for the others where it leaves the program.
         self.limit_seconds = 60.0
-        # And where the others may be busy, as after an evaluation.
-        self.patience_seconds = float("inf")
         modules = {unit: unit.module for unit in units.values()}
         self.hooks: StepHooks[Unit] = StepHooks(modules, listener=self, on_first_grad=Unit.check_first_grad)
         for unit in units.values():
             unit.grads = self.hooks.grads[unit]
         # Of the spec's own order, until the first step has shown the real one.
-        self._follow(build(spec, plan=plan))
+        self.follow(build(spec, plan=plan))
         self.learned = False
         # While the order is learned.
         self.first: FirstForward | None = None
@@ -87,14 +86,10 @@ class Runner:
         self.reduces = True
         # Whether the model itself was called since the last update.
         self.called = False
-        # Whether parameters were gathered without gradients since the last step; and while ranks agree on each of those
-        # gathers (prepared/evaluating.py), how.
-        self.evaluated = False
-        self.agreed: FirstForward | None = None
         # Hooks that refuse gradients, until the first forward brings those that take them.
         self.watch: list[Any] = []
 
-    def _follow(self, program: StepProgram) -> None:
+    def follow(self, program: StepProgram) -> None:
         self.executor = EngineExecutor(
             self.units,
             buckets=[self.make_bucket(bucket) for bucket in program.buckets],
@@ -106,14 +101,6 @@ class Runner:
         self.cursor = Cursor(program, self.executor)
         # The same step where its gradients are kept; made when a pass asks for it.
         self._keeping: StepProgram | None = None
-
-    def extend(self, spec: ModelSpec, *, managed: ManagedParameters, replicas: Replicas) -> None:
-        """The units hold other parameters now: the next step learns again."""
-        self.spec, self.managed, self.writes, self.replicas = spec, managed, managed.writes, replicas
-        self.any_sharded = any(unit.sharded for unit in self.units.values())
-        self.learned = False
-        self.flags.cover()
-        self._follow(build(spec, plan=self.plan))
 
     # Forward
 
@@ -142,17 +129,12 @@ class Runner:
             self.cursor.reach(Trigger.AFTER_FORWARD, unit.name, unit.call)
 
     def without_gradients(self, unit: Unit, *, begins: bool) -> None:
-        """No part of a step: a unit is gathered when it is needed, and freed at once."""
+        """No part of a step (evaluation_gathers.py)."""
         if begins:
             self.passes.check_memory("a forward")
             if unit is self.root:
                 self.writes.settle()
-            with of_no_step(self.flags.groups.gather.log):
-                if self.agreed is not None:
-                    self.agreed.want(unit)
-                unit.ensure()
-            self.evaluated |= unit.sharded
-            PROGRESS.kind, PROGRESS.unit = Kind.FORWARD, unit.name
+            self.evaluation.begin(unit)
         else:
             unit.end_backward()
 
@@ -166,8 +148,7 @@ class Runner:
     def _begin(self) -> None:
         """A new step; whatever the last one left undone (a backward that raised, or none) is dropped."""
         self.passes.check_values("a forward that trains")
-        if self.evaluated:
-            self._end_evaluation()
+        self.evaluation.end()
         if self.hooks.in_backward:
             if not self._can_abandon():
                 raise step_errors.accumulation_failed()
@@ -188,17 +169,6 @@ class Runner:
         if not self.learned or changed or self.plan.dynamic:
             self._forget_program(changed=changed)
             self.broadcast_buffers()
-
-    def _end_evaluation(self) -> None:
-        """Gathers of a step must not meet those of another rank that still evaluates: they may be of other units."""
-        try:
-            meet("a step after an evaluation", limit_seconds=self.patience_seconds)
-        except RanksMissing as missing:
-            raise RanksMissing(
-                f"{missing}; where ranks evaluate different numbers of batches, do it inside `with "
-                "shardwise.evaluating(model):`"
-            ) from None
-        self.evaluated = False
 
     def _can_abandon(self) -> bool:
         """Whether the gradients of before a backward that raised are still there."""
@@ -322,7 +292,7 @@ class Runner:
         trainable = {name for unit in self.units.values() for name in unit.learn_trained()}
         self.spec = learned(self.spec, seen=seen, sharded=sharded, trainable=trainable)
         program = build(self.spec, plan=self.plan)
-        self._follow(program)
+        self.follow(program)
         self.learned, self.first = True, None
         self.places = first.places_in(self.spec.call_order)
         catch_up(self.units.values(), program=program, seen=seen)
