@@ -77,8 +77,8 @@ def legend(y: float, *, styles: Iterable[str]) -> Iterator[str]:
 
 def holds() -> str:
     """Rank 0 of 4 at the update: a cell is a quarter of the parameters in fp32, which are 4 bytes each."""
-    states, per_byte = (("params", 4, 98), ("grads", 4, 166), ("optim", 8, 234)), 3.4
-    parts = [text(x, 14, f"{state} ({size} B)", style="faint small") for state, size, x in states]
+    states, per_byte = (("params", 4, 112), ("grads", 4, 178), ("optim", 8, 244)), 3.3
+    parts = [text(x, 14, state, style="faint small") for state, _, x in states]
     parts.append(text(WIDTH, 14, "bytes / param", style="faint small", anchor="end"))
     for row, (name, placement) in enumerate(STRATEGIES.items()):
         y = 26 + 28 * row
@@ -103,7 +103,7 @@ def step(strategy: str) -> str:
     """What rank 0 of 4 holds after each operation: a column per operation, a row per unit; below, the bytes."""
     found = snapshots_of(picture_model(), plan=Plan(strategy=strategy), num_ranks=NUM_RANKS)
     shown = [one for one in found.snapshots if one.operation is None or one.operation.kind is not Kind.TAKE_GRADS]
-    left, column = 70.0, (WIDTH - 70) / len(shown)
+    left, column = 80.0, (WIDTH - 80) / len(shown)
     parts = list(_phases(shown, left=left, column=column))
     y = 24.0
     for state in ("params", "grads"):

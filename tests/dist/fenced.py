@@ -5,6 +5,7 @@ A mark is an HTML comment on a line of its own directly before the fence, so it 
     <!-- not run: needs a GPU -->     why nothing runs it
     <!-- run: whole -->               only with `pytest --whole`, because it takes long
     <!-- output: varies -->           run, but its output is not compared with what the page shows
+    <!-- exit: 1 -->                  the exit code of its commands (0)
     <!-- file: NAME -->               not run, but written into the page's folder under this name
     <!-- given: model, optimizer -->  Python that goes on from these (givens.py)
     <!-- ranks: 1 -->                 how many ranks run the Python (2)
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MARKS = ("not run", "run", "output", "file", "given", "ranks")
+MARKS = ("not run", "run", "output", "exit", "file", "given", "ranks")
 _COMMAND_LANGUAGES = ("bash", "sh", "console")
 # A block without a language whose first word is one of these is commands.
 _PROGRAMS = ("shardwise", "python", "make", "torchrun", "accelerate", "pip", "$")
