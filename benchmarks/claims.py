@@ -59,9 +59,9 @@ def _lines(found: list[Claim]) -> Iterator[str]:
     yield "The whole page is written by one command, and a test makes it again and compares:"
     yield from ("", "<!-- not run: tests/dist/test_claims.py makes the same page -->", "```bash")
     yield from ("python benchmarks/claims.py", "```", "")
-    yield from ("| | claim | verdict |", "|---|---|---|")
+    yield from ("| claim | our number | verdict |", "|---|---|---|")
     for number, claim in enumerate(found, start=1):
-        yield f"| [{number}](#claim-{number}) | {claim.said} | {claim.short_verdict} |"
+        yield f"| [{number}.](#claim-{number}) {claim.said} | {claim.number} | {claim.verdict} |"
     yield ""
     for number, claim in enumerate(found, start=1):
         yield from _section(number, claim)

@@ -49,10 +49,6 @@ class Claim:
         return f"holds when {', and when '.join(held)}" if held else "does not hold"
 
     @property
-    def short_verdict(self) -> str:
-        return "holds when …" if self.verdict.startswith("holds when") else self.verdict
-
-    @property
     def failed(self) -> list[str]:
         return [check.when for check in self.checks if not check.holds]
 

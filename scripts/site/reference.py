@@ -166,16 +166,22 @@ def _commands(command: Any, *, path: str) -> Iterator[Iterator[str]]:
 
 
 def _command(command: Any, *, path: str) -> Iterator[str]:
-    context = command.make_context(path, [], resilient_parsing=True)
     yield from (f"## {path}", "")
     if not hasattr(command, "commands"):
-        yield from ("```text", " ".join([path, *command.collect_usage_pieces(context)]), "```", "")
+        yield from ("```text", " ".join([path, "[OPTIONS]", *_arguments(command)]), "```", "")
     yield from docstring(inspect.cleandoc(command.help or ""))
     shown = [one for one in command.params if not getattr(one, "hidden", False)]
     if shown:
         yield from ("| | | default |", "|---|---|---|")
         yield from map(_option, shown)
         yield ""
+
+
+def _arguments(command: Any) -> Iterator[str]:
+    for one in command.params:
+        if one.param_type_name == "argument":
+            name = one.metavar or one.name.upper()
+            yield name if one.required else f"[{name}]"
 
 
 def _option(one: Any) -> str:
