@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from claim_rows import memory_claims, speed_claims, step_claims
+from claim_rows import memory_claims, speed_claims, step_claims, vit_claims
 from claim_rows.claim import Claim
 
 PAGE = Path(__file__).parents[1] / "docs" / "claims.md"
@@ -41,7 +41,7 @@ _ORDER = (
 
 
 def claims(run_ranks: step_claims.RunRanks) -> list[Claim]:
-    found = [*memory_claims.rows(), *speed_claims.rows(), *step_claims.rows(run_ranks)]
+    found = [*memory_claims.rows(), *speed_claims.rows(), *vit_claims.rows(), *step_claims.rows(run_ranks)]
     by_words = {words: claim for words in _ORDER for claim in found if claim.said.startswith(words)}
     assert len(by_words) == len(_ORDER) == len(found)
     return list(by_words.values())

@@ -1,7 +1,7 @@
 """Claims about what happens in a step, checked on real ranks: `body(rank)` runs on each of two Gloo ranks."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,12 @@ def _prepared(strategy: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return shardwise.prepare(model, torch.optim.AdamW(model.parameters()), shardwise.Plan(strategy=strategy))
 
 
-def collectives_body(rank: int) -> dict[str, dict[str, dict[str, int]]]:
+def step_body(rank: int) -> dict[str, Any]:
+    """All that ranks are asked, in one job."""
+    return {"collectives": _collectives(rank), "averaged": _averaged(rank)}
+
+
+def _collectives(rank: int) -> dict[str, dict[str, dict[str, int]]]:
     """Strategy → kind → how often it was issued for each unit or bucket, in one step."""
     found = {}
     for strategy in ("ddp", "fsdp"):
@@ -73,7 +78,7 @@ def collectives_body(rank: int) -> dict[str, dict[str, dict[str, int]]]:
     return found
 
 
-def backward_body(rank: int) -> dict[str, bool]:
+def _averaged(rank: int) -> dict[str, bool]:
     """Whether gradients are the ranks' mean when backward() returns."""
     return {
         "DistributedDataParallel": _is_mean(DistributedDataParallel(_seeded()), rank=rank),
@@ -101,8 +106,7 @@ def _is_mean(model: nn.Module, *, rank: int, no_sync: bool = False) -> bool:
     return all(torch.allclose(grad, mean, atol=1e-7) for grad, mean in zip(grads, means, strict=True))
 
 
-def collectives(run_ranks: RunRanks) -> Claim:
-    counts = run_ranks(collectives_body, num_ranks=2)[0]
+def collectives(counts: Mapping[str, Any]) -> Claim:
     reduces = counts["ddp"]["reduce"]
     blocks = [f"blocks.{index}" for index in range(NUM_BLOCKS)]
     gathers = Counter(counts["fsdp"]["gather"][block] for block in blocks)
@@ -147,8 +151,7 @@ def collectives(run_ranks: RunRanks) -> Claim:
     )
 
 
-def inside_backward(run_ranks: RunRanks) -> Claim:
-    ranks = run_ranks(backward_body, num_ranks=2)
+def inside_backward(ranks: Sequence[Mapping[str, bool]]) -> Claim:
     found = {name: all(rank[name] for rank in ranks) for name in ranks[0]}
     rows = [(name, "yes" if is_mean else "no") for name, is_mean in found.items()]
     return Claim(
@@ -198,6 +201,7 @@ def _order(samples: int, *, seed: int) -> list[int]:
 
 
 def rows(run_ranks: RunRanks) -> Iterator[Claim]:
-    yield collectives(run_ranks)
+    ranks = run_ranks(step_body, num_ranks=2)
+    yield collectives(ranks[0]["collectives"])
     yield same_batches()
-    yield inside_backward(run_ranks)
+    yield inside_backward([rank["averaged"] for rank in ranks])
