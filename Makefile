@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # Another torch: make setup TORCH=torch==2.11.0 (pip's own PIP_INDEX_URL and friends choose where from).
 TORCH ?= $(shell grep '^torch==' constraints.txt)
-EXTRAS ?= dev,hf,peers
+EXTRAS ?= dev,docs,hf,peers
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -13,7 +13,7 @@ BARE := $(VENV)/.bare-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 READY := $(VENV)/.ready-$(shell echo '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)'
 
-.PHONY: setup demo wheel test test-unit test-jobs test-ranks slurm-test reliability chaos chaos-long check format bench planner-docs clean
+.PHONY: setup demo wheel test test-unit test-jobs test-ranks slurm-test reliability chaos chaos-long check format bench docs docs-pages planner-docs clean
 
 setup: $(READY)
 
@@ -84,6 +84,17 @@ check: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest tests/unit/test_layers.py
+	@$(MAKE) --no-print-directory docs
+
+# The documentation site, into build/site. A link or an anchor that leads nowhere is an error.
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo 'build/site/index.html'
+
+# Pages and pictures that are written by a command; tests compare them with what it would write now.
+docs-pages: setup
+	@$(BIN)/python scripts/site/pictures.py
+	@$(BIN)/python benchmarks/claims.py
 
 format: setup
 	@$(BIN)/ruff format .
@@ -105,4 +116,4 @@ bench: setup
 	@$(BIN)/python benchmarks/engine_step.py --case cpu
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build .pytest_cache .ruff_cache .mypy_cache .hypothesis
