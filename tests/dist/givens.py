@@ -32,6 +32,9 @@ class GivenModel(nn.Module):
             x = block(x)
         return self.head(x)
 
+    def training_step(self, x: Tensor) -> Tensor:
+        return loss_of(self(x))
+
 
 def loss_of(first: Any, batch: Tensor | None = None) -> Tensor:
     """Of outputs, or of a model and a batch: the documents have both."""
@@ -53,11 +56,15 @@ def givens(names: Iterable[str], *, rank: int) -> dict[str, Any]:
     make: dict[str, Callable[[], Any]] = {
         "shardwise": lambda: shardwise,
         "torch": lambda: torch,
+        "nn": lambda: nn,
+        "width": lambda: 8,
         "Plan": lambda: Plan,
         "plan": lambda: Plan(strategy="fsdp"),
         "model": lambda: model,
         "optimizer": lambda: optimizer,
         "loader": lambda: _batches(rank),
+        "dataset": lambda: list(torch.randn(32, 8)),
+        "DataLoader": lambda: torch.utils.data.DataLoader,
         "micro_batches": lambda: _batches(rank),
         "batch": lambda: _batches(rank)[0],
         "loss": lambda: lambda module, batch: loss_of(module, batch),
