@@ -53,12 +53,12 @@ def prepare(
     without it the model stays where it is (from meta: this rank's GPU, or the CPU). `optimizer` may be None, and be
     made later.
 
-    engine = 'shardwise'   the same two objects come back. The optimizer may be any that updates each element by
-                           itself, which is tried out; `any_optimizer` leaves that out. `collectives` replaces the
-                           plan's, for tests; when a rank has held up the others for `watch_seconds`, it is named and
-                           the job ends (0: nobody watches); every `compare_every` steps ranks compare what they hold
-                           alike (0: never). `weights`: values by name; rank 0 asks for each once, so that a file can
-                           be read tensor by tensor.
+    engine = 'shardwise'   the same two objects come back. The optimizer may be any that updates each parameter by
+                           itself; whether it can step slices is tried out, and `any_optimizer` leaves that out.
+                           `collectives` replaces the plan's, for tests; when a rank has held up the others for
+                           `watch_seconds`, it is named and the job ends (0: nobody watches); every `compare_every`
+                           steps ranks compare what they hold alike (0: never). `weights`: values by name; rank 0 asks
+                           for each once, so that a file can be read tensor by tensor.
     engine = 'torch'       under ddp the model comes back inside a DistributedDataParallel.
     """
     if plan.engine != "torch":

@@ -23,12 +23,14 @@ IN_SLICES: dict[str, Callable[[Any], Optimizer]] = {
     "lion": own.Lion,
     "subclass": partial(own.Plain, lr=1e-2),
     "blocks of 64": partial(own.BlockAdam, block=64),
+    # Makes its state before the first step.
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
     "blocks of 256": partial(own.BlockAdam, block=256),
 }
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["lion", "blocks of 64", *whole("subclass", "blocks of 256")])
+@pytest.mark.parametrize("name", ["lion", "blocks of 64", "adagrad", *whole("subclass", "blocks of 256")])
 def test_what_may_be_cut_is_bit_equal_to_one_process(name: str, strategy: str) -> None:
     case = Case(make=MODELS["gpt"], optimizer=IN_SLICES[name], num_steps=4)
     results = run_ranks(on_ranks, num_ranks=2, args=(case, Plan(strategy=strategy), True))

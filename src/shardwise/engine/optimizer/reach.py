@@ -76,7 +76,7 @@ class _Outcome:
 
 def probe(optimizer: Optimizer, *, group: int, num_dims: int, dtype: torch.dtype, device: torch.device) -> Verdict:
     """How far the update of parameters of this group and so many dimensions looks."""
-    shape = _SHAPES[min(max(num_dims, 1), len(_SHAPES)) - 1]
+    shape: tuple[int, ...] = _SHAPES[min(max(num_dims, 1), len(_SHAPES)) - 1]
     shape += (1,) * (num_dims - len(shape))
     tensor, grads = _drawn(shape, seed=1, dtype=dtype, device=device)
     other, other_grads = _drawn((*shape[:-1], shape[-1] + 2), seed=2, dtype=dtype, device=device)
