@@ -56,12 +56,12 @@ def prepare(
     made later, or a list. Models that share parameters are prepared at once, in an nn.ModuleDict, and called one by one
     as before.
 
-    engine = 'shardwise'   the same two objects come back. The optimizer may be any that updates each element by
-                           itself, which is tried out; `any_optimizer` leaves that out. `collectives` replaces the
-                           plan's, for tests; when a rank has held up the others for `watch_seconds`, it is named and
-                           the job ends (0: nobody watches); every `compare_every` steps ranks compare what they hold
-                           alike (0: never). `weights`: values by name; rank 0 asks for each once, so that a file can
-                           be read tensor by tensor.
+    engine = 'shardwise'   the same two objects come back. The optimizer may be any that updates each parameter by
+                           itself; whether it can step slices is tried out, and `any_optimizer` leaves that out.
+                           `collectives` replaces the plan's, for tests; when a rank has held up the others for
+                           `watch_seconds`, it is named and the job ends (0: nobody watches); every `compare_every`
+                           steps ranks compare what they hold alike (0: never). `weights`: values by name; rank 0 asks
+                           for each once, so that a file can be read tensor by tensor.
     engine = 'torch'       under ddp the model comes back inside a DistributedDataParallel.
     """
     plan = as_plan(plan)

@@ -74,9 +74,9 @@ def _mapping(key: str, items: object) -> Iterable[tuple[str, object]]:
     return items.items()
 
 
-def _module_patterns(key: str, value: object) -> tuple[str, ...]:
+def _patterns(key: str, value: object, *, of: str) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, list | tuple):
-        raise InvalidPlan(f"{key} = {_show(value)}: must be a list of module-name patterns")
+        raise InvalidPlan(f"{key} = {_show(value)}: must be a list of {of}-name patterns")
     return tuple(check_pattern(pattern, key=key) for pattern in value)
 
 
@@ -105,6 +105,9 @@ class Plan:
     prefetch           units gathered ahead of the one that computes
     reduces_in_flight  gradient reductions that may be under way at once
     bucket_bytes       gradients that are reduced together, at least, where grads are replicated
+    owned              parameter-name patterns (`blocks.*.weight`): where optimizer state is sharded, that of each of
+                       these lives whole on one rank, which steps the whole parameter. `prepare` adds those whose
+                       optimizer needs it
     dynamic            units are called in another order in every step, or on every rank: the ranks agree on each
                        gather, which costs time. Units that are only skipped now and then do not need it
     compile            torch.compile of each unit but the root, by this backend
@@ -131,6 +134,7 @@ class Plan:
     prefetch: int = 1
     reduces_in_flight: int = 1
     bucket_bytes: int = 25 * 2**20
+    owned: tuple[str, ...] = ()
     dynamic: bool = False
     compile: str = "none"
     capture: str | bool = "auto"
@@ -158,7 +162,8 @@ class Plan:
         object.__setattr__(self, "units", str(UnitPolicy.parse(self.units)))
         object.__setattr__(self, "overrides", _strategies(self.overrides, replicate=replicate))
         object.__setattr__(self, "recompute_overrides", _recomputes(self.recompute_overrides))
-        object.__setattr__(self, "keep_fp32", _module_patterns("keep_fp32", self.keep_fp32))
+        object.__setattr__(self, "keep_fp32", _patterns("keep_fp32", self.keep_fp32, of="module"))
+        object.__setattr__(self, "owned", _patterns("owned", self.owned, of="parameter"))
         self._check_combination()
 
     def _check_combination(self) -> None:
@@ -170,6 +175,16 @@ class Plan:
             )
         if self.is_auto and (self.overrides or self.recompute_overrides):
             raise InvalidPlan("strategy = 'auto' chooses for each unit: leave overrides and recompute_overrides out")
+        for setting, is_set in (
+            ("offload_states = true", self.offload_states),
+            ("precision = 'fp16'", self.is_fp16),
+            ("capture = 'on'", self.captures),
+        ):
+            if self.owned and is_set:
+                raise InvalidPlan(
+                    f"owned with {setting}: what one rank steps whole has no memory of its own between updates; leave "
+                    "one of them out, or use strategy = 'ddp'"
+                )
         if self.precision == "native" and self.keep_fp32:
             raise InvalidPlan("keep_fp32 with precision = 'native': native leaves every module's dtypes alone")
 
@@ -177,6 +192,10 @@ class Plan:
     def is_auto(self) -> bool:
         """Whether placements are still to be chosen."""
         return self.strategy == AUTO
+
+    @property
+    def is_fp16(self) -> bool:
+        return self.precision == "fp16"
 
     @property
     def captures(self) -> bool:
@@ -187,7 +206,7 @@ class Plan:
         for name, set_so in (
             ("dynamic = true", self.dynamic),
             ("offload_states = true", self.offload_states),
-            ("precision = 'fp16'", self.precision == "fp16"),
+            ("precision = 'fp16'", self.is_fp16),
         ):
             if set_so:
                 return name
@@ -200,6 +219,8 @@ class Plan:
             return f"with {hindrance} a step waits for the device"
         if self.offload_activations:
             return "offload_activations = true"
+        if self.owned:
+            return "parameters that one rank owns get new memory in each update"
         return "" if self.collectives == "backend" else f"collectives = {self.collectives!r}"
 
     def placements(self, unit_names: Iterable[str]) -> dict[str, Placement]:
@@ -235,6 +256,10 @@ class Plan:
         parts = path.split(".")
         above = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
         return any(fnmatchcase(module, pattern) for pattern in self.keep_fp32 for module in above)
+
+    def owns(self, parameter: str) -> bool:
+        """Whether one rank is to own the optimizer state of the parameter of that name."""
+        return any(fnmatchcase(parameter, pattern) for pattern in self.owned)
 
     @classmethod
     def auto(
@@ -279,6 +304,7 @@ class Plan:
         data["overrides"] = dict(self.overrides)
         data["recompute_overrides"] = dict(self.recompute_overrides)
         data["keep_fp32"] = list(self.keep_fp32)
+        data["owned"] = list(self.owned)
         if self.mesh is not None:
             data["mesh"] = {"replicate": self.mesh.replicate, "shard": self.mesh.shard}
         # Tables go last: a key after a table's header would belong to the table.

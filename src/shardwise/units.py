@@ -71,7 +71,8 @@ def called_modules(module: nn.Module) -> list[nn.Module]:
 
     One that lies inside another of them is called by that, and is no model of its own.
     """
-    if not isinstance(module, nn.ModuleDict | nn.ModuleList) or type(module).forward is not nn.Module.forward:
+    is_plain = type(module).forward is nn.Module.forward and "forward" not in vars(module)
+    if not isinstance(module, nn.ModuleDict | nn.ModuleList) or not is_plain:
         return [module]
     models = list(module.children())
     inside = {id(part) for model in models for part in model.modules() if part is not model}

@@ -1,6 +1,7 @@
 """Adapters that are added, and a head that is replaced, after `prepare`."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -118,3 +119,18 @@ def refused(rank: int) -> None:
 @pytest.mark.timeout(60)
 def test_what_cannot_be_taken_over_is_refused_before_anything_is_touched() -> None:
     run_ranks(refused, num_ranks=2)
+
+
+def extends_owned(rank: int) -> str:
+    model = make_late()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shardwise.prepare(model, optimizer, Plan(strategy="fsdp"))
+    change("head", model, optimizer)
+    return line(lambda: shardwise.extend(model))
+
+
+def test_a_model_whose_parameters_have_owners_is_refused() -> None:
+    for refused in run_ranks(extends_owned, num_ranks=2):
+        assert "with parameters that are OWNED" in refused

@@ -20,11 +20,11 @@ from shardwise.plan import Plan
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
 # Elementwise, or by blocks between which slices can be cut.
 IN_SLICES: dict[str, Callable[[Any], Optimizer]] = {
-    # It makes its state when it is made.
-    "adagrad": partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
     "lion": own.Lion,
     "subclass": partial(own.Plain, lr=1e-2),
     "blocks of 64": partial(own.BlockAdam, block=64),
+    # Makes its state before the first step.
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
     "blocks of 256": partial(own.BlockAdam, block=256),
 }
 
@@ -43,7 +43,7 @@ def blocks_state(rank: int, strategy: str, state: Any = None) -> Any:
     optimizer = own.BlockAdam(model.parameters(), block=64)
     model, optimizer = shardwise.prepare(model, optimizer, Plan(strategy=strategy))
     if state is not None:
-        shardwise.load_full_state_dict(model, state, optimizer)
+        shardwise.load_full_state_dict(model, optimizer, state)
         assert_same(shardwise.full_state_dict(model, optimizer), state)
     for step in range(2):
         shardwise.tasks.cross_entropy(model, batch(step, rank)).backward()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.holding import local
 from shardwise.checkpoint.manifest import OPTIMIZER
 from shardwise.checkpoint.typed import dtype_name, dtype_of, from_json, to_json
+from shardwise.engine.params.guard import unguarded
 from shardwise.engine.prepared.slices import OwnedSlice
 from shardwise.errors import CheckpointError
 
@@ -140,7 +140,8 @@ class OptimizerLoad:
         if isinstance(value, dict) and _LIKE_PARAMETER in value:
             dtype = dtype_of(value[_LIKE_PARAMETER])
             if not isinstance(there, Tensor) or there.shape != held.parameter.shape or there.dtype != dtype:
-                there = torch.empty_like(held.parameter, dtype=dtype, requires_grad=False)
+                with unguarded():
+                    there = torch.empty_like(held.parameter, dtype=dtype, requires_grad=False)
             self.tensors.append(SliceState(name=f"{OPTIMIZER}{key}.{held.name}", of=held, value=there))
             return there
         if isinstance(value, dict) and _SHAPED in value:
@@ -149,7 +150,7 @@ class OptimizerLoad:
             num_elements = lies.stop - lies.start
             size = shape if num_elements == prod(shape) else (num_elements,)
             if not isinstance(there, Tensor) or tuple(there.shape) != size or there.dtype != dtype:
-                there = torch.empty(size, dtype=dtype, device=local(held.parameter).device)
+                there = torch.empty(size, dtype=dtype, device=held.parameter.device)
             self.tensors.append(SliceState(name=f"{OPTIMIZER}{key}.{held.name}", of=lies, value=there))
             return there
         number = from_json(value)
@@ -157,7 +158,7 @@ class OptimizerLoad:
             return number
         # As torch does: a step that kernels read lies where they run, any other on the CPU.
         read_by_kernels = options.get("capturable") or options.get("fused")
-        device = local(held.parameter).device if read_by_kernels else torch.device("cpu")
+        device = held.parameter.device if read_by_kernels else torch.device("cpu")
         if not _alike(there, number) or there.device != device:
             there = torch.empty_like(number, device=device)
         self._numbers.append((there, number))
@@ -170,7 +171,7 @@ class OptimizerLoad:
         if not held.is_whole:
             raise CheckpointError(
                 f"{what} has shape {shape} in the checkpoint, the parameter {held.shape}, of which this rank holds a "
-                "slice: load it under strategy = 'ddp'"
+                "slice: load it under strategy = 'ddp', or with an optimizer that steps it whole"
             )
         return replace(held, shape=shape, start=0, stop=prod(shape))
 

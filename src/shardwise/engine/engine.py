@@ -28,7 +28,6 @@ from shardwise.plan import Plan
 class Engine:
     """The parts of a prepared model."""
 
-    plan: Plan
     groups: MeshGroups
     collectives: Collectives
     flats: list[FlatParams]
@@ -48,6 +47,11 @@ class Engine:
     captured: bool = False
     # What keeps averages of the parameters (prepared/average.py), for as long as somebody else holds it.
     averages: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is run: the user's, and what the optimizers' matrices need."""
+        return self.runner.plan
 
     def attach(self, model: nn.Module) -> None:
         """Listen to the model; until its first forward, to gradients that come without one."""

@@ -62,6 +62,11 @@ def _description(model: nn.Module, engine: Engine) -> str:
         raise InvalidModel(f"{_NAME} with a shardwise.EMA of the model, which is of the old parameters: make it after")
     if engine.captured:
         raise InvalidModel(f"{_NAME} with a captured step, whose graphs are of the old parameters: capture it after")
+    if engine.runner.matrices.of(None):
+        raise InvalidModel(
+            f"{_NAME} with parameters that are OWNED (stepped whole by one rank each), whose slices would move: change "
+            "the model before shardwise.prepare, or use an optimizer that updates each element by itself"
+        )
     modules = unit_modules(model, policy=plan.units)
     units = {name: unit.module for name, unit in engine.runner.units.items()}
     if modules != units:
@@ -209,12 +214,12 @@ class _Extension:
         for index, parameter in enumerate(flat.params):
             flat.fill(index, values[id(parameter)])
         optimizers = list(self._engine.owned.group_names)
-        states = [whole_states(optimizer, flats=[old]) for optimizer in optimizers]
+        states = [whole_states(optimizer, flats=[old], matrices=()) for optimizer in optimizers]
         # First: a replicated parameter may be what the optimizer steps, before and after.
         self._forget_states(old)
         for optimizer, whole in zip(optimizers, states, strict=True):
             left = {name: whole[name] for name in flat.names if name in whole}
-            optimizer.state.update(own_states(left, flats=[flat]))
+            optimizer.state.update(own_states(left, flats=[flat], matrices=()))
         self._take_in(flat)
         return flat
 

@@ -1,7 +1,7 @@
 """`prepare`: an ordinary model and optimizer become ones that run a plan. They stay the same objects."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -24,12 +24,16 @@ from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.optimizer.known import (
     Stepped,
-    check_elementwise,
     check_optimizer,
+    check_reach,
     describe_optimizer,
     judge,
+    name_of,
+    needs_owner,
     slice_alignment,
+    tell_owned,
 )
+from shardwise.engine.optimizer.matrices import OwnedMatrices
 from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.optimizer.reach import Verdict
 from shardwise.engine.params.broadcast import broadcast_buffers, fill
@@ -48,10 +52,12 @@ from shardwise.engine.step.edit import editing
 from shardwise.engine.step.first_inputs import FirstInputs
 from shardwise.engine.step.last_issued import last_issued
 from shardwise.engine.step.learn import FirstForward
+from shardwise.engine.step.ownership import own
 from shardwise.engine.step.runner import Runner
 from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.mesh import Mesh
+from shardwise.patterns import unmatched
 from shardwise.placement import SHARDED
 from shardwise.plan import Plan
 from shardwise.program import Bucket
@@ -80,8 +86,9 @@ def prepare(
     our launcher started; without a launcher, a job of one rank. Values come from rank 0. A model on the meta device is
     filled straight into shards. `device` moves the model; without it the model stays where it is (from meta: this
     rank's GPU, or the CPU).
-    `optimizer` may be None, and be made later, or a list. It may be any that updates each element by itself, which is
-    tried out on small tensors (optimizer/reach.py); `any_optimizer` leaves that out and lets it step slices.
+    `optimizer` may be None, and be made later, or a list. It may be any that updates each parameter by itself: whether
+    it can step slices is tried out on small tensors (optimizer/reach.py), and if not, each parameter is stepped whole
+    by the rank that owns it. `any_optimizer` leaves that out and lets it step slices.
     `collectives` replaces the plan's, for tests. The job ends when a rank has held up the others for `watch_seconds`
     (comm/watch.py); 0: nobody watches. Every `compare_every` steps ranks compare what they should hold alike, bit by
     bit (params/replicas.py); 0: never. Parameters and buffers that `weights` has names of are taken from there, each
@@ -92,7 +99,7 @@ def prepare(
     optimizers = _listed(optimizer)
     chosen = join_job(asked_device(model, device=device))
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
-    verdicts: dict[int, Verdict] = {}
+    verdicts: dict[str, Verdict] = {}
     agree(
         lambda: _description(
             model,
@@ -120,10 +127,17 @@ def prepare(
         alignment=slice_alignment(verdicts),
         compare_every=compare_every,
     )
+    owned = _owned_names(verdicts)
     if dist.get_rank() == 0:
         tell_upcast(setting.spec, plan=plan)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for one in optimizers:
+            held = [names[id(p)] for group in one.param_groups for p in group["params"]]
+            num_owned = len(set(owned).intersection(held))
+            if num_owned:
+                tell_owned(one, num_owned=num_owned, num_held=len(held))
     tell_hardly_cut(setting.spec, plan=plan, mesh=mesh)
-    engine = _engine(model, optimizers, setting=setting, any_optimizer=any_optimizer, weights=weights)
+    engine = _engine(model, optimizers, owned=owned, setting=setting, any_optimizer=any_optimizer, weights=weights)
     if watch_seconds:
         # Before the watchdog ends the job: an error tells the way out.
         engine.runner.evaluation.patience_seconds = 0.9 * watch_seconds
@@ -163,6 +177,7 @@ def _engine(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     *,
+    owned: Sequence[str],
     setting: _Setting,
     any_optimizer: bool,
     weights: Mapping[str, Tensor] | None,
@@ -178,17 +193,16 @@ def _engine(
     runner = _runner(model, units=units, inputs=inputs, setting=setting)
     for unit in units.values():
         unit.settle()
-    owned = _owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
+    parameters = _owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
     for optimizer in optimizers:
-        owned.adopt(optimizer)
+        parameters.adopt(optimizer, owned=owned)
     engine = Engine(
-        plan=plan,
         groups=setting.groups,
         collectives=setting.collectives,
         flats=flats,
         runner=runner,
         inputs=inputs,
-        owned=owned,
+        owned=parameters,
         tape=setting.tape,
         device=device,
         handles=[],
@@ -229,6 +243,7 @@ def _runner(model: nn.Module, *, units: dict[str, Unit], inputs: FirstInputs, se
         passes=passes,
         land=setting.host.land if setting.host is not None else lambda: None,
         managed=ManagedParameters(model, flats=flats),
+        matrices=OwnedMatrices(units, tape=tape),
         replicas=Replicas(flats, groups=groups, every=setting.compare_every),
         tape=tape,
     )
@@ -238,7 +253,7 @@ def _description(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     *,
-    verdicts: dict[int, Verdict],
+    verdicts: dict[str, Verdict],
     plan: Plan,
     mesh: Mesh,
     device: torch.device,
@@ -249,7 +264,7 @@ def _description(
 ) -> str:
     """What ranks must agree on, a line each; raises for what no rank could run, before anything is touched.
 
-    Notes in `verdicts` how far the optimizer's updates look, by the ids of its parameters.
+    Notes in `verdicts` how far the optimizer's updates look, by the names of its parameters.
     """
     check_model(model, plan=plan)
     mesh.check_ranks(dist.get_world_size())
@@ -263,6 +278,8 @@ def _description(
     placements = plan.placements(unit.name for unit in spec.units)
     check_compile(placements, plan=plan)
     check_kept(model, spec=spec, plan=plan)
+    for pattern in unmatched(plan.owned, (param.name for unit in spec.units for param in unit.params)):
+        raise InvalidPlan(f"owned: {pattern} matches no parameter of the model")
     if plan.offload_states and not any(placement.grads is SHARDED for placement in placements.values()):
         raise InvalidPlan(
             f"offload_states = true with strategy = {plan.strategy!r}: what every rank holds whole stays on the "
@@ -286,10 +303,27 @@ def _description(
         check_optimizer(optimizer, stepped=stepped)
         if not any_optimizer:
             stepped_on = torch.device("cpu") if plan.offload_states else device
-            verdicts |= judge(optimizer, stepped=stepped, device=stepped_on)
-            check_elementwise(optimizer, verdicts=verdicts, alignment=slice_alignment(verdicts))
+            found = judge(optimizer, stepped=stepped, device=stepped_on)
+            check_reach(optimizer, verdicts=found)
+            verdicts |= {name: found[id(p)] for name, p in parameters.items() if id(p) in found}
+            _check_owned(optimizer, plan=plan, names=_owned_names(verdicts))
         described += "\n" + describe_optimizer(optimizer, names={id(p): name for name, p in parameters.items()})
-    return f"{described}\nslices begin at multiples of {slice_alignment(verdicts)}"
+    described += f"\nslices begin at multiples of {slice_alignment(verdicts)}"
+    return described + "".join(f"\nOWNED {name}" for name in _owned_names(verdicts))
+
+
+def _check_owned(optimizer: Optimizer, *, plan: Plan, names: tuple[str, ...]) -> None:
+    """Refuse an optimizer that needs what the plan cannot give it."""
+    try:
+        replace(plan, owned=(*plan.owned, *names))
+    except InvalidPlan as error:
+        raise InvalidPlan(f"{name_of(optimizer)} looks at whole parameters in its update: {error}") from None
+
+
+def _owned_names(verdicts: Mapping[str, Verdict]) -> tuple[str, ...]:
+    """The parameters that one rank each must step whole."""
+    alignment = slice_alignment(verdicts)
+    return tuple(name for name, verdict in verdicts.items() if needs_owner(verdict, alignment=alignment))
 
 
 def _collectives(plan: Plan) -> Collectives:
@@ -335,6 +369,9 @@ def _owned(
         after_step=runner.after_step,
         forget_grads=runner.forget_grads,
         edit=lambda: editing(runner),
+        own=partial(own, runner),
+        owns=lambda name: runner.plan.owns(name),
+        matrices=runner.matrices,
         any_optimizer=any_optimizer,
         flats=flats,
     )

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from shardwise.dtypes import BYTES_PER_ELEMENT, compute_dtype, has_gradients, master_dtype, reduce_dtype
 from shardwise.layout import ALIGNMENT, Layout, lay_out
+from shardwise.placement import SHARDED
 from shardwise.plan import Plan
 from shardwise.spec import TensorSpec, UnitSpec
 
@@ -99,6 +100,18 @@ def gather_bytes(unit: UnitSpec, *, plan: Plan) -> int:
 def update_gather_bytes(unit: UnitSpec, *, plan: Plan) -> int:
     """Of those, the buffers that an update changes."""
     return sum(flat.compute_bytes * flat.num_elements for flat in flat_specs(unit, plan=plan) if flat.is_trained)
+
+
+def owned_bytes(unit: UnitSpec, *, plan: Plan) -> int:
+    """The trained matrices that one rank each owns, in the dtype in which they are stepped."""
+    if not plan.owned or plan.placement(unit.name).optim is not SHARDED:
+        return 0
+    return sum(
+        flat.master_bytes * param.num_elements
+        for flat in flat_specs(unit, plan=plan)
+        for param in flat.params
+        if flat.is_trained and param.trainable and plan.owns(param.name)
+    )
 
 
 def reduce_bytes(unit: UnitSpec, *, plan: Plan) -> int:

@@ -1,5 +1,6 @@
 """Which optimizers can step slices, and what ranks compare of theirs."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -95,34 +96,42 @@ def judge(
     return found
 
 
-def slice_alignment(verdicts: Mapping[int, Verdict]) -> int:
-    """Where slices may begin that all of these parameters can be stepped in."""
-    return max((verdict.alignment for verdict in verdicts.values()), default=ALIGNMENT)
+def slice_alignment(verdicts: Mapping[Any, Verdict]) -> int:
+    """Where slices may begin that all parameters with elementwise updates can be stepped in."""
+    found = (verdict.alignment for verdict in verdicts.values() if verdict.reach is Reach.ELEMENT)
+    return max(found, default=ALIGNMENT)
 
 
-def check_elementwise(optimizer: Optimizer, *, verdicts: Mapping[int, Verdict], alignment: int) -> None:
-    """Refuse an optimizer that cannot step slices which begin at multiples of `alignment`."""
+def needs_owner(verdict: Verdict, *, alignment: int) -> bool:
+    """Whether an optimizer must step a parameter whole where slices begin at multiples of `alignment`."""
+    return verdict.reach is not Reach.ELEMENT or verdict.alignment > alignment
+
+
+def check_reach(optimizer: Optimizer, *, verdicts: Mapping[int, Verdict]) -> None:
+    """Refuse an optimizer that looks beyond the tensor that it updates: nobody holds all of them whole."""
     for verdict in verdicts.values():
-        if verdict.reach is not Reach.ELEMENT:
-            raise _not_elementwise(optimizer, verdict)
-        if verdict.alignment > alignment:
+        if verdict.reach is not Reach.MODEL:
+            continue
+        if verdict.why:
             raise InvalidPlan(
-                f"{name_of(optimizer)} works on blocks of {verdict.alignment} elements, and slices are cut at "
-                f"multiples of {alignment}: make it before shardwise.prepare and hand it over, or use strategy = 'ddp'"
+                f"{name_of(optimizer)} could not be tried on a small tensor ({verdict.why}), and under this plan ranks "
+                "hold slices: use strategy = 'ddp', or say prepare(…, any_optimizer=True) if it updates each element "
+                "by itself"
             )
-
-
-def _not_elementwise(optimizer: Optimizer, verdict: Verdict) -> InvalidPlan:
-    name = name_of(optimizer)
-    if verdict.why:
-        return InvalidPlan(
-            f"{name} could not be tried on a small tensor ({verdict.why}), and under this plan a rank holds slices: "
-            "use strategy = 'ddp', or say prepare(…, any_optimizer=True) if it updates each element by itself"
+        raise InvalidPlan(
+            f"{name_of(optimizer)} looks at all parameters together in its update (tried on small tensors, together "
+            "and alone), and under this plan ranks hold slices: use strategy = 'ddp', or an optimizer that updates "
+            "each parameter by itself"
         )
-    looks_at = "whole parameters" if verdict.reach is Reach.TENSOR else "all parameters together"
-    return InvalidPlan(
-        f"{name} looks at {looks_at} in its update (tried on a small tensor, whole and cut), and under this plan a "
-        "rank holds slices: use strategy = 'ddp', or an optimizer that updates each element by itself"
+
+
+def tell_owned(optimizer: Optimizer, *, num_owned: int, num_held: int) -> None:
+    """Say so where an optimizer steps whole parameters, which have to move."""
+    warnings.warn(
+        f"{name_of(optimizer)} looks at whole parameters in its update (tried on a small tensor, whole and cut): "
+        f"{num_owned} of its {num_held} parameters are OWNED, each stepped whole by one rank, to which its slices move "
+        "before an update and back after it",
+        stacklevel=5,
     )
 
 

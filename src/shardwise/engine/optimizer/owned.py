@@ -13,14 +13,24 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.comm.agreement import agree, meet
 from shardwise.comm.rank_progress import PROGRESS, UPDATE
-from shardwise.engine.optimizer.closure import StepClosure
-from shardwise.engine.optimizer.known import Stepped, check_elementwise, check_optimizer, describe_optimizer, judge
+from shardwise.engine.optimizer.closure import StepClosure, is_inside_step
+from shardwise.engine.optimizer.known import (
+    Stepped,
+    check_optimizer,
+    check_reach,
+    describe_optimizer,
+    judge,
+    needs_owner,
+    tell_owned,
+)
+from shardwise.engine.optimizer.matrices import OwnedMatrices
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
 from shardwise.engine.params.flat import FlatParams
@@ -37,10 +47,16 @@ class OwnedParameters:
         after_step: Callable[[], None],
         forget_grads: Callable[..., None],
         edit: Callable[[], AbstractContextManager[None]],
+        own: Callable[[Sequence[str]], None],
+        owns: Callable[[str], bool],
+        matrices: OwnedMatrices,
         any_optimizer: bool,
         flats: Sequence[FlatParams],
     ) -> None:
         self._flats = flats
+        self._matrices = matrices
+        self._own = own
+        self._owns = owns
         # How long a rank waits for the others in a state_dict.
         self.limit_seconds = 60.0
         self._owned: dict[int, nn.Parameter | None] = {}
@@ -94,41 +110,50 @@ class OwnedParameters:
     def adopt_alike(self, optimizer: Optimizer) -> None:
         """Adopt an optimizer of which the ranks have not told each other yet. Collective."""
 
+        owned: list[str] = []
+
         def describe() -> str:
-            self._check(optimizer)
-            return describe_optimizer(optimizer, names=self._names)
+            check_optimizer(optimizer, stepped=self._stepped)
+            owned.extend(self._to_own(optimizer))
+            return "\n".join((describe_optimizer(optimizer, names=self._names), *(f"OWNED {name}" for name in owned)))
 
         if not self.adopted(optimizer):
             agree(describe, what="optimizers")
-            self.adopt(optimizer)
+            self.adopt(optimizer, owned=owned)
 
-    def _check(self, optimizer: Optimizer) -> None:
-        check_optimizer(optimizer, stepped=self._stepped)
-        self._check_reach(optimizer, first_group=0)
-
-    def _check_reach(self, optimizer: Optimizer, *, first_group: int) -> None:
-        """Refuse an optimizer that cannot step slices as they are cut."""
+    def _to_own(self, optimizer: Optimizer, *, first_group: int = 0) -> list[str]:
+        """The parameters that must be stepped whole, since the optimizer looks at more than an element of them."""
         if self._any_optimizer or not self._flats:
-            return
-        device = self._flats[0].master.device
-        verdicts = judge(optimizer, stepped=self._stepped, device=device, first_group=first_group)
-        check_elementwise(optimizer, verdicts=verdicts, alignment=self._flats[0].alignment)
+            return []
+        flat = self._flats[0]
+        verdicts = judge(optimizer, stepped=self._stepped, device=flat.master.device, first_group=first_group)
+        check_reach(optimizer, verdicts=verdicts)
+        found = [
+            self._names[key] for key, verdict in verdicts.items() if needs_owner(verdict, alignment=flat.alignment)
+        ]
+        if found and dist.get_rank() == 0:
+            tell_owned(optimizer, num_owned=len(found), num_held=len(verdicts))
+        return found
 
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Rewrite the param groups; their options, and whoever holds them (schedulers), stay. It has been checked."""
+    def adopt(self, optimizer: Optimizer, *, owned: Sequence[str]) -> None:
+        """Rewrite the param groups; their options, and whoever holds them (schedulers), stay. It has been checked.
+
+        owned   the names of parameters that it must step whole; the plan may have more
+        """
+        self._own(owned)
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        # Of no step yet: what an optimizer made of itself when it was made.
-        first_states = {self._names[id(parameter)]: state for parameter, state in optimizer.state.items()}
+        # What some make before their first step.
+        made = {self._names[id(parameter)]: state for parameter, state in optimizer.state.items()}
         optimizer.state.clear()
         self.group_names[optimizer] = []
         for group in optimizer.param_groups:
             self._rewrite(group, optimizer=optimizer)
-        optimizer.state.update(own_states(first_states, flats=self._flats))
+        optimizer.state.update(own_states(made, flats=self._flats, matrices=self._matrices.of(optimizer)))
         sharded = any(self._stepped[id(parameter)].sharded for parameter in held)
-        closure = StepClosure(lambda: self.before_step(sharded=sharded))
-        optimizer.register_step_pre_hook(lambda _, *given: closure.begin(*given))
-        optimizer.register_step_post_hook(lambda *_: self._end_step(closure))
         held_weakly = weakref.ref(optimizer)
+        closure = StepClosure(lambda: self.before_step(held_weakly(), sharded=sharded))
+        optimizer.register_step_pre_hook(lambda one, *given: None if is_inside_step(one) else closure.begin(*given))
+        optimizer.register_step_post_hook(lambda one, *_: None if is_inside_step(one) else self._end_step(closure))
         optimizer.zero_grad = partial(self._zero_grad, held_weakly)  # type: ignore[method-assign]
         optimizer.add_param_group = partial(self._add_param_group, held_weakly)  # type: ignore[method-assign]
         optimizer.state_dict = partial(self._state_dict, held_weakly)  # type: ignore[method-assign]
@@ -158,16 +183,24 @@ class OwnedParameters:
                 raise InvalidPlan(f"add_param_group with {name}: {why}")
         type(optimizer).add_param_group(optimizer, {**param_group, "params": params})
         try:
-            self._check_reach(optimizer, first_group=len(optimizer.param_groups) - 1)
+            owned = self._to_own(optimizer, first_group=len(optimizer.param_groups) - 1)
         except InvalidPlan:
             optimizer.param_groups.pop()
             raise
+        self._own(owned)
         self._rewrite(optimizer.param_groups[-1], optimizer=optimizer)
 
     def _rewrite(self, group: dict[str, Any], *, optimizer: Optimizer) -> None:
         """A param group that is new to us: its parameters go, the slices that stand for them come."""
-        self.group_names[optimizer].append([self._names[id(parameter)] for parameter in group["params"]])
-        owned = [self._owned[id(parameter)] for parameter in group["params"]]
+        names = [self._names[id(parameter)] for parameter in group["params"]]
+        self.group_names[optimizer].append(names)
+        sharded = [self._stepped[id(parameter)].sharded for parameter in group["params"]]
+        to_own = [name for name, in_slices in zip(names, sharded, strict=True) if in_slices and self._owns(name)]
+        matrices = self._matrices.own(optimizer, to_own)
+        owned = [
+            matrices[name] if name in matrices else self._owned[id(parameter)]
+            for name, parameter in zip(names, group["params"], strict=True)
+        ]
         group["params"][:] = [parameter for parameter in owned if parameter is not None]
 
     def _zero_grad(self, held: "weakref.ref[Optimizer]", set_to_none: bool = True) -> None:
@@ -176,6 +209,8 @@ class OwnedParameters:
         assert optimizer is not None
         type(optimizer).zero_grad(optimizer, set_to_none)
         names = {name for group in self.group_names[optimizer] for name in group}
+        if not set_to_none:
+            self._matrices.zero_grads(optimizer)
         self._forget_grads(names, drop=set_to_none)
 
     def _state_dict(self, held: "weakref.ref[Optimizer]") -> dict[str, Any]:
@@ -184,7 +219,7 @@ class OwnedParameters:
         assert optimizer is not None
         meet("optimizer.state_dict", limit_seconds=self.limit_seconds)
         state = type(optimizer).state_dict(optimizer)
-        states = whole_states(optimizer, flats=self._flats)
+        states = whole_states(optimizer, flats=self._flats, matrices=self._matrices.of(optimizer))
         groups = numbered(self.group_names[optimizer])
         of_none = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
         state["state"] = {n: states[name] for group in groups for n, name in group.items() if name in states} | of_none
@@ -197,7 +232,7 @@ class OwnedParameters:
         optimizer = held()
         assert optimizer is not None
         states = named_states(state_dict, groups=self.group_names[optimizer])
-        own = own_states(states, flats=self._flats)
+        own = own_states(states, flats=self._flats, matrices=self._matrices.of(optimizer))
         groups = numbered([group["params"] for group in optimizer.param_groups])
         known = {name for group in self.group_names[optimizer] for name in group}
         local: dict[str, Any] = {
@@ -211,10 +246,12 @@ class OwnedParameters:
         }
         type(optimizer).load_state_dict(optimizer, local)
 
-    def before_step(self, *, sharded: bool) -> None:
+    def before_step(self, optimizer: Optimizer | None, *, sharded: bool) -> None:
         """Each rank's GradScaler sees its own slices only: one would skip a step that the others take."""
         if sharded and _called_by_torchs_grad_scaler():
             raise _foreign_scaler()
+        assert optimizer is not None
+        self._matrices.begin_step(optimizer)
         self._before_step()
         PROGRESS.phase = UPDATE
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.agreement import exchange
 from shardwise.comm.collectives import own_slice
+from shardwise.engine.optimizer.matrices import OwnedMatrix
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.flat_buffers import FOR_STATE, Owned
 from shardwise.errors import InvalidData
@@ -38,11 +39,21 @@ class _Laid:
     block: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class _Shaped:
+    """A tensor that an owner sends."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 @torch.no_grad()
-def whole_states(optimizer: Optimizer, *, flats: Sequence[FlatParams], keeps: bool = True) -> dict[str, dict[str, Any]]:
+def whole_states(
+    optimizer: Optimizer, *, flats: Sequence[FlatParams], matrices: Sequence[OwnedMatrix], keeps: bool = True
+) -> dict[str, dict[str, Any]]:
     """Name → full states. Collective; a rank that keeps nothing takes part, one buffer after the other."""
     kinds = _state_keys(optimizer, flats=flats)
-    states: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, Any]] = _sent_by_owners(optimizer, matrices=matrices, keeps=keeps)
     for number, flat in enumerate(flats):
         for key in dict.fromkeys(key for (n, _, key) in kinds if n == number):
             whole: dict[_Laid, Tensor] = {}
@@ -58,6 +69,40 @@ def whole_states(optimizer: Optimizer, *, flats: Sequence[FlatParams], keeps: bo
                 elif keeps:
                     states.setdefault(name, {})[key] = kind
     return states
+
+
+def _sent_by_owners(optimizer: Optimizer, *, matrices: Sequence[OwnedMatrix], keeps: bool) -> dict[str, dict[str, Any]]:
+    """Name → full states of the matrices that one rank each owns: tensors of any shape, and whatever else is there."""
+    if not matrices:
+        return {}
+    held = {
+        matrix.name: {
+            key: _Shaped(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
+            for key, value in optimizer.state.get(matrix.whole, {}).items()
+        }
+        for matrix in matrices
+        if matrix.whole is not None
+    }
+    group = matrices[0].flat.groups.gather
+    everyone = {name: states for theirs in exchange(held, group=group) for name, states in theirs.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for matrix in matrices:
+        for key, kind in everyone[matrix.name].items():
+            if not isinstance(kind, _Shaped):
+                if keeps:
+                    found.setdefault(matrix.name, {})[key] = kind
+                continue
+            mine = optimizer.state[matrix.whole][key] if matrix.whole is not None else None
+            device = matrix.flat.device
+            sent = torch.empty(kind.shape, dtype=kind.dtype, device=device) if mine is None else mine.to(device)
+            sent = sent.contiguous().clone()
+            group.log.name = FOR_STATE
+            matrix.flat.collectives.broadcast(sent.view(-1), source=matrix.owner, group=group).wait()
+            if not keeps:
+                continue
+            # As numbers are given out that lie in slices.
+            found.setdefault(matrix.name, {})[key] = sent.cpu() if not kind.shape else sent
+    return found
 
 
 def _state_keys(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[tuple[int, int, str], Any]:
@@ -105,7 +150,8 @@ def _gather_state(flat: FlatParams, optimizer: Optimizer, *, key: str, kind: _La
     mine = own_slice(whole, group=flat.groups.gather) if sharded else whole
     for part in flat.owned:
         value = optimizer.state.get(part.parameter, {}).get(key)
-        if isinstance(value, Tensor):
+        # Of a parameter in the same buffer it may be something else.
+        if isinstance(value, Tensor) and _kind(flat, part, value) == kind:
             mine[part.start // kind.block : -(-part.stop // kind.block)].copy_(value.reshape(-1))
     if sharded:
         flat.groups.gather.log.name = FOR_STATE
@@ -164,11 +210,25 @@ def _first(names: Iterable[Any]) -> str:
 
 
 @torch.no_grad()
-def own_states(states: Mapping[Any, Mapping[str, Any]], *, flats: Sequence[FlatParams]) -> dict[Tensor, dict[str, Any]]:
-    """What this rank keeps of full states: those of the slices that it owns."""
+def own_states(
+    states: Mapping[Any, Mapping[str, Any]], *, flats: Sequence[FlatParams], matrices: Sequence[OwnedMatrix]
+) -> dict[Tensor, dict[str, Any]]:
+    """What this rank keeps of full states: those of the slices, and of the matrices, that it owns."""
+    owned = {matrix.name for matrix in matrices}
+    of_wholes: dict[Tensor, dict[str, Any]] = {
+        matrix.whole: {
+            key: value.to(matrix.flat.device if value.dim() else value.device, copy=True)
+            if isinstance(value, Tensor)
+            else value
+            for key, value in states[matrix.name].items()
+        }
+        for matrix in matrices
+        if matrix.whole is not None and matrix.name in states
+    }
+    states = {name: state for name, state in states.items() if name not in owned}
     _check_shapes(states, flats=flats)
     numbers = _keys_of_numbers(states, flats=flats)
-    return {
+    return of_wholes | {
         part.parameter: {
             key: _own_part(flat, part, value, is_number=key in numbers)
             for key, value in states[flat.names[part.index]].items()

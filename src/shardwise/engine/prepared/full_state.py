@@ -41,7 +41,7 @@ def _take_part(engine: Engine, optimizer: Optimizer | None) -> None:
             flat.full_master()
     if optimizer is not None:
         engine.owned.adopt_alike(optimizer)
-        whole_states(optimizer, flats=engine.flats, keeps=False)
+        whole_states(optimizer, flats=engine.flats, matrices=engine.runner.matrices.of(optimizer), keeps=False)
 
 
 def _begin_state(engine: Engine) -> None:
@@ -141,14 +141,17 @@ def _optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
         {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
         for group, names in zip(optimizer.param_groups, engine.owned.group_names[optimizer], strict=True)
     ]
-    return {"state": whole_states(optimizer, flats=engine.flats), "param_groups": groups}
+    return {
+        "state": whole_states(optimizer, flats=engine.flats, matrices=engine.runner.matrices.of(optimizer)),
+        "param_groups": groups,
+    }
 
 
 @torch.no_grad()
 def _load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     engine.owned.adopt_alike(optimizer)
     states = named_states(state, groups=engine.owned.group_names[optimizer])
-    own = own_states(states, flats=engine.flats)
+    own = own_states(states, flats=engine.flats, matrices=engine.runner.matrices.of(optimizer))
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     optimizer.state.update(own)

@@ -49,12 +49,14 @@ class OwnedSlice:
 class OwnedModel:
     """A model as one rank holds it. A tied parameter goes by its first name.
 
+    stepped      the same as optimizers step them: in place of slices, the whole of what this rank owns the state of
     parameters   name → full shape, and the dtype in which it is stepped; of all, also of what lies on other ranks
     buffers      name → value, of those that belong to a state dict
     aliases      other name → first name
     """
 
     slices: list[OwnedSlice]
+    stepped: list[OwnedSlice]
     parameters: dict[str, tuple[tuple[int, ...], torch.dtype]]
     buffers: dict[str, Any]
     aliases: dict[str, str]
@@ -69,8 +71,10 @@ def held(model: nn.Module) -> OwnedModel:
     first = {id(p): name for flat in engine.flats for p, name in zip(flat.params, flat.names, strict=True)}
     with unguarded():
         state = super(PreparedModule, model).state_dict(keep_vars=True)
+    slices = _owned_slices(engine)
     return OwnedModel(
-        slices=_owned_slices(engine),
+        slices=slices,
+        stepped=_stepped(engine, slices),
         parameters={
             name: (shape, flat.master_dtype)
             for flat in engine.flats
@@ -102,6 +106,25 @@ def _owned_slices(engine: Engine) -> list[OwnedSlice]:
                 )
             )
     return slices
+
+
+def _stepped(engine: Engine, slices: list[OwnedSlice]) -> list[OwnedSlice]:
+    matrices = engine.runner.matrices.of(None)
+    owned = {matrix.name for matrix in matrices}
+    wholes = [
+        OwnedSlice(
+            name=matrix.name,
+            shape=matrix.shape,
+            start=0,
+            stop=prod(matrix.shape),
+            parameter=matrix.whole,
+            copy=matrix.flat.groups.replicate.index,
+            num_copies=matrix.flat.groups.replicate.size,
+        )
+        for matrix in matrices
+        if matrix.whole is not None
+    ]
+    return [*(part for part in slices if part.name not in owned), *wholes]
 
 
 def slices_filled(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from shardwise.comm.rank_progress import BACKWARD, FORWARD, PROGRESS
 from shardwise.engine import step_errors
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
+from shardwise.engine.optimizer.matrices import OwnedMatrices
 from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.replicas import Replicas
 from shardwise.engine.params.unit import Unit
@@ -48,13 +49,12 @@ class Runner:
         passes: PassState,
         land: Callable[[], None],
         managed: ManagedParameters,
+        matrices: OwnedMatrices,
         replicas: Replicas,
         tape: Tape,
     ) -> None:
-        self.spec = spec
-        self.plan = plan
-        self.units = units
-        self.root = units[ROOT]
+        self.spec, self.plan = spec, plan
+        self.units, self.root = units, units[ROOT]
         self.tape = tape
         self.make_bucket = make_bucket
         self.make_first_forward = make_first_forward
@@ -62,10 +62,8 @@ class Runner:
         self.gather_seen = gather_seen
         self.broadcast_buffers = broadcast_buffers
         self.flags = flags
-        self.passes = passes
-        self.land = land
-        self.managed = managed
-        self.writes = managed.writes
+        self.passes, self.land = passes, land
+        self.managed, self.writes, self.matrices = managed, managed.writes, matrices
         self.replicas = replicas
         self.any_sharded = any(unit.sharded for unit in units.values())
         # How long this rank waits for the others where it leaves the program.
@@ -82,20 +80,21 @@ class Runner:
         # (unit, call) of this rank's first forward → which of the program's calls that is.
         self.places: dict[tuple[str, int], int] = {}
         # Forwards since the last backward; whether this backward reduces, or leaves that to a later one.
-        self.forwards = 0
-        self.reduces = True
+        self.forwards, self.reduces = 0, True
         # Whether the model itself was called since the last update.
         self.called = False
         # Hooks that refuse gradients, until the first forward brings those that take them.
         self.watch: list[Any] = []
 
     def follow(self, program: StepProgram) -> None:
+        """From here on the steps are this program's."""
         self.executor = EngineExecutor(
             self.units,
             buckets=[self.make_bucket(bucket) for bucket in program.buckets],
             flags=self.flags,
             broadcast_buffers=self.broadcast_buffers,
             serve=self.serve,
+            matrices=self.matrices,
             tape=self.tape,
         )
         self.cursor = Cursor(program, self.executor)
@@ -269,6 +268,7 @@ class Runner:
         self.wait_gathers()
         self.writes.before_step()
         self.replicas.count_step()
+        self.cursor.to_owners()
 
     def wait_gathers(self) -> None:
         for unit in self.units.values():

@@ -66,6 +66,10 @@ class Ring:
         ring = _ring_seconds(self, num_bytes, 2)
         return min(ring, _tree_seconds(self, num_bytes)) if self.num_nodes > 1 else ring
 
+    def all_to_all_seconds(self, num_bytes: float) -> float:
+        """Of `num_bytes` in all, each rank holds 1/n and sends (n−1)/n of that."""
+        return _ring_seconds(self, num_bytes / self.num_ranks, 1)
+
     def broadcast_seconds(self, num_bytes: float) -> float:
         """In chunks along the ring, so that the last rank has it one trip after the first."""
         return _ring_seconds(self, num_bytes, 1)

@@ -128,6 +128,8 @@ class TimeExecutor:
                 yield self._send("reduce flags", rings.world, rings.world.all_reduce_seconds(num_bytes))
             case Kind.BROADCAST:
                 yield from self._broadcast(num_bytes)
+            case Kind.TO_OWNERS | Kind.FROM_OWNERS:
+                yield from self._move_owned(f"gather {kind.value} {name}", num_bytes)
             case Kind.UPDATE:
                 yield from self._update()
             case Kind.FORWARD:
@@ -159,6 +161,13 @@ class TimeExecutor:
         world = self.rings.world
         yield self._send("reduce buffers", world, world.broadcast_seconds(num_bytes))
         yield Instruction(WAIT, "reduce buffers", 0, self.overhead.wait)
+
+    def _move_owned(self, name: str, num_bytes: int) -> Iterator[Instruction]:
+        """Copied into one piece for each owner, sent, and copied to where it is stepped, or back into slices."""
+        ring = self.rings.shard
+        yield self._copy(name.removeprefix("gather "), 4 * num_bytes / self.job.num_slices, launch=self.overhead.gather)
+        yield self._send(name, ring, ring.all_to_all_seconds(num_bytes))
+        yield Instruction(WAIT, name, 0, self.overhead.wait)
 
     def _send(self, name: str, ring: Ring, seconds: float) -> Instruction:
         kind = self.overhead.gather / 2 if name.startswith("gather") else self.overhead.reduce

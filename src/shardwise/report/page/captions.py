@@ -52,6 +52,10 @@ def caption(kind: Kind, *, placement: Placement, trained: bool, mesh: Mesh) -> s
             return "The ranks tell each other which parameters they used; one that nobody used is left alone."
         case Kind.BROADCAST:
             return "Rank 0 sends its buffers (running means, say), so that all ranks compute with the same."
+        case Kind.TO_OWNERS:
+            return f"Matrices that need a whole update go, {SIZE} with their gradients, to the rank that owns each."
+        case Kind.FROM_OWNERS:
+            return f"Their new values go back, {SIZE}: every rank gets its {share} of each."
         case Kind.UPDATE if placement.optim is SHARDED:
             return f"Every rank updates the {share} that it owns."
         case Kind.UPDATE:
