@@ -227,6 +227,10 @@ def told(rank: int) -> None:
     everyone = exchange(state)
     assert sum(everyone) == sum(sizes)
     assert max(everyone) <= 1.05 * max(sum(sizes) / 2, *sizes)
+    optimizer.zero_grad()
+    scaler = shardwise.GradScaler("cpu")
+    scaler.scale(cross_entropy(model, batch(1, rank))).backward()
+    assert "GradScaler with parameters that are OWNED" in line(lambda: scaler.step(optimizer))
     for options in ({"precision": "fp16"}, {"offload_states": True}):
         fresh = MODELS["gpt"]()[0]
         message = line(lambda fresh=fresh, options=options: prepare(fresh, muon(fresh.parameters()), Plan(**options)))

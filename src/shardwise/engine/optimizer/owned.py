@@ -259,6 +259,10 @@ class OwnedParameters:
         closure.end()
         self._after_step()
 
+    def has_matrices(self, optimizer: Optimizer) -> bool:
+        """Whether ranks own matrices of an optimizer; the same answer on all of them."""
+        return bool(self._matrices.of(optimizer))
+
     def adopted(self, optimizer: Optimizer) -> bool:
         return optimizer in self.group_names
 
@@ -308,6 +312,11 @@ _TORCHS_UNSCALE = torch.amp.GradScaler._unscale_grads_
 def _unscale_grads(scaler: torch.amp.GradScaler, optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
     if not isinstance(scaler, GradScaler) and any(owner.in_slices(optimizer) for owner in list(_REGISTRY)):
         raise _foreign_scaler()
+    if any(owner.has_matrices(optimizer) for owner in list(_REGISTRY)):
+        raise InvalidPlan(
+            "GradScaler with parameters that are OWNED, whose gradients are in no param group before the step: use "
+            "precision = 'bf16', which needs no scaling, or strategy = 'ddp'"
+        )
     return _TORCHS_UNSCALE(scaler, optimizer, *arguments, **options)
 
 
