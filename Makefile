@@ -4,16 +4,16 @@ PYTHON ?= python3
 VENV ?= .venv
 # Another torch: make setup TORCH=torch==2.11.0 (pip's own PIP_INDEX_URL and friends choose where from).
 TORCH ?= $(shell grep '^torch==' constraints.txt)
-EXTRAS ?= dev,hf,peers
+EXTRAS ?= dev,docs,hf,peers
 ARGS ?=
 
 BIN := $(VENV)/bin
-# The names carry what was asked for, so that another TORCH or other EXTRAS install anew. The demo needs no extras.
+# The names carry what was asked for, so that another TORCH or other EXTRAS install again. The demo needs no extras.
 BARE := $(VENV)/.bare-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 READY := $(VENV)/.ready-$(shell echo '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)'
 
-.PHONY: setup demo test test-unit test-jobs test-ranks slurm-test reliability chaos chaos-long check format bench planner-docs clean
+.PHONY: setup demo wheel test test-unit test-jobs test-ranks slurm-test reliability chaos chaos-long check format bench docs docs-pages planner-docs clean
 
 setup: $(READY)
 
@@ -33,11 +33,11 @@ $(BARE): pyproject.toml constraints.txt
 	@$(INSTALL) -e .
 	@touch $@
 
-# Plans a small GPT on 4 CPU ranks, trains it under every strategy, checks that they agree, and makes a page of it.
+# Plans a small GPT on 4 CPU ranks, trains it under every strategy, verifies that losses match, and writes a report.
 demo: $(BARE)
 	@$(BIN)/shardwise plan gpt-tiny --cluster 4xcpu --seq 64 --micro-batch 2 --precision fp32
 	@echo
-	@$(BIN)/shardwise bench examples/demo.toml --nproc 4 --rounds 1 --steps 12 --warm-up 4 --out runs/demo --overwrite $(ARGS)
+	@$(BIN)/shardwise bench examples/demo.toml --ranks 4 --rounds 1 --steps 12 --warm-up 4 --out runs/demo --overwrite $(ARGS)
 	@$(BIN)/shardwise report runs/demo
 	@echo 'Open it in a browser. Then plan a model of your own size: $(BIN)/shardwise plan llama-3.1-8b --cluster 8xh100-80gb'
 
@@ -84,10 +84,27 @@ check: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest tests/unit/test_layers.py
+	@$(MAKE) --no-print-directory docs
+
+# The documentation site, into build/site. A link or an anchor that leads nowhere is an error.
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo 'build/site/index.html'
+
+# Pages and pictures that are written by a command; tests compare them with what it would write now.
+docs-pages: setup
+	@$(BIN)/python scripts/site/pictures.py
+	@$(BIN)/python benchmarks/claims.py
 
 format: setup
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+
+# The release: dist/shardwise-*.whl and the source archive, and whether an index would take them.
+wheel: setup
+	@rm -rf dist
+	@$(BIN)/python -m build --no-isolation --outdir dist . > /dev/null
+	@$(BIN)/python -m twine check --strict dist/*
 
 # Predicts again all that docs/planner.md says, and writes it there. PUBLISHED is a folder of tables that others
 # published (benchmarks/published.py reads them).
@@ -99,4 +116,4 @@ bench: setup
 	@$(BIN)/python benchmarks/engine_step.py --case cpu
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build .pytest_cache .ruff_cache .mypy_cache .hypothesis

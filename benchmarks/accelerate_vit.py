@@ -4,7 +4,7 @@ PYTHONPATH=src python benchmarks/accelerate_vit.py     →  benchmarks/results/a
 
 Every case is accelerate/train.py in fresh processes, on random images, with the repository's config files.
 With two GPUs `accelerate launch` starts it. With one, both ranks share it: that measures memory, but its
-samples/s are no speed result (`"shared_gpu": true`). Beside each peak stands an account by formula.
+samples/s are no speed result (`"shared_gpu": true`). Each peak comes with an account by formula.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def vit_shape(size: str) -> ViTShape:
 
 
 def items_bytes(case: Case, *, shape: ViTShape, ranks: int = NUM_RANKS) -> dict[str, int]:
-    """What a rank holds by formula, under float16 mixed precision, beside activations.
+    """What a rank holds by formula, under float16 mixed precision, apart from activations.
 
     autocast_copies: under DDP, the float16 copies of weights that forward leaves for backward: those of the
     matrix products and of the patch convolution, not biases, norms and tokens.

@@ -1,7 +1,7 @@
 """Captured steps of our engine and of others, in turn, on one GPU: `python benchmarks/captured_peers.py`.
 
 `fsdp`, bf16, fused AdamW, one NCCL rank, one batch that lies on the device: what an engine's step costs, and nothing of
-the wire or of loading data. Our engine stays set up for a whole workload; each peer is set up beside it, and blocks of
+the wire or of loading data. Our engine stays set up for a whole workload; each peer is set up next to it, and blocks of
 steps alternate: ours, theirs, ours, theirs. Engines are those of `shardwise bench --engines`; what is not installed, or
 fails, is listed with the reason. Writes benchmarks/results/captured_peers_h200.json, after every pair.
 

@@ -1,7 +1,7 @@
 """What the planner predicts for the trainings of captured_models.py: `python benchmarks/captured_predictions.py`.
 
 A line for each training whose memory was measured (benchmarks/results/captured_memory_h200.json): allocated and
-reserved bytes, predicted beside measured. Runs without a GPU.
+reserved bytes, predicted against measured. Runs without a GPU.
 """
 
 import argparse

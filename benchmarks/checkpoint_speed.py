@@ -4,7 +4,7 @@
 
 stall    100M parameters with AdamW's state (1.2 GB), 2 ranks of one thread each. Each save counts with its slowest
          rank. The first one allocates and touches the memory into which the state is copied; later ones reuse it.
-         Beside wall-clock seconds stand those that the thread was on a CPU, which other processes disturb less.
+         In addition to wall-clock seconds: those that the thread was on a CPU, which other processes disturb less.
          And a step while nothing is written, and a step while a checkpoint is.
 export   1 GB of weights in two ranks' files → one .safetensors file, in a fresh process: the most memory that was
          resident at any time, above what was resident before it began. Pages of mapped files would count.

@@ -1,4 +1,4 @@
-"""A training step of our engine beside torch's own, on the same plan, in one run.
+"""A training step of our engine against torch's own, on the same plan, in one run.
 
     python benchmarks/engine_step.py --case fsdp-small            one case; `cpu` and `cuda`: all of a device
     python benchmarks/engine_step.py --case cpu --memory --out benchmarks/results/engine_step_cpu.json
@@ -6,7 +6,7 @@
 Each rank is one process that holds both engines' models, made from one seed, and runs blocks of steps in turn: ours,
 torch's, torch's, ours … A machine whose load drifts then slows both alike, and the ratio of neighbouring blocks stays
 true where the times do not. A block counts with its slowest rank. Only ratios are results; seconds are this machine's.
-Beside wall-clock seconds stand the seconds that the process was on a CPU, which other processes disturb less.
+In addition to wall-clock seconds: the seconds that the process was on a CPU, which other processes disturb less.
 
 --memory also runs each engine by itself, and reports the most bytes that are live in a step, and those that are left
 after its zero_grad: on a CPU from torch's allocator (profile/cpu_allocations.py), which does not know of the

@@ -1,4 +1,4 @@
-"""What three estimators say of the same jobs, beside the measured peak: ours, accelerate's and DeepSpeed's.
+"""What three estimators say of the same jobs, compared with the measured peak: ours, accelerate's and DeepSpeed's.
 
     python benchmarks/estimators.py benchmarks/results/validate_memory_h200.json     a table in Markdown
 

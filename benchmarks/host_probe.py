@@ -1,4 +1,4 @@
-"""The host probe beside eager and captured steps, on one GPU: `python benchmarks/host_probe.py`, about three minutes.
+"""The host probe, with eager and captured steps, on one GPU: `python benchmarks/host_probe.py`, about three minutes.
 
 A host that several share is not the same from one second to the next, so each row probes it in turns with its own
 steps. Two kinds of rows, which fit_overhead.py reads:

@@ -28,7 +28,7 @@ class Job:
     def command(self, config: Path, *, folder: Path) -> list[str]:
         return [
             *(sys.executable, "-m", "shardwise", "train", str(config), "--run", str(folder)),
-            *("--nproc", str(self.num_ranks), "--strategy", self.strategy, "--max-restarts", "1000"),
+            *("--ranks", str(self.num_ranks), "--strategy", self.strategy, "--max-restarts", "1000"),
             *("--set", f"optimizer.name={self.optimizer}"),
         ]
 

@@ -130,7 +130,7 @@ def _other_optimizers(cases: Iterable[Case]) -> list[Case]:
 
 
 def two_rank_cases(models: Sequence[Model]) -> list[Case]:
-    """For two real ranks beside a rehearsal of them."""
+    """For two real ranks and a rehearsal of them."""
     model = models[0]
     fsdp = Case(
         model=model.name, strategy="fsdp", num_ranks=2, batch=model.batches[0], seq=model.seq, image=model.image

@@ -1,4 +1,4 @@
-"""A training step that keeps less until backward: ours beside torch's own way of doing it, in one run.
+"""A training step that keeps less until backward: ours against torch's own way of doing it, in one run.
 
     python benchmarks/recompute.py --case gpt-1.3b --memory --out benchmarks/results/recompute_cuda.json
     python benchmarks/recompute.py --case tiny --way full          one way, on a CPU
@@ -91,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", required=True, choices=CASES)
     parser.add_argument("--way", choices=WAYS, action="append", help="one of the ways; may be given several times")
-    parser.add_argument("--batch", type=int, help="samples a rank, instead of the case's own")
+    parser.add_argument("--batch", type=int, help="samples per rank, instead of the case's own")
     parser.add_argument("--memory", action="store_true", help="measure memory, too")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()

@@ -44,7 +44,7 @@ def _short(text: str) -> str:
 class Tally:
     """What a row has tried, what of it held, and one line for each that did not.
 
-    `found` are numbers that the row publishes beside its counts.
+    `found` are numbers that the row publishes with its counts.
     """
 
     tried: int = 0

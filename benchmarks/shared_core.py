@@ -4,7 +4,7 @@
 
 One process pinned to a core calibrates it, then trains tiny models as one Gloo rank, while 0, 1 and 3 busy processes
 run on the same core. Steps and turns of the probe alternate. Each step is predicted by the calibration with the host as
-it was probed beside it, and by the calibration alone. Writes benchmarks/results/shared_core.json.
+it was probed next to it, and by the calibration alone. Writes benchmarks/results/shared_core.json.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def busy(count: int, *, core: int) -> Iterator[None]:
 
 
 def measure(name: str, *, strategy: str, seconds: float) -> dict[str, Any]:
-    """The mean step, and the host beside it: a step that another process interrupts counts as it is."""
+    """The mean step, and the host's seconds: a step that another process interrupts counts as it is."""
     batch_size, seq = MODELS[name]
     task = load_task(name, seq=seq)
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-4, fused=True)

@@ -5,10 +5,10 @@
 
 Ours (eager and captured) and torch's own engines, bf16, fused AdamW, two batch sizes, with and without recomputation.
 A step's time is that of a block of steps, issued one after the other, by the number of steps; the median of blocks.
-Beside each block, `host_seconds`: what the CPU needs at that moment to issue a fixed number of tiny operations. Where
+With each block, `host_seconds`: what the CPU needs at that moment to issue a fixed number of tiny operations. Where
 blocks differ by more than 3%, the case is measured again, from the model's making on, after all others had their turn,
 and again until the time is over: what disturbs the host does so for seconds, and a few blocks in a row do not show it.
-Beside it, from steps that are waited for one by one: when the CPU had issued forward, backward and update
+Also, from steps that are waited for one by one: when the CPU had issued forward, backward and update
 (`issue_seconds`), and how long the device took for each (`device_seconds`).
 A case that fails is a row with its error. The file is written after every case.
 """

@@ -1,10 +1,10 @@
-"""Strategies on ranks of this machine's CPU: how long a step takes, beside what the planner says of it.
+"""Strategies on ranks of this machine's CPU: how long a step takes, compared with the planner's prediction.
 
     shardwise calibrate --device cpu --ranks 4 --out cpu.toml
     python benchmarks/strategies_cpu.py --cluster cpu.toml --out benchmarks/results/strategies_cpu.json
 
 The ranks hold the model of the demo (gpt-tiny) under every strategy, and run blocks of steps in turn, so that a machine
-whose load drifts slows all alike. A block counts with its slowest rank. Beside wall-clock seconds stand the seconds
+whose load drifts slows all alike. A block counts with its slowest rank. In addition to wall-clock seconds: the seconds
 that all ranks together were on a CPU, by the cores that they share: what a step would take with nobody else around.
 What counts is the order: strategies that are measured to be further apart than 10% should be predicted in that order.
 """

@@ -1,9 +1,9 @@
-"""The memory of a training step: measured, and beside it what was predicted.
+"""The memory of a training step: measured, and compared with what was predicted.
 
     python benchmarks/validate_memory.py --measure --out measured.json           all cases, on the GPU
     python benchmarks/validate_memory.py --measure --device cpu --out m.json     tiny models, on the CPU
-    python benchmarks/validate_memory.py --two-ranks --out two_ranks.json        a rehearsal beside two real ranks
-    python benchmarks/validate_memory.py --predict measured.json                 the planner's numbers beside them
+    python benchmarks/validate_memory.py --two-ranks --out two_ranks.json        a rehearsal against two real ranks
+    python benchmarks/validate_memory.py --predict measured.json                 the planner's numbers for them
 
 Cases (memory_cases.py) are of our engine and of torch's, at one rank, which is real, and in rehearsal at 8, 64 and
 1024: rank 0 alone, with the others absent. Processes measure many cases each (memory_worker.py), one at a time, since
@@ -186,7 +186,7 @@ def measure_two_ranks(*, device: str, out: Path | None) -> None:
 
 
 def predict(measured: Path) -> None:
-    """The planner's number beside each measured one."""
+    """The planner's number for each measured one."""
     from memory_predictions import compare, report
 
     print("\n".join(report(compare(json.loads(measured.read_text())["rows"]))))
@@ -196,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--measure", action="store_true", help="measure all cases")
-    what.add_argument("--two-ranks", action="store_true", help="two real ranks beside their rehearsal")
+    what.add_argument("--two-ranks", action="store_true", help="two real ranks against their rehearsal")
     what.add_argument("--predict", type=Path, metavar="MEASURED.json", help="compare with what the planner says")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--limit-seconds", type=float, default=520.0, help="start no case after this")

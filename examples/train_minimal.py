@@ -27,10 +27,9 @@ def main() -> None:
     plan = Plan(strategy=options.strategy, micro_batch=8)
     model, optimizer = shardwise.prepare(task.model, optimizer, plan)
 
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     device = next(model.parameters()).device
     assert task.dataset is not None
-    sampler = DistributedSampler(len(task.dataset), rank=rank, num_ranks=num_ranks, endless=True)  # type: ignore[arg-type]
+    sampler = DistributedSampler(task.dataset, endless=True)  # type: ignore[arg-type]
     batches = DataLoader(task.dataset, batch_size=plan.micro_batch, sampler=sampler)
     for step, (tokens, targets) in enumerate(islice(batches, options.steps), start=1):
         loss = task.loss(model, (tokens.to(device), targets.to(device)))
@@ -38,7 +37,7 @@ def main() -> None:
         shardwise.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if rank == 0 and step % 10 == 0:
+        if dist.get_rank() == 0 and step % 10 == 0:
             print(f"step {step}: loss {loss.item():.3f} (rank 0's)", flush=True)
 
 

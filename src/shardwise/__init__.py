@@ -1,4 +1,4 @@
-"""Shardwise: one dial from DDP to FSDP. Cost it, run it, prove it.
+"""Shardwise: train with any strategy from DDP to FSDP; predict its cost, run it, verify the prediction.
 
 Names are loaded when they are first used, so that `import shardwise` and the command line do not
 pay for torch (two seconds) until something needs it.
@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.data.sampler import DistributedSampler
     from shardwise.engine.engine import tape
+    from shardwise.engine.extend import extend
     from shardwise.engine.optimizer.scaler import GradScaler
     from shardwise.engine.prepared.average import EMA
+    from shardwise.engine.prepared.evaluating import evaluating
+    from shardwise.engine.prepared.forward_method import forward_method
     from shardwise.engines import (
         accumulate,
         capture,
@@ -58,6 +61,9 @@ _HOME = {
     "clip_grad_norm_": "shardwise.engines",
     "clip_grad_value_": "shardwise.engines",
     "edit": "shardwise.engines",
+    "evaluating": "shardwise.engine.prepared.evaluating",
+    "extend": "shardwise.engine.extend",
+    "forward_method": "shardwise.engine.prepared.forward_method",
     "from_pretrained": "shardwise.integrations.pretrained",
     "full_state_dict": "shardwise.engines",
     "grad_norms": "shardwise.engines",
@@ -93,6 +99,9 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "edit",
+    "evaluating",
+    "extend",
+    "forward_method",
     "from_pretrained",
     "full_state_dict",
     "grad_norms",

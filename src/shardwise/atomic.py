@@ -12,7 +12,7 @@ from typing import BinaryIO
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A file to write into; it takes its place at `path` only when the block ends without an error.
 
-    It is written beside `path` (a rename is atomic only within one file system), flushed to the
+    It is written next to `path` (a rename is atomic only within one file system), flushed to the
     disk, then renamed. After an error nothing is left and what stood at `path` before still stands.
     """
     target = Path(path)

@@ -64,7 +64,7 @@ def solved_by_rank_0(solve: Callable[[], Plan]) -> Plan:
     if failure is not None:
         raise failure
     if found is None:
-        raise RanksDisagree(f"rank 0 could not go on: {said}")
+        raise RanksDisagree(f"rank 0 could not continue: {said}")
     return Plan.from_dict(found)
 
 

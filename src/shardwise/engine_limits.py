@@ -168,6 +168,7 @@ LIMITS: Mapping[str, EngineLimits] = MappingProxyType(
                     plain=False,
                     refusal="dynamic = true with engine = 'torch': only engine = 'shardwise' can do that",
                 ),
+                Setting(key="owned", plain=()),
                 Setting(key="offload_activations", plain=False, refusal=_NO_OFFLOAD),
                 Setting(key="offload_states", plain=False, refusal=_NO_OFFLOAD),
             ),

@@ -28,9 +28,9 @@ from shardwise.engine.prepared import uneven as engine_uneven
 from shardwise.engine.prepared import weight_stream as engine_stream
 from shardwise.engine.prepared import whole_parameters as engine_whole
 from shardwise.errors import InvalidPlan
-from shardwise.plan import Plan
+from shardwise.plan import Plan, as_plan
 
-AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None)
+AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None, list[Optimizer])
 Batch = TypeVar("Batch")
 Step = TypeVar("Step", bound=Callable[..., Any])
 
@@ -38,7 +38,7 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 def prepare(
     model: nn.Module,
     optimizer: AnyOptimizer,
-    plan: Plan,
+    plan: Plan | str,
     *,
     device: torch.device | str | None = None,
     any_optimizer: bool = False,
@@ -49,18 +49,23 @@ def prepare(
 ) -> tuple[nn.Module, AnyOptimizer]:
     """Make `model` and `optimizer` run `plan`; then train what is returned with an ordinary loop.
 
+    `plan` may also be the name of a strategy: `prepare(model, optimizer, "fsdp")`.
+
     Collective: every rank of the job calls it. Where there is no process group it joins the job that torchrun, SLURM or
     our launcher started; without a launcher, a job of one rank. Values come from rank 0. `device` moves the model;
     without it the model stays where it is (from meta: this rank's GPU, or the CPU). `optimizer` may be None, and be
-    made later.
+    made later, or a list. Models that share parameters are prepared at once, in an nn.ModuleDict, and called one by one
+    as before.
 
-    engine = 'shardwise'   the same two objects come back. `any_optimizer` admits an optimizer that is not known to
-                           be elementwise; `collectives` replaces the plan's, for tests; when a rank has held up
-                           the others for `watch_seconds`, it is named and the job ends (0: nobody watches);
-                           every `compare_every` steps ranks compare what they hold alike (0: never). `weights`:
-                           values by name; rank 0 asks for each once, so that a file can be read tensor by tensor.
+    engine = 'shardwise'   the same two objects come back. The optimizer may be any that updates each parameter by
+                           itself; whether it can step slices is tried out, and `any_optimizer` leaves that out.
+                           `collectives` replaces the plan's, for tests; when a rank has held up the others for
+                           `watch_seconds`, it is named and the job ends (0: nobody watches); every `compare_every`
+                           steps ranks compare what they hold alike (0: never). `weights`: values by name; rank 0 asks
+                           for each once, so that a file can be read tensor by tensor.
     engine = 'torch'       under ddp the model comes back inside a DistributedDataParallel.
     """
+    plan = as_plan(plan)
     if plan.engine != "torch":
         return engine_prepare.prepare(
             model,
@@ -77,6 +82,8 @@ def prepare(
         raise InvalidPlan("engine = 'torch' has collectives of its own: leave collectives out of prepare")
     if weights is not None:
         raise InvalidPlan("engine = 'torch' takes no weights: load them with shardwise.load_full_state_dict")
+    if isinstance(optimizer, list):
+        raise InvalidPlan("engine = 'torch' takes one optimizer; prepare with None, and make them afterwards")
     from shardwise.torch_engine.prepare import prepare_on_torch
 
     return prepare_on_torch(model, optimizer, plan, device=device)
@@ -304,14 +311,14 @@ def full_state_dict(
 
 
 def load_full_state_dict(
-    model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None = None, *, from_rank0: bool = False
+    model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], *, from_rank0: bool = False
 ) -> None:
-    """Load what `full_state_dict` gave, under any plan, engine and number of ranks. Collective.
+    """Load what `full_state_dict(model, optimizer)` gave, under any plan, engine and number of ranks. Collective.
 
-    With `from_rank0`, only rank 0's `state` is read.
+    `optimizer` may be None: the model alone is loaded. With `from_rank0`, only rank 0's `state` is read.
     """
     if is_prepared(model):
-        return engine_state.load_full_state_dict(model, state, optimizer, from_rank0=from_rank0)
+        return engine_state.load_full_state_dict(model, optimizer, state, from_rank0=from_rank0)
     from shardwise.torch_engine.full_state import load_full_state_dict_on_torch
 
-    return load_full_state_dict_on_torch(model, state, optimizer, from_rank0=from_rank0)
+    return load_full_state_dict_on_torch(model, optimizer, state, from_rank0=from_rank0)

@@ -1,4 +1,4 @@
-"""The exceptions that Shardwise raises for what a user can mend.
+"""The exceptions that Shardwise raises for what a user can fix.
 
     ShardwiseError
     ├── InvalidPlan       a plan, placement, mesh or unit policy that cannot be
@@ -20,7 +20,7 @@ from difflib import get_close_matches
 
 
 class ShardwiseError(Exception):
-    """A mistake that the user can mend; the message says how."""
+    """A mistake that the user can fix; the message says how."""
 
 
 class InvalidPlan(ShardwiseError):  # noqa: N818 - reads as the first word of the line that users see
@@ -74,6 +74,6 @@ class MissingExtra(ShardwiseError):  # noqa: N818
 
     @classmethod
     def of(cls, package: str, *, needed_for: str, extra: str | None = None) -> "MissingExtra":
-        """The error for `package`, which comes with `shardwise[extra]` or, without one, by its own name."""
+        """The error for `package`, which comes with `shardwise[extra]`, or by its own name."""
         what = f"'shardwise[{extra}]'" if extra else package
         return cls(f"{needed_for} needs {package}: pip install {what}")

@@ -75,17 +75,17 @@ def cut_out(parts: Sequence[tuple[int, int]], *, end: int) -> BufferCut:
     return BufferCut(sizes=tuple(sizes), places=tuple(places))
 
 
-def lay_out(shapes: Sequence[tuple[int, ...]], *, num_slices: int) -> Layout:
+def lay_out(shapes: Sequence[tuple[int, ...]], *, num_slices: int, alignment: int = ALIGNMENT) -> Layout:
     """The layout of parameters of these shapes in a buffer of `num_slices` slices."""
     offsets = []
     end = 0
     for shape in shapes:
         offsets.append(end)
-        end = _round_up(end + prod(shape), ALIGNMENT)
+        end = _round_up(end + prod(shape), alignment)
     return Layout(
         shapes=tuple(shapes),
         offsets=tuple(offsets),
-        num_elements=_round_up(end, num_slices * ALIGNMENT),
+        num_elements=_round_up(end, num_slices * alignment),
         num_slices=num_slices,
     )
 

@@ -1,6 +1,6 @@
 """Pattern → value: what a plan says of some units and not of others."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from reprlib import repr as _show
 
@@ -51,3 +51,14 @@ def unmatched(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
     """The patterns that match none of the names: most likely a slip."""
     known = list(names)
     return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]
+
+
+def short_patterns(names: Sequence[str], *, among: Sequence[str]) -> tuple[str, ...]:
+    """Patterns that match these names and no others of `among`: one for all that differ in numbers only."""
+    chosen = set(names)
+    found: dict[str, None] = {}
+    for name in names:
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        matches_others = any(fnmatchcase(other, pattern) for other in among if other not in chosen)
+        found[name if matches_others else pattern] = None
+    return tuple(found)

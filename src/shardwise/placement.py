@@ -71,6 +71,26 @@ AUTO = "auto"
 """In place of a strategy: the planner's solver is to give each unit its row (planner/search/auto.py)."""
 
 
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {"no_shard": "ddp", "full_shard": "fsdp", "zero3": "fsdp", "hybrid_shard": "fsdp"}
+)
+"""What other libraries call a strategy → its row. Hybrid sharding is fsdp on a mesh that replicates as well."""
+
+
+def resolve_strategy(name: str, *, replicate: int = 1) -> str:
+    """A strategy's own name, for one that other libraries give it (`FULL_SHARD`); any other name as it is.
+
+    replicate    of the mesh. `hybrid_shard` needs one that is longer than 1.
+    """
+    spelled = name.strip().lower().replace("-", "_")
+    if spelled == "hybrid_shard" and replicate == 1:
+        raise InvalidPlan(
+            "strategy = 'hybrid_shard' is fsdp on a mesh of nodes × ranks per node: give the mesh too, such as "
+            "Mesh(replicate=2, shard=8) in a plan or --mesh 2x8"
+        )
+    return ALIASES.get(spelled, spelled if spelled in STRATEGIES else name)
+
+
 def placement_of(strategy: str) -> Placement:
     """The placement that a strategy gives to every unit."""
     try:

@@ -16,7 +16,7 @@ from shardwise.engine_limits import LIMITS, check_settings
 from shardwise.errors import InvalidPlan, ShardwiseError, UnknownName
 from shardwise.mesh import Mesh
 from shardwise.patterns import Patterns, check_pattern, unmatched
-from shardwise.placement import AUTO, STRATEGIES, Placement, placement_of, strategy_of
+from shardwise.placement import AUTO, STRATEGIES, Placement, placement_of, resolve_strategy, strategy_of
 from shardwise.plan_form import check_count, not_among, override_of, some, table_of
 from shardwise.policy import UnitPolicy
 from shardwise.toml_file import read_toml
@@ -42,17 +42,19 @@ _OPTIONAL = ("micro_batch",)
 _SWITCHES = ("accumulate_reduced", "offload_activations", "offload_states", "dynamic")
 
 
-def _strategies(items: object) -> Patterns:
+def _strategies(items: object, *, replicate: int) -> Patterns:
     """Pattern → strategy; a placement is kept by the name of its row."""
-    return Patterns({check_pattern(p, key="overrides"): _strategy(p, v) for p, v in _mapping("overrides", items)})
+    given = {check_pattern(pattern, key="overrides"): value for pattern, value in _mapping("overrides", items)}
+    return Patterns({pattern: _strategy(pattern, value, replicate=replicate) for pattern, value in given.items()})
 
 
-def _strategy(pattern: str, value: object) -> str:
+def _strategy(pattern: str, value: object, *, replicate: int) -> str:
     if isinstance(value, Placement):
         return strategy_of(value)
-    if not isinstance(value, str) or value not in STRATEGIES:
+    name = resolve_strategy(value, replicate=replicate) if isinstance(value, str) else ""
+    if name not in STRATEGIES:
         raise InvalidPlan(not_among(f"overrides.{pattern}", value, STRATEGIES) + ", or a placement")
-    return value
+    return name
 
 
 def _recomputes(items: object) -> Patterns:
@@ -72,9 +74,9 @@ def _mapping(key: str, items: object) -> Iterable[tuple[str, object]]:
     return items.items()
 
 
-def _module_patterns(key: str, value: object) -> tuple[str, ...]:
+def _patterns(key: str, value: object, *, of: str) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, list | tuple):
-        raise InvalidPlan(f"{key} = {_show(value)}: must be a list of module-name patterns")
+        raise InvalidPlan(f"{key} = {_show(value)}: must be a list of {of}-name patterns")
     return tuple(check_pattern(pattern, key=key) for pattern in value)
 
 
@@ -82,12 +84,14 @@ def _module_patterns(key: str, value: object) -> tuple[str, ...]:
 class Plan:
     """How a model is trained on many ranks.
 
-    strategy           the placement of every unit that no override names; `auto`: the planner chooses a placement and a
-                       recompute for each unit, before a run (`Plan.auto`, `shardwise train`)
+    strategy           the placement of every unit that no override names. Other libraries' names are taken too, and
+                       replaced: no_shard → ddp; zero3, full_shard, and with a mesh hybrid_shard → fsdp. `auto`: the
+                       planner chooses a placement and a recompute for each unit, before a run (`Plan.auto`,
+                       `shardwise train`)
     overrides          unit-name pattern (`blocks.0`, `blocks.*`) → strategy or Placement; a later one wins
     units              how the model is cut into units (policy.py)
     mesh               replicate × shard; None: all ranks on the shard axis
-    micro_batch        samples per rank and pass; None: the caller's loop decides
+    micro_batch        samples per rank per pass; None: the caller's loop decides
     accumulate         passes per optimizer step
     accumulate_reduced each of those passes reduces its gradients: less memory, more communication
     precision          what units compute in; `native` leaves the module's own dtypes alone
@@ -101,6 +105,9 @@ class Plan:
     prefetch           units gathered ahead of the one that computes
     reduces_in_flight  gradient reductions that may be under way at once
     bucket_bytes       gradients that are reduced together, at least, where grads are replicated
+    owned              parameter-name patterns (`blocks.*.weight`): where optimizer state is sharded, that of each of
+                       these lives whole on one rank, which steps the whole parameter. `prepare` adds those whose
+                       optimizer needs it
     dynamic            units are called in another order in every step, or on every rank: the ranks agree on each
                        gather, which costs time. Units that are only skipped now and then do not need it
     compile            torch.compile of each unit but the root, by this backend
@@ -127,6 +134,7 @@ class Plan:
     prefetch: int = 1
     reduces_in_flight: int = 1
     bucket_bytes: int = 25 * 2**20
+    owned: tuple[str, ...] = ()
     dynamic: bool = False
     compile: str = "none"
     capture: str | bool = "auto"
@@ -136,6 +144,11 @@ class Plan:
     def __post_init__(self) -> None:
         if isinstance(self.capture, bool):
             object.__setattr__(self, "capture", "on" if self.capture else "off")
+        if self.mesh is not None and not isinstance(self.mesh, Mesh):
+            raise InvalidPlan(f"mesh = {_show(self.mesh)}: must be a Mesh (replicate and shard)")
+        replicate = self.mesh.replicate if self.mesh is not None else 1
+        if isinstance(self.strategy, str):
+            object.__setattr__(self, "strategy", resolve_strategy(self.strategy, replicate=replicate))
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if not isinstance(value, str) or value not in allowed:
@@ -145,13 +158,12 @@ class Plan:
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidPlan(f"{name} = {_show(getattr(self, name))}: must be true or false")
-        if self.mesh is not None and not isinstance(self.mesh, Mesh):
-            raise InvalidPlan(f"mesh = {_show(self.mesh)}: must be a Mesh (replicate and shard)")
         # One spelling for one plan, so that equal plans are equal values.
         object.__setattr__(self, "units", str(UnitPolicy.parse(self.units)))
-        object.__setattr__(self, "overrides", _strategies(self.overrides))
+        object.__setattr__(self, "overrides", _strategies(self.overrides, replicate=replicate))
         object.__setattr__(self, "recompute_overrides", _recomputes(self.recompute_overrides))
-        object.__setattr__(self, "keep_fp32", _module_patterns("keep_fp32", self.keep_fp32))
+        object.__setattr__(self, "keep_fp32", _patterns("keep_fp32", self.keep_fp32, of="module"))
+        object.__setattr__(self, "owned", _patterns("owned", self.owned, of="parameter"))
         self._check_combination()
 
     def _check_combination(self) -> None:
@@ -163,6 +175,16 @@ class Plan:
             )
         if self.is_auto and (self.overrides or self.recompute_overrides):
             raise InvalidPlan("strategy = 'auto' chooses for each unit: leave overrides and recompute_overrides out")
+        for setting, is_set in (
+            ("offload_states = true", self.offload_states),
+            ("precision = 'fp16'", self.is_fp16),
+            ("capture = 'on'", self.captures),
+        ):
+            if self.owned and is_set:
+                raise InvalidPlan(
+                    f"owned with {setting}: what one rank steps whole has no memory of its own between updates; leave "
+                    "one of them out, or use strategy = 'ddp'"
+                )
         if self.precision == "native" and self.keep_fp32:
             raise InvalidPlan("keep_fp32 with precision = 'native': native leaves every module's dtypes alone")
 
@@ -170,6 +192,10 @@ class Plan:
     def is_auto(self) -> bool:
         """Whether placements are still to be chosen."""
         return self.strategy == AUTO
+
+    @property
+    def is_fp16(self) -> bool:
+        return self.precision == "fp16"
 
     @property
     def captures(self) -> bool:
@@ -180,7 +206,7 @@ class Plan:
         for name, set_so in (
             ("dynamic = true", self.dynamic),
             ("offload_states = true", self.offload_states),
-            ("precision = 'fp16'", self.precision == "fp16"),
+            ("precision = 'fp16'", self.is_fp16),
         ):
             if set_so:
                 return name
@@ -193,6 +219,8 @@ class Plan:
             return f"with {hindrance} a step waits for the device"
         if self.offload_activations:
             return "offload_activations = true"
+        if self.owned:
+            return "parameters that one rank owns get new memory in each update"
         return "" if self.collectives == "backend" else f"collectives = {self.collectives!r}"
 
     def placements(self, unit_names: Iterable[str]) -> dict[str, Placement]:
@@ -229,6 +257,10 @@ class Plan:
         above = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
         return any(fnmatchcase(module, pattern) for pattern in self.keep_fp32 for module in above)
 
+    def owns(self, parameter: str) -> bool:
+        """Whether one rank is to own the optimizer state of the parameter of that name."""
+        return any(fnmatchcase(parameter, pattern) for pattern in self.owned)
+
     @classmethod
     def auto(
         cls,
@@ -245,9 +277,9 @@ class Plan:
 
         model         a shardwise.Task (a model, its loss, and how to make a batch), or a name as `shardwise plan` takes
         plan          what is given: its precision, and its mesh and micro_batch where they are set
-        cluster       a name as `shardwise plan` takes; without one, the devices of this job
-        budget_bytes  of a device; without it, all that it has
-        global_batch  samples of a step on all ranks; without it, plan.accumulate passes of the best micro-batch
+        cluster       a name as `shardwise plan` takes (default: the devices of this job)
+        budget_bytes  memory to use per device (default: all that it has)
+        global_batch  samples per step on all ranks (default: plan.accumulate passes of the best micro-batch)
         goal          `throughput`, or `memory` for the smallest peak
         optimizer     adamw, adam or sgd
 
@@ -272,6 +304,7 @@ class Plan:
         data["overrides"] = dict(self.overrides)
         data["recompute_overrides"] = dict(self.recompute_overrides)
         data["keep_fp32"] = list(self.keep_fp32)
+        data["owned"] = list(self.owned)
         if self.mesh is not None:
             data["mesh"] = {"replicate": self.mesh.replicate, "shard": self.mesh.shard}
         # Tables go last: a key after a table's header would belong to the table.
@@ -311,3 +344,12 @@ class Plan:
             return cls.from_dict(read_toml(path))
         except ShardwiseError as error:
             raise InvalidPlan(f"{path}: {error}") from error
+
+
+def as_plan(plan: Plan | str) -> Plan:
+    """The plan, or the one that only says a strategy: `"fsdp"`."""
+    if isinstance(plan, str):
+        return Plan(strategy=plan)
+    if not isinstance(plan, Plan):
+        raise InvalidPlan(f"plan = {_show(plan)}: must be a shardwise.Plan, or the name of a strategy ('fsdp')")
+    return plan

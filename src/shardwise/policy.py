@@ -1,6 +1,7 @@
 """How a model is cut into units: the policy as a value, and its spelling in a plan.
 
-    auto                      the outermost repeated blocks of ModuleList and Sequential stacks
+    auto                      the outermost repeated blocks of ModuleList and Sequential stacks; where that leaves
+                              most of the model at the root, the large layers of its stacks as well
     class:Block,Bottleneck    every module of these classes
     min-params:1000000        the smallest modules that hold at least so many parameters
     leaf                      every module that holds parameters of its own
@@ -19,7 +20,7 @@ from shardwise.errors import InvalidPlan
 class Cut(Enum):
     """The rule by which modules become units; the value is its spelling."""
 
-    REPEATED_BLOCKS = "auto"
+    AUTO = "auto"
     CLASSES = "class"
     MIN_PARAMS = "min-params"
     LEAVES = "leaf"
@@ -33,7 +34,7 @@ _SPELLINGS = "auto, class:NAME,…, min-params:N, leaf, none (each may be follow
 class UnitPolicy:
     """A rule, its argument, and modules that are units whatever the rule says."""
 
-    cut: Cut = Cut.REPEATED_BLOCKS
+    cut: Cut = Cut.AUTO
     class_names: tuple[str, ...] = ()
     min_params: int = 0
     modules: tuple[str, ...] = ()

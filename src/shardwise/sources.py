@@ -2,8 +2,8 @@
 
 gpt2-124m                  a catalogue model: its spec comes with the package
 params:60b                 so many parameters, and nothing else known
-python:FILE.py:function    one's own Task
-hf:DIR, timm:NAME, torchvision:NAME    models of other libraries (trace/foreign.py)
+python:FILE.py:function    your own Task
+hf:DIR (or hf:DIR/config.json), timm:NAME, torchvision:NAME    models of other libraries (trace/foreign.py)
 """
 
 import gc
@@ -69,7 +69,7 @@ class Source:
     def _first_spec(self) -> ModelSpec:
         if self.reference.startswith("params:"):
             if self._seq is not None or self._image is not None:
-                raise InvalidModel(f"{self.reference}: --seq and --image have no meaning; nothing of it is known")
+                raise InvalidModel(f"{self.reference}: --seq and --image have no meaning for a parameter count")
             return states_only(self.reference)
         if self._is_ready():
             spec = ready_spec(self.reference, ways=())

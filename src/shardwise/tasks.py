@@ -1,7 +1,7 @@
 """A task: a model with its loss, its batches and, for training, its data. The same thing for every command.
 
 gpt2-124m                   a name of the catalogue (`shardwise models`)
-python:FILE.py:function     one's own: the function returns a Task
+python:FILE.py:function     your own: the function returns a Task
 """
 
 import runpy
@@ -68,7 +68,7 @@ def load_task(
     image: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Task:
-    """The task of a name or of one's own function.
+    """The task of a name or of your own function.
 
     `dataset` is a spelling of data/source.py; without one the task has no data. `seq` and `image`
     change the catalogue model's sequence length and image size. With `device="meta"` no weight is made.

@@ -5,6 +5,7 @@ cover. A parameter that several modules share belongs to the lowest unit that co
 because only that one's forward encloses every use.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,9 @@ from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 
 _STACKS = (nn.ModuleList, nn.Sequential)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+LARGE_LAYER = 2**18
+"""A layer that `auto` makes a unit has at least so many parameters: 512 × 512. Gathering less costs mostly latency."""
 
 
 def model_spec(
@@ -62,26 +66,78 @@ def unit_modules(model: nn.Module, *, policy: UnitPolicy | str = "auto") -> dict
     return {ROOT: model, **named}
 
 
-def _repeated_blocks(model: nn.Module, policy: UnitPolicy) -> set[str]:
+def called_modules(module: nn.Module) -> list[nn.Module]:
+    """The modules whose call is a forward of this one: itself; of a ModuleDict or ModuleList, the models in it.
+
+    One that lies inside another of them is called by that, and is no model of its own.
+    """
+    is_plain = type(module).forward is nn.Module.forward and "forward" not in vars(module)
+    if not isinstance(module, nn.ModuleDict | nn.ModuleList) or not is_plain:
+        return [module]
+    models = list(module.children())
+    inside = {id(part) for model in models for part in model.modules() if part is not model}
+    return [model for model in models if id(model) not in inside]
+
+
+def _auto(model: nn.Module, policy: UnitPolicy) -> set[str]:
+    """Repeated blocks; where they leave most of the model at the root, the large layers of its stacks as well."""
+    blocks = _repeated_blocks(model)
+    own = _untied_sizes(model)
+    sizes = {path: sum(own[id(p)] for p in module.parameters()) for path, module in model.named_modules()}
+    in_blocks = sum(sizes.get(path, 0) for path in blocks)
+    if 2 * in_blocks >= sizes[""]:
+        return blocks
+    return blocks | _large_layers(model, sizes=sizes, blocks=blocks)
+
+
+def _repeated_blocks(model: nn.Module) -> set[str]:
     """The outermost modules in stacks whose class occurs at least twice in stacks.
 
     A block has parts of its own: a Linear in a Sequential is not one, nor is a stack in a stack.
     """
-
-    def is_block(module: nn.Module) -> bool:
-        has_parts = any(True for _ in module.children())
-        return has_parts and not isinstance(module, _CONTAINERS) and _holds_params(module)
-
-    stacks = [(path, module) for path, module in model.named_modules() if isinstance(module, _STACKS)]
     blocks = {
-        f"{path}.{key}" if path else key: child
-        for path, stack in stacks
-        for key, child in stack.named_children()
-        if is_block(child)
+        path: child
+        for path, child in _stacked(model)
+        if any(True for _ in child.children()) and not isinstance(child, _CONTAINERS) and _holds_params(child)
     }
     classes = [type(block) for block in blocks.values()]
-    repeated = {path for path, block in blocks.items() if classes.count(type(block)) > 1}
-    return {path for path in repeated if not any(path.startswith(outer + ".") for outer in repeated)}
+    return _outermost({path for path, block in blocks.items() if classes.count(type(block)) > 1})
+
+
+def _large_layers(model: nn.Module, *, sizes: dict[str, int], blocks: set[str]) -> set[str]:
+    """The outermost modules in stacks that hold at least LARGE_LAYER parameters, outside of blocks.
+
+    One that holds most of the model is left out in favour of those inside it.
+    """
+    large = {
+        path
+        for path, child in _stacked(model)
+        if sizes.get(path, 0) >= LARGE_LAYER
+        and not isinstance(child, _CONTAINERS)
+        and not any(path == block or path.startswith(block + ".") or block.startswith(path + ".") for block in blocks)
+    }
+    for path in sorted(large):
+        if 2 * sizes[path] > sizes[""] and any(other.startswith(path + ".") for other in large):
+            large.discard(path)
+    return _outermost(large)
+
+
+def _stacked(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of what lies directly in a ModuleList or Sequential."""
+    for path, stack in model.named_modules():
+        if isinstance(stack, _STACKS):
+            for key, child in stack.named_children():
+                yield f"{path}.{key}" if path else key, child
+
+
+def _outermost(paths: set[str]) -> set[str]:
+    return {path for path in paths if not any(path.startswith(outer + ".") for outer in paths)}
+
+
+def _untied_sizes(model: nn.Module) -> dict[int, int]:
+    """Parameter → how many elements it brings to the unit that its module becomes: none if several modules share it."""
+    holders = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return {id(p): p.numel() if holders[id(p)] == 1 else 0 for p in model.parameters()}
 
 
 def _classes(model: nn.Module, policy: UnitPolicy) -> set[str]:
@@ -126,7 +182,7 @@ def _nothing(model: nn.Module, policy: UnitPolicy) -> set[str]:
 
 
 _RULES: dict[Cut, Callable[[nn.Module, UnitPolicy], set[str]]] = {
-    Cut.REPEATED_BLOCKS: _repeated_blocks,
+    Cut.AUTO: _auto,
     Cut.CLASSES: _classes,
     Cut.MIN_PARAMS: _min_params,
     Cut.LEAVES: _leaves,

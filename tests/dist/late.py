@@ -11,7 +11,7 @@ So a missing wait, an early free or a buffer used twice fails on every run, on a
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,29 @@ class LateCollectives:
 
         given = _whole(buffer) if group.index == source else (0, 0)
         return self._issue("broadcast", buffer, group=group, start=start, given=given, result=_whole(buffer))
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        *,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        group: Group,
+    ) -> Work:
+        private_sent = sent.clone()
+        # Until the wait nobody may read what was handed over either.
+        _poison(sent.data.view(-1))
+
+        def start(private: Tensor) -> Work:
+            return self._inner.all_to_all(
+                private, private_sent, received_sizes=received_sizes, sent_sizes=sent_sizes, group=group
+            )
+
+        issued = self._issue("all_to_all", received, group=group, start=start, given=(0, 0), result=_whole(received))
+        # Ranks have different shares of it.
+        self.issued[-1] = ("all_to_all", 0, group.ranks)
+        return issued
 
     def assert_all_waited(self) -> None:
         """LateError with the names of the works that nobody has waited for."""
@@ -178,7 +201,7 @@ class LateWork:
                 f"its storage had {self._storage_bytes} bytes and has {storage_bytes}"
             )
         if self._buffer.data_ptr() != self._address:
-            raise LateError(f"{self.name}: the buffer was freed and allocated anew before the wait")
+            raise LateError(f"{self.name}: the buffer was freed and allocated again before the wait")
 
     def _check_content(self) -> None:
         changed = _bytes_of(self._buffer) != self._as_left

@@ -208,7 +208,7 @@ def main() -> None:
     if (failing + 1) % 3 == RANK:
         # A peer that has lost its connection complains, at once or soon.
         time.sleep(0.0 if point == "after_its_echo" else 0.3)
-        raise RanksDisagree(f"rank {failing} could not go on")
+        raise RanksDisagree(f"rank {failing} could not continue")
     wait_for_ever()
 
 

@@ -23,7 +23,7 @@ from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.params.unit import Unit
 from shardwise.tasks import Task, load_task
 
-OPTIONS = ("--nproc", "2", "--rounds", "1", "--steps", "2", "--warm-up", "3")
+OPTIONS = ("--ranks", "2", "--rounds", "1", "--steps", "2", "--warm-up", "3")
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def config(tmp_path: Path) -> Path:
 @pytest.mark.timeout(300)
 def test_the_command_measures_each_strategy_in_fresh_processes_and_says_which_to_use(config: Path) -> None:
     out = config.parent / "out"
-    command = ["bench", str(config), *OPTIONS, "--strategies", "fsdp,ddp", "--out", str(out), "--name", "<b>"]
+    command = ["bench", str(config), *OPTIONS, "--strategy", "fsdp,ddp", "--out", str(out), "--name", "<b>"]
     mark = f"BENCH_TEST={config.parent}"
     result = subprocess.run(
         [sys.executable, "-m", "shardwise", *command],
@@ -129,7 +129,7 @@ def test_the_gate_names_a_wrong_gradient_and_unequal_dtypes_and_ranks_nothing(
     monkeypatch.setattr("shardwise.bench.benchmark.run_ranks", run)
     out = config.parent / "out"
     with pytest.raises(SystemExit) as caught:
-        main(["bench", str(config), *OPTIONS, "--strategies", "ddp,zero1,zero2,fsdp", "--out", str(out)])
+        main(["bench", str(config), *OPTIONS, "--strategy", "ddp,zero1,zero2,fsdp", "--out", str(out)])
     assert caught.value.code == 1
     shown = capfd.readouterr().out
     found = load_bench(out)

@@ -137,6 +137,29 @@ def test_the_tape_is_the_program_each_operation_in_its_row(strategy: str) -> Non
     assert all(0 <= one.seconds <= other.seconds for one, other in pairwise(first.tape))
     assert first.buckets == {bucket.name: bucket.units for bucket in program.buckets}
     assert second.tape == ()
+    # A step of the usual length, which nobody recorded.
+    assert first.tape_seconds is not None
+    assert first.tape[-1].seconds <= first.tape_seconds
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_memory_after_each_operation_is_what_the_operation_left(strategy: str) -> None:
+    first, second = found("shardwise", strategy)
+    for rank in (first, second):
+        assert rank.ledger is not None
+        after = rank.ledger.operations
+        assert [entry.at for entry in after] == [f"{one.kind} {one.subject}" for one in first.tape]
+        assert max(entry.total_bytes for entry in after) <= rank.ledger.peak.total_bytes
+        freed = 0
+        for at, one in enumerate(first.tape):
+            gathered = after[at].num_bytes["gathered"]
+            before = after[at - 1].num_bytes["gathered"] if at else rank.ledger.at_rest.num_bytes["gathered"]
+            if one.kind == "gather":
+                assert gathered > before
+            elif one.kind == "free":
+                assert before - gathered == one.num_bytes
+                freed += 1
+        assert (freed > 0) == (strategy == "fsdp")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -118,7 +118,23 @@ def test_states_of_another_form_are_one_line(option: str, says: str) -> None:
         assert says in refused
 
 
-def test_only_tensors_count_and_what_is_beside_them() -> None:
+def store_as_floats(rank: int, precision: str) -> str:
+    model = Net(seed=0)
+    packed = model.base.weight
+    model.base.weight = Packed(packed.data.view(8, 2).view(torch.bfloat16), packed.quant_state, model.base)
+    return line(lambda: prepare(model, None, Plan(strategy="fsdp", precision=precision)))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_packed_bits_that_are_called_floats_are_not_cast(precision: str) -> None:
+    (refused,) = run_ranks(store_as_floats, num_ranks=1, args=(precision,))
+    assert refused.startswith(
+        f"base.weight is a quantised weight that is stored as bfloat16, and precision = '{precision}' would change its"
+    )
+    assert "store it as uint8 (bitsandbytes: quant_storage=torch.uint8), or set precision = 'native'" in refused
+
+
+def test_only_tensors_count_and_the_values_with_them() -> None:
     model = nn.Linear(2, 2)
     model.weight.note, model.weight.owner, model.weight.place = "mine", model, {"rank": 3}
     model.weight.itself = model.weight

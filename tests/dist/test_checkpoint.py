@@ -314,6 +314,6 @@ def test_misuse_is_one_line_on_every_rank(tmp_path: Path) -> None:
     first, second = run_ranks(misuse, num_ranks=2, args=(str(tmp_path),))
     assert "a checkpoint in the middle of an accumulation" in first[0]
     assert first[1] == second[1] == "ranks save different steps: 0, 1"
-    assert first[2] == f"rank 1 could not go on: {second[2]}"
+    assert first[2] == f"rank 1 could not continue: {second[2]}"
     assert second[2].startswith("own.set is a set")
     assert first[3].startswith("this GPT has not been through shardwise.prepare")

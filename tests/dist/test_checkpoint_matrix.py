@@ -89,7 +89,7 @@ def load_into_each_kind(
     states: dict[Job, tuple[State, State]],
     alike: dict[Job, Job],
 ) -> list[tuple[Job, Job]]:
-    """Load each job's checkpoint beside the same state as a full state dict, and take two steps from either."""
+    """Load each job's checkpoint, and the same state as a full state dict, and take two steps from either."""
     checkpoints = Checkpoints(folder)
     saved = {
         job: open_checkpoint(Path(folder, str(job[0]), f"step-{list(kinds(job[0])).index(job[1]):08}"))
@@ -105,11 +105,11 @@ def load_into_each_kind(
             loaded = checkpoints.load(saved[job], model, optimizer)
             assert loaded.progress == {"kind": job[1]}
             check_own(loaded.own, rank=rank, expected=job[0] == num_ranks)
-            shardwise.load_full_state_dict(other, state, others_optimizer)
+            shardwise.load_full_state_dict(other, others_optimizer, state)
             assert_same(held_values(model, optimizer), held_values(other, others_optimizer))
             train(model, optimizer, rank=rank, steps=range(2, 4))
             if job == (num_ranks, kind):
-                shardwise.load_full_state_dict(other, final, others_optimizer)
+                shardwise.load_full_state_dict(other, others_optimizer, final)
                 assert_same(held_values(model, optimizer), held_values(other, others_optimizer))
             elif alike[job] not in finals:
                 train(other, others_optimizer, rank=rank, steps=range(2, 4))

@@ -219,7 +219,7 @@ def saved_and_loaded(rank: int, strategy: str) -> None:
         other_optimizer = by_weight_decay(other.parameters())
         prepare(other, other_optimizer, Plan(strategy=other_strategy))
         only_rank_0 = state if rank == 0 else {}
-        load_full_state_dict(other, only_rank_0, other_optimizer, from_rank0=True)
+        load_full_state_dict(other, other_optimizer, only_rank_0, from_rank0=True)
         assert_same_state(full_state_dict(other, other_optimizer), state)
         losses = train(other, other_optimizer, [batch(step, rank) for step in range(2, 4)])
         if dist.get_world_size() == 2:

@@ -37,6 +37,7 @@ def warned(rank: int, given: str, strategy: str = "fsdp", dynamic: bool = False)
         "the same": same,
         "the same in a list": [same],
         "its own": own,
+        "of two ranks": same if rank < 2 else own,
         "zeros": torch.zeros(2, 4),
         "no tensor": None,
         # A try without a backward, then training.
@@ -67,6 +68,14 @@ def test_rank_0_tells_once_that_all_ranks_have_the_same_batch(given: str, strate
     assert say(told[0]).startswith("all 2 ranks were given the same batch in the first step")
     assert "DistributedSampler" in told[0]
     assert "\n" not in told[0]
+
+
+def test_two_ranks_of_three_that_share_a_batch_are_named() -> None:
+    """As a sampler makes them that was told a wrong number of ranks."""
+    told, *others = run_ranks(warned, num_ranks=3, args=("of two ranks",))
+    assert others == [[], []]
+    assert len(told) == 1
+    assert told[0].startswith("ranks 0, 1 were given the same batch in the first step")
 
 
 @pytest.mark.parametrize("given", ["its own", "zeros", "no tensor", "its own after a try", "the same later"])

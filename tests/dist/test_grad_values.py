@@ -90,7 +90,7 @@ def test_torchs_own_on_gradients_that_it_cannot_see_names_ours(strategy: str, pr
 
 
 def steps(rank: int, plan: Plan, how: str) -> dict[str, Tensor]:
-    """Two passes a step: by a closure, by a closure after a pass that is kept, or without."""
+    """Two passes per step: by a closure, by a closure after a pass that is kept, or without."""
     model, optimizer, batch = prepared(plan, rank=rank)
 
     def passes(step: int, numbers: tuple[int, ...]) -> Tensor:

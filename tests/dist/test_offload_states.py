@@ -62,10 +62,10 @@ def kept_on_the_host(rank: int) -> None:
     state = shardwise.full_state_dict(model, optimizer)
     other, _ = MODELS["gpt"]()
     _, other_optimizer = shardwise.prepare(other, adamw(other.parameters()), Plan(strategy="zero1"))
-    shardwise.load_full_state_dict(other, state, other_optimizer)
+    shardwise.load_full_state_dict(other, other_optimizer, state)
     again = shardwise.full_state_dict(other, other_optimizer)
     assert all(torch.equal(again["model"][name], value) for name, value in state["model"].items())
-    shardwise.load_full_state_dict(model, again, optimizer)
+    shardwise.load_full_state_dict(model, optimizer, again)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in state["model"].items())
 
 

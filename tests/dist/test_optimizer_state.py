@@ -13,6 +13,8 @@ from training import line
 
 import shardwise
 from shardwise.engine.engine import engine_of
+from shardwise.engine.prepared.full_state import check_order
+from shardwise.errors import InvalidData
 from shardwise.plan import Plan
 from shardwise.tasks import cross_entropy
 
@@ -132,7 +134,7 @@ def not_its_own(rank: int, strategy: str) -> None:
     assert list(by_number["state"]) == by_number["param_groups"][0]["params"]
 
     def load(optimizer_state: Any) -> None:
-        shardwise.load_full_state_dict(model, {"model": weights, "optimizer": optimizer_state}, optimizer)
+        shardwise.load_full_state_dict(model, optimizer, {"model": weights, "optimizer": optimizer_state})
 
     # Both formats are taken both ways.
     for loaded in (by_name, by_number):
@@ -179,7 +181,7 @@ def loaded_too_early(rank: int, strategy: str) -> None:
     assert "hand a fresh one to shardwise.prepare, then load the old state" in line(late.step)
     # Handed over, or known by a call of ours, it takes the state.
     another = adamw(model.parameters())
-    shardwise.load_full_state_dict(model, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, another)
+    shardwise.load_full_state_dict(model, another, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     assert_same(another.state_dict(), optimizer.state_dict())
 
 
@@ -203,3 +205,8 @@ def alone(rank: int) -> None:
 
 def test_an_optimizers_state_dict_on_one_rank_alone_names_the_other() -> None:
     run_ranks(alone, num_ranks=2)
+
+
+def test_a_state_in_the_optimizers_place_is_refused_with_the_right_order() -> None:
+    with pytest.raises(InvalidData, match=r"is a dict: call load_full_state_dict\(model, optimizer, state\)"):
+        check_order({"model": {}})

@@ -97,7 +97,7 @@ def test_what_is_sharded_falls_as_one_over_the_ranks_and_nothing_else_does() -> 
         return max(entry.num_bytes[category] for entry in ledgers[num_ranks].entries)
 
     for num_ranks in (2, 4, 8):
-        # Padding, and the optimizer's counters, one a parameter, do not shrink.
+        # Padding, and the optimizer's counters, one per parameter, do not shrink.
         for category in ("params", "grads", "optim"):
             assert most(num_ranks, category) * num_ranks == pytest.approx(most(1, category), rel=0.002), category
         for category in ("gathered", "reduce"):

@@ -1,5 +1,6 @@
 """`shardwise.replan`: another plan between two steps; training goes on bit for bit as if it had been resumed under it."""
 
+import warnings
 from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
@@ -314,7 +315,7 @@ def unknown_optimizer(rank: int) -> str:
 
 def test_an_optimizer_that_cannot_step_slices_is_refused_before_anything_moves() -> None:
     for said in run_ranks(unknown_optimizer, num_ranks=2):
-        assert "Adafactor is not known to update each element by itself" in said
+        assert "Adafactor looks at more than an element in its update" in said
 
 
 def on_one_rank(rank: int) -> str:
@@ -325,3 +326,17 @@ def on_one_rank(rank: int) -> str:
 
 def test_a_rank_that_calls_it_alone_names_the_others() -> None:
     assert "rank 1 did not come to shardwise.replan" in run_ranks(on_one_rank, num_ranks=2)[0]
+
+
+def owned_already(rank: int) -> str:
+    model, _ = MODELS["gpt"]()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shardwise.prepare(model, optimizer, Plan(strategy="fsdp"))
+    return line(lambda: shardwise.replan(model, Plan(strategy="ddp")))
+
+
+def test_parameters_that_have_owners_are_refused() -> None:
+    for said in run_ranks(owned_already, num_ranks=2):
+        assert "shardwise.replan with parameters that are OWNED" in said

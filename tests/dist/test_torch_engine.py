@@ -136,7 +136,7 @@ def hand_over(rank: int, first: Plan, second: Plan) -> tuple[list[float], list[f
     state = full_state_dict(model, optimizer)
     expected += [step(number).item() for number in (2, 3, 4)]
     successor, its_optimizer, its_step = started(rank, case, second)
-    load_full_state_dict(successor, state if rank == 0 else {}, its_optimizer, from_rank0=True)
+    load_full_state_dict(successor, its_optimizer, state if rank == 0 else {}, from_rank0=True)
     found = [*expected[:2], *(its_step(number).item() for number in (2, 3, 4))]
     kinds = {name: sorted(values) for name, values in state["optimizer"]["state"].items()}
     return expected, found, kinds, state["optimizer"]["param_groups"][0]["params"]

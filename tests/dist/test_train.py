@@ -166,18 +166,24 @@ def said(rank: int, asked: TrainConfig, fresh: bool) -> str:
     return output.getvalue()
 
 
-def test_rank_0_says_what_goes_on_and_fresh_starts_anew(tmp_path: Path) -> None:
-    asked = config(tmp_path, train={"steps": 2})
+def test_rank_0_says_what_is_done_and_fresh_starts_from_step_0(tmp_path: Path) -> None:
+    asked = config(tmp_path, train={"steps": 2, "log_every": 2, "eval_every": 2})
     (first, other) = run_ranks(said, num_ranks=2, args=(asked, False))
-    assert "fsdp on 2 × cpu, fp32: 2 steps of 4 samples" in first
+    building, started, took, evaluating, *_ = first.splitlines()
+    assert building.startswith("Building ")
+    assert building.endswith(" and opening its data …")
+    assert "fsdp on 2 × cpu, fp32: 2 steps of 4 samples" in started
+    assert took.startswith("First step took ")
+    assert evaluating.startswith("step 2/2  evaluating on ")
     assert other == ""
     changed = replace(asked, plan=replace(asked.plan, strategy="ddp"), train=replace(asked.train, steps=3))
     (second, _) = run_ranks(said, num_ranks=2, args=(changed, False))
-    assert "resumes after step 2; plan.strategy: fsdp → ddp; train.steps: 2 → 3" in second
+    assert "Loading checkpoint step-00000002 …" in second
+    assert "Resuming after step 2; plan.strategy: fsdp → ddp; train.steps: 2 → 3" in second
     (third, _) = run_ranks(said, num_ranks=2, args=(changed, False))
-    assert "nothing is left to do" in third
+    assert "Nothing is left to do" in third
     (fourth, _) = run_ranks(said, num_ranks=2, args=(changed, True))
-    assert "goes on" not in fourth
+    assert "Resuming" not in fourth
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
 
 

@@ -67,7 +67,7 @@ def test_a_budget_that_nothing_fits_is_told_on_every_rank(tmp_path: Path) -> Non
     asked = auto(tmp_path / "run", auto={"global_batch": 8, "budget": "1KiB"})
     one, other = run_ranks(refused, num_ranks=2, args=(asked,))
     assert "fits into 1.00 KiB per device" in one
-    assert "rank 0 could not go on" in other
+    assert "rank 0 could not continue" in other
     assert not (tmp_path / "run" / "plan.toml").exists()
 
 

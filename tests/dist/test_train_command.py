@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_the_command_starts_two_ranks_that_train_what_was_set(path: Path, tmp_path: Path) -> None:
     Plan(strategy="zero1", micro_batch=3).save(tmp_path / "plan.toml")
-    command = ["train", str(path), "--nproc", "2", "--plan", str(tmp_path / "plan.toml"), "--strategy", "zero2"]
+    command = ["train", str(path), "--ranks", "2", "--plan", str(tmp_path / "plan.toml"), "--strategy", "zero2"]
     command += ["--set", "train.steps=4", "--set", "run.device=cpu", "--run", str(tmp_path / "run")]
     result = subprocess.run(
         [sys.executable, "-m", "shardwise", *command],
@@ -39,8 +39,11 @@ def test_the_command_starts_two_ranks_that_train_what_was_set(path: Path, tmp_pa
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr
-    first, *others = result.stdout.splitlines()
+    starting, building, first, took, *others = result.stdout.splitlines()
+    assert starting == "Starting 2 ranks on this machine …"
+    assert building == f"Building {reference('gpt')} and opening its data …"
     assert "zero2 on 2 × cpu, fp32: 4 steps of 6 samples" in first
+    assert took.endswith("; metrics follow every 2 steps.")
     assert [line.split()[1] for line in others] == ["2/4", "4/4"]
     written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["num_samples"], line["num_ranks"]) for line in written] == [
@@ -68,7 +71,7 @@ def refused(path: Path, *options: str, capfd: pytest.CaptureFixture[str]) -> str
         (["--set", "train.stpes=3"], "InvalidConfig: tiny.toml: unknown key train.stpes; did you mean train.steps?"),
         (["--strategy", "fdsp"], "InvalidConfig: tiny.toml: plan.strategy = 'fdsp': must be one of ddp"),
         (["--plan", "none.toml"], "InvalidConfig: tiny.toml: none.toml: cannot be read"),
-        (["--set", "plan.mesh.shard=4", "--nproc", "2"], "InvalidPlan: mesh 1×4 is 4 ranks, but the job has 2"),
+        (["--set", "plan.mesh.shard=4", "--ranks", "2"], "InvalidPlan: mesh 1×4 is 4 ranks, but the job has 2"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_started(
@@ -81,7 +84,7 @@ def test_a_mistake_is_one_line_before_anything_is_started(
 @pytest.mark.parametrize(
     ("num_gpus", "options", "message"),
     [
-        (2, ["--nproc", "4"], "InvalidConfig: 4 ranks on 2 GPUs: --nproc 2, or --set run.device=cpu"),
+        (2, ["--ranks", "4"], "InvalidConfig: 4 ranks on 2 GPUs: --ranks 2, or --set run.device=cpu"),
         (0, ["--set", "run.device=cuda"], "InvalidConfig: run.device = 'cuda': this machine has no GPU"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Small tasks of one's own, as `python:FILE.py:function` names them, and configs and bodies of ranks that train them."""
+"""Small tasks of a user's own, as `python:FILE.py:function` names them, and configs and bodies of ranks that train them."""
 
 import json
 from dataclasses import dataclass, replace

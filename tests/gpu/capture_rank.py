@@ -1,4 +1,4 @@
-"""One rank of several that share a GPU: `python capture_rank.py RANK RANKS FOLDER`. Captured beside ordinary steps.
+"""One rank of several that share a GPU: `python capture_rank.py RANK RANKS FOLDER`. Captured against ordinary steps.
 
 Leaves, on rank 0, name → what was found wrong ("" if nothing).
 """

@@ -99,7 +99,7 @@ def overflow(*, rank: int, num_ranks: int, device: str) -> list[float]:
 
 
 def batch_norm(plan: Plan, *, rank: int, num_ranks: int) -> list[float]:
-    """SyncBatchNorm: the norm of the gradients, and the statistics, beside those of one process with the whole batch."""
+    """SyncBatchNorm: the norm of the gradients, and the statistics, against those of one process with the whole batch."""
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten())
     plain = plain.append(torch.nn.Linear(4 * 6 * 6, 3)).cuda()

@@ -91,7 +91,7 @@ def test_a_loaded_state_is_what_goes_on() -> None:
         step(*batch_of(number))
     kept = shardwise.full_state_dict(model, optimizer)
     first = [step(*batch_of(number)).item() for number in range(5, 8)]
-    shardwise.load_full_state_dict(model, kept, optimizer)
+    shardwise.load_full_state_dict(model, optimizer, kept)
     assert [step(*batch_of(number)).item() for number in range(5, 8)] == pytest.approx(first, rel=2e-5)
 
 

@@ -86,7 +86,7 @@ def test_a_job_that_is_requeued_resumes_and_has_the_losses_of_one_that_was_not(s
     slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now", folder=folder)
     until(lambda: slurm.state(job) == "COMPLETED", seconds=200, told=lambda: slurm.state(job) + log(folder))
     command = [sys.executable, "-m", "shardwise", "train", "train.toml", "--plan", "plan.toml", "--run", "once"]
-    subprocess.run([*command, "--nproc", "2"], cwd=folder, check=True, capture_output=True, timeout=150)
+    subprocess.run([*command, "--ranks", "2"], cwd=folder, check=True, capture_output=True, timeout=150)
     assert losses(run) == losses(folder / "once")
     rows = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
     steps = [row["step"] for row in rows if "loss" in row]

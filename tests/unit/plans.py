@@ -88,7 +88,7 @@ _MISTAKES: list[tuple[str, str]] = [
     ("mesh", "{shard = 2.5}"),
     ("mesh", "{rows = 2}"),
     ("overrides", '"ddp"'),
-    ("overrides", '{"blocks.0" = "zero3"}'),
+    ("overrides", '{"blocks.0" = "zero4"}'),
     ("overrides", '{"blocks.0" = 1}'),
     ("overrides", '{"" = "ddp"}'),
     ("overrides", '{"a\\nb" = "ddp"}'),

@@ -1,4 +1,4 @@
-"""`Plan.auto` of one's own model: it is traced, and the plan that comes back can be run."""
+"""`Plan.auto` of your own model: it is traced, and the plan that comes back can be run."""
 
 import pytest
 import torch

@@ -78,6 +78,7 @@ WITHOUT_TORCH = [
     "shardwise.report.text.profile_table",
     "shardwise.report.outline",
     "shardwise.report.page",
+    "shardwise.report.planner_page.planner_server",
     "shardwise.report.perfetto",
     "shardwise.report.tape_spans",
     "shardwise.report.text.ring_rounds",

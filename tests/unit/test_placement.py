@@ -39,7 +39,7 @@ def test_the_table_cannot_be_changed() -> None:
 
 def test_an_unknown_strategy_names_the_nearest() -> None:
     with pytest.raises(UnknownName, match="did you mean zero2 or zero1"):
-        placement_of("zero3")
+        placement_of("zero4")
 
 
 @pytest.mark.parametrize("wrong", ["sharded", None, True])

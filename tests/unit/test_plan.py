@@ -9,7 +9,7 @@ from plans import bad_plan_files, plans
 from shardwise.errors import InvalidPlan
 from shardwise.mesh import Mesh
 from shardwise.placement import STRATEGIES
-from shardwise.plan import Plan
+from shardwise.plan import Plan, as_plan
 
 
 @given(plan=plans)
@@ -48,6 +48,34 @@ def test_the_last_override_that_matches_wins() -> None:
         "blocks.1": STRATEGIES["ddp"],
         "head": STRATEGIES["zero1"],
     }
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [("zero3", "fsdp"), ("full_shard", "fsdp"), ("FULL_SHARD", "fsdp"), ("no_shard", "ddp"), ("NO-SHARD", "ddp")],
+)
+def test_names_that_other_libraries_give_a_strategy_are_kept_as_ours(typed: str, name: str, tmp_path: Path) -> None:
+    plan = Plan(strategy=typed, overrides={"head": typed})
+    assert plan == Plan(strategy=name, overrides={"head": name})
+    assert plan.strategy == name
+    (tmp_path / "plan.toml").write_text(f'strategy = "{typed}"\n[overrides]\nhead = "{typed}"\n')
+    assert Plan.load(tmp_path / "plan.toml") == plan
+
+
+def test_hybrid_shard_is_fsdp_on_a_mesh_and_nothing_without_one() -> None:
+    mesh = Mesh(replicate=2, shard=4)
+    assert Plan(strategy="hybrid_shard", mesh=mesh) == Plan(strategy="fsdp", mesh=mesh)
+    assert Plan(mesh=mesh, overrides={"head": "hybrid_shard"}) == Plan(mesh=mesh, overrides={"head": "fsdp"})
+    for wrong in ({}, {"mesh": Mesh(shard=8)}):
+        with pytest.raises(InvalidPlan, match="fsdp on a mesh of nodes × ranks per node: give the mesh too"):
+            Plan(strategy="hybrid_shard", **wrong)  # type: ignore[arg-type]
+
+
+def test_the_name_of_a_strategy_stands_for_its_plan() -> None:
+    assert as_plan("zero3") == Plan(strategy="fsdp")
+    assert as_plan(plan := Plan(micro_batch=3)) is plan
+    with pytest.raises(InvalidPlan, match="must be a shardwise.Plan, or the name of a strategy"):
+        as_plan({"strategy": "fsdp"})  # type: ignore[arg-type]
 
 
 def test_the_order_of_overrides_is_part_of_the_plan() -> None:

@@ -8,7 +8,7 @@ from shardwise.policy import Cut, UnitPolicy
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
 paths = st.lists(names, min_size=1, max_size=3).map(".".join)
 policies = st.one_of(
-    st.builds(UnitPolicy, cut=st.sampled_from([Cut.REPEATED_BLOCKS, Cut.LEAVES, Cut.NOTHING])),
+    st.builds(UnitPolicy, cut=st.sampled_from([Cut.AUTO, Cut.LEAVES, Cut.NOTHING])),
     st.builds(UnitPolicy, cut=st.just(Cut.CLASSES), class_names=st.lists(names, min_size=1).map(tuple)),
     st.builds(UnitPolicy, cut=st.just(Cut.MIN_PARAMS), min_params=st.integers(1, 10**15)),
 ).flatmap(

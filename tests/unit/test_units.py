@@ -8,6 +8,7 @@ from shardwise.errors import InvalidModel
 from shardwise.models.catalogue import CATALOGUE, shape_of
 from shardwise.models.make import build_model
 from shardwise.spec import ROOT
+from shardwise.spec.largest_unit import why_hardly_cut
 from shardwise.units import model_spec, unit_modules
 
 
@@ -71,6 +72,75 @@ def test_every_catalogue_model_is_cut_without_loss(name: str) -> None:
 
 def test_a_stack_of_leaves_is_not_a_stack_of_blocks() -> None:
     assert names(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))) == [ROOT]
+
+
+class Plain(nn.Module):
+    """Layers by name, as in many a first model."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(width, width) for _ in range(3))
+
+
+def layers(count: int, width: int = 512) -> list[nn.Module]:
+    return [module for _ in range(count) for module in (nn.Linear(width, width), nn.ReLU())]
+
+
+def test_large_layers_of_a_plain_sequential_are_units() -> None:
+    with torch.device("meta"):
+        assert names(nn.Sequential(*layers(3))) == [ROOT, "0", "2", "4"]
+        assert names(nn.ModuleList(layers(2))) == [ROOT, "0", "2"]
+        # Too small to be worth a collective of its own.
+        assert names(nn.Sequential(*layers(3, width=500))) == [ROOT]
+        # A stack in a stack is not one layer, and a module that holds most of the model is cut in turn.
+        nested = nn.Sequential(nn.Sequential(*layers(2)), nn.Linear(512, 512))
+        assert names(nested) == [ROOT, "0.0", "0.2", "1"]
+        outer = nn.Sequential(Wrapped(*layers(3)), nn.Linear(512, 512))
+        assert names(outer) == [ROOT, "0.layers.0", "0.layers.2", "0.layers.4", "1"]
+        assert names(nn.Sequential(Wrapped(*layers(1)), *layers(1), Plain(512))) == [ROOT, "0", "1", "3"]
+
+
+class Wrapped(nn.Module):
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*parts)
+
+
+def test_repeated_blocks_that_hold_most_of_the_model_stay_the_only_units() -> None:
+    with torch.device("meta"):
+        model = nn.Module()
+        model.blocks = nn.ModuleList(Block(1024) for _ in range(3))
+        model.head = nn.Sequential(nn.Linear(1024, 1024))
+        assert names(model) == [ROOT, *(f"blocks.{i}" for i in range(3))]
+        # Tied weights belong to the root whatever is cut.
+        model.blocks = nn.ModuleList(Block(4) for _ in range(3))
+        model.head[0].weight = model.blocks[0].tied = nn.Parameter(torch.empty(1024, 1024))
+        assert names(model) == [ROOT, *(f"blocks.{i}" for i in range(3))]
+
+
+def test_no_model_of_the_catalogue_is_cut_otherwise_than_at_its_blocks() -> None:
+    for name in CATALOGUE:
+        model = build_model(shape_of(name), device="meta")
+        classes = {type(module).__name__ for path, module in unit_modules(model).items() if path != ROOT}
+        assert classes <= {"Block", "LlamaBlock", "BasicBlock", "Bottleneck"}, (name, classes)
+
+
+def test_a_unit_that_holds_most_of_a_model_is_told_with_the_way_out() -> None:
+    with torch.device("meta"):
+        plain, wide = Plain(1024), nn.Sequential(*layers(4))
+        embedding = nn.ModuleDict({"embed": nn.Embedding(4000, 512), "head": nn.Linear(512, 512)})
+    told = why_hardly_cut(model_spec(plain), units="auto")
+    assert told == (
+        "units = 'auto' leaves 100% of Plain's parameters in one unit, (root), which is gathered at once: "
+        "units = 'min-params:100000' cuts by size, 'auto + MODULE + …' by name"
+    )
+    for way_out in ("min-params:100000", "auto + first + second + third"):
+        assert why_hardly_cut(model_spec(plain, policy=way_out), units=way_out) == ""
+    assert why_hardly_cut(model_spec(plain, policy="none"), units="none") == ""
+    assert why_hardly_cut(model_spec(wide), units="auto") == ""
+    assert why_hardly_cut(model_spec(Plain(256)), units="auto") == ""
+    # One tensor cannot be cut.
+    assert why_hardly_cut(model_spec(embedding), units="auto") == ""
 
 
 def test_only_the_outermost_blocks_are_units() -> None:

@@ -1,7 +1,7 @@
 """A bench: the same training under several engines and strategies, in turn. No torch here until ranks are started.
 
     round 1   every case once, with its details     ──▶ gate: did all do the same training? if not, stop
-    silent    every case once with the wire cut, if there is one: what a step takes if nobody has to be waited for
+    silent    every case once without communication (with several ranks): what a step takes if nothing is waited for
     round 2 … every case once more, from another one on, so that no case always has the same machine before it
 
 Each run is of fresh processes. After each, bench.json holds all that is known by then.
@@ -52,7 +52,7 @@ class Asked:
 
     cases          in the order of the table; one with `why_not` is not run
     steps          that are timed in each run, in blocks of equal length; a few more, so that the blocks are whole
-    keep_going     go on after round 1 also where cases did not do the same training
+    keep_going     continue after round 1 also where cases did not do the same training
     capacity_bytes, scaling    as in Bench
     """
 
@@ -128,7 +128,7 @@ def turns(cases: Sequence[Case], *, rounds: int, num_ranks: int) -> list[Turn]:
 
 
 def bench(asked: Asked, *, on_progress: OnProgress = lambda progress: None, run: RunRanks | None = None) -> Bench:
-    """Run all that is asked for; a case that fails is left out from then on, and the others go on.
+    """Run all that is asked for; a case that fails is left out from then on, and the others continue.
 
     Raises BenchStopped after ^C or SIGTERM. `run` starts the ranks of one run and waits for them.
     """
@@ -171,7 +171,7 @@ def _take(turn: Turn, *, asked: Asked, run: RunRanks) -> None:
         ranks = run(wanted, asked.folder / RUNS / turn.folder_name)
     except RunFailed as error:
         if turn.silent:
-            # To cut the wire is our doing: what was measured with it stands.
+            # Only we run it without communication: what was measured with it stands.
             turn.case.why_not_silent = str(error)
         else:
             turn.case.fail(str(error))

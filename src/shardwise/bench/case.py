@@ -4,9 +4,10 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from shardwise.bench.case_result import CaseResult, PredictedCase
 from shardwise.bench.contestants import plan_for, why_not
-from shardwise.bench.results import CaseResult, PredictedCase, Spread
 from shardwise.bench.run_files import Found
+from shardwise.bench.spread import Spread
 from shardwise.placement import AUTO, STRATEGIES
 from shardwise.plan import Plan
 from shardwise.train.config import TrainConfig
@@ -22,7 +23,7 @@ class Case:
     """An engine and a strategy, and what was found until now.
 
     failed           it was started, and did not end well
-    why_not_silent   with the wire cut it did not
+    why_not_silent   without communication it did not
     """
 
     engine: str
@@ -79,6 +80,7 @@ class Case:
             units=first.units,
             buckets=dict(first.buckets),
             tape=first.tape,
+            tape_seconds=first.tape_seconds,
             predicted=self.predicted,
         )
 

@@ -41,7 +41,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from types import MappingProxyType
 
-from shardwise.bench.results import CaseResult, Difference, Equivalence
+from shardwise.bench.case_result import CaseResult
+from shardwise.bench.results import Difference, Equivalence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ a model that has to be traced.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.bench.results import PredictedCase
+from shardwise.bench.case_result import PredictedCase
 from shardwise.errors import InvalidCluster
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.cluster import make_cluster

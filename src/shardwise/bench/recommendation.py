@@ -1,51 +1,50 @@
-"""Which case of a bench to use, and why, from measured numbers alone. No torch here.
+"""Which case to use, and why, from measured numbers alone. No torch here.
 
-The fastest; of those that cannot be told apart from it the simplest: Shardwise's own engine before others, eager before
-captured before compiled, and then ddp < zero1 < zero2 < shard_grad_op < fsdp < auto. Two cannot be told apart if the
-interquartile ranges of their step times overlap, or their medians differ by less than 3%: as much as two starts of the
-same processes may differ. Its speed is compared with cases of its own mode, captured with captured, if there are any.
+The fastest; where several cannot be ranked (spread.py), the simplest of those than which none is clearly faster:
+the one with fewer moving parts (moving_parts.py). An engine is not preferred for being ours. Where several are left,
+none simpler than another: if they are about as fast, the one with the shortest step; if the times are too noisy to
+rank them, none.
+Speed is compared with cases of the same mode, captured with captured, if there are any.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardwise.bench.modes import MODES
-from shardwise.bench.results import Bench, CaseResult, Spread
-from shardwise.placement import AUTO, STRATEGIES
+from shardwise.bench.case_result import CaseResult
+from shardwise.bench.moving_parts import is_simpler, missing_parts
+from shardwise.bench.results import Bench
+from shardwise.bench.spread import SpeedRelation, Spread, relation
 from shardwise.quantities import fixed_text, significant, table_unit
 
 # Memory savings below this factor are not mentioned.
 _WORTHWHILE = 1.05
-_ALIKE = 1.03
-_OURS = ("shardwise", "captured", "compiled")
+_SHARES = {2: "half", 3: "a third", 4: "a quarter"}
+_MOST_NAMED = 4
 
 
 def recommended(bench: Bench) -> Bench:
-    """The bench with its recommendation; without one where its cases did not do the same training, or none ran."""
+    """The bench with its recommendation; without one where its cases did not do the same training, none ran, or the
+    times are too noisy to rank.
+    """
     ran = [case for case in bench.cases if case.ran]
     if not bench.equivalence.agrees:
         names = ", ".join(dict.fromkeys(difference.case for difference in bench.equivalence.differences))
         return replace(bench, recommended=None, why=f"Not ranked: not all did the same training ({names}).")
     if not ran:
         return replace(bench, recommended=None, why="Nothing ran.")
-    best = choose(ran)
-    return replace(bench, recommended=bench.cases.index(best), why=_why(bench, best, ran))
+    left = contenders(ran)
+    if len(left) > 1:
+        return replace(bench, recommended=None, why=_too_noisy(bench, left, ran))
+    return replace(bench, recommended=bench.cases.index(left[0]), why=_why(bench, left[0], ran))
 
 
-def choose(ran: Sequence[CaseResult]) -> CaseResult:
-    """The simplest of those that are as fast as the fastest."""
-    fastest = min(ran, key=lambda case: _seconds(case).median)
-    as_fast = [case for case in ran if case is fastest or _alike(_seconds(case), _seconds(fastest))]
-    return min(as_fast, key=_simplicity)
-
-
-def _simplicity(case: CaseResult) -> tuple[bool, int, int]:
-    return case.engine not in _OURS, MODES.index(case.mode), [*STRATEGIES, AUTO].index(case.strategy)
-
-
-def _alike(one: Spread, other: Spread) -> bool:
-    overlap = one.middle[0] <= other.middle[1] and other.middle[0] <= one.middle[1]
-    return overlap or max(one.median, other.median) < _ALIKE * min(one.median, other.median)
+def contenders(ran: Sequence[CaseResult]) -> list[CaseResult]:
+    """The case to use, alone; several where the times are too noisy to rank them, and none is simpler than another."""
+    unbeaten = [case for case in ran if not any(_is_faster(other, case) for other in ran)]
+    simplest = [case for case in unbeaten if not any(is_simpler(other, case) for other in unbeaten)]
+    simplest.sort(key=_median)
+    noisy = [case for case in simplest[1:] if _relation(case, simplest[0]) is SpeedRelation.NOISY]
+    return [simplest[0], *noisy]
 
 
 def _seconds(case: CaseResult) -> Spread:
@@ -53,42 +52,86 @@ def _seconds(case: CaseResult) -> Spread:
     return case.step_seconds
 
 
+def _median(case: CaseResult) -> float:
+    return _seconds(case).median
+
+
+def _relation(one: CaseResult, other: CaseResult) -> SpeedRelation:
+    return relation(_seconds(one), _seconds(other))
+
+
+def _is_faster(one: CaseResult, other: CaseResult) -> bool:
+    return _median(one) < _median(other) and _relation(one, other) is SpeedRelation.APART
+
+
+def _too_noisy(bench: Bench, left: Sequence[CaseResult], ran: Sequence[CaseResult]) -> str:
+    names = [f"{case.name} ({_spread(case)})" for case in left[:_MOST_NAMED]]
+    if len(left) > _MOST_NAMED:
+        names.append(f"{len(left) - _MOST_NAMED} more")
+    text = (
+        f"Too noisy to rank: the step times of {', '.join(names[:-1])} and {names[-1]} overlap. Run more rounds "
+        "(--rounds), or on a quieter machine."
+    )
+    smallest = _smallest(ran)
+    return text if smallest is None else f"{text} Least memory: {_held(bench, smallest)}."
+
+
 def _why(bench: Bench, best: CaseResult, ran: Sequence[CaseResult]) -> str:
     """At most two sentences: its speed compared with another's, and which case holds less."""
     first = f"Use {best.name}: {_rate(bench, best)}{_compared(best, ran)}{_room(bench, best)}."
-    if not best.allocated_bytes:
+    smallest = _smallest(ran)
+    if not best.allocated_bytes or smallest is None or best.peak_bytes < _WORTHWHILE * smallest.peak_bytes:
         return first
-    known = [case for case in ran if case.allocated_bytes]
-    least_bytes = min(case.peak_bytes for case in known)
-    smallest = min((case for case in known if case.peak_bytes < _WORTHWHILE * least_bytes), key=_simplicity)
-    if best.peak_bytes < _WORTHWHILE * smallest.peak_bytes:
-        return first
-    return (
-        f"{first} If memory is tight: {smallest.name} peaks at {_size(smallest.peak_bytes)} per rank, "
-        f"{best.peak_bytes / smallest.peak_bytes:.1f} times less, at {_rate(bench, smallest)}."
-    )
+    return f"{first} If memory is tight: {_held(bench, smallest, than=best)}."
 
 
 def _compared(best: CaseResult, ran: Sequence[CaseResult]) -> str:
     """Compared with the fastest case of its mode, if that is another; else with the next one. Of another mode, if there
     is none.
     """
-    others = sorted((case for case in ran if case is not best), key=lambda case: _seconds(case).median)
+    others = sorted((case for case in ran if case is not best), key=_median)
     if not others:
         return ", the only one that ran"
     rival = next((case for case in others if case.mode == best.mode), others[0])
     name = rival.name if rival.mode == best.mode else f"{rival.name}, which is {rival.mode}"
-    times = _seconds(rival).median / _seconds(best).median
-    if _alike(_seconds(best), _seconds(rival)):
-        simpler = "" if times >= 1 else ", and simpler"
-        return f", about as fast as {name}{simpler}"
-    return f", {times:.2f} times as fast as {name}"
+    simpler = f", and simpler: {missing_parts(best, rival)}" if is_simpler(best, rival) else ""
+    match _relation(best, rival):
+        case SpeedRelation.APART:
+            return f", {_median(rival) / _median(best):.2f} times as fast as {name}"
+        case SpeedRelation.ALIKE:
+            return f", about as fast as {name}{simpler}"
+        case SpeedRelation.NOISY:
+            return f", too noisy to rank against {name} ({_spread(best)} and {_spread(rival)}){simpler}"
+
+
+def _spread(case: CaseResult) -> str:
+    off = _seconds(case).off
+    return "measured once" if off is None else f"±{off:.0%}"
 
 
 def _room(bench: Bench, best: CaseResult) -> str:
     if bench.capacity_bytes is None or not best.allocated_bytes:
         return ""
-    return f", and its peak of {_size(best.peak_bytes)} per rank fits the device's {_size(bench.capacity_bytes)}"
+    return f"; its peak of {_size(best.peak_bytes)} per rank fits the device's {_size(bench.capacity_bytes)}"
+
+
+def _smallest(ran: Sequence[CaseResult]) -> CaseResult | None:
+    """The case with the lowest peak; of several about as low the fastest."""
+    known = [case for case in ran if case.allocated_bytes]
+    if not known:
+        return None
+    least_bytes = min(case.peak_bytes for case in known)
+    return min((case for case in known if case.peak_bytes < _WORTHWHILE * least_bytes), key=_median)
+
+
+def _held(bench: Bench, case: CaseResult, *, than: CaseResult | None = None) -> str:
+    """What a case holds, and as how much of another's peak that is."""
+    share = "" if than is None else f", {_share(case.peak_bytes / than.peak_bytes)} as much"
+    return f"{case.name} peaks at {_size(case.peak_bytes)} per rank{share}, at {_rate(bench, case)}"
+
+
+def _share(share: float) -> str:
+    return next((words for times, words in _SHARES.items() if abs(share * times - 1) < 0.02), f"{share:.0%}")
 
 
 def _rate(bench: Bench, case: CaseResult) -> str:

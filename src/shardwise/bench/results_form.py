@@ -42,8 +42,15 @@ _PREDICTED = record(
     spans=each(row(one_of(QUEUES), text, _SECONDS, _SECONDS)),
 )
 
+_LEDGER = record(
+    may_lack=("operations",),
+    entries=each(row(text, _BYTES, optional(whole())), least=1),
+    at_rest=_BYTES,
+    operations=each(row(text, _BYTES)),
+)
+
 _CASE = record(
-    may_lack=("why_not", "why_not_silent", "sent_bytes", "calls"),
+    may_lack=("why_not", "why_not_silent", "sent_bytes", "calls", "tape_seconds", "exposed_seconds", "why_not_exposed"),
     engine=text,
     strategy=text,
     why_not=text,
@@ -57,12 +64,15 @@ _CASE = record(
     first_step_seconds=_SPREAD,
     allocated_bytes=each(whole(least=1)),
     reserved_bytes=each(whole()),
-    ledgers=each(record(entries=each(row(text, _BYTES, optional(whole())), least=1), at_rest=_BYTES)),
+    ledgers=each(_LEDGER),
     sent_bytes=optional(whole()),
     calls=table(whole()),
     units=each(record(name=text, num_params=whole(), num_trained=whole())),
     buckets=table(each(text, least=1)),
     tape=each(row(text, text, whole(), _SECONDS, whole())),
+    tape_seconds=optional(_TOOK),
+    exposed_seconds=optional(_SECONDS),
+    why_not_exposed=text,
     predicted=optional(_PREDICTED),
 )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.bench.results import Happening, UnitOutline
+from shardwise.bench.case_result import Happening, UnitOutline
 from shardwise.profile.memory_ledger import MemoryLedger
 from shardwise.train.config import TrainConfig
 
@@ -26,7 +26,7 @@ class BenchRun:
     """A training under one engine and strategy, which is the config's plan's.
 
     blocks × block_steps   steps that are timed, after `warm_up` others
-    silent                 with the wire cut: every rank is there and computes, and collectives return at once
+    silent                 without communication: every rank is there and computes, and collectives return at once
     detailed               also a recorded step: its ledger, its tape, its dtypes and what it sends
     started                when its processes were started, in seconds of time.time()
     """
@@ -72,6 +72,7 @@ class Found:
     units: tuple[UnitOutline, ...] = ()
     buckets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tape: tuple[Happening, ...] = ()
+    tape_seconds: float | None = None
 
     def save(self, folder: Path) -> None:
         data = {name: getattr(self, name) for name in self.__slots__}

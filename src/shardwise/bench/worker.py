@@ -3,7 +3,8 @@
 steps 1 … 3       are compared: losses, norms of gradients; the third is observed (first_steps.py)
 up to `warm_up`   nothing is looked at
 blocks            are timed, each from when all ranks have come until the last of them is done
-set up anew       and in the third step memory and operations are recorded: of what the profiler has not seen from
+a few more        are taped, one at a time: the one that took the most usual time says when each operation was issued
+set up again      and in the third step memory and operations are recorded: of what the profiler has not seen from
                   the beginning on it knows nothing, and under it nothing should be timed
 """
 
@@ -22,16 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.bench.case_result import UnitOutline
 from shardwise.bench.contestants import ENGINES
 from shardwise.bench.first_steps import NUM_STEPS, take_first_steps
 from shardwise.bench.modes import mode_of
-from shardwise.bench.results import Happening, UnitOutline
 from shardwise.bench.run_files import ASKED, BenchRun, Found
 from shardwise.bench.subject import BenchTraining, start
+from shardwise.bench.taped_steps import NUM_TAPED, recorded_step, with_rows, with_usual_tape
 from shardwise.comm.agreement import meet
 from shardwise.comm.join import Place, joined
-from shardwise.engine.engine import engine_of, is_prepared, tape
-from shardwise.engine.tape import TapeEntry
+from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.launch.failure import LOG, report, write_to_log
 from shardwise.profile.recording import WARM_UP_STEPS, StepRecording, allocations_on
 from shardwise.program import build
@@ -53,8 +54,7 @@ def run_rank(run: BenchRun) -> Found:
         joined(device, limit_seconds=config.run.limit_seconds, silent=run.silent, on_error=report) as place,
     ):
         found = _measured(run, place=place)
-        # What a graph replays goes through no hook: of captured steps there is neither ledger nor tape.
-        if run.detailed and not run.silent and not _captures(run):
+        if _is_recorded(run):
             # The first model is gone, but for the circles in it.
             gc.collect()
             found = _recorded(run, found, place=place)
@@ -64,7 +64,7 @@ def run_rank(run: BenchRun) -> Found:
 def _long_enough(run: BenchRun) -> BenchRun:
     """With as many steps as a run takes, at least, so that neither samples nor the learning rate run out."""
     loop = run.config.train
-    num_steps = max(loop.steps or 0, _warm_up(run) + run.blocks * run.block_steps)
+    num_steps = max(loop.steps or 0, _warm_up(run) + run.blocks * run.block_steps + NUM_TAPED)
     return replace(run, config=replace(run.config, train=replace(loop, steps=num_steps, epochs=None)))
 
 
@@ -78,6 +78,11 @@ def _warm_up(run: BenchRun) -> int:
 
 def _captures(run: BenchRun) -> bool:
     return mode_of(run.engine) != "eager"
+
+
+def _is_recorded(run: BenchRun) -> bool:
+    """What a graph replays goes through no hook: of captured steps there is neither ledger nor tape."""
+    return run.detailed and not run.silent and not _captures(run)
 
 
 def _measured(run: BenchRun, *, place: Place) -> Found:
@@ -99,7 +104,7 @@ def _measured(run: BenchRun, *, place: Place) -> Found:
     for _ in range(run.blocks):
         seconds.append(_block(subject, run=run, window=window))
         losses += [step.loss for step in window.read()]
-    return Found(
+    found = Found(
         rank=place.rank,
         num_ranks=place.num_ranks,
         environment=_environment(run, place=place),
@@ -119,10 +124,11 @@ def _measured(run: BenchRun, *, place: Place) -> Found:
         units=_units(subject.spec),
         buckets=_buckets(training),
     )
+    return with_usual_tape(found, subject) if _is_recorded(run) else found
 
 
 def _block(subject: BenchTraining, *, run: BenchRun, window: Window) -> float:
-    """Seconds a step, on this rank, of steps that all ranks begin together. Losses are left where they lie."""
+    """Seconds per step, on this rank, of steps that all ranks begin together. Losses are left where they lie."""
     subject.settle()
     if run.silent:
         meet("a block of steps", limit_seconds=run.config.run.limit_seconds)
@@ -152,7 +158,7 @@ def _slowest(seconds: Sequence[float], *, run: BenchRun, place: Place) -> tuple[
 
 
 def _recorded(run: BenchRun, found: Found, *, place: Place) -> Found:
-    """And what a step held and did, row by row."""
+    """And what a step held, row by row; the rows of the tape's operations are those of the same operations here."""
     with allocations_on(place.device) as live:
         subject = start(run, place=place, to_be_recorded=True)
         training = subject.training
@@ -168,16 +174,11 @@ def _recorded(run: BenchRun, found: Found, *, place: Place) -> Found:
         with recording.attached():
             for _ in range(WARM_UP_STEPS):
                 subject.step()
-            with recording.step():
-                entries = _taped(subject)
+            entries = recorded_step(subject, recording)
         subject.settle()
     ledger = recording.ledger()
-    return replace(
-        found,
-        ledger=ledger,
-        allocated_bytes=ledger.peak.total_bytes if found.allocated_bytes is None else found.allocated_bytes,
-        tape=tuple(_happening(entry, recording) for entry in entries if place.rank == 0),
-    )
+    peak = ledger.peak.total_bytes if found.allocated_bytes is None else found.allocated_bytes
+    return replace(with_rows(found, entries, recording), ledger=ledger, allocated_bytes=peak)
 
 
 def _showing_batches(update: Update, recording: StepRecording) -> Update:
@@ -188,21 +189,6 @@ def _showing_batches(update: Update, recording: StepRecording) -> Update:
         return update(training, weights, recording.batch)
 
     return shown
-
-
-def _taped(subject: BenchTraining) -> list[TapeEntry]:
-    """The operations of a step; only our engine has a tape."""
-    if not is_prepared(subject.training.model):
-        subject.step()
-        return []
-    with tape(subject.training.model) as recorded:
-        subject.step()
-        return recorded.take()
-
-
-def _happening(entry: TapeEntry, recording: StepRecording) -> Happening:
-    row, seconds = recording.place(entry.seconds)
-    return Happening(kind=entry.kind.value, subject=entry.subject, num_bytes=entry.num_bytes, seconds=seconds, row=row)
 
 
 def _units(spec: ModelSpec) -> tuple[UnitOutline, ...]:

@@ -112,7 +112,7 @@ class Checkpoints:
         ema: EMA | None = None,
         finite_only: bool = False,
     ) -> Saving:
-        """Save this state. Asynchronous: returns when it is copied, and the writing goes on.
+        """Save this state. Asynchronous: returns when it is copied, and the writing continues.
 
         progress   the same on every rank: numbers, strings, lists, dicts
         own        this rank's alone, random states for example: the same, and tensors

@@ -77,13 +77,14 @@ def snapshot(
     if optimizer is not None or ema is not None:
         # Weights alone may be saved as they are at the moment.
         _check_values(model, what="a checkpoint of a training")
+    # First: an optimizer that is new to us is adopted by it.
+    groups = names_of_groups(model, optimizer) if optimizer is not None else []
     held = holding(model)
     pieces = [_written(MODEL + part.name, part, part.parameter) for part in held.slices]
     nonfinite = _first_nonfinite(pieces)
     described = None
     if optimizer is not None:
-        groups = names_of_groups(model, optimizer)
-        described, states = describe_optimizer(optimizer, slices=held.slices, groups=groups)
+        described, states = describe_optimizer(optimizer, slices=held.stepped, groups=groups)
         pieces += [_written(state.name, state.of, state.value) for state in states]
     if ema is not None:
         pieces += [_written(EMA_OF + part.name, part, average) for part, average in _averaged(held, ema)]
@@ -170,13 +171,14 @@ def loading(
 ) -> Loading:
     """What this rank wants of a checkpoint; nothing is changed yet but by `finish`."""
     _check_values(model, what="a load of a checkpoint")
+    # First: an optimizer that is new to us is adopted by it.
+    groups = names_of_groups(model, optimizer) if optimizer is not None else []
     held = holding(model)
     check_fits(manifest, held)
     windows: list[_Window] = [_Window(MODEL + part.name, part, part.parameter) for part in held.slices]
     states: OptimizerLoad | None = None
     if optimizer is not None and manifest.contents.optimizer is not None:
-        groups = names_of_groups(model, optimizer)
-        states = OptimizerLoad(optimizer, manifest.contents.optimizer, slices=held.slices, groups=groups)
+        states = OptimizerLoad(optimizer, manifest.contents.optimizer, slices=held.stepped, groups=groups)
         windows += [_Window(state.name, state.of, state.value) for state in states.tensors]
     if ema is not None:
         _check_ema(manifest, ema)

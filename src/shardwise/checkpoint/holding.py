@@ -36,13 +36,13 @@ def _without_padding(found: OwnedModel, num_rows: Mapping[str, int]) -> OwnedMod
     def shape_of(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (num_rows[name], *shape[1:]) if name in num_rows else shape
 
-    slices = []
-    for part in found.slices:
+    def cut(part: OwnedSlice) -> OwnedSlice:
         shape = shape_of(part.name, part.shape)
-        start, stop = min(part.start, prod(shape)), min(part.stop, prod(shape))
-        slices.append(replace(part, shape=shape, start=start, stop=stop))
+        return replace(part, shape=shape, start=min(part.start, prod(shape)), stop=min(part.stop, prod(shape)))
+
+    slices, stepped = list(map(cut, found.slices)), list(map(cut, found.stepped))
     parameters = {name: (shape_of(name, shape), dtype) for name, (shape, dtype) in found.parameters.items()}
-    return replace(found, slices=slices, parameters=parameters)
+    return replace(found, slices=slices, stepped=stepped, parameters=parameters)
 
 
 def filled(model: nn.Module) -> None:
@@ -78,8 +78,10 @@ def _held_by_torch(model: nn.Module) -> OwnedModel:
     # First: it makes fully_shard put its shards back in place of what a forward has gathered.
     state = bare.state_dict(keep_vars=True)
     first = {id(parameter): name for name, parameter in bare.named_parameters()}
+    slices = [_slice(name, parameter) for name, parameter in bare.named_parameters()]
     return OwnedModel(
-        slices=[_slice(name, parameter) for name, parameter in bare.named_parameters()],
+        slices=slices,
+        stepped=slices,
         parameters={name: (tuple(p.shape), p.dtype) for name, p in bare.named_parameters()},
         buffers={name: value for name, value in state.items() if id(value) not in first},
         aliases={name: first[id(value)] for name, value in state.items() if first.get(id(value), name) != name},

@@ -41,7 +41,7 @@ MODEL, OPTIMIZER, EMA_OF, OWN = "model.", "optimizer.", "ema.", "own."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A safetensors file beside the manifest."""
+    """A safetensors file next to the manifest."""
 
     num_bytes: int
     crc32: int

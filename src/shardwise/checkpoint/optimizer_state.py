@@ -1,16 +1,17 @@
 """An optimizer's state by full names: slices that lie as the parameters do, and numbers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.holding import local
 from shardwise.checkpoint.manifest import OPTIMIZER
 from shardwise.checkpoint.typed import dtype_name, dtype_of, from_json, to_json
+from shardwise.engine.params.guard import unguarded
 from shardwise.engine.prepared.slices import OwnedSlice
 from shardwise.errors import CheckpointError
 
@@ -18,9 +19,13 @@ from shardwise.errors import CheckpointError
 _LIKE_PARAMETER = "__like_parameter__"
 
 
+# In place of the value of a state of another shape: its dtype and that shape.
+_SHAPED = "__shaped__"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceState:
-    """A state that is as large as the slice of its parameter, under its name in a checkpoint."""
+    """A state, or this rank's slice of it, under its name in a checkpoint."""
 
     name: str
     of: OwnedSlice
@@ -45,11 +50,10 @@ def describe_optimizer(
             ):
                 described[key] = {_LIKE_PARAMETER: dtype_name(value.dtype)}
                 tensors.append(SliceState(name=f"{OPTIMIZER}{key}.{held.name}", of=held, value=value))
-            elif isinstance(value, Tensor) and value.numel() != 1:
-                raise CheckpointError(
-                    f"{what} has shape {tuple(value.shape)}: neither the parameter's, {held.shape}, nor one number, "
-                    "so nobody knows how it is to be cut"
-                )
+            elif isinstance(value, Tensor) and (value.numel() != 1 or _is_by_blocks(held, value.shape)):
+                lies = _lies(held, value, what=what)
+                described[key] = {_SHAPED: [dtype_name(value.dtype), list(lies.shape)]}
+                tensors.append(SliceState(name=f"{OPTIMIZER}{key}.{held.name}", of=lies, value=value))
             else:
                 described[key] = to_json(value, what=what)
     options = [
@@ -71,6 +75,23 @@ def _keys_of_numbers(optimizer: Optimizer, slices: Sequence[OwnedSlice]) -> set[
         for key, value in optimizer.state.get(held.parameter, {}).items()
         if isinstance(value, Tensor) and value.dim() == 0
     }
+
+
+def _is_by_blocks(held: OwnedSlice, shape: Sequence[int]) -> bool:
+    """Whether a state of this shape, of the slice, has one value per block."""
+    return held.block > 1 and tuple(shape) == (-(-held.parameter.numel() // held.block),)
+
+
+def _lies(held: OwnedSlice, value: Tensor, *, what: str) -> OwnedSlice:
+    """Which elements of a state of another shape than the parameter's this rank holds."""
+    if _is_by_blocks(held, value.shape):
+        return held.by_blocks()
+    if not held.is_whole:
+        raise CheckpointError(
+            f"{what} has shape {tuple(value.shape)}: neither the parameter's, {held.shape}, nor one number, so nobody "
+            "knows how it is to be cut"
+        )
+    return replace(held, shape=tuple(value.shape), start=0, stop=value.numel())
 
 
 class OptimizerLoad:
@@ -119,19 +140,40 @@ class OptimizerLoad:
         if isinstance(value, dict) and _LIKE_PARAMETER in value:
             dtype = dtype_of(value[_LIKE_PARAMETER])
             if not isinstance(there, Tensor) or there.shape != held.parameter.shape or there.dtype != dtype:
-                there = torch.empty_like(held.parameter, dtype=dtype, requires_grad=False)
+                with unguarded():
+                    there = torch.empty_like(held.parameter, dtype=dtype, requires_grad=False)
             self.tensors.append(SliceState(name=f"{OPTIMIZER}{key}.{held.name}", of=held, value=there))
+            return there
+        if isinstance(value, dict) and _SHAPED in value:
+            dtype, shape = dtype_of(value[_SHAPED][0]), tuple(value[_SHAPED][1])
+            lies = self._lies(held, shape, what=f"the optimizer's {key} of {held.name}")
+            num_elements = lies.stop - lies.start
+            size = shape if num_elements == prod(shape) else (num_elements,)
+            if not isinstance(there, Tensor) or tuple(there.shape) != size or there.dtype != dtype:
+                there = torch.empty(size, dtype=dtype, device=held.parameter.device)
+            self.tensors.append(SliceState(name=f"{OPTIMIZER}{key}.{held.name}", of=lies, value=there))
             return there
         number = from_json(value)
         if not isinstance(number, Tensor):
             return number
         # As torch does: a step that kernels read lies where they run, any other on the CPU.
         read_by_kernels = options.get("capturable") or options.get("fused")
-        device = local(held.parameter).device if read_by_kernels else torch.device("cpu")
+        device = held.parameter.device if read_by_kernels else torch.device("cpu")
         if not _alike(there, number) or there.device != device:
             there = torch.empty_like(number, device=device)
         self._numbers.append((there, number))
         return there
+
+    def _lies(self, held: OwnedSlice, shape: tuple[int, ...], *, what: str) -> OwnedSlice:
+        """Which elements of a state of this shape this rank is to hold."""
+        if held.block > 1 and held.by_blocks().shape == shape:
+            return held.by_blocks()
+        if not held.is_whole:
+            raise CheckpointError(
+                f"{what} has shape {shape} in the checkpoint, the parameter {held.shape}, of which this rank holds a "
+                "slice: load it under strategy = 'ddp', or with an optimizer that steps it whole"
+            )
+        return replace(held, shape=shape, start=0, stop=prod(shape))
 
     @torch.no_grad()
     def take(self) -> None:

@@ -58,7 +58,7 @@ class Ranks:
             raise failure
         for rank, (_, line) in enumerate(everyone):
             if line is not None:
-                raise CheckpointError(f"rank {rank} could not go on: {line}")
+                raise CheckpointError(f"rank {rank} could not continue: {line}")
         return [theirs for theirs, _ in everyone]
 
     def leave(self) -> None:

@@ -1,4 +1,4 @@
-"""Host memory into which a state is copied, so that training may go on while it is written."""
+"""Host memory into which a state is copied, so that training may continue while it is written."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ _ALIGNMENT = 64
 
 
 class Staging:
-    """One buffer, kept from save to save: to allocate and touch it anew takes longer than to copy into it."""
+    """One buffer, kept from save to save: to allocate and touch a new one takes longer than to copy into it."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)

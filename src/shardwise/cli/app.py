@@ -2,9 +2,10 @@
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from shardwise import __version__
 from shardwise.cli.autopsy import autopsy
@@ -23,11 +24,26 @@ from shardwise.cli.tokens import tokens
 from shardwise.cli.train import train
 from shardwise.errors import ShardwiseError
 
+# Spellings that still work, and are shown nowhere.
+_FORMERLY = {"--nproc": "--ranks", "--strategies": "--strategy"}
+
+
+class _Commands(TyperGroup):
+    """Takes former spellings of options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [_current(argument) for argument in args])
+
+
+def _current(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return _FORMERLY.get(name, name) + equals + value
+
+
 app = typer.Typer(
     name="shardwise",
-    help="One dial from DDP to FSDP: cost it, run it, prove it.",
+    cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -62,7 +78,7 @@ def options(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """One dial from DDP to FSDP: cost it, run it, prove it."""
+    """Train PyTorch models with any strategy from DDP to FSDP: predict its cost, run it, verify the prediction."""
 
 
 def main(arguments: list[str] | None = None) -> None:

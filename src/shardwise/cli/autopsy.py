@@ -19,9 +19,12 @@ def autopsy(
             metavar="DIR", help="A folder with one record per rank: a run folder, or PyTorch's flight recorder dumps."
         ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Compare what the ranks of a job had issued when it hung or crashed: who stopped, where, and who waited."""
+    """Find the rank that stopped, after a job hung or crashed.
+
+    Compares the collectives that each rank had issued.
+    """
     from shardwise.autopsy.findings import verdict
     from shardwise.autopsy.record_folder import read_records
 

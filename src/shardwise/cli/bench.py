@@ -1,4 +1,4 @@
-"""`shardwise bench`: the same training under several strategies and engines, in turn, and whether it was the same."""
+"""`shardwise bench`: the same training under several strategies and engines, and whether their losses match."""
 
 import json
 import shlex
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwise.cli.strategies import listed, strategy_names
 from shardwise.cli.train import ranks_to_start
-from shardwise.errors import InvalidCluster, ShardwiseError, UnknownName
-from shardwise.placement import AUTO, STRATEGIES
+from shardwise.errors import InvalidCluster, ShardwiseError
+from shardwise.placement import STRATEGIES
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.config_section import InvalidConfig
 
@@ -28,8 +29,8 @@ _WIDTH_OF_FILES = 120
 
 def bench(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to train, as for `shardwise train`.")],
-    strategies: Annotated[
-        str, typer.Option("--strategies", help=f"{','.join(STRATEGIES)}, auto, or all but auto.")
+    strategy: Annotated[
+        str, typer.Option("--strategy", help=f"{','.join(STRATEGIES)}, all of these, or all,auto.")
     ] = "all",
     engines: Annotated[
         str,
@@ -41,36 +42,41 @@ def bench(
     ] = "shardwise",
     num_ranks: Annotated[
         int | None,
-        typer.Option("--nproc", min=1, help="Ranks to start here (default: the plan's mesh, or one per GPU)."),
+        typer.Option("--ranks", min=1, help="Ranks to start here (default: the plan's mesh, or one per GPU)."),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often each case is run.")] = 3,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed in each run.")] = 20,
-    warm_up: Annotated[int, typer.Option("--warm-up", min=1, help="Steps before those.")] = 5,
+    warm_up: Annotated[int, typer.Option("--warm-up", min=1, help="Untimed steps before them.")] = 5,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Where to write (default: bench/ and CONFIG's name).")
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="The folder to write (default: bench/ and CONFIG's name)."),
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="The bench's title (default: CONFIG's name).")] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="section.key=value", help="Another value for one key; may be repeated."),
+        typer.Option("--set", metavar="section.key=value", help="Override one key of CONFIG; may be repeated."),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", help="These devices as `shardwise plan` names them, to predict time.")
+        str | None, typer.Option("--cluster", help="This machine in the terms of `shardwise plan`, to predict times.")
     ] = None,
     devices: Annotated[
         Path | None, typer.Option("--devices", help="A device table that `shardwise calibrate` wrote here.")
     ] = None,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Go on timing also if the trainings are not the same.")
+        bool, typer.Option("--keep-going", help="Keep timing even if the losses do not match.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="In place of the bench that DIR holds.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the bench that DIR holds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Train the same under each strategy and engine, in fresh processes, in turn: speed, memory, and what to use."""
+    """Compare strategies and engines on the same training.
+
+    Each case runs in fresh processes, one after the other. Shows speed and memory, whether the losses match, and
+    which one to use.
+    """
     from shardwise.bench.benchmark import Asked, check
 
     chosen = load_config(config, settings=settings or ())
-    cases = _cases(chosen, engines=engines, strategies=strategies)
+    cases = _cases(chosen, engines=engines, strategies=strategy)
     count = ranks_to_start(chosen, asked=num_ranks)
     asked = Asked(
         config=chosen,
@@ -81,9 +87,9 @@ def bench(
         command=_command(
             config,
             {
-                "--strategies": strategies,
+                "--strategy": strategy,
                 "--engines": engines,
-                "--nproc": count,
+                "--ranks": count,
                 "--rounds": rounds,
                 "--steps": steps,
                 "--warm-up": warm_up,
@@ -109,22 +115,17 @@ def _cases(config: TrainConfig, *, engines: str, strategies: str) -> "list[Case]
     from shardwise.bench.contestants import ENGINES
 
     if config.plan.micro_batch is None:
-        raise InvalidConfig("plan.micro_batch is missing: all cases of a bench take the same samples in a pass")
+        raise InvalidConfig("plan.micro_batch is missing: all cases of a bench take equally many samples per pass")
     return cases_of(
         config,
-        engines=_names(engines, kind="engine", known=list(ENGINES)),
-        strategies=_names(strategies, kind="strategy", known=list(STRATEGIES), more=(AUTO,)),
+        engines=listed(
+            [part.strip() for part in engines.split(",") if part.strip()],
+            text=engines,
+            kind="engine",
+            known=list(ENGINES),
+        ),
+        strategies=strategy_names(strategies, mesh=config.plan.mesh),
     )
-
-
-def _names(text: str, *, kind: str, known: Sequence[str], more: Sequence[str] = ()) -> list[str]:
-    """Names with commas between them, each once; `all` stands for those that are known, without `more`."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    names = list(dict.fromkeys(name for part in parts for name in (known if part == "all" else (part,))))
-    for name in names or [text]:
-        if name not in (*known, *more):
-            raise UnknownName.of(kind, name, known=(*known, *more, "all"))
-    return names
 
 
 def _command(config: Path, options: Mapping[str, object], *, settings: Sequence[str]) -> str:
@@ -157,7 +158,7 @@ def _predicted(asked: "Asked", *, cluster: str | None, devices: Path | None) -> 
         try:
             here = probed_cluster(here)
         except InvalidCluster as error:
-            print(f"the host is assumed: {error}", file=sys.stderr)
+            print(f"the speed of the host is assumed: {error}", file=sys.stderr)
     forecast = forecast_of(asked.config, cluster=here, device=device)
     scaling: list[dict[str, Any]] = []
     try:
@@ -193,7 +194,7 @@ def _device(config: TrainConfig) -> tuple[str, int | None]:
 
 
 def _run(asked: "Asked", *, as_json: bool) -> int:
-    """Measure and show; the exit code: 1 if a case failed, also with the wire cut, or if they must not be ranked."""
+    """Measure and show; the exit code is 1 if a case failed, with or without communication, or cannot be ranked."""
     from shardwise.bench.benchmark import BenchStopped
     from shardwise.bench.benchmark import bench as run_all
     from shardwise.bench.results import FILE
@@ -203,7 +204,7 @@ def _run(asked: "Asked", *, as_json: bool) -> int:
         with _progress() as on_progress:
             found = run_all(asked, on_progress=on_progress)
     except BenchStopped as end:
-        print(f"{end}: what was found until then is in {path}", file=sys.stderr)
+        print(f"{end}: the results so far are in {path}", file=sys.stderr)
         return 128 + end.number
     if as_json:
         print(json.dumps(found.to_data(), indent=1, allow_nan=False))
@@ -216,7 +217,7 @@ def _run(asked: "Asked", *, as_json: bool) -> int:
 
 @contextmanager
 def _progress() -> "Iterator[Callable[[Progress], None]]":
-    """On standard error: a bar with the time that is left on a terminal, else a line a run."""
+    """On standard error: a bar with the time that is left on a terminal, else one line per run."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -236,7 +237,7 @@ def _progress() -> "Iterator[Callable[[Progress], None]]":
 def _show(found: "Bench") -> None:
     from rich.console import Console
 
-    from shardwise.report.text.comparison import as_table, heading, holdings_table, remarks
+    from shardwise.report.text.comparison import as_table, heading, peak_table, remarks
 
     console = Console()
     if not console.is_terminal:
@@ -245,10 +246,10 @@ def _show(found: "Bench") -> None:
     console.print(heading(found), highlight=False, markup=False, soft_wrap=True)
     if any(case.ran for case in found.cases):
         console.print(as_table(found))
-        held = holdings_table(found)
-        if held is not None:
+        peaks = peak_table(found)
+        if peaks is not None:
             console.print()
-            console.print(held)
+            console.print(peaks)
             console.print()
     for line in remarks(found):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

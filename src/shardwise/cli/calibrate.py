@@ -12,25 +12,30 @@ from shardwise.errors import InvalidCluster, InvalidData
 
 
 def calibrate(
-    out: Annotated[Path, typer.Option("--out", help="Where the table goes, as TOML.")] = Path("device.toml"),
+    out: Annotated[Path, typer.Option("--out", help="The TOML file to write.")] = Path("device.toml"),
     device: Annotated[
-        str | None, typer.Option("--device", help="cuda or cpu (default: cuda, if there is one).")
+        str | None, typer.Option("--device", help="cuda or cpu (default: cuda if there is a GPU).")
     ] = None,
     num_ranks: Annotated[
         int | None, typer.Option("--ranks", min=1, help="Ranks that measure together (default: all GPUs, or one CPU).")
     ] = None,
     like: Annotated[
-        str | None, typer.Option("--like", help="The device of `shardwise devices` that has what is not measured.")
+        str | None, typer.Option("--like", help="The device of `shardwise devices` to take unmeasured values from.")
     ] = None,
     nccl_tests: Annotated[
-        Path | None, typer.Option("--nccl-tests", help="What all_reduce_perf printed, for the links between devices.")
+        Path | None, typer.Option("--nccl-tests", help="Output of all_reduce_perf, for the links between devices.")
     ] = None,
     rows: Annotated[
-        Path | None, typer.Option("--rows", help="Measurements as JSON: read if it is there, else written.")
+        Path | None, typer.Option("--rows", help="Measurements as JSON: read if the file exists, else written.")
     ] = None,
-    limit_seconds: Annotated[float, typer.Option("--limit-seconds", min=1.0, help="Measure no longer.")] = 240.0,
+    limit_seconds: Annotated[
+        float, typer.Option("--limit-seconds", min=1.0, help="Stop measuring after this long.")
+    ] = 240.0,
 ) -> None:
-    """Measure this device in a few minutes: kernels, memory, dispatch, optimizers and, over ranks, collectives."""
+    """Measure this device for the planner.
+
+    Takes a few minutes: kernels, memory, dispatch, optimizers and, over several ranks, collectives.
+    """
     from shardwise.hardware.device_file import device_table, write_table
     from shardwise.hardware.nccl_tests import read_nccl_tests
 
@@ -48,7 +53,7 @@ def calibrate(
     failed = sum("error" in row for row in measured["rows"])
     print(f"{out}: {measured['title']}, {len(measured['rows']) - failed} measurements in {measured['seconds']:.0f} s")
     if failed or measured["left_out"]:
-        print(f"  {failed} kernels could not be run here, and {measured['left_out']} were left out for want of time")
+        print(f"  {failed} kernels could not be run here, and {measured['left_out']} were skipped for lack of time")
     print(f"  shardwise plan MODEL --cluster {out}")
 
 
@@ -95,5 +100,5 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise InvalidData(f"{path}: is not JSON ({' '.join(str(error).split())})") from error
     if not isinstance(measured, dict):
-        raise InvalidData(f"{path}: these are no measurements of `shardwise calibrate`")
+        raise InvalidData(f"{path}: not a file of measurements of `shardwise calibrate`")
     return measured

@@ -13,9 +13,7 @@ from shardwise.errors import InvalidData
 if TYPE_CHECKING:
     from shardwise.checkpoint.manifest import Manifest
 
-checkpoint = typer.Typer(
-    help="Look into a checkpoint, verify it, export its weights, or import weights.", no_args_is_help=True
-)
+checkpoint = typer.Typer(help="Inspect, verify, export or import checkpoints.", no_args_is_help=True)
 
 PathArgument = Annotated[
     Path, typer.Argument(metavar="PATH", help="A checkpoint (step-…), or a folder of them: then the newest.")
@@ -43,7 +41,7 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The manifest as JSON, and nothing else.")] = False,
 ) -> None:
-    """What a checkpoint holds. The tensors themselves are not read."""
+    """Show what a checkpoint holds, without reading the tensors."""
     from shardwise.checkpoint.manifest import read_manifest
 
     chosen = _chosen(path)
@@ -62,7 +60,7 @@ def inspect(
 
 @checkpoint.command()
 def verify(path: PathArgument) -> None:
-    """Read every file and compare it with its checksum. Of a folder, all checkpoints in it."""
+    """Compare every file with its checksum; for a folder, in all of its checkpoints."""
     from shardwise.checkpoint.folder import checkpoints_in
     from shardwise.checkpoint.verify import verify as verify_one
     from shardwise.errors import CheckpointError
@@ -87,17 +85,17 @@ def export(
     out: Annotated[Path, typer.Option("--out", help="FILE.safetensors, or a folder.")],
     to: Annotated[Names, typer.Option("--to", help="Our names, or Hugging Face's (Llama, GPT-2).")] = Names.plain,
     precision: Annotated[
-        Precision | None, typer.Option("--precision", help="Of floating-point tensors; without it, as saved.")
+        Precision | None, typer.Option("--precision", help="Dtype of floating-point tensors (default: as saved).")
     ] = None,
     most_bytes: Annotated[
-        int | None, typer.Option("--most-bytes", help="Begin another file when one would be larger.")
+        int | None, typer.Option("--most-bytes", help="Start another file when one would exceed this.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
 ) -> None:
-    """Write the weights as safetensors, tensor by tensor: it needs memory for one of them."""
+    """Write the weights as safetensors, one tensor in memory at a time."""
     there = out if out.suffix == ".safetensors" else next(iter(sorted(out.glob("*.safetensors"))), None)
     if there is not None and there.exists() and not force:
-        raise InvalidData(f"{there}: is there already; --force replaces it")
+        raise InvalidData(f"{there} exists; --force replaces it")
 
     from shardwise.checkpoint.export import export_weights
     from shardwise.engine.params.precision import planned_dtype
@@ -119,7 +117,7 @@ def import_(
     out: Annotated[Path, typer.Option("--out", help="A folder of checkpoints; the new one is step 0 in it.")],
     names: Annotated[Names, typer.Option("--from", help="Our names, or Hugging Face's (Llama, GPT-2).")] = Names.plain,
 ) -> None:
-    """Make a checkpoint of weights alone, to start a training from."""
+    """Make a checkpoint from weights alone, to start training from."""
     from shardwise.checkpoint.export import import_weights
     from shardwise.checkpoint.manifest import read_manifest
 
@@ -137,7 +135,7 @@ def _chosen(path: Path) -> Path:
         return path
     found = checkpoints_in(path)
     if not found:
-        raise InvalidData(f"{path}: is no checkpoint, and there is none in it")
+        raise InvalidData(f"{path}: not a checkpoint, and holds none")
     return found[-1]
 
 

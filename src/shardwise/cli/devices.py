@@ -19,7 +19,7 @@ def devices(
     name: Annotated[str | None, typer.Argument(help="One device or link, with the source of each number.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """List devices and links: capacity, speed, bandwidth; of one, every number with its source."""
+    """List devices and links; for one, every number with its source."""
     if name is not None:
         found = links()[name] if name in links() else device_of(name)
         if as_json:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.cli.own_files import describe_own
 from shardwise.errors import InvalidPlan
 from shardwise.placement import SHARDED, placement_of
 from shardwise.plan import Plan
@@ -17,7 +18,9 @@ def doctor(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", help="A plan, or a file of Accelerate, DeepSpeed, Lightning, torchtitan, Trainer."
+            metavar="FILE",
+            help="A plan, config, cluster, bench, checkpoint or run; or a file of Accelerate, DeepSpeed, Lightning, "
+            "torchtitan or the Trainer.",
         ),
     ],
     model: Annotated[str, typer.Option("--model", help="Also predict: a model as for `shardwise plan`.")] = "",
@@ -27,9 +30,18 @@ def doctor(
     ] = None,
     seq: Annotated[int | None, typer.Option("--seq", help="Tokens per sample.")] = None,
 ) -> None:
-    """Check a file: who holds what, what is wrong and how to fix it. The exit code is 1 if there are findings."""
+    """Check a file: what it is, what is wrong, and how to fix it.
+
+    The exit code is 1 if there are findings.
+    """
     if bool(model) != bool(cluster):
         raise InvalidPlan("--model and --cluster belong together: a prediction needs both")
+    described = describe_own(path)
+    if described is not None:
+        if model:
+            raise InvalidPlan(f"{path}: --model and --cluster are for plans and configs")
+        print(f"{path}: {described}\nnothing wrong found")
+        return
     setup = _setup(path)
     _show(setup, path)
     from shardwise.interchange.check_setup import check_setup
@@ -99,7 +111,7 @@ def _show(setup: "ForeignSetup", path: Path) -> None:
     console = Console()
     console.print(table)
     mesh = f"mesh {plan.mesh}" if plan.mesh else "all ranks on the shard axis"
-    kind = "a whole plan" if setup.tool == "shardwise" else f"a setup of {setup.tool}, as a plan"
+    kind = "a plan" if setup.tool == "shardwise" else f"a setup of {setup.tool}, as a plan"
     console.print(
         f"{path}: {kind}: {mesh}, precision {plan.precision}, recompute {plan.recompute}, "
         f"units {plan.units}, engine {plan.engine}" + (f", compile {plan.compile}" if plan.compile != "none" else ""),

@@ -6,23 +6,23 @@ from typing import Annotated
 import typer
 
 from shardwise.errors import InvalidPlan, UnknownName
-from shardwise.placement import STRATEGIES
+from shardwise.placement import STRATEGIES, resolve_strategy
 
 
 def explain(
     strategy: Annotated[str | None, typer.Argument(help=f"{', '.join(STRATEGIES)}; ring; or PLAN.toml.")] = None,
-    ranks: Annotated[int, typer.Option("--ranks", help="How many ranks take part.")] = 4,
+    ranks: Annotated[int, typer.Option("--ranks", help="Number of ranks.")] = 4,
     replicate: Annotated[
-        int, typer.Option("--replicate", help="Groups of ranks, each of which has all slices (hybrid sharding).")
+        int, typer.Option("--replicate", help="Groups of ranks that each hold all slices (hybrid sharding).")
     ] = 1,
     model: Annotated[
-        str | None, typer.Option("--model", help="A model of the catalogue; without one, three equal blocks.")
+        str | None, typer.Option("--model", help="A model of the catalogue (default: three equal blocks).")
     ] = None,
     prefetch: Annotated[int, typer.Option("--prefetch", help="Units gathered ahead of the one that computes.")] = 1,
     ring: Annotated[bool, typer.Option("--ring", help="The ring all-reduce, chunk by chunk.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Show one training step, operation by operation: who holds what, and how many bytes."""
+    """Draw one training step: what each rank holds after each operation."""
     if ranks < 1:
         raise InvalidPlan(f"--ranks {ranks}: must be a whole number of at least 1")
     if replicate < 1 or ranks % replicate:
@@ -33,6 +33,8 @@ def explain(
     if strategy is not None and strategy.endswith(".toml") and not ring:
         _explain_file(strategy, model=model, ranks=ranks, as_json=as_json)
         return
+    if strategy is not None:
+        strategy = resolve_strategy(strategy, replicate=replicate)
     if strategy is not None and strategy not in known:
         raise UnknownName.of("strategy", strategy, known=known)
     from shardwise.models.catalogue import shape_of
@@ -64,7 +66,7 @@ def _explain_file(path: str, *, model: str | None, ranks: int, as_json: bool) ->
 
     plan = Plan.load(path)
     if model is None and (plan.overrides or plan.recompute_overrides):
-        raise InvalidPlan(f"{path} names single units: say whose they are with --model")
+        raise InvalidPlan(f"{path} names single units: give their model with --model")
     spec = outline(shape_of(model), name=model) if model else picture_model()
     num_ranks = plan.mesh.num_ranks if plan.mesh is not None else ranks
     if as_json:

@@ -16,13 +16,16 @@ def export(
     target: Annotated[str, typer.Option("--to", help=f"{_TARGETS}.")],
     out: Annotated[Path, typer.Option("--out", help="The folder to write into.")],
     ranks_per_node: Annotated[
-        int | None, typer.Option("--nproc", min=1, help="Ranks per machine (default: the plan's mesh, or 8).")
+        int | None, typer.Option("--ranks", min=1, help="Ranks per machine (default: the plan's mesh, or 8).")
     ] = None,
-    num_nodes: Annotated[int, typer.Option("--nodes", min=1, help="Machines.")] = 1,
+    num_nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of machines.")] = 1,
     cpu: Annotated[bool, typer.Option("--cpu", help="The machines have no GPUs.")] = False,
     image: Annotated[str, typer.Option("--image", help="The container image, for kubernetes.")] = "",
 ) -> None:
-    """Write a plan as files that another tool runs as they are; what it cannot express is said on stderr."""
+    """Write a plan as files for another tool.
+
+    Settings that the tool cannot express are listed on stderr.
+    """
     from shardwise.interchange.exported import JobShape
     from shardwise.interchange.targets import export as exported_for
     from shardwise.interchange.targets import write
@@ -43,7 +46,10 @@ def import_(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="A file of Accelerate, DeepSpeed, Lightning, …")],
     out: Annotated[Path, typer.Option("--out", help="The plan to write.")] = Path("plan.toml"),
 ) -> None:
-    """Make a plan of another tool's file: Accelerate, DeepSpeed, Lightning, torchtitan or TrainingArguments."""
+    """Turn a config of another tool into a plan.
+
+    Reads files of Accelerate, DeepSpeed, Lightning, torchtitan and TrainingArguments.
+    """
     from dataclasses import replace
 
     from shardwise.interchange.recognise import read_setup

@@ -15,18 +15,22 @@ from shardwise.cli.plan_options import (
     asked_mesh,
     asked_recompute,
     check_names,
+    hybrid_mesh,
 )
+from shardwise.errors import InvalidPlan
 from shardwise.placement import STRATEGIES
 from shardwise.quantities import SIZE_EXAMPLE, byte_count
 
 
 def plan(
     model: Annotated[
-        str, typer.Argument(help="A catalogue name, hf:DIR, timm:NAME, params:60b, python:FILE.py:function.")
-    ],
-    cluster: Annotated[str, typer.Option("--cluster", help="8xh100-80gb, 16x8xa100-40gb@ib-8x200, or a TOML file.")],
+        str | None, typer.Argument(help="A catalogue name, hf:DIR, timm:NAME, params:60b or python:FILE.py:function.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="8xh100-80gb, 16x8xa100-40gb@ib-8x200, or a TOML file.")
+    ] = None,
     strategy: Annotated[
-        str, typer.Option("--strategy", help=f"{', '.join(STRATEGIES)}, all, or auto (chosen unit by unit).")
+        str, typer.Option("--strategy", help=f"{', '.join(STRATEGIES)}, all, or auto (chosen for each unit).")
     ] = "all",
     micro_batch: Annotated[
         int | None, typer.Option("--micro-batch", help="Samples per rank per pass (default: the most that fit).")
@@ -38,7 +42,7 @@ def plan(
         str, typer.Option("--recompute", help="none, full, selective; for some units: full,blocks.[0-8]=none.")
     ] = "none",
     global_batch: Annotated[
-        int | None, typer.Option("--global-batch", min=1, help="Samples per step on all ranks, in as many passes.")
+        int | None, typer.Option("--global-batch", min=1, help="Samples per step over all ranks; sets the passes.")
     ] = None,
     accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Passes per optimizer step.")] = 1,
     mesh: Annotated[
@@ -59,23 +63,26 @@ def plan(
         Path | None, typer.Option("--devices", help="A device table that `shardwise calibrate` wrote.")
     ] = None,
     software: Annotated[
-        str | None, typer.Option("--software", help="How old the kernels are: 2023, 2024, current (default: current).")
+        str | None, typer.Option("--software", help="Age of the kernels: 2023, 2024 or current (default: current).")
     ] = None,
     matmul_precision: Annotated[
         str | None,
         typer.Option("--matmul-precision", help="As torch.set_float32_matmul_precision: highest, or high for TF32."),
     ] = None,
     compile_with: Annotated[str, typer.Option("--compile", help="none, inductor or aot_eager.")] = "none",
-    like: Annotated[
-        str, typer.Option("--like", help="Time the same strategies as another engine runs them: deepspeed.")
-    ] = "",
+    capture: Annotated[
+        str, typer.Option("--capture", help="Steps as CUDA graphs: on, off, or auto (says so where they are faster).")
+    ] = "auto",
+    like: Annotated[str, typer.Option("--like", help="Predict times for another engine: deepspeed.")] = "",
     here: Annotated[
-        bool, typer.Option("--here", help="The devices are of this machine: measure its host, which takes seconds.")
+        bool, typer.Option("--here", help="The cluster is this machine: measure its host first (seconds).")
     ] = False,
     tokens: Annotated[
-        str | None, typer.Option("--tokens", help="Also show how long a training on so many takes, such as 1T.")
+        str | None, typer.Option("--tokens", help="Also show how long training on this many tokens takes, such as 1T.")
     ] = None,
-    price: Annotated[float | None, typer.Option("--price", help="Per GPU and hour, for the cost of --tokens.")] = None,
+    price: Annotated[
+        float | None, typer.Option("--price", help="Price per GPU-hour: shows what --tokens costs.")
+    ] = None,
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Also show the best speed for every memory budget.")
     ] = False,
@@ -83,8 +90,26 @@ def plan(
     timeline: Annotated[bool, typer.Option("--timeline", help="Also show what each queue does in a step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     save: Annotated[Path | None, typer.Option("--save", help="Write the recommended plan as PLAN.toml.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve the planner page, on this machine only.")] = False,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Of --serve (0: a free one).")] = 8765,
+    page: Annotated[
+        Path | None, typer.Option("--page", help="Write the planner page as one HTML file that needs no server.")
+    ] = None,
 ) -> None:
-    """Say what every strategy needs on a cluster: fits or not, bytes by category, time, and which one to take."""
+    """Predict memory and speed of every strategy, and recommend one."""
+    if serve or page is not None:
+        from shardwise.cli.plan_page import serve_page, write_page
+
+        if page is not None:
+            write_page(page, model=model, cluster=cluster)
+        if serve:
+            serve_page(model=model, cluster=cluster, seq=seq, image=image, port=port)
+        return
+    if model is None or cluster is None:
+        raise InvalidPlan(
+            "plan needs a model and a cluster: shardwise plan llama-3.1-8b --cluster 8xh100-80gb; or a page on which "
+            "both are chosen: shardwise plan --serve"
+        )
     check_names(goal=goal, optimizer=optimizer)
     from shardwise.cli.plan_answer import PlanQuestion, answer
     from shardwise.cli.plan_output import as_data, show
@@ -96,13 +121,14 @@ def plan(
     asked = Plan(
         micro_batch=micro_batch,
         accumulate=accumulate,
-        mesh=asked_mesh(mesh),
+        mesh=asked_mesh(mesh) or hybrid_mesh(strategy, cluster=where),
         precision=precision,
         reduce_dtype=reduce_dtype,
         recompute=way,
         recompute_overrides=ways,
         engine=engine,
         compile=compile_with,
+        capture=capture,
     )
     question = PlanQuestion(
         source=Source(model, seq=seq, image=image, while_tracing=_progress),
@@ -128,7 +154,7 @@ def plan(
     else:
         show(found)
     if not found.fits:
-        # So that a script does not go on with a plan that is none.
+        # So that a script does not continue without a plan.
         raise typer.Exit(1)
 
 

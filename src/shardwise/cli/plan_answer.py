@@ -1,15 +1,15 @@
-"""What `shardwise plan` finds out: candidates, the solver's plan, which to take, and what is asked besides."""
+"""What `shardwise plan` computes: candidates, the solver's plan, the recommendation, and what else is asked for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.cli.strategies import asked_strategies
+from shardwise.cli.strategies import asked_strategies, strategy_names
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster
 from shardwise.placement import AUTO
 from shardwise.plan import Plan
 from shardwise.planner.search.auto import AutoRequest, NoPlanFits, solve_plan, with_budget
-from shardwise.planner.search.candidates import Candidate, candidates, way_out
+from shardwise.planner.search.candidates import Candidate, candidates, cost, way_out
 from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.planner.search.frontier import FrontierPoint, frontier
 from shardwise.planner.search.recommend import Reason, Recommendation, recommend
@@ -19,6 +19,8 @@ from shardwise.planner.time.step_time import timeline
 from shardwise.report.text.verdict import no_fit, reasons
 from shardwise.sources import Source
 from shardwise.span import Span
+
+_CLEARLY_FASTER = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +61,17 @@ class PlanQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnswer:
-    """`found`: the rows of the table, of which `recommendation.index` is one. `fits`: whether there is one to take."""
+    """`found`: the rows of the table, of which `recommendation.index` is one. `fits`: whether there is one to take.
+
+    `captured`: the plan to take as `shardwise train` runs it by default, in CUDA graphs, where that is clearly faster.
+    """
 
     question: PlanQuestion
     found: list[Candidate]
     recommendation: Recommendation
     why: str
     fits: bool
+    captured: Candidate | None
     scaling: list[Scaled] | None
     frontier: list[FrontierPoint] | None
     training: list[TrainingCost] | None
@@ -78,7 +84,7 @@ class PlanAnswer:
 
 
 def answer(question: PlanQuestion) -> PlanAnswer:
-    strategies = asked_strategies(question.strategy, engine=question.plan.engine)
+    strategies = asked_strategies(question.strategy, engine=question.plan.engine, mesh=question.plan.mesh)
     cluster = with_budget(question.cluster, budget_bytes=question.budget_bytes)
     spec_for, optimizer = question.source.spec_for, question.optimizer
     found = candidates(
@@ -91,7 +97,7 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         foreign=question.foreign,
         global_batch=question.global_batch,
     )
-    if question.strategy == AUTO:
+    if AUTO in strategy_names(question.strategy, mesh=question.plan.mesh):
         found, chosen, why = _with_auto(question, found)
     else:
         chosen = recommend(found, goal=question.goal, spec_for=spec_for, optimizer=optimizer)
@@ -105,6 +111,7 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         recommendation=chosen,
         why=why,
         fits=chosen.reason is not Reason.NOTHING_FITS,
+        captured=_captured(question, chosen.best),
         scaling=_scaling(question, found=found, cluster=cluster),
         frontier=frontier(spec_for, request=question.request) if question.has_frontier else None,
         training=_training(question, found),
@@ -123,6 +130,20 @@ def _with_auto(question: PlanQuestion, found: list[Candidate]) -> tuple[list[Can
     why = f"{chosen_text(best.plan, names=names)} ({solved.num_replays} plans were replayed)"
     reason = Reason.SMALLEST_PEAK if question.goal == "memory" else Reason.FASTEST
     return [*found, best], Recommendation(index=len(found), reason=reason, best=best), why
+
+
+def _captured(question: PlanQuestion, best: Candidate | None) -> Candidate | None:
+    """Whether a step of `auto` is captured is known when it runs, so tables show ordinary steps; this is the other."""
+    if best is None or best.time is None or best.cluster.device.name == "cpu":
+        return None
+    plan = best.plan
+    if plan.engine != "shardwise" or question.foreign or plan.capture != "auto" or plan.why_not_captured():
+        return None
+    captured = replace(plan, capture="on")
+    spec = question.source.spec_for(captured)
+    found = cost(spec, plan=captured, cluster=best.cluster, optimizer=question.optimizer)
+    pays = found.time is not None and found.time.step_seconds < _CLEARLY_FASTER * best.time.step_seconds
+    return found if pays else None
 
 
 def _scaling(question: PlanQuestion, *, found: list[Candidate], cluster: Cluster) -> list[Scaled] | None:

@@ -43,6 +43,15 @@ def asked_mesh(text: str | None) -> Mesh | None:
     return Mesh(replicate=int(found[1]), shard=int(found[2]))
 
 
+def hybrid_mesh(strategy: str, *, cluster: "Cluster") -> Mesh | None:
+    """Nodes × devices per node, where `hybrid_shard` is asked for without a mesh; None for any other strategy."""
+    if strategy.strip().lower().replace("-", "_") != "hybrid_shard":
+        return None
+    if cluster.num_nodes == 1:
+        raise InvalidPlan(f"--strategy {strategy}: {cluster} is one node; give --mesh, such as 2x4")
+    return Mesh(replicate=cluster.num_nodes, shard=cluster.devices_per_node)
+
+
 def asked_recompute(text: str) -> tuple[str, dict[str, str]]:
     """(Of all units, pattern → of some): `full`, or `full,blocks.[0-8]=none`."""
     usual, overrides = "none", {}

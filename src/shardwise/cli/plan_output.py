@@ -6,13 +6,14 @@ from typing import Any
 from shardwise.cli.plan_answer import PlanAnswer
 from shardwise.hardware.host_here import host_is_probed
 from shardwise.planner.time.step_time import why_not_timed
-from shardwise.quantities import GIB, fixed_text
+from shardwise.quantities import GIB, fixed_text, step_seconds_text
 from shardwise.report.text.budgets import frontier_data, frontier_table, training_data, training_table
 from shardwise.report.text.costs import as_data as candidate_data
 from shardwise.report.text.costs import as_table, legend, scaling_data, scaling_table
 from shardwise.report.text.queue_lanes import as_data as spans_as_data
 from shardwise.report.text.queue_lanes import as_lanes
 from shardwise.report.text.verdict import verdict
+from shardwise.spec.largest_unit import why_hardly_cut
 
 
 def as_data(shown: PlanAnswer) -> dict[str, Any]:
@@ -23,6 +24,7 @@ def as_data(shown: PlanAnswer) -> dict[str, Any]:
         "why": shown.why,
         "host": "probed" if host_is_probed(shown.found[0].cluster.device) else "assumed",
         "candidates": [candidate_data(candidate) for candidate in shown.found],
+        "captured": candidate_data(shown.captured) if shown.captured is not None else None,
     }
     if shown.training is not None:
         data["training"] = [training_data(row) for row in shown.training]
@@ -57,10 +59,10 @@ def show(shown: PlanAnswer) -> None:
 def _heading(shown: PlanAnswer) -> str:
     first = shown.found[0]
     capacity, plan = first.capacity_bytes, first.plan
-    seq = f", {first.seq} tokens a sample" if first.seq else ""
-    room = f"{fixed_text(capacity, unit=GIB)} each" if capacity else "capacity unknown"
+    seq = f", {first.seq} tokens per sample" if first.seq else ""
+    room = f" ({fixed_text(capacity, unit=GIB)} each)" if capacity else ""
     return (
-        f"{shown.question.source.reference} on {first.cluster} ({room}): {plan.precision}, recompute "
+        f"{shown.question.source.reference} on {first.cluster}{room}: {plan.precision}, recompute "
         f"{plan.recompute}{seq}, engine {plan.engine}"
     )
 
@@ -68,21 +70,33 @@ def _heading(shown: PlanAnswer) -> str:
 def _remarks(shown: PlanAnswer) -> Iterator[str]:
     first = shown.found[0]
     if not first.memory.activations_known:
-        yield "States only: activations are unknown, and come on top."
+        yield "States only: activations are unknown and not included."
     yield verdict(shown.recommendation, why=shown.why)
-    fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity"
+    hardly_cut = why_hardly_cut(shown.question.source.spec_for(first.plan), units=first.plan.units)
+    if hardly_cut:
+        yield f"Note: {hardly_cut}."
+    fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity; " if first.capacity_bytes else ""
     unknown = why_not_timed(shown.question.source.spec_for(first.plan), plan=first.plan, cluster=first.cluster)
     shown_first = shown.recommendation.best or first
-    time = f"time is not predicted: {unknown}" if unknown else f"time {shown_first.time_band}, of it comm exposed"
-    yield f"Predicted, not measured; {fits}; {time}."
+    time = (
+        f"time is not predicted: {unknown}"
+        if unknown
+        else f"times {shown_first.time_band}; comm = exposed communication"
+    )
+    yield f"Predicted, not measured; {fits}{time}."
+    if shown.captured is not None and shown.captured.time is not None:
+        yield (
+            f"In CUDA graphs, as `shardwise train` runs a step where it can, {shown.captured.name} takes "
+            f"{step_seconds_text(shown.captured.time.step_seconds)} s per step; --capture on plans for that."
+        )
     if unknown is None and not host_is_probed(first.cluster.device):
-        yield "The host is assumed: where the CPU bounds a step, --here on the machine itself measures how fast it is."
+        yield "The speed of the host CPU is assumed; --here measures it, on the machine itself."
     if shown.frontier is not None:
-        yield "Frontier: without the allocator's model; a fixed plan has one strategy and one recompute for all units."
+        yield "Frontier: excludes allocator overhead; a fixed plan has one strategy and one recompute for all units."
     if shown.training is not None:
-        yield "Training: steps alone; evaluations, checkpoints and failures come on top."
+        yield "Training: steps only; evaluations, checkpoints and failures are not included."
     if shown.scaling is not None:
         yield (
-            "Scaling: a strategy keeps its micro-batch, so the global batch grows; with the wait for the slowest node, "
-            "without the allocator's model and congestion."
+            "Scaling: a strategy keeps its micro-batch, so the global batch grows. Includes the wait for the slowest "
+            "node; excludes allocator overhead and network congestion."
         )

@@ -40,9 +40,9 @@ def profile(
     device: Annotated[
         str | None, typer.Option("--device", help="cuda or cpu (default: cuda if there is a GPU).")
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed.")] = 3,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps.")] = 3,
     timeline: Annotated[
-        bool, typer.Option("--timeline", help="Show the step row by row for several strategies too.")
+        bool, typer.Option("--timeline", help="Show the step row by row, also for several strategies.")
     ] = False,
     history: Annotated[
         Path | None,
@@ -50,7 +50,10 @@ def profile(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Run one rank of a job here, with the others absent: its memory by category through a step, and its time."""
+    """Measure the memory and time of one rank here, without the others.
+
+    Memory is shown by category through one step, next to the prediction.
+    """
     _check(model, ranks=ranks, optimizer=optimizer)
     from shardwise.plan import Plan
     from shardwise.profile.rehearsal import Rehearsal
@@ -117,9 +120,7 @@ def _check(model: str, *, ranks: int, optimizer: str) -> None:
     if ranks < 1:
         raise InvalidPlan(f"--ranks {ranks}: must be a whole number of at least 1")
     if model.startswith("params:"):
-        raise InvalidModel(
-            f"{model}: of a number of parameters there is nothing to run; shardwise plan costs its states"
-        )
+        raise InvalidModel(f"{model}: a parameter count cannot be run; shardwise plan predicts its states")
 
 
 def _device(asked: str | None) -> str:
@@ -136,9 +137,9 @@ def _check_history(path: Path | None, *, device: str, strategies: Sequence[str])
     if path is None:
         return
     if device != "cuda":
-        raise InvalidPlan(f"--history {path}: only the GPU's allocator keeps one")
+        raise InvalidPlan(f"--history {path}: only a GPU allocator keeps a history")
     if len(strategies) > 1:
-        raise InvalidPlan(f"--history {path}: of which strategy? Say one, such as --strategy fsdp")
+        raise InvalidPlan(f"--history {path}: records one strategy; choose it, such as --strategy fsdp")
     if not path.absolute().parent.is_dir():
         raise InvalidData(f"--history {path}: there is no folder {path.parent}")
 
@@ -193,9 +194,9 @@ def _heading(found: "Sequence[Profile]") -> str:
             f", {value} {what}" for value, what in ((rehearsal.seq, "tokens"), (rehearsal.image, "pixels")) if value
         ),
     )
-    one = "one rank" if rehearsal.num_ranks == 1 else f"rank 0 of {rehearsal.num_ranks:,}, the others absent"
+    one = "one rank" if rehearsal.num_ranks == 1 else f"rank 0 of {rehearsal.num_ranks:,}, without the others"
     return (
         f"{rehearsal.model} on {rehearsal.device}: {one}; micro-batch {rehearsal.batch}{size}, {plan.precision}, "
         f"recompute {plan.recompute}, {rehearsal.optimizer}, engine {plan.engine}. "
-        "Peak of a step in live bytes; time without communication."
+        "Peak in live bytes; times exclude communication."
     )

@@ -16,10 +16,10 @@ def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that `shardwise bench --out` made.")],
     out: Annotated[Path | None, typer.Option("--out", help=f"Where to write the page (default: DIR/{_PAGE}).")] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Also a trace of the steps, which https://ui.perfetto.dev opens.")
+        Path | None, typer.Option("--trace", help="Also write a trace of the steps for https://ui.perfetto.dev.")
     ] = None,
 ) -> None:
-    """Write the page of a bench: one HTML file that needs nothing else, opens offline, in light and dark."""
+    """Write a bench as one HTML page that opens offline."""
     from shardwise.bench.results import load_bench
     from shardwise.report.page import page_of
     from shardwise.report.perfetto import trace_of
@@ -37,7 +37,7 @@ def report(
 
 def _check(option: str, path: Path) -> None:
     if path.is_dir():
-        raise InvalidData(f"{option} {path}: is a folder; say a file in it")
+        raise InvalidData(f"{option} {path}: is a folder; name a file in it")
     if not path.absolute().parent.is_dir():
         raise InvalidData(f"{option} {path}: there is no folder {path.parent}")
 

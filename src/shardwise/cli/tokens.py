@@ -12,18 +12,18 @@ def tokens(
     inputs: Annotated[list[Path], typer.Argument(help="Text files, .jsonl files, or folders of .txt and .jsonl.")],
     out: Annotated[Path, typer.Option("--out", help="Write OUT.bin and OUT.idx.")],
     tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", help="A Hugging Face tokenizer.json; without one, bytes.")
+        Path | None, typer.Option("--tokenizer", help="A Hugging Face tokenizer.json (default: one token per byte).")
     ] = None,
     end_token: Annotated[
         str | None, typer.Option("--end-token", help="The tokenizer's token that ends a document.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
 ) -> None:
     """Make a memory-mapped token file (OUT.bin, OUT.idx) from text."""
     files = _files(inputs)
     for path in (out.with_name(out.name + ".bin"), out.with_name(out.name + ".idx")):
         if path.exists() and not force:
-            raise InvalidData(f"{path}: is there already; --force replaces it")
+            raise InvalidData(f"{path} exists; --force replaces it")
     if end_token is not None and tokenizer is None:
         raise InvalidData("--end-token goes with --tokenizer; bytes end a document with byte 0")
 

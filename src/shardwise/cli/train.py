@@ -10,13 +10,15 @@ from shardwise.train.config_section import InvalidConfig
 
 
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to train, on what, how (docs/train.md).")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.toml", help="What to train, on which data, and how (docs/train.md).")
+    ],
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="section.key=value", help="Another value for one key; may be repeated."),
+        typer.Option("--set", metavar="section.key=value", help="Override one key of CONFIG; may be repeated."),
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option("--plan", help="A plan in place of the config's (`shardwise plan --save`).")
+        Path | None, typer.Option("--plan", help="A plan that replaces CONFIG's (`shardwise plan --save`).")
     ] = None,
     strategy: Annotated[
         str | None, typer.Option("--strategy", help="ddp, zero1, zero2, shard_grad_op, fsdp or auto.")
@@ -26,20 +28,20 @@ def train(
     ] = None,
     num_ranks: Annotated[
         int | None,
-        typer.Option("--nproc", min=1, help="Ranks to start here (default: the plan's mesh, or one per GPU)."),
+        typer.Option("--ranks", min=1, help="Ranks to start here (default: the plan's mesh, or one per GPU)."),
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, help="How often ranks are started again after one died.")
+        int, typer.Option("--max-restarts", min=0, help="How many times to restart the ranks after one dies.")
     ] = 3,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start from step 0; the checkpoints in the folder are removed.")
+        bool, typer.Option("--fresh", help="Start from step 0 and remove the checkpoints in the run folder.")
     ] = False,
     replan: Annotated[
         bool,
         typer.Option("--replan", help="Choose the plan again, for the devices there are now, and resume under it."),
     ] = False,
 ) -> None:
-    """Train. Rerun the same command to resume."""
+    """Train a model; rerun the same command to resume."""
     chosen = load_config(config, settings=settings or (), plan=plan, strategy=strategy, folder=run)
     arguments = ["train", str(config), *(part for setting in settings or () for part in ("--set", setting))]
     for option, value in (("--plan", plan), ("--strategy", strategy), ("--run", run)):
@@ -53,12 +55,14 @@ def train(
 
         train_as_rank(chosen, fresh=fresh, replan=replan, command=("shardwise", *arguments))
         return
+    # Replanned, the mesh is chosen again, too.
+    count = ranks_to_start(chosen, asked=num_ranks, by_mesh=not replan)
+    print(f"Starting {count} {'rank' if count == 1 else 'ranks'} on this machine …", flush=True)
     from shardwise.launch.launch import launch
 
     code = launch(
         arguments,
-        # The mesh is chosen again, too.
-        num_ranks=ranks_to_start(chosen, asked=num_ranks, by_mesh=not replan),
+        num_ranks=count,
         max_restarts=max_restarts,
         folder=chosen.folder,
         grace_seconds=chosen.checkpoint.grace_seconds,
@@ -78,5 +82,5 @@ def ranks_to_start(config: TrainConfig, *, asked: int | None, by_mesh: bool = Tr
     if mesh is not None:
         mesh.check_ranks(chosen)
     if num_gpus and chosen > num_gpus:
-        raise InvalidConfig(f"{chosen} ranks on {num_gpus} GPUs: --nproc {num_gpus}, or --set run.device=cpu")
+        raise InvalidConfig(f"{chosen} ranks on {num_gpus} GPUs: --ranks {num_gpus}, or --set run.device=cpu")
     return chosen

@@ -17,7 +17,7 @@ from shardwise.errors import ShardwiseError
 
 
 class RanksDisagree(ShardwiseError):  # noqa: N818
-    """Ranks were given different plans or models, or one of them could not go on."""
+    """Ranks were given different plans or models, or one of them could not continue."""
 
 
 class RanksMissing(ShardwiseError):  # noqa: N818
@@ -49,7 +49,7 @@ def agree(describe: Callable[[], str], *, what: str) -> None:
         raise failure
     for rank, other in enumerate(everyone):
         if other.startswith("!"):
-            raise RanksDisagree(f"rank {rank} could not go on: {other[1:]}")
+            raise RanksDisagree(f"rank {rank} could not continue: {other[1:]}")
     different = [rank for rank, description in enumerate(everyone) if description != everyone[0]]
     if different:
         first = different[0]
@@ -68,6 +68,9 @@ def meet(what: str, *, limit_seconds: float = 60.0) -> None:
     For what users may call on one rank by mistake (`if rank == 0: model.state_dict()`), where a collective would only
     hang. Over the job's store, so that it needs no collective itself.
     """
+    if dist.get_backend() == "fake":
+        # A rehearsal (absent.py): nobody else will come.
+        return
     store = dist.distributed_c10d._get_default_store()
     meeting = len(_HELD)
     mine = f"shardwise/{meeting}/{dist.get_rank()}"
@@ -77,7 +80,7 @@ def meet(what: str, *, limit_seconds: float = 60.0) -> None:
     while missing:
         missing = [rank for rank in missing if not store.check([f"shardwise/{meeting}/{rank}"])]
         if missing and time.monotonic() > deadline:
-            # It was not held: whoever goes on from here counts as the others do.
+            # It was not held: whoever continues from here counts as the others do.
             store.delete_key(mine)
             ranks = ", ".join(map(str, missing))
             raise RanksMissing(

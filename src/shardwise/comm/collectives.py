@@ -1,9 +1,10 @@
-"""The four collectives that the engine uses, all in place and asynchronous; torch's own are one set of them.
+"""The collectives that the engine uses, all asynchronous and but one in place; torch's own are one set of them.
 
 In place, because the engine's buffers are laid out so that nothing has to be copied in or out: of a buffer
 of W equal slices, slice i belongs to the group's i-th rank.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch.distributed as dist
@@ -39,6 +40,17 @@ class Collectives(Protocol):
     def broadcast(self, buffer: Tensor, *, source: int, group: Group) -> Work:
         """`buffer` is taken from the group's `source`-th rank."""
 
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        *,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        group: Group,
+    ) -> Work:
+        """The i-th piece of `sent` goes to rank i, and the i-th of `received` comes from there; sizes in elements."""
+
 
 def own_slice(buffer: Tensor, *, group: Group) -> Tensor:
     """The part of a buffer of `group.size` equal slices that belongs to this rank."""
@@ -70,4 +82,18 @@ class BackendCollectives:
     def broadcast(self, buffer: Tensor, *, source: int, group: Group) -> Work:
         name = group.log.note(buffer)
         work: Work = dist.broadcast(buffer, src=group.ranks[source], group=group.handle, async_op=True)
+        return NotedWork(work, name)
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        *,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        group: Group,
+    ) -> Work:
+        name = group.log.note(None)
+        sizes = list(received_sizes), list(sent_sizes)
+        work: Work = dist.all_to_all_single(received, sent, *sizes, group=group.handle, async_op=True)
         return NotedWork(work, name)

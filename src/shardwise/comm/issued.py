@@ -54,9 +54,9 @@ class IssueLog:
         self.issued: Issued = []
         self.num_compared = 0
 
-    def note(self, buffer: Tensor) -> CollectiveName:
-        """A collective is handed to the backend now."""
-        name, num_elements = self.name, buffer.numel()
+    def note(self, buffer: Tensor | None) -> CollectiveName:
+        """A collective is handed to the backend now; without a buffer, one of which ranks have different shares."""
+        name, num_elements = self.name, 0 if buffer is None else buffer.numel()
         self.issued.append((name, num_elements))
         self.folded = ((self.folded ^ name.number) + num_elements) * _SPREAD & _MASK
         PROGRESS.count += 1
@@ -126,7 +126,7 @@ class NotedWork:
 
 
 def names_of(issued: Issued) -> list[str]:
-    """For other ranks. Of a copy: the main thread may go on meanwhile."""
+    """For other ranks. Of a copy: the main thread may continue meanwhile."""
     return [f"{name} of {num_elements} elements" for name, num_elements in list(issued)]
 
 

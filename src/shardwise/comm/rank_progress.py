@@ -91,7 +91,7 @@ PROGRESS = RankProgress()
 def waiting_in(what: str, *, counts: bool = True) -> Iterator[None]:
     """A blocking call that all ranks make. `counts`: all of the job, so that it is part of their position.
 
-    A thread beside the main one (a checkpoint that is written) holds up nobody.
+    A thread other than the main one (a checkpoint that is written) holds up nobody.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -16,7 +16,7 @@ Every element is summed along one path, so its bits are the same on all ranks.
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -79,6 +79,26 @@ def ring_broadcast(buffer: Tensor, *, source: int, group: Group) -> None:
         if num_hops < group.size - 1:
             outgoing.append(_send(piece, group=group))
     for work in outgoing:
+        work.wait()
+
+
+def direct_all_to_all(
+    received: Tensor, sent: Tensor, *, received_sizes: Sequence[int], sent_sizes: Sequence[int], group: Group
+) -> None:
+    """The i-th piece of `sent` goes to rank i, and the i-th of `received` comes from there.
+
+    Not around the ring: each piece is for one rank alone, and goes straight there. What stays is copied.
+    """
+    outgoing = torch.split(sent.data, list(sent_sizes))
+    incoming = torch.split(received.data, list(received_sizes))
+    incoming[group.index].copy_(outgoing[group.index])
+    calls = []
+    for distance in range(1, group.size):
+        to, source = (group.index + distance) % group.size, (group.index - distance) % group.size
+        for call, part, peer in ((dist.isend, outgoing[to], to), (dist.irecv, incoming[source], source)):
+            if part.numel():
+                calls.append(dist.P2POp(call, _bytes_of(part), group=group.handle, group_peer=peer))
+    for work in dist.batch_isend_irecv(calls) if calls else ():
         work.wait()
 
 
@@ -248,10 +268,24 @@ class RingCollectives:
     def broadcast(self, buffer: Tensor, *, source: int, group: Group) -> Work:
         return self._issue(buffer, group=group, call=lambda: ring_broadcast(buffer, source=source, group=group))
 
-    def _issue(self, buffer: Tensor, *, group: Group, call: Callable[[], None]) -> Work:
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        *,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        group: Group,
+    ) -> Work:
+        def call() -> None:
+            direct_all_to_all(received, sent, received_sizes=received_sizes, sent_sizes=sent_sizes, group=group)
+
+        return self._issue(received, group=group, call=call, is_uneven=True)
+
+    def _issue(self, buffer: Tensor, *, group: Group, call: Callable[[], None], is_uneven: bool = False) -> Work:
         # Here, not on the thread: the caller's mistake is raised where it is made, and breaks no group.
         _check_contiguous(buffer)
-        name = group.log.note(buffer)
+        name = group.log.note(None if is_uneven else buffer)
         if buffer.device.type != "cpu":
             call()
             return NotedWork(_StreamWork(device=buffer.device), name)

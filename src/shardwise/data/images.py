@@ -90,7 +90,7 @@ class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
 class RandomImages(Dataset[tuple[Tensor, Tensor]]):
     """Random images and labels, each a function of its index alone: for speed and memory.
 
-    To draw images anew can take as long as a GPU takes to train with them. So all are cut from one piece of noise, each
+    Drawing new images can take as long as a GPU takes to train with them. So all are cut from one piece of noise, each
     from another place on, as long as there are fewer of them than an image has values.
     """
 

@@ -3,16 +3,19 @@
 There is one order of the samples for each (seed, epoch), whatever the number of ranks, and one
 global position in it. With W ranks, rank r takes the positions p + r, p + r + W, p + r + 2W, … from
 the current position p on. So when every rank has taken k samples, exactly the next k·W positions
-are used up, and the position alone says what has been seen: a run that is stopped on 4 ranks goes
-on with 3 and loses no sample and repeats none.
+are used up, and the position alone says what has been seen: a run that is stopped on 4 ranks resumes
+on 3 and loses no sample and repeats none.
 """
 
-from collections.abc import Iterator, Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.comm.job_environment import start_of
 from shardwise.data.permutation import permute
 from shardwise.errors import InvalidData
 
@@ -20,55 +23,92 @@ _BLOCK = 1024
 
 
 class DistributedSampler:
-    """The indices of one rank, from (epoch, position) on; for `DataLoader(sampler=…)`.
+    """The indices of one rank, for `DataLoader(sampler=…)`: every rank gets other samples, each epoch another order.
 
-    endless=True, for training: epochs follow each other without a seam, so that all ranks always
-    have equally many samples, and none is dropped or padded at the end of an epoch.
-    endless=False, for evaluation: what is left of one epoch, each sample on exactly one rank;
-    ranks differ by at most one sample.
+        sampler = shardwise.DistributedSampler(dataset, drop_last=True)
+        for epoch in range(num_epochs):
+            for batch in DataLoader(dataset, batch_size=8, sampler=sampler):
+                ...
 
-    Iterating does not move the position, because a DataLoader reads ahead of the training. The
-    loop says what it has used: `sampler.advance(samples of all ranks together)`.
+    num_samples   the dataset, or how many samples it has
+    rank, num_ranks   this process's place in its job (default: asked of the process group or of the launcher)
+    drop_last     as torch's: the samples at the end of an epoch that not every rank would get one of are left out, so
+                  that all ranks run equally many steps. Without it each sample is on exactly one rank, and ranks
+                  differ by at most one sample: for evaluation, or a loop over `shardwise.join`
+    endless       epochs follow each other without a seam: all ranks always have equally many samples, and none is
+                  dropped at the end of an epoch. The loop counts steps
+
+    When an epoch has been read to its end, the next iteration begins the next epoch; `set_epoch` chooses one, as
+    torch's does. A loop that leaves an epoch early begins the same one again unless it calls `set_epoch`.
+
+    Reading does not move `position`, because a DataLoader reads ahead of the training. A loop that wants to resume
+    inside an epoch says what it has used: `sampler.advance(samples of all ranks together)`.
     """
 
     def __init__(
         self,
-        num_samples: int,
+        num_samples: int | Sized,
         *,
-        rank: int = 0,
-        num_ranks: int = 1,
+        rank: int | None = None,
+        num_ranks: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
+        drop_last: bool = False,
         endless: bool = False,
     ) -> None:
+        own_rank, ranks_of_job = _place() if rank is None or num_ranks is None else (0, 1)
+        rank = own_rank if rank is None else rank
+        num_ranks = ranks_of_job if num_ranks is None else num_ranks
         if not 0 <= rank < num_ranks:
             raise ValueError(f"rank {rank} of {num_ranks}")
+        num_samples = num_samples if isinstance(num_samples, int) else len(num_samples)
         if num_samples < 0 or (endless and num_samples == 0):
             raise InvalidData(f"a dataset of {num_samples} samples cannot be trained on")
+        if drop_last and not endless and num_samples < num_ranks:
+            raise InvalidData(f"{num_samples} samples on {num_ranks} ranks: with drop_last no rank would get one")
         self.num_samples = num_samples
         self.rank = rank
         self.num_ranks = num_ranks
         self.seed = seed
         self.shuffle = shuffle
+        self.drop_last = drop_last
         self.endless = endless
         self.epoch = 0
         self.position = 0
+        # (epoch, position) from which an iteration ran to the end of its epoch.
+        self._read: tuple[int, int] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin this epoch at the next iteration: the same order for the same epoch, on every run."""
+        if epoch < 0:
+            raise ValueError(f"set_epoch({epoch}): epochs count from 0")
+        self.epoch, self.position, self._read = epoch, 0, None
 
     def __iter__(self) -> Iterator[int]:
+        if not self.endless and (self._read == (self.epoch, self.position) or self._stop == self.position):
+            self.set_epoch(self.epoch + 1)
         # Counted from the start of the epoch that is current now, so that in an endless order it runs past num_samples.
         # The loop moves the sampler on meanwhile.
-        epoch, first = self.epoch, self.position + self.rank
-        stop = None if self.endless else self.num_samples
+        epoch, position = self.epoch, self.position
+        first = position + self.rank
+        stop = None if self.endless else self._stop
         while stop is None or first < stop:
             end = first + _BLOCK * self.num_ranks
             positions = np.arange(first, end if stop is None else min(end, stop), self.num_ranks, dtype=np.int64)
             yield from self._samples(positions, epoch=epoch).tolist()
             first = end
+        self._read = (epoch, position)
 
     def __len__(self) -> int:
         if self.endless:
             raise TypeError("an endless sampler has no length: count steps instead")
-        return len(range(self.position + self.rank, self.num_samples, self.num_ranks))
+        return len(range(self.position + self.rank, self._stop, self.num_ranks))
+
+    @property
+    def _stop(self) -> int:
+        """Where the epoch ends; with drop_last after the last position that every rank reaches."""
+        left_out = (self.num_samples - self.position) % self.num_ranks if self.drop_last else 0
+        return self.num_samples - left_out
 
     def _samples(self, positions: NDArray[np.int64], *, epoch: int) -> NDArray[np.int64]:
         """`positions` from the start of `epoch` on."""
@@ -97,12 +137,22 @@ class DistributedSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, of any number of ranks; the data and its order must be the same."""
+        """Resume from a state, of any number of ranks; the data and its order must be the same."""
         for name in ("num_samples", "seed", "shuffle"):
             if state[name] != getattr(self, name):
                 raise InvalidData(
                     f"the saved run read its data with {name} = {state[name]}, this one has "
                     f"{getattr(self, name)}: its position means nothing here"
                 )
-        self.epoch = int(state["epoch"])
+        self.set_epoch(int(state["epoch"]))
         self.position = int(state["position"])
+
+
+def _place() -> tuple[int, int]:
+    """(rank, number of ranks): of the process group where there is one, else as the launcher says."""
+    # Asked only of a torch that is there: without it there is no process group.
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    start = start_of(os.environ)
+    return start.rank, start.num_ranks

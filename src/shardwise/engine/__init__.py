@@ -9,14 +9,16 @@ params/         flat buffers (flat_buffers.py) and their gradients (flat.py), gu
                 unit.py: a unit at work
 grads/          the buffers that gradients are reduced in (segment.py, bucket.py), and which parameters were used
 activations/    recompute, offload and torch.compile of units
-optimizer/      what a rank's optimizer steps; the fp16 scaler
+optimizer/      what a rank's optimizer steps: slices, if it can (reach.py tries it), or whole matrices that it owns
+                (matrices.py); the fp16 scaler
 step/           runner.py listens to the model's hooks and moves the program's cursor, executor.py does the rows on
-                tensors, learn.py finds the order of units in the first step, first_inputs.py ranks with equal batches
+                tensors, learn.py finds the order of units in the first step, first_inputs.py ranks with equal batches,
+                evaluation_gathers.py what forwards without gradients gather
 engine.py       what the model carries
 prepared/       what is asked of a prepared model: state dicts, clipping, accumulation, what it holds, whole parameters,
                 an average of them
 captured/       steps as CUDA graphs
 prepare.py      puts it together; description.py: what ranks must have been given alike; refuse.py: models that it
-                does not take
+                does not take; extend.py: a prepared model that was changed
 replan.py       another plan between two steps; reshard.py: what moves then, a buffer at a time
 """

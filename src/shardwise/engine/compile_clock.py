@@ -18,7 +18,7 @@ class CompileClock:
         self._began = 0.0
 
     def __enter__(self) -> Self:
-        # A user's torch._dynamo.reset() forgets callbacks, so they are given anew each time.
+        # A user's torch._dynamo.reset() forgets callbacks, so they are given again each time.
         handler = _handler()
         handler.register_start_callback(self._start)
         handler.register_end_callback(self._end)

@@ -1,12 +1,19 @@
 """What both engines settle before they touch a model: its device, and what all ranks must have been given alike."""
 
+import warnings
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from shardwise.engine.params.carried import describe_carried
+from shardwise.dtypes import compute_dtype, master_dtype
+from shardwise.engine.params.carried import describe_carried, is_packed
 from shardwise.errors import InvalidModel
+from shardwise.mesh import Mesh
+from shardwise.placement import SHARDED
 from shardwise.plan import Plan
 from shardwise.spec import ModelSpec
+from shardwise.spec.largest_unit import why_hardly_cut
 
 
 def asked_device(model: nn.Module, *, device: torch.device | str | None) -> torch.device | None:
@@ -22,7 +29,7 @@ def asked_device(model: nn.Module, *, device: torch.device | str | None) -> torc
 
 
 def check_precision(model: nn.Module, *, plan: Plan) -> None:
-    """Refuse a float64 parameter unless the plan leaves dtypes alone: what the optimizer steps would be float32."""
+    """Refuse what the plan's precision would change beyond rounding to it: float64, and packed bits called floats."""
     if plan.precision == "native":
         return
     for name, parameter in model.named_parameters():
@@ -30,6 +37,17 @@ def check_precision(model: nn.Module, *, plan: Plan) -> None:
             raise InvalidModel(
                 f"{name} is float64, and precision = {plan.precision!r} would make it float32: set precision = "
                 "'native', or cast the model first (model.float())"
+            )
+        own = str(parameter.dtype).removeprefix("torch.")
+        kept = {own} == {
+            compute_dtype(own, precision=plan.precision, keep_fp32=False),
+            master_dtype(own, precision=plan.precision),
+        }
+        if not kept and is_packed(parameter):
+            raise InvalidModel(
+                f"{name} is a quantised weight that is stored as {own}, and precision = {plan.precision!r} would "
+                "change its bits: store it as uint8 (bitsandbytes: quant_storage=torch.uint8), or set precision = "
+                "'native'"
             )
 
 
@@ -41,3 +59,13 @@ def describe(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> str:
     lines += [f"buffer {name} {list(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
     lines += describe_carried(model)
     return "\n".join(lines)
+
+
+def tell_hardly_cut(spec: ModelSpec, *, plan: Plan, mesh: Mesh) -> None:
+    """Say so, on rank 0, where parameters are sharded but most of them are in one unit."""
+    line = why_hardly_cut(spec, units=plan.units)
+    if not line or dist.get_rank() != 0 or mesh.shard == 1:
+        return
+    largest = max(spec.units, key=lambda unit: unit.num_params)
+    if plan.placement(largest.name).params is SHARDED:
+        warnings.warn(line, stacklevel=4)

@@ -28,7 +28,6 @@ from shardwise.plan import Plan
 class Engine:
     """The parts of a prepared model. It stays when the plan changes (replan.py); most of its parts do not."""
 
-    plan: Plan
     groups: MeshGroups
     collectives: Collectives
     flats: list[FlatParams]
@@ -50,6 +49,11 @@ class Engine:
     averages: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     # Steps as CUDA graphs, which read and write the memory of this plan (captured/captured_step.py).
     captured: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is run: the user's, and what the optimizers' matrices need."""
+        return self.runner.plan
 
     def attach(self, model: nn.Module) -> None:
         """Listen to the model; until its first forward, to gradients that come without one."""

@@ -1,4 +1,4 @@
-"""How the pass that is under way counts: with others in one step, and beside ranks that have nothing left to do."""
+"""How the current pass counts: with others in one step, and with ranks that have nothing left to do."""
 
 from dataclasses import dataclass
 from typing import Protocol

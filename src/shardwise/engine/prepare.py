@@ -1,10 +1,10 @@
 """`prepare`: an ordinary model and optimizer become ones that run a plan. They stay the same objects."""
 
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,18 +19,31 @@ from shardwise.comm.record_writer import RECORDS
 from shardwise.comm.watch import WATCH_SECONDS, check_watch_seconds, watch_over
 from shardwise.engine.activations.compiled_units import check_compile
 from shardwise.engine.activations.wrap import wrap_units
-from shardwise.engine.description import asked_device, describe
+from shardwise.engine.description import asked_device, describe, tell_hardly_cut
 from shardwise.engine.engine import Engine, is_prepared, register
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
-from shardwise.engine.optimizer.known import check_optimizer, describe_optimizer
+from shardwise.engine.optimizer.known import (
+    Stepped,
+    check_optimizer,
+    check_reach,
+    describe_optimizer,
+    judge,
+    name_of,
+    needs_owner,
+    slice_alignment,
+    tell_owned,
+)
+from shardwise.engine.optimizer.matrices import OwnedMatrices
 from shardwise.engine.optimizer.owned import OwnedParameters
+from shardwise.engine.optimizer.reach import Verdict
 from shardwise.engine.params.broadcast import broadcast_buffers, fill
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.host import HostCopies
 from shardwise.engine.params.managed import ManagedParameters
-from shardwise.engine.params.precision import check_kept, tell_upcast
+from shardwise.engine.params.precision import check_kept, tell_upcast, torch_dtype
 from shardwise.engine.params.replicas import COMPARE_EVERY, Replicas, check_compare_every
+from shardwise.engine.params.taken_apart import take_apart
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.pass_state import PassState
 from shardwise.engine.prepared.out_of_memory import explain_out_of_memory
@@ -40,18 +53,20 @@ from shardwise.engine.step.edit import editing
 from shardwise.engine.step.first_inputs import FirstInputs
 from shardwise.engine.step.last_issued import last_issued
 from shardwise.engine.step.learn import FirstForward
+from shardwise.engine.step.ownership import own
 from shardwise.engine.step.runner import Runner
 from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.mesh import Mesh
+from shardwise.patterns import unmatched
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
 from shardwise.program import Bucket
-from shardwise.program.buffers import FlatSpec, flat_specs
+from shardwise.program.buffers import FlatSpec, flat_specs, param_dtypes
 from shardwise.spec import ModelSpec
 from shardwise.units import model_spec, unit_modules
 
-AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None)
+AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None, list[Optimizer])
 
 
 def prepare(
@@ -72,7 +87,9 @@ def prepare(
     our launcher started; without a launcher, a job of one rank. Values come from rank 0. A model on the meta device is
     filled straight into shards. `device` moves the model; without it the model stays where it is (from meta: this
     rank's GPU, or the CPU).
-    `optimizer` may be None, and be made later. `any_optimizer` admits one that is not known to be elementwise.
+    `optimizer` may be None, and be made later, or a list. It may be any that updates each parameter by itself: whether
+    it can step slices is tried out on small tensors (optimizer/reach.py), and if not, each parameter is stepped whole
+    by the rank that owns it. `any_optimizer` leaves that out and lets it step slices.
     `collectives` replaces the plan's, for tests. The job ends when a rank has held up the others for `watch_seconds`
     (comm/watch.py); 0: nobody watches. Every `compare_every` steps ranks compare what they should hold alike, bit by
     bit (params/replicas.py); 0: never. Parameters and buffers that `weights` has names of are taken from there, each
@@ -80,12 +97,15 @@ def prepare(
     """
     if is_prepared(model):
         raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
+    optimizers = _listed(optimizer)
     chosen = join_job(asked_device(model, device=device))
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
+    verdicts: dict[str, Verdict] = {}
     agree(
         lambda: _description(
             model,
-            optimizer,
+            optimizers,
+            verdicts=verdicts,
             plan=plan,
             mesh=mesh,
             device=chosen,
@@ -96,6 +116,7 @@ def prepare(
         ),
         what="plans, models or optimizers",
     )
+    take_apart(model)
     setting = EngineSetting(
         spec=model_spec(model, policy=plan.units),
         plan=plan,
@@ -104,11 +125,23 @@ def prepare(
         tape=Tape(),
         device=chosen,
         host=HostCopies(chosen) if plan.offload_states else None,
+        alignment=slice_alignment(verdicts),
         compare_every=compare_every,
     )
+    owned = _owned_names(verdicts)
     if dist.get_rank() == 0:
         tell_upcast(setting.spec, plan=plan)
-    engine = _engine(model, optimizer, setting=setting, any_optimizer=any_optimizer, weights=weights)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for one in optimizers:
+            held = [names[id(p)] for group in one.param_groups for p in group["params"]]
+            num_owned = len(set(owned).intersection(held))
+            if num_owned:
+                tell_owned(one, num_owned=num_owned, num_held=len(held))
+    tell_hardly_cut(setting.spec, plan=plan, mesh=mesh)
+    engine = _engine(model, optimizers, owned=owned, setting=setting, any_optimizer=any_optimizer, weights=weights)
+    if watch_seconds:
+        # Before the watchdog ends the job: an error tells the way out.
+        engine.runner.evaluation.patience_seconds = 0.9 * watch_seconds
     register(model, engine)
     become_prepared(model)
     explain_out_of_memory(model)
@@ -143,13 +176,19 @@ class EngineSetting:
     tape: Tape
     device: torch.device
     host: HostCopies | None
+    alignment: int
     compare_every: int
+
+
+def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> Sequence[Optimizer]:
+    return [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
 
 
 def _engine(
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizers: Sequence[Optimizer],
     *,
+    owned: Sequence[str],
     setting: EngineSetting,
     any_optimizer: bool,
     weights: Mapping[str, Tensor] | None,
@@ -165,17 +204,16 @@ def _engine(
     runner = make_runner(model, units=units, inputs=inputs, passes=PassState(), setting=setting)
     for unit in units.values():
         unit.settle()
-    owned = _owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
-    if optimizer is not None:
-        owned.adopt(optimizer)
+    parameters = _owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
+    for optimizer in optimizers:
+        parameters.adopt(optimizer, owned=owned)
     engine = Engine(
-        plan=plan,
         groups=setting.groups,
         collectives=setting.collectives,
         flats=flats,
         runner=runner,
         inputs=inputs,
-        owned=owned,
+        owned=parameters,
         tape=setting.tape,
         device=device,
         compare_every=setting.compare_every,
@@ -221,6 +259,7 @@ def make_runner(
         passes=passes,
         land=setting.host.land if setting.host is not None else lambda: None,
         managed=ManagedParameters(model, flats=flats),
+        matrices=OwnedMatrices(units, tape=tape),
         replicas=Replicas(flats, groups=groups, every=setting.compare_every),
         tape=tape,
     )
@@ -228,8 +267,9 @@ def make_runner(
 
 def _description(
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizers: Sequence[Optimizer],
     *,
+    verdicts: dict[str, Verdict],
     plan: Plan,
     mesh: Mesh,
     device: torch.device,
@@ -238,27 +278,55 @@ def _description(
     compare_every: int,
     weights: Mapping[str, Tensor] | None,
 ) -> str:
-    """What ranks must agree on, a line each; raises for what no rank could run, before anything is touched."""
+    """What ranks must agree on, a line each; raises for what no rank could run, before anything is touched.
+
+    Notes in `verdicts` how far the optimizer's updates look, by the names of its parameters.
+    """
     check_model(model, plan=plan)
     spec = model_spec(model, policy=plan.units)
     placements = check_plan(plan, spec=spec, mesh=mesh, device=device)
     check_kept(model, spec=spec, plan=plan)
+    for pattern in unmatched(plan.owned, (param.name for unit in spec.units for param in unit.params)):
+        raise InvalidPlan(f"owned: {pattern} matches no parameter of the model")
     check_watch_seconds(watch_seconds)
     check_compare_every(compare_every)
     described = describe(model, spec=spec, plan=plan)
     described += f"\nwatch_seconds = {watch_seconds:g}\ncompare_every = {compare_every}"
     if weights is not None:
         described += "\nweights = " + ", ".join(sorted(weights))
-    if optimizer is not None:
-        parameters = dict(model.named_parameters())
-        sharded = {
-            id(parameters[param.name]): placements[unit.name].optim is SHARDED
-            for unit in spec.units
-            for param in unit.params
-        }
-        check_optimizer(optimizer, sharded=sharded, any_optimizer=any_optimizer)
+    parameters = dict(model.named_parameters())
+    stepped = {
+        id(parameters[param.name]): Stepped(
+            sharded=placements[unit.name].optim is SHARDED, dtype=torch_dtype(param_dtypes(param, plan=plan)[1])
+        )
+        for unit in spec.units
+        for param in unit.params
+    }
+    for optimizer in optimizers:
+        check_optimizer(optimizer, stepped=stepped)
+        if not any_optimizer:
+            stepped_on = torch.device("cpu") if plan.offload_states else device
+            found = judge(optimizer, stepped=stepped, device=stepped_on)
+            check_reach(optimizer, verdicts=found)
+            verdicts |= {name: found[id(p)] for name, p in parameters.items() if id(p) in found}
+            _check_owned(optimizer, plan=plan, names=_owned_names(verdicts))
         described += "\n" + describe_optimizer(optimizer, names={id(p): name for name, p in parameters.items()})
-    return described
+    described += f"\nslices begin at multiples of {slice_alignment(verdicts)}"
+    return described + "".join(f"\nOWNED {name}" for name in _owned_names(verdicts))
+
+
+def _check_owned(optimizer: Optimizer, *, plan: Plan, names: tuple[str, ...]) -> None:
+    """Refuse an optimizer that needs what the plan cannot give it."""
+    try:
+        replace(plan, owned=(*plan.owned, *names))
+    except InvalidPlan as error:
+        raise InvalidPlan(f"{name_of(optimizer)} looks at whole parameters in its update: {error}") from None
+
+
+def _owned_names(verdicts: Mapping[str, Verdict]) -> tuple[str, ...]:
+    """The parameters that one rank each must step whole."""
+    alignment = slice_alignment(verdicts)
+    return tuple(name for name, verdict in verdicts.items() if needs_owner(verdict, alignment=alignment))
 
 
 def check_plan(plan: Plan, *, spec: ModelSpec, mesh: Mesh, device: torch.device) -> dict[str, Placement]:
@@ -319,25 +387,32 @@ def make_flat(
         device=setting.device,
         groups=setting.groups,
         collectives=setting.collectives,
+        alignment=setting.alignment,
         host=setting.host if placement.grads is SHARDED else None,
     )
+
+
+def around_steps(runner: Runner) -> dict[str, Any]:
+    """What optimizers' side calls around a step, and for what is to be stepped whole (OwnedParameters.run_by)."""
+    return {
+        "before_step": runner.before_step,
+        "after_step": runner.after_step,
+        "forget_grads": runner.forget_grads,
+        "edit": lambda: editing(runner),
+        "own": partial(own, runner),
+        "owns": lambda name: runner.plan.owns(name),
+        "matrices": runner.matrices,
+    }
 
 
 def _owned(
     flats: list[FlatParams], *, before: list[list[nn.Parameter]], runner: Runner, any_optimizer: bool
 ) -> OwnedParameters:
-    owned = OwnedParameters(
-        before_step=runner.before_step,
-        after_step=runner.after_step,
-        forget_grads=runner.forget_grads,
-        edit=lambda: editing(runner),
-        any_optimizer=any_optimizer,
-        flats=flats,
-    )
+    owned = OwnedParameters(**around_steps(runner), any_optimizer=any_optimizer, flats=flats)
     for flat, old_params in zip(flats, before, strict=True):
         parts = {part.index: part.parameter for part in flat.owned}
-        sharded = flat.placement.optim is SHARDED
+        stepped = Stepped(sharded=flat.placement.optim is SHARDED, dtype=flat.master_dtype)
         for index, name in enumerate(flat.names):
             for parameter in (flat.params[index], old_params[index]):
-                owned.add(parameter, name=name, owned=parts.get(index), sharded=sharded)
+                owned.add(parameter, name=name, owned=parts.get(index), stepped=stepped)
     return owned

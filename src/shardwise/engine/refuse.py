@@ -28,26 +28,28 @@ def check_model(model: nn.Module, *, plan: Plan) -> None:
                 "which does the same by plan.strategy"
             )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        _check_tensor(name, tensor)
+        can_be_taken_apart = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        check_tensor(name, tensor, can_be_taken_apart=can_be_taken_apart)
         if hasattr(tensor, "_touched"):
             raise InvalidModel(
-                f"{name} is part of another model that has been through shardwise.prepare: put both into one module "
-                "and prepare that"
+                f"{name} is part of another model that has been through shardwise.prepare: prepare both at once, in "
+                "nn.ModuleDict({'one': …, 'other': …}), and call each as before"
             )
     check_precision(model, plan=plan)
 
 
-def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+def check_tensor(name: str, tensor: torch.Tensor, *, can_be_taken_apart: bool = False) -> None:
+    """Refuse what cannot lie in a buffer."""
     if isinstance(tensor, dtensor_types()):
         raise InvalidModel(
             f"{name} is a DTensor (fully_shard, tensor parallel): shardwise.prepare takes the model as it was before, "
             "and shards it by plan.strategy"
         )
-    if is_traceable_wrapper_subclass(tensor):
+    if is_traceable_wrapper_subclass(tensor) and not can_be_taken_apart:
         kind = type(tensor)
         raise InvalidModel(
-            f"{name} is a {kind.__module__}.{kind.__qualname__}, which cannot lie in a flat buffer: prepare the model "
-            "with plain parameters"
+            f"{name} is a {kind.__module__}.{kind.__qualname__}, which only a frozen parameter can be: freeze it "
+            "(requires_grad_(False)), or prepare the model with plain parameters"
         )
 
 

@@ -1,7 +1,7 @@
 """`replan`: another plan for a prepared model, between two steps, without a checkpoint.
 
 The model, the optimizer and whatever holds them stay the same objects. Their buffers are exchanged unit by unit, those
-first that become smaller: a rank holds no more than the larger of both plans, and one unit. Training goes on as if it
+first that become smaller: a rank holds no more than the larger of both plans, and one unit. Training continues as if it
 had been saved under the old plan and loaded under the new one, bit for bit.
 """
 
@@ -19,12 +19,13 @@ from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.guard import wake
 from shardwise.engine.params.host import HostCopies
 from shardwise.engine.params.unit import Unit
-from shardwise.engine.prepare import EngineSetting, check_plan, make_flat, make_runner, tell_records
+from shardwise.engine.prepare import EngineSetting, around_steps, check_plan, make_flat, make_runner, tell_records
 from shardwise.engine.reshard import HeldBesides, held_besides, move
-from shardwise.engine.step.edit import distribute, editing
+from shardwise.engine.step.edit import distribute
 from shardwise.engine.step.resume import resume
 from shardwise.engine.step.runner import Runner
 from shardwise.errors import InvalidModel, InvalidPlan
+from shardwise.layout import ALIGNMENT
 from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
@@ -52,6 +53,7 @@ def replan(model: nn.Module, plan: Plan) -> None:
         tape=engine.tape,
         device=engine.device,
         host=HostCopies(engine.device) if plan.offload_states else None,
+        alignment=ALIGNMENT,
         compare_every=engine.compare_every,
     )
     besides = held_besides(engine)
@@ -82,6 +84,13 @@ def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
                 f"{_WHAT} with {item.name} = {now!r}, but the model was prepared with {then!r}: it changes where "
                 "things live and when they move, not what is computed; save a checkpoint and prepare again"
             )
+    for trait, found in (
+        ("parameters that are OWNED (stepped whole by one rank each)", bool(runner.matrices.of(None) or plan.owned)),
+        ("an optimizer of blocks of elements", any(flat.alignment != ALIGNMENT for flat in engine.flats)),
+        ("weights of which a module keeps the memory (bitsandbytes int8)", any(flat.followed for flat in engine.flats)),
+    ):
+        if found:
+            raise InvalidModel(f"{_WHAT} with {trait}: save a checkpoint and prepare the model again")
     placements = check_plan(plan, spec=runner.spec, mesh=mesh, device=engine.device)
     if plan.dynamic and runner.executor.holds_grads:
         raise InvalidPlan(f"{_WHAT} with dynamic = true in the middle of an accumulation: do it after the step")
@@ -132,13 +141,8 @@ def _exchange(engine: Engine, model: nn.Module, *, setting: EngineSetting, besid
     resume(runner, before=before)
     if held:
         runner.executor.hold(held)
-    engine.owned.run_by(
-        before_step=runner.before_step,
-        after_step=runner.after_step,
-        forget_grads=runner.forget_grads,
-        edit=lambda: editing(runner),
-    )
-    engine.plan, engine.groups, engine.runner = plan, setting.groups, runner
+    engine.owned.run_by(**around_steps(runner))
+    engine.groups, engine.runner = setting.groups, runner
     # In place: the optimizers' side has the same list.
     engine.flats[:] = [flat for unit in units.values() for flat in unit.flats]
     engine.attach(model)
@@ -166,4 +170,4 @@ def _held_share(placement: Placement, num_slices: int) -> float:
 
 
 def _refuse(module: nn.Module, inputs: Any) -> None:
-    raise InvalidModel("shardwise.replan has failed on this model, which cannot be used: go on from a checkpoint")
+    raise InvalidModel("shardwise.replan has failed on this model, which cannot be used: resume from a checkpoint")

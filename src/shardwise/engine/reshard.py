@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.agreement import exchange
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer.whole_state import own_state, state_kinds
+from shardwise.engine.optimizer.whole_state import Laid, own_state, state_kinds
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.flat_buffers import Owned
 from shardwise.engine.params.guard import unguarded
@@ -61,7 +61,7 @@ def held_besides(engine: Engine) -> HeldBesides:
         optimizer: frozenset(
             key
             for (flat, index, key), kind in found.items()
-            if flats[flat].layout.shapes[index] and not _is_whole(kind)
+            if flats[flat].layout.shapes[index] and not isinstance(kind, Laid)
         )
         for optimizer, found in kinds.items()
     }
@@ -160,18 +160,18 @@ class _MovingState:
 
     def _moved(self, key: str) -> Tensor | None:
         """One kind of state, cut as the new master; None where it is one number for each parameter."""
-        dtype = next((kind for (_, other), kind in self.kinds.items() if other == key and _is_whole(kind)), None)
-        if dtype is None:
+        laid = next((kind for (_, other), kind in self.kinds.items() if other == key and isinstance(kind, Laid)), None)
+        if laid is None:
             return None
-        moved = _moved(own_state(self.old, self.optimizer, key=key, dtype=dtype), old=self.old, new=self.new)
+        moved = _moved(own_state(self.old, self.optimizer, key=key, kind=laid), old=self.old, new=self.new)
         for part in self.old.owned:
-            if _is_whole(self.kinds.get((part.index, key))):
+            if isinstance(self.kinds.get((part.index, key)), Laid):
                 self.optimizer.state.get(part.parameter, {}).pop(key, None)
         return moved
 
     def _value(self, part: Owned, key: str, moved: Tensor | None) -> Any:
         kind, device = self.kinds[part.index, key], part.parameter.device
-        if _is_whole(kind):
+        if isinstance(kind, Laid):
             assert moved is not None
             return moved[part.start : part.stop].to(device, copy=True).view_as(part.parameter)
         if not isinstance(kind, Tensor):
@@ -182,8 +182,3 @@ class _MovingState:
         groups = self.optimizer.param_groups
         on_device = any(group.get("capturable") or group.get("fused") for group in groups)
         return kind.to(device if on_device else kind.device, copy=True)
-
-
-def _is_whole(kind: Any) -> bool:
-    """Whether a state is as large as its parameter, of this dtype."""
-    return isinstance(kind, torch.dtype)

@@ -9,8 +9,8 @@ def backward_without_forward() -> InvalidModel:
     """The error for gradients of a step in which the model itself was not called."""
     return InvalidModel(
         "a backward without a forward of the model since the last step: what another method computes "
-        "(model.training_step(x)) is not synchronised; call the model itself, model(x), and have its forward call "
-        "that method"
+        "(model.training_step(x)) is not synchronised; call the model itself, model(x), or say "
+        "shardwise.forward_method(model, 'training_step') after shardwise.prepare"
     )
 
 

@@ -26,10 +26,14 @@ class TapeEntry:
 
 
 class Tape:
-    """Records while `recording`; `take` hands out what was recorded since the last time."""
+    """Records while `recording`; `take` hands out what was recorded since the last time.
+
+    `on_entry`, if there is one, is called after each entry: what frees or waits is done by then, what computes begins.
+    """
 
     def __init__(self) -> None:
         self.recording = False
+        self.on_entry: Callable[[TapeEntry], None] | None = None
         self._entries: list[TapeEntry] = []
 
     def record(self, kind: Kind, subject: str, num_bytes: Callable[[], int] | None = None) -> None:
@@ -45,6 +49,8 @@ class Tape:
             seconds=time.perf_counter(),
         )
         self._entries.append(entry)
+        if self.on_entry is not None:
+            self.on_entry(entry)
 
     def take(self) -> list[TapeEntry]:
         entries, self._entries = self._entries, []

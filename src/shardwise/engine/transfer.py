@@ -1,4 +1,4 @@
-"""The lane between a device's memory and the host's: copies that run beside the computation.
+"""The lane between a device's memory and the host's: copies that run while the device computes.
 
 Without a GPU a copy is a clone, made at once, so that everything else is the same and can be tried anywhere.
 """

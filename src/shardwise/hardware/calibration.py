@@ -4,7 +4,7 @@ A table of TOML, which fit.py makes of what `calibrate` measured:
 
     source, kind          of every number in it
     kernel_seconds        the least time from one kernel to the next
-    [reach]               kernel → the part that it reaches of the peak that bounds it (operations or bytes a second)
+    [reach]               kernel → the part that it reaches of the peak that bounds it (operations or bytes per second)
     [points]              kernel → [[log2 of its sizes …, measured / predicted], …], between which predictions are
                           corrected
     [launch_seconds]      operation → the CPU's time to issue it, [forward, backward]; `other` for those not named;

@@ -3,7 +3,7 @@
     cluster = [nodes "x"] devices "x" kind ["@" fabric]        16x8xh100-80gb@ib-8x400
     fabric  = network "-" [links "x"] gigabits_per_s           ib-8x400: 8 × 400 Gb/s a node
 
-or the path of a TOML file (cluster_file.py), which can also describe a device or links of one's own.
+or the path of a TOML file (cluster_file.py), which can also describe a device or links of your own.
 """
 
 import re

@@ -100,7 +100,7 @@ def attention(dtype: str, dims: tuple[float, ...], *, backward: bool, num_flops:
     everything = (5 if backward else 2) * 2 * heads * queries * keys * width
     role = "causal" if num_flops < everything else "full"
     name = "attention_backward" if backward else "attention"
-    # Longer or more than what fills a device it goes on at the same speed, so its points are those of that size.
+    # Longer or more than what fills a device it runs at the same speed, so its points are those of that size.
     rows, columns = min(queries, _LONGEST), min(keys, _LONGEST)
     sizes = (min(heads, _MOST_ROWS / rows), rows, columns, width, num_bytes / (heads * queries))
     return Kernel(name, dtype, num_flops, num_bytes, sizes, role=role)

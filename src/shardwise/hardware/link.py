@@ -52,7 +52,7 @@ def read_link(name: str, table: object, *, key: str) -> Link:
     """The link of a TOML table, which `key` names in errors."""
     fields = check_table(key, table, allowed=_KEYS)
     if "bytes_per_s" not in fields:
-        raise InvalidCluster(f"{key}.bytes_per_s is missing: the bytes a second in one direction")
+        raise InvalidCluster(f"{key}.bytes_per_s is missing: the bytes per second in one direction")
     for field, of in (("title", str), ("between_nodes", bool)):
         if field in fields and not isinstance(fields[field], of):
             raise InvalidCluster(f"{key}.{field} = {fields[field]!r}: must be a {of.__name__}")

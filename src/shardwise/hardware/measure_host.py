@@ -67,7 +67,7 @@ _IMAGE_LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def dispatch_rows(device: torch.device) -> Iterator[dict[str, Any]]:
-    """For each kind of layer, the CPU's seconds a layer in forward and in backward.
+    """For each kind of layer, the CPU's seconds per layer in forward and in backward.
 
     All kinds take turns, and the median of turns counts: what slows a shared host down comes and goes within seconds,
     and would be taken for a property of the layer that was being measured.
@@ -106,7 +106,7 @@ def chain_seconds(chain: nn.Module, x: Tensor) -> tuple[float, float]:
 
 
 def update_rows(device: torch.device) -> Iterator[dict[str, Any]]:
-    """For each optimizer, few large tensors and many small ones: seconds to issue a step, and seconds a step."""
+    """For each optimizer, few large tensors and many small ones: seconds to issue a step, and seconds per step."""
     large = (8, 2**24) if device.type == "cuda" else (8, 2**16)
     for name, make in OPTIMIZERS.items():
         for num_tensors, num_elements in (large, (50, 1024), (300, 1024)):

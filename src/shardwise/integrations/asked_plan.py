@@ -1,7 +1,7 @@
 """The plan that a framework's user asks for, checked against what is said in the framework's own settings."""
 
 from shardwise.errors import InvalidPlan
-from shardwise.plan import Plan
+from shardwise.plan import Plan, as_plan
 
 
 def asked_plan(plan: Plan | str, *, precision: str, setting: str, accumulate: int | None = None) -> Plan:
@@ -12,8 +12,7 @@ def asked_plan(plan: Plan | str, *, precision: str, setting: str, accumulate: in
     """
     if isinstance(plan, str):
         return Plan(strategy=plan, precision=precision)
-    if not isinstance(plan, Plan):
-        raise InvalidPlan(f"plan = {plan!r}: must be a shardwise.Plan, or the name of a strategy ('fsdp')")
+    plan = as_plan(plan)
     if plan.engine != "shardwise":
         raise InvalidPlan(f"plan.engine = {plan.engine!r}: integrations run engine = 'shardwise'")
     if precision != "fp32" and plan.precision != precision:

@@ -37,18 +37,19 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
                     "DistributedDataParallelKwargs with ShardwiseAccelerator: they are for torch's DDP; leave them out"
                 )
         super().__init__(*arguments, **options)
-        self._run(plan)
+        self.run_plan(plan)
         refuse_capture(self.plan)
 
     @staticmethod
     def adopt(accelerator: Any, *, plan: Plan | str) -> "ShardwiseAccelerator":
         """An Accelerator that was made elsewhere becomes one of ours; it stays the same object."""
         accelerator.__class__ = ShardwiseAccelerator
-        accelerator._run(plan)
+        accelerator.run_plan(plan)
         adopted: ShardwiseAccelerator = accelerator
         return adopted
 
-    def _run(self, plan: Plan | str) -> None:
+    def run_plan(self, plan: Plan | str) -> None:
+        """From now on models are prepared for `plan`."""
         tell_if_untested("accelerate")
         if self.distributed_type in [getattr(DistributedType, name) for name in _OTHER_ENGINES]:
             raise InvalidPlan(

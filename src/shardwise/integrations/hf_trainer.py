@@ -22,6 +22,7 @@ from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.integrations.hf_accelerator import ShardwiseAccelerator
 from shardwise.integrations.tested_versions import tell_if_untested
 from shardwise.integrations.trainer_arguments import checked_plan
+from shardwise.integrations.trainer_auto import solved_plan
 from shardwise.plan import Plan
 
 # What a callback hears between backward and the end of the update: a captured step is over by then.
@@ -29,7 +30,7 @@ _INSIDE_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
 
 
 class ShardwiseMixin:
-    """In front of a Trainer class: its models run `plan`, a Plan or the name of a strategy."""
+    """In front of a Trainer class: its models run `plan`, a Plan, the name of a strategy, or "auto"."""
 
     # What the Trainer has, for the type checker.
     accelerator: Any
@@ -64,6 +65,12 @@ class ShardwiseMixin:
         plan = checked_plan(self.args, plan=self._asked_plan)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         ShardwiseAccelerator.adopt(self.accelerator, plan=plan)
+
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        """The Trainer's own, once `plan="auto"` has become a plan. Collective."""
+        if self.plan.is_auto:
+            self.accelerator.run_plan(solved_plan(self, plan=self.plan))
+        return super().train(*arguments, **options)  # type: ignore[misc]
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         """Not yet: `prepare` moves each rank's slices, so that the whole model need not fit on a device."""

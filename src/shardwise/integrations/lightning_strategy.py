@@ -15,10 +15,10 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
+from shardwise.engine.prepared.forward_method import run_inside_forward
 from shardwise.engines import accumulate, clip_grad_norm_
 from shardwise.errors import InvalidPlan
 from shardwise.integrations.asked_plan import asked_plan, framework_precision, refuse_capture
-from shardwise.integrations.inside_forward import StepsInsideForward
 from shardwise.integrations.prepared_models import PreparedModels
 from shardwise.integrations.tested_versions import tell_if_untested
 from shardwise.plan import Plan
@@ -53,7 +53,6 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
         self._asked_plan = plan
         self._said_precision = "32-true"
         self._prepared: PreparedModels | None = None
-        self._steps: StepsInsideForward | None = None
         super().__init__(**options)
         if self._ddp_kwargs:
             raise InvalidPlan(f"ShardwiseStrategy has no option {', '.join(self._ddp_kwargs)}: it is for torch's DDP")
@@ -77,9 +76,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
         if module not in self._prepared:
             if fits and self._layer_sync:
                 module = self._layer_sync.apply(module)
-            before = StepsInsideForward.hooks_of(module)
             self._prepared.prepare(module)
-            self._steps = StepsInsideForward(module, before=before)
         if fits:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
@@ -124,8 +121,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
         return self._inside("predict_step", *arguments, **options)
 
     def _inside(self, name: str, *arguments: Any, **options: Any) -> Any:
-        assert self._steps is not None
-        return self._steps.run(name, *arguments, **options)
+        return run_inside_forward(self.lightning_module, name, *arguments, **options)
 
     def teardown(self) -> None:
         """Lightning's own, but that a prepared model stays where it is."""

@@ -27,7 +27,7 @@ from shardwise.engine.prepared.prepared_module import PreparedModule
 from shardwise.engines import prepare
 from shardwise.errors import InvalidData, InvalidModel, InvalidPlan, ShardwiseError
 from shardwise.integrations.tested_versions import tell_if_untested
-from shardwise.plan import Plan
+from shardwise.plan import Plan, as_plan
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # As Hugging Face cuts them.
@@ -35,7 +35,7 @@ _MOST_FILE_BYTES = 50 * 10**9
 
 
 def from_pretrained(
-    model_class_or_config: Any, folder: str | Path, plan: Plan, *, device: torch.device | str | None = None
+    model_class_or_config: Any, folder: str | Path, plan: Plan | str, *, device: torch.device | str | None = None
 ) -> nn.Module:
     """The model of a Hugging Face folder, prepared by `plan`, in evaluation mode as theirs is. Collective.
 
@@ -46,6 +46,7 @@ def from_pretrained(
     with the digits of the file. What the files have no weights of is initialised as transformers does, with a warning.
     """
     tell_if_untested("transformers")
+    plan = as_plan(plan)
     if plan.engine != "shardwise":
         raise InvalidPlan(f"plan.engine = {plan.engine!r}: from_pretrained runs engine = 'shardwise'")
     model = _empty_model(model_class_or_config, Path(folder), native=plan.precision == "native")
@@ -59,7 +60,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, most_file_bytes: in
     """Write a prepared model for `from_pretrained` of transformers, and ours. Collective.
 
     Weights are the optimizer's, unit by unit, in one file or in several with an index; config and generation config lie
-    beside them. Files appear whole or not at all, the index last.
+    next to them. Files appear whole or not at all, the index last.
     """
     engine = engine_of(model)
     stored = _stored_names(model)

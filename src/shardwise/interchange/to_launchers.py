@@ -4,7 +4,7 @@ from shardwise.interchange.exported import Exported, JobShape, plan_text
 from shardwise.plan import Plan
 
 _TORCHRUN = """#!/usr/bin/env bash
-# {script}                        shardwise train train.toml, with the plan beside this file
+# {script}                        shardwise train train.toml, with the plan next to this file
 # {script} my_script.py --my-args   your own script, which calls shardwise.Plan.load("plan.toml")
 {usage}set -euo pipefail
 plan="$(dirname "$0")/plan.toml"
@@ -14,7 +14,7 @@ fi
 exec torchrun {options} "$@"
 """
 _SBATCH = """#!/usr/bin/env bash
-# sbatch job.sbatch                            shardwise train train.toml, with the plan beside this file
+# sbatch job.sbatch                            shardwise train train.toml, with the plan next to this file
 # sbatch job.sbatch python my_script.py …      your own script; each task is one rank
 #SBATCH --job-name=shardwise
 #SBATCH --nodes={nodes}

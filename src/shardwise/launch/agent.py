@@ -53,7 +53,7 @@ class JobStopped(Exception):  # noqa: N818
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(
             f"stopped by {number.name} before all ranks had saved: "
-            "when started again, the run goes on from its last checkpoint"
+            "rerun the same command to resume from the last checkpoint"
         )
         self.number = number
 
@@ -89,7 +89,7 @@ class OneMachine(RendezvousHandler):
 class Files:
     """Where the ranks of a job meet, report and write.
 
-    `private` is the launcher's own folder and goes with it; `logs` is kept, a file a rank, over all starts.
+    `private` is the launcher's own folder and goes with it; `logs` is kept, one file per rank, over all starts.
     """
 
     private: Path

@@ -33,7 +33,7 @@ _NOTE = "during "
 # Errors that tell of a peer, and errors that come from outside the program, by name, with all that derive from them.
 _OF_A_PEER = frozenset({"DistError", "RanksDisagree", "RanksMissing"})
 # Gloo has no error of its own, but names its files; ranks that agree on something pass on what one of them said.
-_TELLS_OF_A_PEER = re.compile(r"/gloo/|\brank \d+ could not go on\b")
+_TELLS_OF_A_PEER = re.compile(r"/gloo/|\brank \d+ could not continue\b")
 _FROM_OUTSIDE = frozenset({"OSError", "AcceleratorError", "DiskFailed", "RankStopped"})
 _OF_THE_WATCHDOG = frozenset({"RankStopped"})
 # Among these, what is the same when tried again.

@@ -46,7 +46,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         seq = tokens.shape[1]
         if seq > self.shape.max_seq:
-            raise InvalidModel(f"{seq} tokens a sample; this GPT has {self.shape.max_seq} positions")
+            raise InvalidModel(f"{seq} tokens per sample; this GPT has {self.shape.max_seq} positions")
         x = self.embed(tokens) + self.positions(torch.arange(seq, device=tokens.device))
         x = self.drop(x)
         for block in self.blocks:

@@ -130,7 +130,7 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         seq = tokens.shape[1]
         if seq > self.shape.max_seq:
-            raise InvalidModel(f"{seq} tokens a sample; this Llama was made for {self.shape.max_seq}")
+            raise InvalidModel(f"{seq} tokens per sample; this Llama was made for {self.shape.max_seq}")
         cos, sin = self.rotary(seq)
         x = self.embed(tokens)
         for block in self.blocks:

@@ -139,6 +139,7 @@ class Job:
             rules=self.rules,
             update_bytes=self.update_bytes,
             num_params=sum(len(unit.params) for unit in self.spec.units),
+            num_slices=self.num_slices,
         )
         return self.engine.memory(self.program, setting)
 

@@ -17,10 +17,12 @@ def sent_bytes(job: Job) -> int:
     members = {bucket.name: bucket.units for bucket in job.program.buckets}
     slices, copies, num_ranks = mesh.shard, mesh.replicate, mesh.num_ranks
     sizes = sizes_of(job.spec, plan=job.plan)
-    gathered = reduced = 0.0
+    gathered = reduced = owned = 0.0
     for operation in job.program.operations():
         if operation.kind is Kind.GATHER:
             gathered += weights.get(operation.subject, 1) * operation.num_bytes * (slices - 1) / slices
+        elif operation.kind in (Kind.TO_OWNERS, Kind.FROM_OWNERS):
+            owned += weights.get(operation.subject, 1) * operation.num_bytes * (slices - 1) / slices**2
         elif operation.kind is Kind.REDUCE:
             units = members[operation.subject]
             num_bytes = sum(weights.get(unit, 1) * sizes[unit].reduce_bytes for unit in units)
@@ -29,4 +31,4 @@ def sent_bytes(job: Job) -> int:
             else:
                 reduced += 2 * num_bytes * (num_ranks - 1) / num_ranks
     passes = job.plan.accumulate
-    return round(passes * gathered + (passes if job.plan.accumulate_reduced else 1) * reduced)
+    return round(owned + passes * gathered + (passes if job.plan.accumulate_reduced else 1) * reduced)

@@ -67,7 +67,7 @@ class Profile:
 
     def rows(self) -> Iterator[tuple[LedgerEntry, LedgerEntry | None]]:
         """(measured, predicted) of each row that was measured."""
-        seen = self.measured.ledger.entries if self.measured is not None else ()
+        seen = self.measured.whole_ledger.entries if self.measured is not None else ()
         return paired(seen, self.predicted.entries)
 
 

@@ -1,8 +1,8 @@
 """The memory ledger: live bytes by category, row by row of a step. No torch here.
 
     allocations   when each storage was allocated and freed (cpu_allocations.py, cuda_allocations.py)
-    marks         the rows of the step, each with the storages whose category the engine knows then (rows.py)
-    ledger        for each row, what was live at its highest moment, by category
+    marks         the rows of the step, each with the storages whose category the engine knows then (step_rows.py)
+    ledger        for each row, what was live at its highest moment, by category; and after each operation of a tape
 
 A storage has the category that the engine last gave it; before the first time, the one that it will give it: a
 gradient is a gradient from its allocation on, though the engine sees it only when all gradients of its unit are there.
@@ -10,10 +10,12 @@ A storage that the engine never knows is an activation if it was allocated in fo
 the update, before the step, or inside a kernel that also freed it (scratch).
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 from shardwise.categories import ACTIVATIONS, CATEGORIES, OTHER
@@ -48,6 +50,23 @@ class LedgerMark:
     reserved_bytes: int | None = None
 
 
+class Lasts(Enum):
+    """What the moment at which an operation is noted down is to it."""
+
+    NOT = "it is done"
+    UNTIL_NEXT = "it begins, and lasts until the next operation"
+    SINCE_LAST = "it ends, and has lasted since the operation before"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationMark:
+    """An operation of the tape: its label, and when it was noted down."""
+
+    label: str
+    moment: int
+    lasts: Lasts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry:
     """Bytes by category at the highest moment of a row; and what a caching allocator held when the row began."""
@@ -63,34 +82,104 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLedger:
-    """A step, row by row, and what is live after it."""
+    """A step, row by row, and what is live after it.
+
+    operations    what is live after each operation of the tape; of one that lasts, at its highest moment
+    """
 
     entries: tuple[LedgerEntry, ...]
     at_rest: LedgerEntry
+    operations: tuple[LedgerEntry, ...] = ()
 
     @property
     def peak(self) -> LedgerEntry:
         """The highest entry; the first of several."""
         return max(self.entries, key=lambda entry: entry.total_bytes)
 
+    def adding_up_to(self, peak_bytes: int) -> "MemoryLedger":
+        """The same step, whose peak was counted to be this or less: what the recording did not see counts as `other`.
+
+        That is what was allocated before it (workspaces of libraries), and what an allocator adds by rounding up: both
+        are there all the time.
+        """
+        unseen_bytes = peak_bytes - self.peak.total_bytes
+        if unseen_bytes <= 0:
+            return self
+
+        def raised(entry: LedgerEntry) -> LedgerEntry:
+            other = entry.num_bytes.get(OTHER, 0) + unseen_bytes
+            return replace(entry, num_bytes={**entry.num_bytes, OTHER: other})
+
+        return MemoryLedger(
+            entries=tuple(map(raised, self.entries)),
+            at_rest=raised(self.at_rest),
+            operations=tuple(map(raised, self.operations)),
+        )
+
     def to_data(self) -> dict[str, Any]:
         """In JSON's own types."""
         return {
             "entries": [[entry.at, dict(entry.num_bytes), entry.reserved_bytes] for entry in self.entries],
             "at_rest": dict(self.at_rest.num_bytes),
+            "operations": [[entry.at, dict(entry.num_bytes)] for entry in self.operations],
         }
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "MemoryLedger":
         entries = [LedgerEntry(at=at, num_bytes=parts, reserved_bytes=held) for at, parts, held in data["entries"]]
-        return cls(entries=tuple(entries), at_rest=LedgerEntry(at="at rest", num_bytes=data["at_rest"]))
+        return cls(
+            entries=tuple(entries),
+            at_rest=LedgerEntry(at="at rest", num_bytes=data["at_rest"]),
+            operations=tuple(LedgerEntry(at=at, num_bytes=parts) for at, parts in data.get("operations", ())),
+        )
 
 
-def ledger_of(allocations: Iterable[Allocation], *, marks: Sequence[LedgerMark], end: int) -> MemoryLedger:
+def ledger_of(
+    allocations: Iterable[Allocation],
+    *,
+    marks: Sequence[LedgerMark],
+    end: int,
+    operations: Sequence[OperationMark] = (),
+) -> MemoryLedger:
     """The ledger of the step whose rows begin at `marks`, in order, and which is over at `end`."""
     starts = [mark.moment for mark in marks]
     changes = [change for one in allocations for change in _changes(one, marks=marks, starts=starts)]
     changes.sort(key=lambda change: change[0])
+    *highest, at_rest = _highest(changes, spans=[*pairwise([*starts, end]), (end, end)])
+    return MemoryLedger(
+        entries=tuple(
+            LedgerEntry(at=mark.label, num_bytes=parts, reserved_bytes=mark.reserved_bytes)
+            for mark, parts in zip(marks, highest, strict=True)
+        ),
+        at_rest=LedgerEntry(at="at rest", num_bytes=at_rest),
+        operations=tuple(
+            LedgerEntry(at=operation.label, num_bytes=parts)
+            for operation, parts in zip(
+                operations, _highest(changes, spans=_spans(operations, starts=starts, end=end)), strict=True
+            )
+        ),
+    )
+
+
+def _spans(operations: Sequence[OperationMark], *, starts: Sequence[int], end: int) -> Iterator[tuple[int, int]]:
+    """From when to when each operation lasts. One that lasts until the next ends where the next one's row begins: that
+    may have allocated already what it notes down only afterwards.
+    """
+    moments = [operation.moment for operation in operations]
+    for operation, before, after in zip(operations, [*moments[:1], *moments], [*moments[1:], end], strict=False):
+        moment = operation.moment
+        match operation.lasts:
+            case Lasts.NOT:
+                yield moment, moment
+            case Lasts.UNTIL_NEXT:
+                row_start = starts[bisect_right(starts, after) - 1]
+                yield moment, row_start if row_start > moment else after
+            case Lasts.SINCE_LAST:
+                yield before, moment
+
+
+def _highest(changes: Sequence[tuple[int, str, int]], *, spans: Iterable[tuple[int, int]]) -> Iterator[dict[str, int]]:
+    """What is live at the highest moment of each span, from its start until before its end; spans are in order."""
     live = dict.fromkeys(CATEGORIES, 0)
     position = 0
 
@@ -103,16 +192,14 @@ def ledger_of(allocations: Iterable[Allocation], *, marks: Sequence[LedgerMark],
             position += 1
             yield live
 
-    for _ in advance(starts[0]):
-        pass
-    entries = []
-    for mark, row_end in zip(marks, [*starts[1:], end], strict=True):
+    for start, end in spans:
+        for _ in advance(start):
+            pass
         highest = dict(live)
-        for now in advance(row_end):
+        for now in advance(end):
             if sum(now.values()) > sum(highest.values()):
                 highest = dict(now)
-        entries.append(LedgerEntry(at=mark.label, num_bytes=highest, reserved_bytes=mark.reserved_bytes))
-    return MemoryLedger(entries=tuple(entries), at_rest=LedgerEntry(at="at rest", num_bytes=dict(live)))
+        yield highest
 
 
 def paired(

@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 
 from shardwise.profile.cpu_allocations import LiveBytes
 from shardwise.profile.cuda_allocations import AllocatorHistory
-from shardwise.profile.memory_ledger import LedgerMark, MemoryLedger, ledger_of
+from shardwise.profile.memory_ledger import Lasts, LedgerMark, MemoryLedger, OperationMark, ledger_of
 from shardwise.profile.step_rows import known_storages, step_rows
 from shardwise.program import Trigger
 from shardwise.spec import ModelSpec
 
 # Our engine learns the order of units in the first step, and all have made their states after it.
 WARM_UP_STEPS = 2
-_STEP, _ROW = "step", "row"
+_STEP, _ROW, _OPERATION = "step", "row", "operation"
 
 Recording = LiveBytes | AllocatorHistory
 """Of allocations: on a CPU as the profiler sees them, on a GPU as its allocator does."""
@@ -64,6 +64,7 @@ class StepRecording:
         device: torch.device,
     ) -> None:
         self.rows: list[RecordedRow] = []
+        self._operations: list[tuple[str, Lasts]] = []
         self.batch: Any = None
         self._live = live
         self._model = model
@@ -112,6 +113,13 @@ class StepRecording:
             )
         )
 
+    def note_operation(self, label: str, *, lasts: Lasts) -> None:
+        """To be called for each operation of a tape, when it is noted down there."""
+        if self._recording:
+            with self._live.phase(_OPERATION):
+                pass
+            self._operations.append((label, lasts))
+
     def place(self, moment: float) -> tuple[int, float]:
         """(its row, seconds since the step began) of a moment of time.perf_counter, as if nobody had recorded it."""
         row = max(0, bisect_right(self.rows, moment, key=lambda row: row.moment) - 1)
@@ -129,4 +137,9 @@ class StepRecording:
             )
             for number, row in enumerate(self.rows)
         ]
-        return ledger_of(self._live.allocations, marks=marks, end=self._live.span(_STEP)[1])
+        operations = [
+            OperationMark(label=label, moment=self._live.span(_OPERATION, run=number)[0], lasts=lasts)
+            for number, (label, lasts) in enumerate(self._operations)
+        ]
+        end = self._live.span(_STEP)[1]
+        return ledger_of(self._live.allocations, marks=marks, end=end, operations=operations)

@@ -24,7 +24,7 @@ class RehearsalFailed(ShardwiseError):  # noqa: N818
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """Rank 0 of `num_ranks`, with `batch` samples a pass; a job of one rank is a real one.
+    """Rank 0 of `num_ranks`, with `batch` samples per pass; a job of one rank is a real one.
 
     steps      how many are timed
     history    a file for the allocator's history, on a GPU
@@ -68,6 +68,11 @@ class Measured:
     @property
     def allocated_bytes(self) -> int:
         return self.ledger.peak.total_bytes if self.counted_bytes is None else self.counted_bytes
+
+    @property
+    def whole_ledger(self) -> MemoryLedger:
+        """The ledger, whose categories add up to `allocated_bytes`."""
+        return self.ledger.adding_up_to(self.allocated_bytes)
 
     def to_data(self) -> dict[str, Any]:
         """In JSON's own types."""

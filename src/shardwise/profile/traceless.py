@@ -42,6 +42,19 @@ class TracelessCollectives:
     def broadcast(self, buffer: Tensor, *, source: int, group: Group) -> Work:
         return self.inner.broadcast(lent(buffer), source=source, group=group)
 
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        *,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        group: Group,
+    ) -> Work:
+        return self.inner.all_to_all(
+            lent(received), lent(sent), received_sizes=received_sizes, sent_sizes=sent_sizes, group=group
+        )
+
 
 @contextmanager
 def lending_broadcasts() -> Iterator[None]:

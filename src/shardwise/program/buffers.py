@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.dtypes import BYTES_PER_ELEMENT, compute_dtype, has_gradients, master_dtype, reduce_dtype
-from shardwise.layout import Layout, lay_out
+from shardwise.layout import ALIGNMENT, Layout, lay_out
+from shardwise.placement import SHARDED
 from shardwise.plan import Plan
 from shardwise.spec import TensorSpec, UnitSpec
 
@@ -28,8 +29,8 @@ class FlatSpec:
     master_dtype: str
     reduce_dtype: str
 
-    def layout(self, *, num_slices: int) -> Layout:
-        return _layout(tuple(param.shape for param in self.params), num_slices)
+    def layout(self, *, num_slices: int, alignment: int = ALIGNMENT) -> Layout:
+        return _layout(tuple(param.shape for param in self.params), num_slices, alignment)
 
     @property
     def has_gradients(self) -> bool:
@@ -101,11 +102,23 @@ def update_gather_bytes(unit: UnitSpec, *, plan: Plan) -> int:
     return sum(flat.compute_bytes * flat.num_elements for flat in flat_specs(unit, plan=plan) if flat.is_trained)
 
 
+def owned_bytes(unit: UnitSpec, *, plan: Plan) -> int:
+    """The trained matrices that one rank each owns, in the dtype in which they are stepped."""
+    if not plan.owned or plan.placement(unit.name).optim is not SHARDED:
+        return 0
+    return sum(
+        flat.master_bytes * param.num_elements
+        for flat in flat_specs(unit, plan=plan)
+        for param in flat.params
+        if flat.is_trained and param.trainable and plan.owns(param.name)
+    )
+
+
 def reduce_bytes(unit: UnitSpec, *, plan: Plan) -> int:
     """The gradients of the buffers that are trained, in the dtypes that they are summed in, without padding."""
     return sum(flat.reduce_bytes * flat.num_elements for flat in flat_specs(unit, plan=plan) if flat.is_trained)
 
 
 @lru_cache(maxsize=4096)
-def _layout(shapes: tuple[tuple[int, ...], ...], num_slices: int) -> Layout:
-    return lay_out(shapes, num_slices=num_slices)
+def _layout(shapes: tuple[tuple[int, ...], ...], num_slices: int, alignment: int) -> Layout:
+    return lay_out(shapes, num_slices=num_slices, alignment=alignment)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
-from shardwise.program.buffers import gather_bytes, reduce_bytes, update_gather_bytes
+from shardwise.program.buffers import gather_bytes, owned_bytes, reduce_bytes, update_gather_bytes
 from shardwise.program.operations import Bucket, Kind, Operation, Row, StepProgram, Trigger
 from shardwise.program.rules import rules_of
 from shardwise.program.rules.context import StepContext, StepEvent
@@ -48,6 +48,7 @@ def _context(spec: ModelSpec, *, plan: Plan, reduces: bool) -> tuple[tuple[StepE
         buckets=buckets,
         gather_bytes={unit.name: gather_bytes(unit, plan=plan) for unit in spec.units},
         update_gather_bytes={unit.name: update_gather_bytes(unit, plan=plan) for unit in spec.units},
+        owned_bytes={unit.name: owned_bytes(unit, plan=plan) for unit in spec.units},
         slice_bytes=_slice_bytes(buckets, placements=placements, plan=plan),
         broadcasts=_broadcasts(spec),
         flags=Operation(kind=Kind.REDUCE_FLAGS, subject=ROOT, num_bytes=4 * num_flags),

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import InvalidModel
 from shardwise.spec import ANNOUNCED, NONE, UNANNOUNCED
+from shardwise.units import called_modules
 
 _PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 # Nearly all that a module of the user's keeps on itself is of these types, and a look at the type is faster than
@@ -122,11 +123,13 @@ class StepHooks(Generic[UnitT]):
         its forward, too.
         """
         modules = {id(module) for module in self.modules.values()}
-        for unit, module in self.modules.items():
+        # The root last, so that its hooks are the outermost where one of several models in it is a unit as well.
+        for unit, module in reversed(list(self.modules.items())):
             before = partial(_before_forward, self, unit)
             after = partial(_after_forward, self, unit, [own.__dict__ for own in _own_modules(module, modules)])
-            self.handles.append(module.register_forward_pre_hook(before, prepend=True))
-            self.handles.append(module.register_forward_hook(after, prepend=first))
+            for called in called_modules(module):
+                self.handles.append(called.register_forward_pre_hook(before, prepend=True))
+                self.handles.append(called.register_forward_hook(after, prepend=first))
 
     def detach(self) -> None:
         for handle in self.handles:

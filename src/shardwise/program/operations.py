@@ -12,6 +12,9 @@ class Kind(Enum):
 
     On a mesh with a second axis, a reduce of sharded gradients sums them over the shard axis: this rank's slice is then
     reduced once more, over `replicate`, and is a gradient when that has been waited for.
+
+    Matrices that an optimizer needs whole, and their gradients, go to their owners before an update, and their new
+    values back into slices after it.
     """
 
     GATHER = "gather"
@@ -26,7 +29,9 @@ class Kind(Enum):
     WAIT_SLICE = "wait slice"
     REDUCE_FLAGS = "reduce flags"
     BROADCAST = "broadcast"
+    TO_OWNERS = "to owners"
     UPDATE = "update"
+    FROM_OWNERS = "from owners"
 
     # Members are single objects. Enum's own hash is written in Python, and rows are looked up in every hook.
     __hash__ = object.__hash__
@@ -35,10 +40,11 @@ class Kind(Enum):
     def stream(self) -> str:
         """The queue it runs in: `compute`, `gather` or `reduce`; waits and frees happen on `compute`.
 
-        A broadcast has no wait of its own: it is over before anything else begins. Nor have flags (one a parameter:
+        A broadcast, and what goes to and from owners, has no wait of its own: it is over before anything else begins.
+        Nor have flags (one per parameter:
         did this rank use it?): only a rank that left a parameter unused has to read whether all others did.
         """
-        if self is Kind.GATHER:
+        if self in (Kind.GATHER, Kind.TO_OWNERS, Kind.FROM_OWNERS):
             return "gather"
         reduces = (Kind.REDUCE, Kind.REDUCE_SLICE, Kind.REDUCE_FLAGS, Kind.BROADCAST)
         return "reduce" if self in reduces else "compute"
@@ -46,6 +52,9 @@ class Kind(Enum):
 
 ON_BUCKETS = (Kind.REDUCE, Kind.WAIT_REDUCE, Kind.REDUCE_SLICE, Kind.WAIT_SLICE)
 """What is done to a bucket; all else is done to a unit."""
+
+COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
+"""What computes; all strategies have the same ones in the same order."""
 
 WAITS = {Kind.WAIT_GATHER: Kind.GATHER, Kind.WAIT_REDUCE: Kind.REDUCE, Kind.WAIT_SLICE: Kind.REDUCE_SLICE}
 """A wait → what it waits for."""
@@ -69,7 +78,7 @@ class Operation:
     """One operation on one unit, or on one bucket for reduces.
 
     `num_bytes` is what the whole group works on: the full parameters of a gather, the full gradients of a
-    reduce, one slice of them where that is reduced; 0 for the others.
+    reduce, one slice of them where that is reduced, all matrices that go to or from owners; 0 for the others.
     """
 
     kind: Kind

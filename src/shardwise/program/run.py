@@ -65,7 +65,9 @@ class Compiled:
             self.bucket.append(tuple(unit for name in reduced for unit in members[name]))
         update = program.index(Trigger.AFTER_STEP)
         before, after = _around_update(program.rows[update])
-        self.before_step = tuple(executor.action(operation, program.rows[update]) for operation in before)
+        moved, waited = ([o for o in before if (o.kind is Kind.TO_OWNERS) == moves] for moves in (True, False))
+        self.before_step = tuple(executor.action(operation, program.rows[update]) for operation in waited)
+        self.to_owners = tuple(executor.action(operation, program.rows[update]) for operation in moved)
         self.after_step = tuple(executor.action(operation, program.rows[update]) for operation in after)
         self.grads_rows = [index for index, has_grads in enumerate(self.has_grads) if has_grads]
         self.reduce_rows = [index for index in self.grads_rows if self.reduces[index]]
@@ -184,6 +186,11 @@ class Cursor:
     def before_step(self) -> None:
         """What the update has to wait for."""
         for action in self._compiled.before_step:
+            action()
+
+    def to_owners(self) -> None:
+        """What the update has to find whole."""
+        for action in self._compiled.to_owners:
             action()
 
     def after_step(self) -> None:

@@ -4,7 +4,7 @@ The format is the trace-event JSON of Chrome, times in microseconds. A case is a
 
     compute, gather, reduce    (predicted)    the planner's spans of a step
     compute, gather, reduce    (rank 0)       spans of the recorded tape; every other operation is an instant
-    memory                     (counter)      live bytes by category, one value a row of the ledger of rank 0
+    memory                     (counter)      live bytes by category, one value per row of the ledger of rank 0
 
 The ledger has no clock of its own: a row begins when the first operation of the tape in it was issued.
 """
@@ -12,8 +12,10 @@ The ledger has no clock of its own: a row begins when the first operation of the
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardwise.bench.results import Bench, CaseResult
-from shardwise.report.tape_spans import recorded_spans
+from shardwise.bench.case_peak import measured_ledger
+from shardwise.bench.case_result import CaseResult
+from shardwise.bench.results import Bench
+from shardwise.report.tape_spans import scaled_tape, spans_of
 from shardwise.span import QUEUES, Span
 
 PerfettoEvent = dict[str, Any]
@@ -35,7 +37,7 @@ def _process(case: CaseResult, *, process: int) -> Iterator[PerfettoEvent]:
     yield _name("process_name", case.name, process=process)
     threads = {(source, queue): at for at, (source, queue) in enumerate(_threads(), 1)}
     spans = () if case.predicted is None else case.predicted.spans
-    recorded = recorded_spans(case.tape)
+    recorded = spans_of(case)
     used = {(_PREDICTED, span.queue) for span in spans} | {(_RECORDED, span.queue) for span in recorded}
     if case.tape:
         used.add((_RECORDED, QUEUES[0]))
@@ -77,10 +79,11 @@ def _slice(span: Span, *, process: int, thread: int) -> PerfettoEvent:
 
 def _instants(case: CaseResult, *, process: int, thread: int, drawn: Sequence[Span]) -> Iterator[PerfettoEvent]:
     """What the spans do not show: waits, frees, flags, broadcasts."""
-    begun = {(span.name, span.start) for span in drawn}
-    for one in case.tape:
+    # An update is on the tape when it ends.
+    noted = {(span.name, moment) for span in drawn for moment in (span.start, span.end)}
+    for one in scaled_tape(case):
         name = f"{one.kind} {one.subject}"
-        if (name, one.seconds) in begun:
+        if (name, one.seconds) in noted:
             continue
         yield {
             "ph": "i",
@@ -96,16 +99,17 @@ def _instants(case: CaseResult, *, process: int, thread: int, drawn: Sequence[Sp
 
 def _counters(case: CaseResult, *, process: int) -> Iterator[PerfettoEvent]:
     """Live bytes at the highest moment of each row, from when the row began."""
-    if not case.ledgers or not case.tape:
+    ledger, tape = measured_ledger(case, rank=0), scaled_tape(case)
+    if ledger is None or not tape:
         return
     starts: dict[int, float] = {}
-    for one in case.tape:
+    for one in tape:
         starts.setdefault(one.row, one.seconds)
-    entries = case.ledgers[0].entries
+    entries = ledger.entries
     for row, seconds in sorted(starts.items()):
         if row < len(entries):
             yield _counter(entries[row].num_bytes, seconds=seconds, process=process)
-    yield _counter(case.ledgers[0].at_rest.num_bytes, seconds=case.tape[-1].seconds, process=process)
+    yield _counter(ledger.at_rest.num_bytes, seconds=tape[-1].seconds, process=process)
 
 
 def _counter(parts: Mapping[str, int], *, seconds: float, process: int) -> PerfettoEvent:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import assert_never
 
-from shardwise.bench.results import UnitOutline
+from shardwise.bench.case_result import UnitOutline
 from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
@@ -77,6 +77,10 @@ class StepSnapshots:
                 halves, length = 2, self.mesh.num_ranks
             else:
                 halves, length = 1, self.mesh.shard
+            if kind in (Kind.TO_OWNERS, Kind.FROM_OWNERS):
+                # Each rank sends of its own slices.
+                sent += operation.num_bytes * (length - 1) / length**2
+                continue
             sent += halves * operation.num_bytes * (length - 1) / length
         return sent
 
@@ -133,6 +137,8 @@ class RankState:
         self.grads: dict[str, Holding] = {}
         # Units of which a slice of the gradients is on its way over a second axis of the mesh.
         self.crossing: set[str] = set()
+        # Of each unit, the matrices that are here whole, to be updated, and their gradients.
+        self.owned_bytes: dict[str, int] = {}
         self._crossing_buckets: frozenset[str] = frozenset()
         self._drop_grads()
 
@@ -180,6 +186,11 @@ class RankState:
             case Kind.FORWARD | Kind.BACKWARD | Kind.TAKE_GRADS | Kind.REDUCE_FLAGS | Kind.BROADCAST:
                 # Nothing that is counted here comes or goes.
                 pass
+            case Kind.TO_OWNERS:
+                # Copies beside the slices; each rank owns about as much as the others.
+                self.owned_bytes[name] = operation.num_bytes // self.num_slices
+            case Kind.FROM_OWNERS:
+                self.owned_bytes.pop(name, None)
             case _:
                 assert_never(operation.kind)
 
@@ -195,7 +206,7 @@ class RankState:
 
     def snapshot(self, row: Row | None, operation: Operation | None) -> Snapshot:
         holds = self.holds()
-        held_bytes = sum(self._bytes(name, holds) for name in self.units)
+        held_bytes = sum(self._bytes(name, holds) for name in self.units) + sum(self.owned_bytes.values())
         return Snapshot(row=row, operation=operation, holds=holds, held_bytes=held_bytes)
 
     def _bytes(self, name: str, holds: Mapping[str, Mapping[str, Holding]]) -> int:

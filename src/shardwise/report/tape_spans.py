@@ -1,35 +1,64 @@
 """A recorded tape as spans, for the page and for traces.
 
-A tape says when each operation was issued, and when a wait was over, and no more. So what computes lasts until the
-next operation, and a collective from its issue until it had been waited for (it may have arrived before).
+A tape says when each operation was issued, when a wait was over and when an update was done, and no more. So what
+computes lasts until the next operation, an update since the one before, and a collective from its issue until it had
+been waited for (it may have arrived before).
+
+It is the tape of one step, which was a little faster or slower than the median one: its times are scaled, so that
+every picture of a step is as long as the step time that is shown for the case.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from shardwise.bench.results import Happening
+from shardwise.bench.case_result import CaseResult, Happening
 from shardwise.program import Kind
-from shardwise.program.operations import WAITS
+from shardwise.program.operations import COMPUTES, WAITS
 from shardwise.span import Span
 
 _WAITS = {wait.value: kind for wait, kind in WAITS.items()}
 _SENDS = {kind.value: kind for kind in WAITS.values()}
-_COMPUTES = (Kind.FORWARD.value, Kind.BACKWARD.value, Kind.UPDATE.value)
+_COMPUTES = tuple(kind.value for kind in COMPUTES)
 
 
-def recorded_spans(tape: Sequence[Happening]) -> list[Span]:
-    """In order of their ends; a collective without a wait lasts until the tape ends."""
+def tape_scale(case: CaseResult) -> float:
+    """The median step time, relative to the step that was taped; of one that has no length its last operation."""
+    last = max((one.seconds for one in case.tape), default=0.0)
+    length = max(case.tape_seconds or 0.0, last)
+    return case.step_seconds.median / length if case.step_seconds is not None and length else 1.0
+
+
+def scaled_tape(case: CaseResult) -> tuple[Happening, ...]:
+    """The tape of a step that is as long as the median one."""
+    scale = tape_scale(case)
+    return tuple(replace(one, seconds=one.seconds * scale) for one in case.tape)
+
+
+def spans_of(case: CaseResult) -> list[Span]:
+    """The scaled tape as spans; they end with the step."""
+    end = case.step_seconds.median if case.step_seconds is not None else None
+    return recorded_spans(scaled_tape(case), end=end)
+
+
+def recorded_spans(tape: Sequence[Happening], *, end: float | None = None) -> list[Span]:
+    """In order of their ends; the last computation, and a collective without a wait, last until `end`, or else until
+    the tape's last operation.
+    """
     spans: list[Span] = []
     on_wire: dict[tuple[Kind, str], float] = {}
-    last = tape[-1].seconds if tape else 0.0
-    for at, one in enumerate(tape):
-        if one.kind in _COMPUTES:
-            end = tape[at + 1].seconds if at + 1 < len(tape) else last
-            spans.append(Span("compute", f"{one.kind} {one.subject}", one.seconds, end))
+    last = end if end is not None else tape[-1].seconds if tape else 0.0
+    moments = [one.seconds for one in tape]
+    for one, before, after in zip(tape, [0.0, *moments], [*moments[1:], last], strict=False):
+        name = f"{one.kind} {one.subject}"
+        if one.kind == Kind.UPDATE.value:
+            spans.append(Span("compute", name, before, one.seconds))
+        elif one.kind in _COMPUTES:
+            spans.append(Span("compute", name, one.seconds, after))
         elif one.kind in _WAITS:
             kind = _WAITS[one.kind]
-            start = on_wire.pop((kind, one.subject), None)
-            if start is not None:
-                spans.append(Span(kind.stream, f"{kind.value} {one.subject}", start, one.seconds))
+            issued = on_wire.pop((kind, one.subject), None)
+            if issued is not None:
+                spans.append(Span(kind.stream, f"{kind.value} {one.subject}", issued, one.seconds))
         elif one.kind in _SENDS:
             on_wire[_SENDS[one.kind], one.subject] = one.seconds
     spans += [Span(kind.stream, f"{kind.value} {subject}", start, last) for (kind, subject), start in on_wire.items()]

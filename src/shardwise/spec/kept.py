@@ -36,12 +36,18 @@ def spec_key(
     kind, colon, name = reference.partition(":")
     if colon and kind not in _LIBRARIES:
         return None
-    config = _text(Path(name, "config.json")) if kind == "hf" and colon else ""
+    config = _text(Path(config_folder(name), "config.json")) if kind == "hf" and colon else ""
     if config is None:
         return None
     packages = ("shardwise", "torch", *(_LIBRARIES[kind] if colon else ()))
     asked = [reference, seq, image, kernels, sorted(ways), config]
     return json.dumps([asked, platform.python_version(), platform.machine(), *map(_fingerprint, packages)])
+
+
+def config_folder(name: str) -> str:
+    """The folder of `hf:DIR` or `hf:DIR/config.json`."""
+    path = Path(name)
+    return str(path.parent) if path.name == "config.json" else name
 
 
 def kept_spec(key: str | None) -> ModelSpec | None:

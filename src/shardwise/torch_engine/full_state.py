@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.dtensor import local_part
-from shardwise.engine.prepared.full_state import received_state
+from shardwise.engine.prepared.full_state import check_order, received_state
 from shardwise.errors import InvalidData
 from shardwise.torch_engine.prepare import check_on_torch
 
@@ -88,13 +88,14 @@ def full_state_dict_on_torch(
 
 
 def load_full_state_dict_on_torch(
-    model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None = None, *, from_rank0: bool = False
+    model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], *, from_rank0: bool = False
 ) -> None:
-    """Load what `full_state_dict` gave, under any plan, engine and number of ranks. Collective.
+    """Load what `full_state_dict(model, optimizer)` gave, under any plan, engine and number of ranks. Collective.
 
     With `from_rank0`, only rank 0's `state` is read.
     """
     check_on_torch(model)
+    check_order(optimizer)
     state = received_state(state, with_optimizer=optimizer is not None, from_rank0=from_rank0)
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, dict(state["model"]), options=options)
@@ -103,5 +104,5 @@ def load_full_state_dict_on_torch(
 
 
 def _copy(state: Any) -> Any:
-    """Tensors of its own: torch gives out, and takes in, those that training goes on to change."""
+    """Tensors of its own: torch gives out, and takes in, those that training will change."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)

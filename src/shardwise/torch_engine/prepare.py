@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shardwise.comm.agreement import agree
 from shardwise.comm.join import join_job
 from shardwise.engine.activations.compiled_units import check_compile, compile_units
-from shardwise.engine.description import asked_device, check_precision, describe
+from shardwise.engine.description import asked_device, check_precision, describe, tell_hardly_cut
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.optimizer.known import StaleOptimizer, describe_optimizer
 from shardwise.engine.params.carried import broadcast_carried
@@ -55,6 +55,7 @@ def prepare_on_torch(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     agree(lambda: _description(model, optimizer, plan=plan, mesh=mesh, names=names), what="plans, models or optimizers")
     placements = plan.placements(unit_modules(model, policy=plan.units))
+    tell_hardly_cut(model_spec(model, policy=plan.units), plan=plan, mesh=mesh)
     materialize(model, device=chosen)
     model.to(chosen)
     to_master_dtype(model, plan=plan)

@@ -61,7 +61,7 @@ class CannotCutError(Exception):
 class Skipper:
     """Makes the units of a run that are not traced return their input.
 
-    They may where a unit's output is a tensor like its first input, alone or with nothing but None beside it.
+    They may where a unit's output is a tensor like its first input, alone or together with None alone.
     """
 
     def __init__(self, units: Mapping[str, nn.Module], *, runs: Sequence[Run]) -> None:

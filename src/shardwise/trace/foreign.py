@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import InvalidModel, MissingExtra, UnknownName
+from shardwise.spec.kept import config_folder
 from shardwise.tasks import Task, cross_entropy, load_task
 
 _DEFAULT_SEQ = 2048
@@ -33,7 +34,8 @@ def _imported(package: str, *, needed_for: str, extra: str | None) -> Any:
 
 
 def hugging_face_task(folder: str, *, seq: int | None, image: int | None) -> Task:
-    """Next-token prediction with the model of a local config.json."""
+    """Next-token prediction with the model of a local config.json, named by itself or by its folder."""
+    folder = config_folder(folder)
     if image is not None:
         raise InvalidModel(f"hf:{folder} reads tokens: --image has no meaning; use --seq")
     if not Path(folder, "config.json").is_file():

@@ -132,7 +132,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._fused is not None:
             self._fused.num_bytes += _num_bytes(iter(outputs))
         elif computes:
-            # After the births: what an operation needs for itself, it needs beside its results.
+            # After the births: what an operation needs for itself, it needs in addition to its results.
             self.entries.append(self._operation(func, args, kwargs, out, inputs, outputs))
         if self.in_backward and func is torch.ops.aten.add.Tensor and len(self.entries) == before + 2:
             self._sum_of_gradients(inputs, outputs)

@@ -25,7 +25,7 @@ _MOST_ELEMENTS = 1 << 22
 
 
 class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes with real values beside fake ones, as long as all inputs of an operation have them."""
+    """Computes with real values next to fake ones, as long as all inputs of an operation have them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

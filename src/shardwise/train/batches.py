@@ -103,7 +103,7 @@ def check_size(sampler: DistributedSampler, *, sharing: Sharing) -> None:
 def batches_of(
     dataset: Dataset[Any], sampler: DistributedSampler, *, sharing: Sharing, workers: int, device: torch.device
 ) -> Iterator[Any]:
-    """Batch after batch, one a pass. The loader's random numbers are its own: making one changes nobody else's."""
+    """Batch after batch, one per pass. The loader's random numbers are its own: making one changes nobody else's."""
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_sampler=Passes(sampler, sharing=sharing),

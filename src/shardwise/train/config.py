@@ -1,4 +1,4 @@
-"""What `shardwise train` is told, as one frozen value: a section a dataclass, each key checked. No torch here.
+"""The config of `shardwise train` as one frozen value: one dataclass per section, each key checked. No torch here.
 
     CONFIG.toml ◀── --plan PLAN.toml ◀── --strategy, --run ◀── --set section.key=value     the later wins
 
@@ -38,9 +38,11 @@ class TaskSection(ConfigSection):
 
     section: ClassVar[str] = "task"
     model: str = key(..., "a name of `shardwise models`, or python:FILE.py:function")
-    dataset: str | None = key(None, "stdlib, tokens:PATH, digits, images:DIR, hf:NAME, random; own tasks bring theirs")
-    seq: int | None = key(None, "tokens a sample; without it the model's longest", least=1)
-    image: int | None = key(None, "pixels an image is wide and high; without it the model's own", least=1)
+    dataset: str | None = key(
+        None, "stdlib, tokens:PATH, digits, images:DIR, hf:NAME, random; a python: task brings its own"
+    )
+    seq: int | None = key(None, "tokens per sample (default: the model's longest)", least=1)
+    image: int | None = key(None, "width and height of an image in pixels (default: the model's)", least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +50,8 @@ class DataSection(ConfigSection):
     """How samples come."""
 
     section: ClassVar[str] = "data"
-    workers: int = key(0, "processes a rank that load samples; 0: the rank itself", least=0, most=1024)
-    shuffle: bool = key(True, "another order in each epoch, by train.seed")
+    workers: int = key(0, "processes per rank that load samples; 0: the rank itself", least=0, most=1024)
+    shuffle: bool = key(True, "a new order in each epoch, from train.seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,7 @@ class OptimizerSection(ConfigSection):
     eps: float | None = key(None, "all but sgd", above=0)
     momentum: float | None = key(None, "sgd, rmsprop", least=0, below=1)
     nesterov: bool | None = key(None, "sgd")
-    fused: bool | None = key(None, "one kernel a step: adamw, adam, adagrad, sgd")
+    fused: bool | None = key(None, "one kernel per step: adamw, adam, adagrad, sgd")
 
     def __post_init__(self) -> None:
         ConfigSection.__post_init__(self)
@@ -91,31 +93,31 @@ class ScheduleSection(ConfigSection):
     section: ClassVar[str] = "schedule"
     name: str = key("cosine", "how it falls after the warm-up", choices=("constant", "linear", "cosine"))
     warmup_steps: int = key(0, "steps in which it rises to optimizer.lr", least=0)
-    final_ratio: float = key(0.0, "what it falls to, of optimizer.lr", least=0, most=1)
+    final_ratio: float = key(0.0, "final learning rate, as a share of optimizer.lr", least=0, most=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSection(ConfigSection):
-    """How long, and what besides steps."""
+    """How long to train, and what happens between steps."""
 
     section: ClassVar[str] = "train"
     steps: int | None = key(None, "optimizer steps; this or epochs", least=1)
-    epochs: int | None = key(None, "times that every sample is seen; the last step takes what is left", least=1)
-    clip_norm: float = key(1.0, "gradients' norm at most; 0: neither clipped nor measured", least=0)
+    epochs: int | None = key(None, "passes over the dataset; the last step takes what is left", least=1)
+    clip_norm: float = key(1.0, "largest gradient norm; 0: neither clipped nor measured", least=0)
     nonfinite: str = key(
         "stop",
         "on a NaN or Inf in the loss or gradient norm: end the run, skip the step, or only report it",
         choices=("stop", "skip", "warn"),
     )
-    eval_every: int | None = key(None, "steps between evaluations; without it: at the end; 0: never", least=0)
-    eval_samples: int | None = key(None, "evaluate on the first so many; without it on all", least=1)
+    eval_every: int | None = key(None, "steps between evaluations (default: at the end only); 0: never", least=0)
+    eval_samples: int | None = key(None, "evaluate on this many samples (default: all)", least=1)
     log_every: int = key(10, "steps between log lines, and between waits for the device", least=1)
     seed: int = key(0, "of weights, order and dropout", least=0, most=2**32 - 1)
-    compare_every: int = key(1000, "steps between comparisons of what all ranks hold alike; 0: never", least=0)
+    compare_every: int = key(1000, "steps between comparisons of what all ranks must hold alike; 0: never", least=0)
     survive: int | None = key(
         None,
-        "times that a run outlives a lack of memory with a smaller plan; without it 3 where the plan is auto and steps "
-        "cannot be captured, else 0",
+        "times that a run survives running out of memory, with a smaller plan (default: 3 where the plan is auto and "
+        "steps cannot be captured, else 0)",
         least=0,
     )
     deterministic: bool = key(False, "only kernels that give the same bits each time, or an error")
@@ -133,9 +135,9 @@ class CheckpointSection(ConfigSection):
 
     section: ClassVar[str] = "checkpoint"
     every: int = key(1000, "steps between checkpoints; 0: only at the end and on SIGTERM", least=0)
-    keep: int = key(2, "the newest so many are kept", least=1)
-    asynchronous: bool = key(True, "written while training goes on")
-    grace_seconds: float = key(60.0, "after SIGTERM: until the checkpoint must be written, or the rank dies", above=1)
+    keep: int = key(2, "how many of the newest to keep", least=1)
+    asynchronous: bool = key(True, "written while training continues")
+    grace_seconds: float = key(60.0, "after SIGTERM: time to write the checkpoint before the rank is killed", above=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,20 +145,22 @@ class RunSection(ConfigSection):
     """Where it runs and what it leaves."""
 
     section: ClassVar[str] = "run"
-    folder: str = key(..., "where all that a run writes goes (--run); in NAME.toml without it runs/NAME")
-    device: str = key("auto", "auto: a GPU a rank where there are some", choices=("auto", "cpu", "cuda"))
+    folder: str = key(..., "where a run writes its files (--run); default for NAME.toml: runs/NAME")
+    device: str = key("auto", "auto: one GPU per rank if there are GPUs", choices=("auto", "cpu", "cuda"))
     limit_seconds: float = key(600.0, "how long a rank waits for the others to join", above=0)
-    watch_seconds: float = key(300.0, "a rank that holds up the others for as long ends the run; 0: never", least=0)
+    watch_seconds: float = key(
+        300.0, "end the run when one rank has held up the others for this long; 0: never", least=0
+    )
     tensorboard: bool = key(True, "write TensorBoard's files as well, if it is installed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoSection(ConfigSection):
-    """What plan.strategy = "auto" has to meet; without it, unused."""
+    """What plan.strategy = "auto" has to meet; unused under any other strategy."""
 
     section: ClassVar[str] = "auto"
-    global_batch: int | None = key(None, "samples of a step on all ranks; this or plan.micro_batch", least=1)
-    budget: str | None = key(None, f"memory of a device that may be used, such as {SIZE_EXAMPLE}; without it all")
+    global_batch: int | None = key(None, "samples per step over all ranks; this or plan.micro_batch", least=1)
+    budget: str | None = key(None, f"memory to use per device, such as {SIZE_EXAMPLE} (default: all)")
     goal: str = key(
         "throughput", "the fastest plan, or the one with the smallest peak", choices=("throughput", "memory")
     )
@@ -182,9 +186,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.plan.is_auto and self.plan.micro_batch is None and self.auto.global_batch is None:
-            raise InvalidConfig("plan.strategy = 'auto' needs auto.global_batch or plan.micro_batch: samples of a step")
+            raise InvalidConfig(
+                "plan.strategy = 'auto' needs auto.global_batch or plan.micro_batch: how many samples a step takes"
+            )
         if self.plan.micro_batch is None and not self.plan.is_auto:
-            raise InvalidConfig("plan.micro_batch is missing: samples a rank and pass")
+            raise InvalidConfig("plan.micro_batch is missing: samples per rank per pass")
         if self.train.nonfinite == "skip" and self.plan.captures:
             raise InvalidConfig(
                 "train.nonfinite = 'skip': a captured step cannot be skipped; "

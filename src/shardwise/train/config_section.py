@@ -18,7 +18,7 @@ PAIR = tuple[float, float]
 
 
 class InvalidConfig(ShardwiseError):  # noqa: N818 - reads as the first word of the line that users see
-    """A training config that cannot be, or that does not fit the run it is to go on with."""
+    """A training config that cannot be, or that does not fit the run it is to resume."""
 
 
 def key(

@@ -119,7 +119,7 @@ def _watched(model: nn.Module, sightings: _Sightings) -> Iterator[None]:
 
 @contextmanager
 def _unchanged(model: nn.Module, *, device: torch.device) -> Iterator[None]:
-    """Random numbers and buffers (running statistics) are afterwards what they were: training may go on."""
+    """Random numbers and buffers (running statistics) are afterwards what they were: training may continue."""
     states = random_states(device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:

@@ -8,7 +8,7 @@ from shardwise.train.config import ScheduleSection
 def lr_at(step: int, *, schedule: ScheduleSection, lr: float, num_steps: int) -> float:
     """The learning rate of step 1, 2, …, num_steps.
 
-    Over the first w = warmup_steps it rises by lr/w a step and reaches lr in step w. After that a share
+    Over the first w = warmup_steps it rises by lr/w per step and reaches lr in step w. After that a share
     p = (step - 1 - w) / (num_steps - w) of the rest is over before the step, and with f = final_ratio
 
         constant   lr

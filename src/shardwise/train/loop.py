@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engine.prepared.survive import NoGuard
 from shardwise.engines import accumulate, clip_grad_norm_
 from shardwise.launch.failure import during
+from shardwise.quantities import seconds_text
 from shardwise.tasks import Task
 from shardwise.train.batches import Sharing, samples_seen, to_device, tokens_per_sample
 from shardwise.train.config import TrainConfig
@@ -53,6 +55,8 @@ class Training:
     nonfinite: FirstNonFinite | None = None
     # Whether a rank may run out of memory in a step (surviving_update.py).
     guard: NoGuard = field(default_factory=NoGuard)
+    # Shows a line to the user, on rank 0.
+    tell: Callable[[str], None] = lambda line: None
 
     def progress(self) -> dict[str, Any]:
         """What is the same on every rank: the schedule is a function of the step, so this is all."""
@@ -65,11 +69,15 @@ def run_steps(
     """Train to the last step, or until the ranks agree to stop; whether they did. Always ends on a checkpoint."""
     options = training.config.train
     window = Window(device=training.device, num_ranks=training.sharing.num_ranks)
+    first_step, began = training.step + 1, perf_counter()
     stop = False
     while training.step < training.num_steps and not stop:
         with during(f"step {training.step + 1}"):
             window.add(take_step(training))
         stop = request.agreed()
+        if training.step == first_step and options.log_every > 1:
+            took = seconds_text(perf_counter() - began)
+            training.tell(f"First step took {took}; metrics follow every {options.log_every} steps.")
         last = training.step == training.num_steps
         evaluates = _evaluates(training, last=last)
         saves = stop or last or _due(training.step, training.config.checkpoint.every)
@@ -209,6 +217,8 @@ def evaluate_now(training: Training) -> dict[str, float]:
     task, config = training.task, training.config
     assert task.evaluate is not None
     assert task.eval_dataset is not None
+    count = min(len(cast(Any, task.eval_dataset)), config.train.eval_samples or 2**62)
+    training.tell(f"step {training.step}/{training.num_steps}  evaluating on {count:,} samples …")
     return evaluate(
         training.model,
         task.evaluate,

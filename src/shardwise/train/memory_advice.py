@@ -23,7 +23,7 @@ _LIMIT_SECONDS = 60.0
 
 @contextmanager
 def advised(config: TrainConfig, *, place: Place) -> Iterator[None]:
-    """An error for want of memory in here gets the planner's lines."""
+    """An out-of-memory error in here gets the planner's lines."""
     try:
         yield
     except torch.OutOfMemoryError as error:

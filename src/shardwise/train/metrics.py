@@ -1,4 +1,4 @@
-"""What a step gave: `metrics.jsonl`, a line a step, and TensorBoard.
+"""What a step gave: `metrics.jsonl`, one line per step, and TensorBoard.
 
 The loss of a step lies on the device, in parts on the ranks. To read it would make the CPU wait for the GPU in every
 step, so the parts of several steps are kept where they are, and summed over ranks and read in one go: every log_every

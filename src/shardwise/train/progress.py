@@ -26,9 +26,9 @@ class PlainLines:
     def write(self, steps: Sequence[StepMetrics]) -> None:
         last = steps[-1]
         _say_notes(self._console, steps)
-        _say(self._console, f"step {last.step}/{self._num_steps}  {summary(last, num_steps=self._num_steps)}")
+        say(self._console, f"step {last.step}/{self._num_steps}  {summary(last, num_steps=self._num_steps)}")
         if last.evaluation:
-            _say(self._console, f"step {last.step}/{self._num_steps}  evaluation: {spelled(last.evaluation)}")
+            say(self._console, f"step {last.step}/{self._num_steps}  evaluation: {spelled(last.evaluation)}")
 
     def close(self) -> None:
         """A line is whole as soon as it is written."""
@@ -54,7 +54,7 @@ class ProgressBar:
         description = f"loss {last.loss:.4f}  {speed}  {_rest(last, num_steps=self._num_steps)}"
         self._progress.update(self._bar, completed=last.step, description=description)
         if last.evaluation:
-            _say(self._console, f"step {last.step}  evaluation: {spelled(last.evaluation)}")
+            say(self._console, f"step {last.step}  evaluation: {spelled(last.evaluation)}")
 
     def close(self) -> None:
         self._progress.stop()
@@ -81,11 +81,11 @@ def spelled(evaluation: Mapping[str, float]) -> str:
 def _say_notes(console: Console, steps: Sequence[StepMetrics]) -> None:
     for step in steps:
         if step.compile_seconds is not None:
-            _say(console, f"step {step.step}  torch.compile took {seconds_text(step.compile_seconds)} of it")
+            say(console, f"step {step.step}  torch.compile took {seconds_text(step.compile_seconds)} of it")
         if step.capture_note:
-            _say(console, f"step {step.step}  {step.capture_note}")
+            say(console, f"step {step.step}  {step.capture_note}")
 
 
-def _say(console: Console, text: str) -> None:
+def say(console: Console, text: str) -> None:
     """One line, however narrow the terminal is: a log is read by programs too."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""One rank's run: join the job, claim the folder, set up, go on from the newest checkpoint, train. Then the loop."""
+"""One rank's run: join the job, claim the folder, set up, resume from the newest checkpoint, train. Then the loop."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -25,7 +25,7 @@ from shardwise.train.loop import Training, run_steps
 from shardwise.train.memory_advice import advised
 from shardwise.train.metrics import JsonLines, MetricsRecorder, StepMetrics, TensorBoard, Writer
 from shardwise.train.preemption import preemption
-from shardwise.train.progress import progress_on
+from shardwise.train.progress import progress_on, say
 from shardwise.train.randomness import deterministic_kernels, restore_random_states, seed_everything
 from shardwise.train.setup import open_data, set_up
 from shardwise.train.surviving_update import let_survive
@@ -56,11 +56,11 @@ def train(
     command: Sequence[str] = (),
     console: Console | None = None,
 ) -> Outcome:
-    """Train on this rank, together with the others of its job; alone, if nobody started it as a rank.
+    """Train on this rank, together with the others of its job; alone, without a launcher.
 
-    Goes on from the newest good checkpoint in the run folder; `fresh` starts anew. `replan`: the plan is chosen for the
-    devices that there are now, as `auto` does. `on_step` is called on every rank with each step's metrics, in order,
-    when they are read: every train.log_every steps. `command` is noted down.
+    Resumes from the newest good checkpoint in the run folder; `fresh` starts at step 0. `replan`: the plan is chosen
+    for the devices that there are now, as `auto` does. `on_step` is called on every rank with each step's metrics, in
+    order, when they are read: every train.log_every steps. `command` is noted down.
     """
     device = None if config.run.device == "auto" else torch.device(config.run.device)
     with (
@@ -68,14 +68,17 @@ def train(
         deterministic_kernels(config.train.deterministic),
         joined(device, limit_seconds=config.run.limit_seconds, on_error=report) as place,
     ):
+        console = (console or Console()) if place.rank == 0 else Console(quiet=True)
+        if config.plan.is_auto or replan:
+            say(console, f"Choosing a plan for {config.task.model} on {place.num_ranks} × {place.device.type} …")
         chosen = choose_plan(config, place=place, fresh=fresh, replan=replan)
-        job = _RankJob(chosen=chosen, place=place, held=held, console=console or Console())
+        job = _RankJob(chosen=chosen, place=place, held=held, console=console)
         return job.run(on_step=on_step, fresh=fresh, command=command)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankJob:
-    """A run on a rank that has joined its job, with the plan that it has."""
+    """A run on a rank that has joined its job, with the plan that it has. Rank 0's console shows something."""
 
     chosen: ChosenPlan
     place: Place
@@ -93,7 +96,9 @@ class _RankJob:
             self.chosen.note()
             held.callback(setattr, RECORDS, "folder", RECORDS.folder)
             RECORDS.folder = config.folder
+            say(console, f"Building {config.task.model} and opening its data …")
             training = set_up(config, place=place)
+            training.tell = partial(say, console)
             if is_prepared(training.model):
                 # `advised` predicts with all that it needs at hand.
                 engine_of(training.model).predicts_alone = False
@@ -103,16 +108,15 @@ class _RankJob:
                 asynchronous=config.checkpoint.asynchronous,
                 on_saved=partial(run_folder.note_saved, config.folder),
             )
-            _go_on(training, checkpoints, place=place)
-            _tell_start(training, place=place, console=console, notes=notes, chosen=self.chosen)
+            _resume(training, checkpoints, place=place)
+            _tell_start(training, place=place, notes=notes, chosen=self.chosen)
             let_survive(training, chosen=self.chosen, place=place, tell=partial(console.print, highlight=False))
             recorder = MetricsRecorder(_writers(training, place=place, console=console), on_step=on_step)
             with closing(recorder):
                 preempted = run_steps(training, checkpoints=checkpoints, request=request, recorder=recorder)
             checkpoints.close()
-            if preempted and place.rank == 0:
-                told = f"Stopped. Checkpoint saved at step {training.step}; rerun the same command to resume."
-                console.print(told, highlight=False)
+            if preempted:
+                training.tell(f"Stopped. Checkpoint saved at step {training.step}; rerun the same command to resume.")
         return Outcome(
             step=training.step,
             num_steps=training.num_steps,
@@ -134,22 +138,23 @@ def _claim(config: TrainConfig, *, place: Place, fresh: bool, command: Sequence[
             if not by_our_launcher():
                 held.enter_context(locked(config.folder, wait_seconds=_LOCK_SECONDS))
             environment = run_folder.environment(device=place.device, num_ranks=place.num_ranks, command=command)
-            # Ranks that are started again after a failure go on, whatever was asked for at first.
-            anew = fresh and place.restarts == 0
-            notes.extend(run_folder.claim(config, fresh=anew, environment=environment))
+            # Ranks that are started again after a failure resume, whatever was asked for at first.
+            from_step_0 = fresh and place.restarts == 0
+            notes.extend(run_folder.claim(config, fresh=from_step_0, environment=environment))
         return "\n".join(f"{name} = {value}" for name, value in config.to_dict().items())
 
     agree(describe, what="configs")
     return notes
 
 
-def _go_on(training: Training, checkpoints: Checkpoints, *, place: Place) -> None:
+def _resume(training: Training, checkpoints: Checkpoints, *, place: Place) -> None:
     """Load the newest good checkpoint, if there is one, and open the data where it left off."""
     saved = checkpoints.latest()
     loaded: Loaded | None = None
     if saved is None:
         agree(partial(_check_nothing_saved, training.config, place=place), what="run folders")
     else:
+        training.tell(f"Loading checkpoint {saved.path.name} …")
         loaded = checkpoints.load(saved, training.model, training.optimizer)
         training.step = loaded.step
         PROGRESS.step = loaded.step + 1
@@ -170,12 +175,8 @@ def _check_nothing_saved(config: TrainConfig, *, place: Place) -> str:
     return ""
 
 
-def _tell_start(training: Training, *, place: Place, console: Console, notes: list[str], chosen: ChosenPlan) -> None:
-    """Rank 0 speaks for all."""
-    if place.rank != 0:
-        return
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    config = training.config
+def _tell_start(training: Training, *, place: Place, notes: list[str], chosen: ChosenPlan) -> None:
+    say, config = training.tell, training.config
     plan = config.plan
     num_params = sum(parameter.numel() for parameter in training.model.parameters())
     say(
@@ -185,9 +186,9 @@ def _tell_start(training: Training, *, place: Place, console: Console, notes: li
     if chosen.sentence:
         say(f"auto: {chosen.sentence}")
     if training.step:
-        say(f"resumes after step {training.step}" + "".join(f"; {note}" for note in notes))
+        say(f"Resuming after step {training.step}" + "".join(f"; {note}" for note in notes))
     if training.step >= training.num_steps:
-        say("nothing is left to do: --set train.steps or train.epochs to train further, or --fresh to start again")
+        say("Nothing is left to do: --set train.steps or train.epochs to train further, or --fresh to start again.")
 
 
 def _writers(training: Training, *, place: Place, console: Console) -> list[Writer]:

@@ -1,10 +1,10 @@
-"""The run folder: what a run was asked for and where, beside what it gives.
+"""The run folder: what a run was asked for, where it ran, and what it wrote.
 
 config.toml        the resolved config, every key written out; itself a CONFIG.toml
 plan.toml          its plan, for `--plan` and `shardwise doctor`
 auto.json          with plan.strategy = "auto": what was asked, and the plan that was chosen (auto_plan.py)
 environment.json   versions, devices, number of ranks, command line
-metrics.jsonl      a line a step
+metrics.jsonl      one line per step
 checkpoints/       step-00001000/ …
 saved.json         the step of the newest checkpoint, outside their folder: it may be a volume that is not mounted
 tensorboard/       if it is installed
@@ -48,7 +48,7 @@ _IDENTITY = (
 
 
 def claim(config: TrainConfig, *, fresh: bool, environment: dict[str, Any]) -> list[str]:
-    """Make the folder this config's; the notes to show: what goes on with another value than before.
+    """Make the folder this config's; the notes to show: keys that have another value than before.
 
     A folder whose checkpoints are of another model, optimizer or order of data, or are gone, is refused, and nothing
     is written; `fresh` removes them, and whatever else an earlier run left.
@@ -85,7 +85,7 @@ def note_saved(folder: Path, step: int) -> None:
 
 
 def refuse_if_saved(folder: Path) -> None:
-    """To be called where there is no checkpoint to go on from: if there should be one, training must not begin at 0."""
+    """To be called where there is no checkpoint to resume from: if there should be one, training must not start."""
     path = folder / CHECKPOINTS
     there = len(checkpoints_in(path))
     step = _saved_step(folder)
@@ -129,7 +129,7 @@ def _clear(folder: Path) -> None:
 
 
 def _changes(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """Key → (value of the run that is there, value now), if there is anything to go on with."""
+    """Key → (value of the run that is there, value now), if there is anything to resume."""
     folder = config.folder
     if not (folder / _CONFIG).exists() or not any((folder / CHECKPOINTS).glob("step-*")):
         return {}

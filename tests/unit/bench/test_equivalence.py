@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from shardwise.bench.case_result import CaseResult
 from shardwise.bench.equivalence import compare
-from shardwise.bench.results import CaseResult
 
 # As a small GPT has them: a bias is a thousandth of the whole, and the key's bias is noise.
 NORMS = {"head.weight": 2.0, "blocks.0.attn.qkv.weight": 0.5, "blocks.0.attn.qkv.bias": 2e-3, "key.bias": 1e-9}

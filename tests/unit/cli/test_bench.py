@@ -39,22 +39,22 @@ def run(*arguments: str) -> int:
     ("arguments", "message"),
     [
         (["nowhere.toml"], "InvalidConfig: nowhere.toml: cannot be read"),
-        (["tiny.toml", "--strategies", "ddp,fsdp2"], "UnknownName: unknown strategy 'fsdp2'; did you mean"),
-        (["tiny.toml", "--strategies", ","], "UnknownName: unknown strategy ','; known: ddp"),
+        (["tiny.toml", "--strategy", "ddp,fsdp2"], "UnknownName: unknown strategy 'fsdp2'; did you mean"),
+        (["tiny.toml", "--strategy", ","], "UnknownName: unknown strategy ','; known: ddp"),
         (["tiny.toml", "--engines", "pytorch"], "UnknownName: unknown engine 'pytorch'; did you mean torch"),
         (["tiny.toml", "--set", "train.stpes=3"], "InvalidConfig: tiny.toml: unknown key train.stpes"),
-        (["tiny.toml", "--set", "plan.mesh.shard=4", "--nproc", "2"], "InvalidPlan: mesh 1×4 is 4 ranks"),
+        (["tiny.toml", "--set", "plan.mesh.shard=4", "--ranks", "2"], "InvalidPlan: mesh 1×4 is 4 ranks"),
         (["tiny.toml", "--set", "task.model=gpt3"], "UnknownName: unknown model 'gpt3'"),
         (
-            ["tiny.toml", "--engines", "torch,captured", "--strategies", "zero1"],
+            ["tiny.toml", "--engines", "torch,captured", "--strategy", "zero1"],
             "InvalidBench: nothing is left to run: torch has no zero1; captured needs a GPU",
         ),
         (
-            ["tiny.toml", "--nproc", "2", "--cluster", "4xcpu"],
+            ["tiny.toml", "--ranks", "2", "--cluster", "4xcpu"],
             "InvalidCluster: --cluster 4xcpu has 4 devices, and the bench 2 ranks",
         ),
         (
-            ["tiny.toml", "--nproc", "2", "--cluster", "2xh100"],
+            ["tiny.toml", "--ranks", "2", "--cluster", "2xh100"],
             "InvalidCluster: the bench runs on cpu, and 2xh100 is of h100-80gb",
         ),
     ],
@@ -94,7 +94,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
 @pytest.mark.usefixtures("config")
 class TestCommand:
     def test_it_asks_for_what_was_typed_with_what_is_predicted(self, asked: list[Asked]) -> None:
-        options = ["--nproc", "2", "--engines", "shardwise,torch", "--strategies", "fsdp,ddp", "--rounds", "5"]
+        options = ["--ranks", "2", "--engines", "shardwise,torch", "--strategy", "fsdp,ddp", "--rounds", "5"]
         options += ["--steps", "8", "--out", "there", "--name", "a b", "--set", "train.seed=3"]
         assert run("tiny.toml", *options) == 0
         (wanted,) = asked
@@ -103,7 +103,7 @@ class TestCommand:
         assert wanted.config.train.seed == 3
         assert wanted.capacity_bytes is None
         assert wanted.command == (
-            "shardwise bench tiny.toml --strategies fsdp,ddp --engines shardwise,torch --nproc 2 --rounds 5 --steps 8 "
+            "shardwise bench tiny.toml --strategy fsdp,ddp --engines shardwise,torch --ranks 2 --rounds 5 --steps 8 "
             "--warm-up 5 --out there --name 'a b' --set train.seed=3"
         )
         predicted = [case.predicted for case in wanted.cases]
@@ -119,7 +119,7 @@ class TestCommand:
         monkeypatch.setattr(
             "shardwise.bench.prediction.cluster_here", lambda **asked: Cluster(devices_per_node=1, device=timed)
         )
-        assert run("tiny.toml", "--strategies", "ddp") == 0
+        assert run("tiny.toml", "--strategy", "ddp") == 0
         assert probed == ["cpu"]
         assert asked[0].cases[0].predicted is not None
 
@@ -134,8 +134,8 @@ class TestCommand:
         monkeypatch.setattr(
             "shardwise.bench.prediction.cluster_here", lambda **asked: Cluster(devices_per_node=1, device=timed)
         )
-        assert run("tiny.toml", "--strategies", "ddp") == 0
-        assert "the host is assumed: this host cannot be probed: busy" in capfd.readouterr().err
+        assert run("tiny.toml", "--strategy", "ddp") == 0
+        assert "the speed of the host is assumed: this host cannot be probed: busy" in capfd.readouterr().err
         assert asked[0].cases[0].predicted is not None
 
     def test_an_optimizer_that_the_planner_does_not_know_is_benched_all_the_same(
@@ -191,4 +191,4 @@ class TestCommand:
         assert run("tiny.toml", "--out", "there") == 128 + signal.SIGTERM
         out, err = capfd.readouterr()
         assert out == ""
-        assert err == "stopped by SIGTERM: what was found until then is in there/bench.json\n"
+        assert err == "stopped by SIGTERM: the results so far are in there/bench.json\n"

@@ -62,7 +62,7 @@ def test_export_and_import_there_and_back(folder: Path, tmp_path: Path, capsys: 
     assert load_file(out)["weight"].shape == (2, 3)
     code, _, err = run(capsys, "export", folder, "--out", out)
     assert code == 2
-    assert err == f"InvalidData: {out}: is there already; --force replaces it\n"
+    assert err == f"InvalidData: {out} exists; --force replaces it\n"
     assert run(capsys, "export", folder, "--out", out, "--force", "--precision", "bf16")[0] == 0
     assert load_file(out)["weight"].dtype == torch.bfloat16
     code, said, _ = run(capsys, "import", out, "--out", tmp_path / "new")
@@ -74,4 +74,4 @@ def test_export_and_import_there_and_back(folder: Path, tmp_path: Path, capsys: 
 def test_a_folder_without_checkpoints_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "inspect", tmp_path)
     assert code == 2
-    assert err == f"InvalidData: {tmp_path}: is no checkpoint, and there is none in it\n"
+    assert err == f"InvalidData: {tmp_path}: not a checkpoint, and holds none\n"

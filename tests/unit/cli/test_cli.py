@@ -1,12 +1,16 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from plans import bad_plan_files
+from report.sample_bench import sample_bench
+from torch import nn
 
 import shardwise
+from shardwise.checkpoint import Checkpoints
 from shardwise.cli.app import main
 from shardwise.models.catalogue import CATALOGUE
 from shardwise.plan import Plan
@@ -52,6 +56,80 @@ def test_doctor_says_who_holds_what(tmp_path: Path, capfd: pytest.CaptureFixture
     lines = capfd.readouterr().out.splitlines()
     assert lines[1].split() == ["every", "other", "unit", "zero2", "replicated", "sharded", "sharded"]
     assert lines[2].split() == ["head", "ddp", "replicated", "replicated", "replicated"]
+
+
+def test_doctor_says_what_each_file_of_ours_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def said(*arguments: str) -> str:
+        assert exit_code("doctor", *arguments) == 0
+        return capfd.readouterr().out
+
+    (tmp_path / "cluster.toml").write_text('num_nodes = 2\ndevices_per_node = 8\ndevice = "h100-80gb"\n')
+    assert "a cluster for `shardwise plan --cluster`: 2x8xh100-80gb" in said(str(tmp_path / "cluster.toml"))
+    (tmp_path / "config.toml").write_text(
+        '[task]\nmodel = "gpt-tiny"\ndataset = "stdlib"\n[plan]\nstrategy = "zero3"\nmicro_batch = 2\n'
+        '[train]\nsteps = 2\n[run]\nfolder = "."\n'
+    )
+    assert "every unit  fsdp" in said(str(tmp_path / "config.toml"))
+    sample_bench(name="demo").save(tmp_path)
+    assert "a bench, demo, of ddp" in said(str(tmp_path / "bench.json"))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    path = save_one(checkpoints)
+    assert "a checkpoint of step 7, saved by 1 ranks" in said(str(path))
+    assert "1 checkpoints, the newest of step 7" in said(str(checkpoints))
+    (tmp_path / "config.toml").rename(tmp_path / "run" / "config.toml")
+    (tmp_path / "run" / "environment.json").write_text("{}")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.5}\n')
+    told = said(str(tmp_path / "run"))
+    assert "a run of gpt-tiny under fsdp: metrics of 2 steps, the last 2 with loss 2.5; 1 checkpoints" in told
+    (tmp_path / "a.txt").write_text("hello")
+    assert exit_code("tokens", str(tmp_path / "a.txt"), "--out", str(tmp_path / "text")) == 0
+    assert "a token file: 6 tokens, vocabulary 256" in said(str(tmp_path / "text.bin"))
+
+
+def test_doctor_names_what_is_damaged_or_nothing_of_ours(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = save_one(tmp_path / "checkpoints")
+    weights = next(file for file in path.iterdir() if file.suffix == ".safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert exit_code("doctor", str(path)) == 2
+    assert weights.name in capfd.readouterr().err
+    (tmp_path / "cluster.toml").write_text('devices_per_node = 8\ndevice = "h1000"\n')
+    assert exit_code("doctor", str(tmp_path / "cluster.toml")) == 2
+    assert "h1000" in capfd.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert exit_code("doctor", str(tmp_path / "empty")) == 2
+    assert "a folder without a checkpoint, a bench or a run" in capfd.readouterr().err
+
+
+def save_one(folder: Path) -> Path:
+    checkpoints = Checkpoints(folder, asynchronous=False)
+    checkpoints.save(nn.Linear(2, 2), step=7)
+    checkpoints.close()
+    return next(iter(folder.iterdir()))
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    for typed, found in (("shardwise pl", "plan"), ("shardwise train --ran", "--ranks")):
+        words = {"_SHARDWISE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+        code = "import sys; sys.argv = ['shardwise']; from shardwise.cli.app import main; main()"
+        result = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, **words}
+        )
+        assert found in result.stdout.split(), result.stderr
+    shown = run("--show-completion", "bash")
+    assert "complete" in shown.stdout, shown.stderr
+
+
+def test_help_shows_one_spelling_of_an_option_and_the_former_one_still_works(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for command in ("train", "bench", "export", "profile", "explain", "calibrate"):
+        assert exit_code(command, "--help") == 0
+        shown = capfd.readouterr().out
+        assert "--ranks" in shown
+        assert "--nproc" not in shown
+        assert "--strategies" not in shown
+    assert exit_code("explain", "zero3", "--nproc=2") == 0
+    assert "2 ranks" in capfd.readouterr().out
 
 
 def test_the_version_is_the_packages(capfd: pytest.CaptureFixture[str]) -> None:

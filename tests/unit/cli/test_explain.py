@@ -108,3 +108,14 @@ def test_what_the_document_shows_is_what_the_commands_print(capfd: pytest.Captur
                 position = printed.index(line, position)
             assert printed[position] == line, arguments
             position += 1
+
+
+def test_a_plan_with_owned_parameters_shows_them_move(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text('strategy = "fsdp"\nowned = ["*"]\n')
+    lines = output(capfd, "explain", str(plan), "--ranks", "2").splitlines()
+    moves = [line.split()[0:3] for line in lines if " owners " in line and "MiB" not in line]
+    assert ["to", "owners", "(root)"] in moves
+    assert ["from", "owners", "blocks.0"] in moves
+    # The picture's model has 64 MiB of parameters: of those and their gradients a rank sends half of its half.
+    assert any(line.startswith("sent: ") and "to and from owners 48.0" in line for line in lines)

@@ -68,7 +68,7 @@ def test_the_json_is_the_contract(
 def test_the_table_has_two_lines_a_strategy_and_fits_into_80_columns(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(*SMALL, "--ranks", "4") == 0
     lines = capfd.readouterr().out.splitlines()
-    assert "rank 0 of 4, the others absent" in lines[0]
+    assert "rank 0 of 4, without the others" in lines[0]
     named = [line.split() for line in lines[2:12]]
     assert [words[0] for words in named] == [word for name in STRATEGIES for word in (name, "predicted")]
     # Peak, seven categories, and the error of what was predicted.
@@ -102,8 +102,8 @@ def test_one_strategy_is_shown_row_by_row(capfd: pytest.CaptureFixture[str]) -> 
         (["gpt-tiny", "--precision", "fp8"], "precision = 'fp8': must be one of"),
         (["gpt-tiny", "--image", "3"], "--image has no meaning"),
         (["gpt-tiny", "--engine", "torch", "--strategy", "zero1"], "torch has no engine for it"),
-        (["gpt-tiny", "--history", "h.pickle"], "only the GPU's allocator keeps one"),
-        (["params:60b"], "there is nothing to run; shardwise plan costs its states"),
+        (["gpt-tiny", "--history", "h.pickle"], "only a GPU allocator keeps a history"),
+        (["params:60b"], "a parameter count cannot be run; shardwise plan predicts its states"),
         (["python:nowhere.py:task"], "there is no file nowhere.py"),
         (["gpt-tiny", "--seq", "8", "--micro-batch", "1000000000"], "fsdp --micro-batch 1 fits (0.5 GiB)"),
     ],

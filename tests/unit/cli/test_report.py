@@ -65,7 +65,7 @@ def test_text_that_utf8_cannot_say_does_not_stop_the_page(tmp_path: Path, capfd:
             ["good", "--out", "nowhere/report.html"],
             "InvalidData: --out nowhere/report.html: there is no folder nowhere",
         ),
-        (["good", "--out", "empty"], "InvalidData: --out empty: is a folder; say a file in it"),
+        (["good", "--out", "empty"], "InvalidData: --out empty: is a folder; name a file in it"),
         (["good", "--trace", "nowhere/t.json"], "InvalidData: --trace nowhere/t.json: there is no folder nowhere"),
     ],
 )

@@ -136,6 +136,60 @@ def test_epochs_have_other_orders() -> None:
     assert endless[:100] != endless[100:]
 
 
+def test_every_pass_over_a_loader_has_a_new_order_and_set_epoch_brings_one_back() -> None:
+    sampler = DistributedSampler(list(range(100)))
+    loader = DataLoader(list(range(100)), batch_size=8, sampler=sampler)  # type: ignore[arg-type]
+    epochs = [[int(sample) for batch in loader for sample in batch] for _ in range(3)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
+    assert sampler.epoch == 2
+    sampler.set_epoch(1)
+    assert [int(sample) for batch in loader for sample in batch] == epochs[1]
+    assert epochs == [list(DistributedSampler(100, rank=0, num_ranks=1))] + [_epoch(number) for number in (1, 2)]
+
+
+def _epoch(number: int) -> list[int]:
+    sampler = DistributedSampler(100)
+    sampler.set_epoch(number)
+    return list(sampler)
+
+
+def test_an_epoch_that_is_left_early_begins_again_and_a_look_at_one_batch_moves_nothing() -> None:
+    sampler = DistributedSampler(100)
+    first = list(islice(sampler, 4))
+    assert list(islice(sampler, 4)) == first
+    assert sampler.epoch == 0
+
+
+@given(num_ranks=ranks, length=st.integers(16, 200), used=st.integers(0, 3))
+def test_with_drop_last_all_ranks_have_equally_many_samples_and_none_twice(
+    num_ranks: int, length: int, used: int
+) -> None:
+    group = samplers(num_ranks, length, drop_last=True)
+    used = min(used, length // num_ranks - 1)
+    for sampler in group:
+        sampler.advance(used * num_ranks)
+    assert {len(sampler) for sampler in group} == {length // num_ranks - used}
+    parts = [list(sampler) for sampler in group]
+    assert {len(part) for part in parts} == {length // num_ranks - used}
+    assert len({sample for part in parts for sample in part}) == num_ranks * (length // num_ranks - used)
+    # The next epoch is whole again, also for a loop that says what it has used.
+    for sampler in group:
+        sampler.advance((length // num_ranks - used) * num_ranks)
+    assert {len(list(sampler)) for sampler in group} == {length // num_ranks}
+    assert {sampler.epoch for sampler in group} == {1}
+
+
+def test_rank_and_number_of_ranks_are_those_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    assert list(DistributedSampler(4, shuffle=False)) == [0, 1, 2, 3]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert list(DistributedSampler(4, shuffle=False)) == [1, 3]
+    assert list(DistributedSampler(4, rank=0, num_ranks=1, shuffle=False)) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("change", [{"num_samples": 99}, {"seed": 1}, {"shuffle": False}])
 def test_a_state_of_other_data_is_refused(change: dict[str, object]) -> None:
     state = DistributedSampler(100).state_dict() | change
@@ -147,6 +201,8 @@ def test_nothing_cannot_be_trained_on() -> None:
     with pytest.raises(InvalidData, match="0 samples"):
         DistributedSampler(0, endless=True)
     assert list(DistributedSampler(0)) == []
+    with pytest.raises(InvalidData, match="3 samples on 4 ranks"):
+        DistributedSampler(3, rank=0, num_ranks=4, drop_last=True)
 
 
 def test_misuse_is_an_error() -> None:
@@ -154,5 +210,7 @@ def test_misuse_is_an_error() -> None:
         DistributedSampler(5, rank=3, num_ranks=3)
     with pytest.raises(ValueError, match="advance by 6"):
         DistributedSampler(5).advance(6)
+    with pytest.raises(ValueError, match="epochs count from 0"):
+        DistributedSampler(5).set_epoch(-1)
     with pytest.raises(TypeError, match="endless"):
         len(DistributedSampler(5, endless=True))

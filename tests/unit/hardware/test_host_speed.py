@@ -203,7 +203,7 @@ def said(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_plan_says_whether_the_host_is_assumed_or_was_probed(
     probes: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert "The host is assumed" in said(capfd, "--cluster", "1xh200")
+    assert "The speed of the host CPU is assumed" in said(capfd, "--cluster", "1xh200")
     assert "assumed" not in said(capfd, "--cluster", "1xh200", "--here")
     assert json.loads(said(capfd, "--cluster", "1xh200", "--json"))["host"] == "assumed"
     assert json.loads(said(capfd, "--cluster", "1xh200", "--here", "--json"))["host"] == "probed"

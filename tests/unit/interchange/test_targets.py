@@ -189,7 +189,7 @@ def test_the_command_prints_files_and_says_on_stderr_what_is_left_out(
     Plan(overrides={"head": "ddp"}).save(tmp_path / "plan.toml")
     with pytest.raises(SystemExit) as ended:
         main(
-            ["export", str(tmp_path / "plan.toml"), "--to", "deepspeed", "--out", str(tmp_path / "out"), "--nproc", "4"]
+            ["export", str(tmp_path / "plan.toml"), "--to", "deepspeed", "--out", str(tmp_path / "out"), "--ranks", "4"]
         )
     assert ended.value.code == 0
     out, err = capfd.readouterr()

@@ -21,7 +21,7 @@ def test_a_token_does_not_see_what_comes_after_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
 def test_a_sample_that_is_too_long_is_refused(name: str) -> None:
-    with pytest.raises(InvalidModel, match="129 tokens a sample"):
+    with pytest.raises(InvalidModel, match="129 tokens per sample"):
         build_model(shape_of(name))(torch.zeros(1, 129, dtype=torch.int64))
 
 

@@ -1,9 +1,11 @@
-"""Predicted beside measured: alignment of rows, and what does not fit. Nothing is run here."""
+"""Predicted against measured: alignment of rows, and what does not fit. Nothing is run here."""
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from shardwise.categories import CATEGORIES
 from shardwise.errors import ShardwiseError
@@ -11,6 +13,7 @@ from shardwise.plan import Plan
 from shardwise.profile.compare import DoesNotFit, Profile, host_room_bytes, predict, profile
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.profile.rehearsal import Measured, Rehearsal, RehearsalFailed, rehearse_apart
+from shardwise.report.text.profile_table import as_data, as_table
 from shardwise.sources import Source
 
 # As on a GPU: specs of the catalogue come with the package, so that nothing has to be traced.
@@ -53,6 +56,28 @@ def test_rows_that_were_not_seen_count_with_the_row_before(source: Source) -> No
     complete = Profile(rehearsal=JOB, predicted=predicted, measured=measured(predicted.entries))
     assert all(one is beside for one, beside in complete.rows())
     assert complete.step_seconds == 2.0
+
+
+@pytest.mark.parametrize("counted", [None, 5_000_000])
+def test_categories_add_up_to_the_peak_in_the_table_and_in_json(source: Source, counted: int | None) -> None:
+    """Measured and predicted; also where a GPU counted more than the recording saw."""
+    predicted = predict(JOB, spec_for=source.spec_for)
+    seen = measured(predicted.entries)
+    if counted is not None:
+        seen = replace(seen, counted_bytes=seen.ledger.peak.total_bytes + counted)
+    found = Profile(rehearsal=JOB, predicted=predicted, measured=seen)
+    (row,) = as_data([found])["rows"]
+    for what in ("measured_bytes", "predicted_bytes"):
+        assert sum(row[what]["breakdown"].values()) == row[what]["allocated"]
+    totals = {moment["at"]: sum(moment["bytes"].values()) for moment in row["timeline"]}
+    assert max(totals.values()) == seen.allocated_bytes == totals[row["measured_bytes"]["at"]]
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(as_table([found]))
+    for line in capture.get().splitlines()[1:]:
+        peak, *parts = (float(word) for word in line.split()[1:9])
+        # Each number is rounded, to a tenth or to less.
+        assert sum(parts) == pytest.approx(peak, abs=0.05 * 8)
 
 
 def test_what_does_not_fit_is_not_run_and_the_rest_is(source: Source) -> None:

@@ -1,6 +1,15 @@
 """The ledger: from allocations and marks to live bytes by category, with numbers that can be checked by hand."""
 
-from shardwise.profile.memory_ledger import Allocation, LedgerEntry, LedgerMark, MemoryLedger, ledger_of, paired
+from shardwise.profile.memory_ledger import (
+    Allocation,
+    Lasts,
+    LedgerEntry,
+    LedgerMark,
+    MemoryLedger,
+    OperationMark,
+    ledger_of,
+    paired,
+)
 
 # Rows begin at 10, 20 and 30; the third is the update. The step is over at 40.
 FORWARD, BACKWARD, UPDATE, END = 10, 20, 30, 40
@@ -65,9 +74,48 @@ def test_what_nobody_knows_is_other_in_the_update_before_the_step_and_as_scratch
     assert [held(entry) for entry in found.entries] == [{"other": 5}, {"other": 1}, {"other": 3}]
 
 
+def test_an_operation_shows_what_is_live_after_it_and_a_computation_its_highest_moment() -> None:
+    """A gather at 11, a forward from 13 on, a free at 17, and an update between 31 and 35."""
+    allocations = [
+        Allocation(address=1, num_bytes=100, born=10, freed=16),
+        Allocation(address=2, num_bytes=7, born=14, freed=15),
+        Allocation(address=3, num_bytes=50, born=14),
+        Allocation(address=4, num_bytes=30, born=33, freed=34),
+    ]
+    operations = [
+        OperationMark(label="gather", moment=11, lasts=Lasts.NOT),
+        OperationMark(label="forward", moment=13, lasts=Lasts.UNTIL_NEXT),
+        OperationMark(label="free", moment=17, lasts=Lasts.NOT),
+        OperationMark(label="wait", moment=31, lasts=Lasts.NOT),
+        OperationMark(label="update", moment=35, lasts=Lasts.SINCE_LAST),
+    ]
+    known = ({1: "gathered"}, {}, {})
+    found = ledger_of(allocations, marks=marks(*known), end=END, operations=operations)
+    sums = {entry.at: entry.total_bytes for entry in found.operations}
+    assert sums == {"gather": 100, "forward": 157, "free": 50, "wait": 50, "update": 80}
+    assert [entry.total_bytes for entry in found.entries] == [157, 50, 80], "rows do not depend on operations"
+    assert MemoryLedger.from_data(found.to_data()) == found
+
+
+def test_a_computation_ends_where_the_row_of_the_next_operation_begins() -> None:
+    """A gather at 23, in the row that begins at 20, has its memory from 21 on."""
+    operations = [
+        OperationMark(label="forward", moment=11, lasts=Lasts.UNTIL_NEXT),
+        OperationMark(label="gather", moment=23, lasts=Lasts.NOT),
+    ]
+    allocations = [
+        Allocation(address=1, num_bytes=5, born=12, freed=13),
+        Allocation(address=2, num_bytes=100, born=21, freed=35),
+    ]
+    found = ledger_of(allocations, marks=marks({}, {}, {}), end=END, operations=operations)
+    assert [entry.total_bytes for entry in found.operations] == [5, 100]
+
+
 def test_a_ledger_survives_json() -> None:
     found = ledger(Allocation(address=1, num_bytes=8, born=11, freed=35))
     assert MemoryLedger.from_data(found.to_data()) == found
+    old = {name: value for name, value in found.to_data().items() if name != "operations"}
+    assert MemoryLedger.from_data(old) == found
 
 
 def test_rows_of_one_name_are_laid_beside_each_other_in_order() -> None:

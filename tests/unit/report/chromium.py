@@ -66,6 +66,14 @@ class Page:
             raise RuntimeError(_thrown(answer["exceptionDetails"]))
         return answer["result"].get("value")
 
+    def press(self, key: str) -> None:
+        """A key as a keyboard sends it, to whatever has the focus; with what the browser itself does then."""
+        named = {" ": ("Space", 32), "ArrowLeft": ("ArrowLeft", 37), "ArrowRight": ("ArrowRight", 39)}
+        code, number = named.get(key, ("", ord(key[0])))
+        text = {"text": key} if len(key) == 1 else {}
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=code, windowsVirtualKeyCode=number, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=code, windowsVirtualKeyCode=number)
+
     def screenshot(self, path: str | Path, *, whole: bool = True) -> None:
         """What the page looks like, from top to bottom, or what the window shows of it."""
         options: dict[str, Any] = {"format": "png"}
@@ -122,7 +130,7 @@ class Page:
 
 @contextmanager
 def page(path: str | Path, *, width: int = 1400, dark: bool = False) -> Iterator[Page]:
-    """A file, opened in a Chromium of its own that ends with the block."""
+    """A file, or what a server on this machine gives, opened in a Chromium of its own that ends with the block."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         asked, sink = _pipe()
@@ -142,7 +150,8 @@ def page(path: str | Path, *, width: int = 1400, dark: bool = False) -> Iterator
         os.close(answered)
         try:
             opened = Page(sink, source)
-            opened.open(Path(path).resolve().as_uri(), width=width, dark=dark)
+            url = str(path) if str(path).startswith("http://") else Path(path).resolve().as_uri()
+            opened.open(url, width=width, dark=dark)
             yield opened
         finally:
             os.close(sink)

@@ -1,6 +1,8 @@
 """A bench that nobody ran: the planner's own numbers in the place of measured ones, for pages and tables."""
 
-from shardwise.bench.results import Bench, CaseResult, Equivalence, Happening, PredictedCase, Spread, UnitOutline
+from shardwise.bench.case_result import CaseResult, Happening, PredictedCase, UnitOutline
+from shardwise.bench.results import Bench, Equivalence
+from shardwise.bench.spread import Spread
 from shardwise.categories import CATEGORIES
 from shardwise.hardware import cluster_of
 from shardwise.placement import STRATEGIES
@@ -24,7 +26,7 @@ def sample_bench(*, name: str = "gpt-tiny", num_ranks: int = NUM_RANKS) -> Bench
     cases.append(CaseResult(engine="lightning", strategy="zero1", why_not="lightning has no zero1"))
     return Bench(
         name=name,
-        command=f"shardwise bench {name}.toml --nproc {num_ranks} --out out",
+        command=f"shardwise bench {name}.toml --ranks {num_ranks} --out out",
         made="2026-01-02T03:04:05+00:00",
         num_ranks=num_ranks,
         step_samples=num_ranks * MICRO_BATCH,

@@ -82,7 +82,7 @@ def test_a_parameter_without_elements_can_be_traced() -> None:
 
 def test_what_a_block_saves_is_what_the_formula_says() -> None:
     """A token, in widths: a norm's output, q, k and v, attention's output, the stream after it, the other norm's
-    output, 4 + 4 inside, and the stream again. Beside that in fp32 two numbers for each norm, and one a head.
+    output, 4 + 4 inside, and the stream again. And in fp32 two numbers for each norm, and one per head.
     """
     (trace,) = traced(GPT).traces
     widths = 1 + 3 + 1 + 1 + 1 + (4 + 4) + 1

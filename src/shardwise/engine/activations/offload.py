@@ -1,6 +1,6 @@
 """Activations that wait for backward in host memory.
 
-What autograd saves within a unit's forward is copied out beside the computation, storage by storage: views of one
+What autograd saves within a unit's forward is copied out while the device computes, storage by storage: views of one
 storage, and whatever saves it again, share a copy. Its device memory is let go when the next unit's forward ends, so at
 most two units' activations are on the way out. When backward comes to a unit, what the next one saved is brought in
 already. The unit that backward came to first in the last step is needed at once, and stays.

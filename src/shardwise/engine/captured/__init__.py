@@ -10,7 +10,7 @@ shared_evaluation.py   evaluations in that memory
 step_key.py       what has to be the same for a graph to be replayed
 graph_store.py    the graphs that there are, how they fared, and which goes when there are too many
 step_graphs.py    two graphs of a step: its passes, and its update; abandon.py: a recording that failed
-replayed_grads.py replayed gradients beside those of an ordinary step
+replayed_grads.py replayed gradients compared with those of an ordinary step
 captured_step.py  calls of a step: ordinary ones, then replays; all ranks do the same
 capture.py        which steps are captured at all
 """

@@ -188,7 +188,7 @@ class CapturedStep:
         with self._device.on_stream(), self._memory.of_step(inputs):
             result = self.step(*inputs)
         if self._store.num_graphs and not self._memory.is_shared_with(STEPS):
-            # Blocks of ordinary steps are seldom used beside graphs.
+            # Blocks of ordinary steps are seldom used once there are graphs.
             self._device.release_memory()
         return self._memory.taken_out(result, user=STEPS)
 
@@ -345,14 +345,14 @@ class CapturedStep:
         """After a replay of the passes: the same step as an ordinary one, which is the one that counts."""
         samples = stored.graph.sample_grads()
         stored.graph.undo()
-        beside = GradientComparison(samples, self._recorder.owned_grads)
+        comparison = GradientComparison(samples, self._recorder.owned_grads)
         passes = self._engine.runner.passes
-        passes.watcher = beside
+        passes.watcher = comparison
         try:
             result = self._ordinary(inputs)
         finally:
             passes.watcher = None
-        distance = max(self._group.gather(beside.distance))
+        distance = max(self._group.gather(comparison.distance))
         if distance > most_distance(flat.full.dtype for flat in self._engine.flats):
             self._stop(
                 f"replayed gradients differ from those of the same step run as an ordinary one by {distance:.1%}"

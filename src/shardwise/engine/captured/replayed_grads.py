@@ -1,4 +1,4 @@
-"""Replayed gradients beside those of the same step, run as an ordinary one."""
+"""Replayed gradients compared with those of the same step, run as an ordinary one."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -229,7 +229,7 @@ class RecordedStep:
         graph.capture_end()
 
     def _send_flag(self) -> None:
-        """The sum of all ranks' flags to the host, beside what is computed next."""
+        """The sum of all ranks' flags to the host, while the device computes what comes next."""
         if self._sent or not self._guarded:
             return
         self._sent = True

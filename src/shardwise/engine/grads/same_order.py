@@ -9,7 +9,7 @@ The coefficients c_r add up to 0, so that the sum is 0 where all h_r are equal; 
 of 2^18. The sum is the same on all ranks: all of them stop, and only then tell each other what they have issued. A rank
 that has failed in the step, and has only taken part since, adds 1: then all hear of that before anyone updates.
 
-On a GPU nobody waits for it: the flag is copied to the host beside the computation, and looked at as soon as it is
+On a GPU nobody waits for it: the flag is copied to the host during the computation, and looked at as soon as it is
 there, at the latest before the update after the one that it was sent for.
 """
 
@@ -39,8 +39,8 @@ def coefficient(rank: int, *, num_ranks: int) -> int:
 class SameOrder:
     """What one rank adds to the first flag, and what it finds there when all have."""
 
-    def __init__(self, flag: Tensor, *, groups: MeshGroups, passes: PassState) -> None:
-        self._flag = flag
+    def __init__(self, *, groups: MeshGroups, passes: PassState) -> None:
+        self.flag: Tensor
         self._passes = passes
         # Rank → how it has failed in this step.
         self._failures: dict[int, str] = {}
@@ -71,7 +71,7 @@ class SameOrder:
         value = (fold_all(self._logs.values()) >> _COUNT_BITS) * self._coefficient + bool(self._passes.failed)
         value = (value << _COUNT_BITS) + used & _MASK
         # As a signed number.
-        self._flag.fill_(value - (value >> 31 << 32))
+        self.flag.fill_(value - (value >> 31 << 32))
         self._sent = {name: log.take() for name, log in self._logs.items()}
         self._num_sent += 1
 
@@ -88,17 +88,17 @@ class SameOrder:
         return summed & (1 << _COUNT_BITS) - 1
 
     def read(self) -> None:
-        """The flag is summed: refuse to go on if ranks differ, now or (a GPU's) as soon as it is on the host."""
+        """The flag is summed: refuse to continue if ranks differ, now or (a GPU's) as soon as it is on the host."""
         if not self._coefficient:
             return
-        if self._flag.device.type == "cpu":
+        if self.flag.device.type == "cpu":
             # Not int(): that would count as a value which the step looks at (captured/reads.py).
-            self._judge(self._flag.numpy().item(), issued=self._sent)
+            self._judge(self.flag.numpy().item(), issued=self._sent)
         elif not torch.cuda.is_current_stream_capturing():
             self.look(wait=True)
             if self._copy is None:
-                self._copy = torch.empty(1, dtype=self._flag.dtype, pin_memory=True)
-            self._copy.copy_(self._flag, non_blocking=True)
+                self._copy = torch.empty(1, dtype=self.flag.dtype, pin_memory=True)
+            self._copy.copy_(self.flag, non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
             self._copied_of = self._sent

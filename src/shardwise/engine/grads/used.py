@@ -39,14 +39,20 @@ class UsedFlags:
         self.groups = groups
         self.collectives = collectives
         self.tape = tape
-        self.places: list[tuple[Unit, FlatParams, int]] = [
-            (unit, flat, index) for unit in self.units for flat in unit.flats for index in range(len(flat.params))
-        ]
-        self.flags: Tensor = torch.ones(len(self.places), dtype=torch.int32, device=device)
-        self.same_order = SameOrder(self.flags[:1], groups=groups, passes=passes)
+        self._device = device
+        self.same_order = SameOrder(groups=groups, passes=passes)
+        self.cover()
         self._name = CollectiveName(f"{Kind.REDUCE_FLAGS.value} {ROOT}")
         self.unused: list[int] = []
         self.work: Work | None = None
+
+    def cover(self) -> None:
+        """A flag for each parameter that the units hold now."""
+        self.places: list[tuple[Unit, FlatParams, int]] = [
+            (unit, flat, index) for unit in self.units for flat in unit.flats for index in range(len(flat.params))
+        ]
+        self.flags: Tensor = torch.ones(len(self.places), dtype=torch.int32, device=self._device)
+        self.same_order.flag = self.flags[:1]
 
     @torch.no_grad()
     def start(self) -> None:

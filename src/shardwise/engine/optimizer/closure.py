@@ -1,11 +1,28 @@
 """`optimizer.step(closure)`: gradients come inside the step, so what precedes an update follows on the closure."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from shardwise.errors import InvalidModel
+
+
+def is_inside_step(optimizer: Optimizer) -> bool:
+    """Whether a hook of a step is called by a step inside it: a subclass whose step calls its parent's has two.
+
+    By the stack, which is right also after a step that raised.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    num_steps = 0
+    while frame is not None:
+        is_step = frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer"
+        num_steps += is_step and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return num_steps > 1
 
 
 class StepClosure:

@@ -1,16 +1,20 @@
 """Which optimizers can step slices, and what ranks compare of theirs."""
 
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.engine.optimizer.reach import Reach, Verdict, is_plain, own_attributes, probe
 from shardwise.errors import InvalidPlan, ShardwiseError
+from shardwise.layout import ALIGNMENT
 
-# Each element's update depends on that element's gradient and state alone, so a slice can be updated by itself. By
-# exact class: a subclass, or another package's class of the same name, may do something else.
+# Each element's update depends on that element's gradient and state alone, whatever their options, so a slice can be
+# updated by itself. By exact class: a subclass, or another package's class of the same name, may do something else.
 ELEMENTWISE = frozenset(
     {
         torch.optim.ASGD,
@@ -26,59 +30,154 @@ ELEMENTWISE = frozenset(
         torch.optim.SGD,
     }
 )
-# Other packages' classes, by where they are defined: they need not be imported to be known.
-ELEMENTWISE_ELSEWHERE = frozenset({"lion_pytorch.lion_pytorch.Lion", "timm.optim.lion.Lion"})
-
-# Options that scale an update by a mean over the parameter, and the value at which they do not.
-_PLAIN_OPTIONS = {"caution": False, "cautious": False, "cautious_factor": 1.0}
 
 
 class StaleOptimizer(ShardwiseError):  # noqa: N818
     """An optimizer whose state belongs to parameters that are no longer there."""
 
 
-def check_optimizer(optimizer: Optimizer, *, sharded: Mapping[int, bool], any_optimizer: bool) -> None:
-    """Refuse an optimizer that cannot step what `sharded` tells, by id: the model's parameters, and which in slices."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter in held:
-        if id(parameter) not in sharded:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """How a parameter is to be stepped: in slices or whole, and in which dtype."""
+
+    sharded: bool
+    dtype: torch.dtype
+
+
+def check_optimizer(optimizer: Optimizer, *, stepped: Mapping[int, Stepped]) -> None:
+    """Refuse an optimizer of parameters that are not the model's (`stepped`, by id), or that has stepped others.
+
+    And one that cannot step the gradients which it will be given.
+    """
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(parameter) not in stepped:
             raise InvalidPlan(
                 f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: "
                 "give it an optimizer of its own"
             )
-    if optimizer.state:
-        raise StaleOptimizer(
-            "the optimizer has stepped before: hand a fresh one to shardwise.prepare, then load the old state "
-            "with its load_state_dict"
-        )
-    if any_optimizer or not any(sharded[id(p)] for p in held):
-        return
-    check_elementwise(optimizer)
-
-
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that cannot step slices."""
-    kind = type(optimizer)
-    if kind not in ELEMENTWISE and f"{kind.__module__}.{kind.__qualname__}" not in ELEMENTWISE_ELSEWHERE:
-        names = sorted({kind.__name__ for kind in ELEMENTWISE} | {"Lion"})
+    if isinstance(optimizer, torch.optim.SparseAdam):
         raise InvalidPlan(
-            f"{kind.__module__}.{kind.__qualname__} is not known to update each element by itself, and under this "
-            f"plan a rank holds slices: use torch's own {', '.join(names)} (of lion_pytorch or timm), "
-            "strategy = 'ddp', or say prepare(…, any_optimizer=True) if it does"
+            "SparseAdam steps sparse gradients, and ranks add up dense ones: use Adam or SGD for these parameters"
         )
-    for group in optimizer.param_groups:
-        for option, plain in _PLAIN_OPTIONS.items():
-            if group.get(option, plain) != plain:
-                raise InvalidPlan(
-                    f"{kind.__name__} with {option} = {group[option]} looks at whole parameters, and under this plan "
-                    f"a rank holds slices: set {option} = {plain}, or use strategy = 'ddp'"
-                )
+    for state in optimizer.state.values():
+        if not _is_first(state):
+            raise StaleOptimizer(
+                "the optimizer has stepped before: hand a fresh one to shardwise.prepare, then load the old state "
+                "with its load_state_dict"
+            )
+        if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
+            raise InvalidPlan(
+                f"{name_of(optimizer)} made its state when it was made, on the meta device, where it has no values: "
+                "make it after shardwise.prepare"
+            )
+
+
+def _is_first(state: Any) -> bool:
+    """Whether a parameter's state is that of no step yet: Adagrad makes it at once."""
+    return isinstance(state, dict) and "step" in state and float(state["step"]) == 0
+
+
+def judge(
+    optimizer: Optimizer, *, stepped: Mapping[int, Stepped], device: torch.device, first_group: int = 0
+) -> dict[int, Verdict]:
+    """How far the update of each parameter that is stepped in slices looks, by its id."""
+    found: dict[int, Verdict] = {}
+    tried: dict[tuple[int, int, torch.dtype], Verdict] = {}
+    for number, group in list(enumerate(optimizer.param_groups))[first_group:]:
+        for parameter in group["params"]:
+            how = stepped[id(parameter)]
+            if not how.sharded:
+                continue
+            # A parameter without dimensions is stepped as one element.
+            kind = (number, max(parameter.dim(), 1), how.dtype)
+            if kind not in tried:
+                tried[kind] = _verdict(optimizer, *kind, device=device)
+            found[id(parameter)] = tried[kind]
+    return found
+
+
+def slice_alignment(verdicts: Mapping[Any, Verdict]) -> int:
+    """Where slices may begin that all parameters with elementwise updates can be stepped in."""
+    found = (verdict.alignment for verdict in verdicts.values() if verdict.reach is Reach.ELEMENT)
+    return max(found, default=ALIGNMENT)
+
+
+def needs_owner(verdict: Verdict, *, alignment: int) -> bool:
+    """Whether an optimizer must step a parameter whole where slices begin at multiples of `alignment`."""
+    return verdict.reach is not Reach.ELEMENT or verdict.alignment > alignment
+
+
+def check_reach(optimizer: Optimizer, *, verdicts: Mapping[int, Verdict]) -> None:
+    """Refuse an optimizer that looks beyond the tensor that it updates: nobody holds all of them whole."""
+    for verdict in verdicts.values():
+        if verdict.reach is not Reach.MODEL:
+            continue
+        if verdict.why:
+            raise InvalidPlan(
+                f"{name_of(optimizer)} could not be tried on a small tensor ({verdict.why}), and under this plan ranks "
+                "hold slices: use strategy = 'ddp', or say prepare(…, any_optimizer=True) if it updates each element "
+                "by itself"
+            )
+        raise InvalidPlan(
+            f"{name_of(optimizer)} looks at all parameters together in its update (tried on small tensors, together "
+            "and alone), and under this plan ranks hold slices: use strategy = 'ddp', or an optimizer that updates "
+            "each parameter by itself"
+        )
+
+
+def tell_owned(optimizer: Optimizer, *, num_owned: int, num_held: int) -> None:
+    """Say so where an optimizer steps whole parameters, which have to move."""
+    warnings.warn(
+        f"{name_of(optimizer)} looks at whole parameters in its update (tried on a small tensor, whole and cut): "
+        f"{num_owned} of its {num_held} parameters are OWNED, each stepped whole by one rank, to which its slices move "
+        "before an update and back after it",
+        stacklevel=5,
+    )
+
+
+def name_of(optimizer: Optimizer) -> str:
+    kind = type(optimizer)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+# What a trial depends on → what it found.
+_FOUND: dict[tuple[Any, ...], Verdict] = {}
+
+
+def _verdict(optimizer: Optimizer, group: int, num_dims: int, dtype: torch.dtype, *, device: torch.device) -> Verdict:
+    if type(optimizer) in ELEMENTWISE:
+        return Verdict(reach=Reach.ELEMENT)
+    options = _options(optimizer)
+    key = (type(optimizer), group, num_dims, dtype, device.type, options)
+    if key not in _FOUND or not options:
+        _FOUND[key] = probe(optimizer, group=group, num_dims=num_dims, dtype=dtype, device=device)
+    return _FOUND[key]
+
+
+def _options(optimizer: Optimizer) -> str:
+    """Whatever an update may depend on, as text; "" if it has anything that text does not tell."""
+    left_out = ("params", "param_names")
+    told = [
+        (key, value)
+        for options in (own_attributes(optimizer), *optimizer.param_groups)
+        for key, value in options.items()
+        if key not in left_out
+    ]
+    return str([(key, _shown(value)) for key, value in told]) if all(_is_told(value) for _, value in told) else ""
+
+
+def _is_told(value: Any) -> bool:
+    """Whether `_shown` says all there is to a value."""
+    if isinstance(value, dict):
+        return all(map(_is_told, value.values()))
+    if isinstance(value, tuple | list):
+        return all(map(_is_told, value))
+    return is_plain(value) or (isinstance(value, Tensor) and value.numel() <= 1)
 
 
 def describe_optimizer(optimizer: Optimizer, *, names: Mapping[int, str]) -> str:
     """An optimizer, a line each thing that must be equal on all ranks; `names`: of the parameters, by id."""
-    kind = type(optimizer)
-    lines = [f"optimizer = {kind.__module__}.{kind.__qualname__}"]
+    lines = [f"optimizer = {name_of(optimizer)}"]
     for number, group in enumerate(optimizer.param_groups):
         lines += [
             f"optimizer.param_groups[{number}] {option} = {_shown(value)}"
@@ -95,5 +194,6 @@ def _shown(value: Any) -> str:
         return str(value.tolist())
     if isinstance(value, tuple | list):
         return str([_shown(inner) for inner in value])
-    plain = value is None or isinstance(value, bool | int | float | complex | str)
-    return str(value) if plain else f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, dict):
+        return str({key: _shown(inner) for key, inner in value.items()})
+    return str(value) if is_plain(value) else f"{type(value).__module__}.{type(value).__qualname__}"

@@ -9,18 +9,30 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.comm.agreement import agree, meet
 from shardwise.comm.rank_progress import PROGRESS, UPDATE
-from shardwise.engine.optimizer.closure import StepClosure
-from shardwise.engine.optimizer.known import check_elementwise, check_optimizer, describe_optimizer
+from shardwise.engine.optimizer.closure import StepClosure, is_inside_step
+from shardwise.engine.optimizer.known import (
+    Stepped,
+    check_optimizer,
+    check_reach,
+    describe_optimizer,
+    judge,
+    name_of,
+    needs_owner,
+    tell_owned,
+)
+from shardwise.engine.optimizer.matrices import OwnedMatrices
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
 from shardwise.engine.params.flat import FlatParams
@@ -37,6 +49,9 @@ class OwnedParameters:
         after_step: Callable[[], None],
         forget_grads: Callable[..., None],
         edit: Callable[[], AbstractContextManager[None]],
+        own: Callable[[Sequence[str]], None],
+        owns: Callable[[str], bool],
+        matrices: OwnedMatrices,
         any_optimizer: bool,
         flats: Sequence[FlatParams],
     ) -> None:
@@ -46,13 +61,21 @@ class OwnedParameters:
         self._owned: dict[int, nn.Parameter | None] = {}
         # Held, so that an id stays that of its parameter.
         self._known: list[nn.Parameter] = []
-        self._sharded: dict[int, bool] = {}
+        self._stepped: dict[int, Stepped] = {}
         self._names: dict[int, str] = {}
         # The full names of each param group, also of what this rank owns nothing of.
         self.group_names: weakref.WeakKeyDictionary[Optimizer, list[list[str]]] = weakref.WeakKeyDictionary()
         # Whether any of them is stepped in slices.
         self._steps_slices: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        self.run_by(before_step=before_step, after_step=after_step, forget_grads=forget_grads, edit=edit)
+        self.run_by(
+            before_step=before_step,
+            after_step=after_step,
+            forget_grads=forget_grads,
+            edit=edit,
+            own=own,
+            owns=owns,
+            matrices=matrices,
+        )
         self._any_optimizer = any_optimizer
         _REGISTRY.add(self)
 
@@ -63,44 +86,75 @@ class OwnedParameters:
         after_step: Callable[[], None],
         forget_grads: Callable[..., None],
         edit: Callable[[], AbstractContextManager[None]],
+        own: Callable[[Sequence[str]], None],
+        owns: Callable[[str], bool],
+        matrices: OwnedMatrices,
     ) -> None:
-        """Whom to call around a step, and when gradients are cleared."""
+        """Whom to call around a step, when gradients are cleared, and for what is to be stepped whole."""
+        self._matrices = matrices
+        self._own = own
+        self._owns = owns
         self._before_step = before_step
         self._after_step = after_step
         self._forget_grads = forget_grads
         self._edit = edit
 
-    def add(self, parameter: nn.Parameter, *, name: str, owned: nn.Parameter | None, sharded: bool) -> None:
+    def add(self, parameter: nn.Parameter, *, name: str, owned: nn.Parameter | None, stepped: Stepped) -> None:
         """`owned` stands for `parameter`; None where this rank owns no element of it."""
         self._known.append(parameter)
         self._owned[id(parameter)] = owned
-        self._sharded[id(parameter)] = sharded
+        self._stepped[id(parameter)] = stepped
         self._names[id(parameter)] = name
+
+    def follow(self, names: Mapping[str, str]) -> None:
+        """Parameters have other names now (old → new), or are gone; what stands for them is what was added last."""
+        for key in [key for key, name in self._names.items() if name not in names]:
+            del self._owned[key], self._stepped[key], self._names[key]
+        self._names = {key: names[name] for key, name in self._names.items()}
+        for groups in self.group_names.values():
+            for held in groups:
+                held[:] = [names[name] for name in held if name in names]
+
+    def rewrite(self) -> None:
+        """Every param group again from what stands for its parameters."""
+        stands = {name: self._owned[key] for key, name in self._names.items()}
+        in_slices = {self._names[key] for key, how in self._stepped.items() if how.sharded}
+        for optimizer, groups in self.group_names.items():
+            for group, held in zip(optimizer.param_groups, groups, strict=True):
+                group["params"][:] = [owned for name in held if (owned := stands[name]) is not None]
+            self._steps_slices[optimizer] = any(name in in_slices for held in groups for name in held)
 
     def check(self, optimizer: Optimizer, *, sharded: Mapping[str, bool]) -> None:
         """Refuse an adopted optimizer that cannot step what would be in slices, by name."""
-        names = [name for group in self.group_names[optimizer] for name in group]
-        if not self._any_optimizer and any(sharded[name] for name in names):
-            check_elementwise(optimizer)
+        if self._any_optimizer or not self._flats:
+            return
+        stepped: dict[int, Stepped] = {}
+        for group, names in zip(optimizer.param_groups, self.group_names[optimizer], strict=True):
+            # Where this rank does not hold a part of each, they lie in slices already.
+            now = [sharded[name] for name in names] if len(names) == len(group["params"]) else None
+            for number, parameter in enumerate(group["params"]):
+                stepped[id(parameter)] = Stepped(sharded=now is not None and now[number], dtype=parameter.dtype)
+        flat = self._flats[0]
+        verdicts = judge(optimizer, stepped=stepped, device=flat.master.device)
+        if any(needs_owner(verdict, alignment=flat.alignment) for verdict in verdicts.values()):
+            raise InvalidPlan(
+                f"{name_of(optimizer)} looks at more than an element in its update, and under this plan it would step "
+                "slices: save a checkpoint and prepare the model again"
+            )
 
     def exchange(self, owned: Mapping[str, nn.Parameter | None], *, sharded: bool) -> None:
         """Other slices, or none, stand for the parameters of these names from here on; in all optimizers."""
         for key, name in self._names.items():
             if name in owned:
-                self._owned[key], self._sharded[key] = owned[name], sharded
-        current = {name: self._owned[key] for key, name in self._names.items()}
-        in_slices = {name for key, name in self._names.items() if self._sharded[key]}
-        for optimizer, groups in self.group_names.items():
-            for group, names in zip(optimizer.param_groups, groups, strict=True):
-                held = [current[name] for name in names]
-                group["params"][:] = [parameter for parameter in held if parameter is not None]
-            self._steps_slices[optimizer] = any(name in in_slices for names in groups for name in names)
+                self._owned[key], self._stepped[key] = owned[name], replace(self._stepped[key], sharded=sharded)
+        self.rewrite()
 
     def in_slices(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer steps, or will step, slices of ours."""
         if self.adopted(optimizer):
             return self._steps_slices[optimizer]
-        return any(self._sharded.get(id(p), False) for group in optimizer.param_groups for p in group["params"])
+        held = (self._stepped.get(id(p)) for group in optimizer.param_groups for p in group["params"])
+        return any(how is not None and how.sharded for how in held)
 
     def concerns(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._owned for group in optimizer.param_groups for p in group["params"])
@@ -108,24 +162,48 @@ class OwnedParameters:
     def adopt_alike(self, optimizer: Optimizer) -> None:
         """Adopt an optimizer of which the ranks have not told each other yet. Collective."""
 
+        owned: list[str] = []
+
         def describe() -> str:
-            check_optimizer(optimizer, sharded=self._sharded, any_optimizer=self._any_optimizer)
-            return describe_optimizer(optimizer, names=self._names)
+            check_optimizer(optimizer, stepped=self._stepped)
+            owned.extend(self._to_own(optimizer))
+            return "\n".join((describe_optimizer(optimizer, names=self._names), *(f"OWNED {name}" for name in owned)))
 
         if not self.adopted(optimizer):
             agree(describe, what="optimizers")
-            self.adopt(optimizer)
+            self.adopt(optimizer, owned=owned)
 
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Rewrite the param groups; their options, and whoever holds them (schedulers), stay."""
-        check_optimizer(optimizer, sharded=self._sharded, any_optimizer=self._any_optimizer)
+    def _to_own(self, optimizer: Optimizer, *, first_group: int = 0) -> list[str]:
+        """The parameters that must be stepped whole, since the optimizer looks at more than an element of them."""
+        if self._any_optimizer or not self._flats:
+            return []
+        flat = self._flats[0]
+        verdicts = judge(optimizer, stepped=self._stepped, device=flat.master.device, first_group=first_group)
+        check_reach(optimizer, verdicts=verdicts)
+        found = [
+            self._names[key] for key, verdict in verdicts.items() if needs_owner(verdict, alignment=flat.alignment)
+        ]
+        if found and dist.get_rank() == 0:
+            tell_owned(optimizer, num_owned=len(found), num_held=len(verdicts))
+        return found
+
+    def adopt(self, optimizer: Optimizer, *, owned: Sequence[str]) -> None:
+        """Rewrite the param groups; their options, and whoever holds them (schedulers), stay. It has been checked.
+
+        owned   the names of parameters that it must step whole; the plan may have more
+        """
+        self._own(owned)
+        # What some make before their first step.
+        made = {self._names[id(parameter)]: state for parameter, state in optimizer.state.items()}
+        optimizer.state.clear()
         self.group_names[optimizer] = []
         for group in optimizer.param_groups:
             self._rewrite(group, optimizer=optimizer)
+        optimizer.state.update(own_states(made, flats=self._flats, matrices=self._matrices.of(optimizer)))
         held_weakly = weakref.ref(optimizer)
-        closure = StepClosure(lambda: self._before(held_weakly))
-        optimizer.register_step_pre_hook(lambda _, *given: closure.begin(*given))
-        optimizer.register_step_post_hook(lambda *_: self._end_step(closure))
+        closure = StepClosure(lambda: self.before_step(held_weakly()))
+        optimizer.register_step_pre_hook(lambda one, *given: None if is_inside_step(one) else closure.begin(*given))
+        optimizer.register_step_post_hook(lambda one, *_: None if is_inside_step(one) else self._end_step(closure))
         optimizer.zero_grad = partial(self._zero_grad, held_weakly)  # type: ignore[method-assign]
         optimizer.add_param_group = partial(self._add_param_group, held_weakly)  # type: ignore[method-assign]
         optimizer.state_dict = partial(self._state_dict, held_weakly)  # type: ignore[method-assign]
@@ -154,14 +232,26 @@ class OwnedParameters:
                 why = "it is in another group" if name in stepped else "it is not the prepared model's"
                 raise InvalidPlan(f"add_param_group with {name}: {why}")
         type(optimizer).add_param_group(optimizer, {**param_group, "params": params})
+        try:
+            owned = self._to_own(optimizer, first_group=len(optimizer.param_groups) - 1)
+        except InvalidPlan:
+            optimizer.param_groups.pop()
+            raise
+        self._own(owned)
         self._rewrite(optimizer.param_groups[-1], optimizer=optimizer)
 
     def _rewrite(self, group: dict[str, Any], *, optimizer: Optimizer) -> None:
         """A param group that is new to us: its parameters go, the slices that stand for them come."""
-        self.group_names[optimizer].append([self._names[id(parameter)] for parameter in group["params"]])
-        in_slices = any(self._sharded[id(parameter)] for parameter in group["params"])
-        self._steps_slices[optimizer] = in_slices or self._steps_slices.get(optimizer, False)
-        owned = [self._owned[id(parameter)] for parameter in group["params"]]
+        names = [self._names[id(parameter)] for parameter in group["params"]]
+        self.group_names[optimizer].append(names)
+        sharded = [self._stepped[id(parameter)].sharded for parameter in group["params"]]
+        self._steps_slices[optimizer] = any(sharded) or self._steps_slices.get(optimizer, False)
+        to_own = [name for name, in_slices in zip(names, sharded, strict=True) if in_slices and self._owns(name)]
+        matrices = self._matrices.own(optimizer, to_own)
+        owned = [
+            matrices[name] if name in matrices else self._owned[id(parameter)]
+            for name, parameter in zip(names, group["params"], strict=True)
+        ]
         group["params"][:] = [parameter for parameter in owned if parameter is not None]
 
     def _zero_grad(self, held: "weakref.ref[Optimizer]", set_to_none: bool = True) -> None:
@@ -170,6 +260,8 @@ class OwnedParameters:
         assert optimizer is not None
         type(optimizer).zero_grad(optimizer, set_to_none)
         names = {name for group in self.group_names[optimizer] for name in group}
+        if not set_to_none:
+            self._matrices.zero_grads(optimizer)
         self._forget_grads(names, drop=set_to_none)
 
     def _state_dict(self, held: "weakref.ref[Optimizer]") -> dict[str, Any]:
@@ -178,7 +270,7 @@ class OwnedParameters:
         assert optimizer is not None
         meet("optimizer.state_dict", limit_seconds=self.limit_seconds)
         state = type(optimizer).state_dict(optimizer)
-        states = whole_states(optimizer, flats=self._flats)
+        states = whole_states(optimizer, flats=self._flats, matrices=self._matrices.of(optimizer))
         groups = numbered(self.group_names[optimizer])
         of_none = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
         state["state"] = {n: states[name] for group in groups for n, name in group.items() if name in states} | of_none
@@ -191,7 +283,7 @@ class OwnedParameters:
         optimizer = held()
         assert optimizer is not None
         states = named_states(state_dict, groups=self.group_names[optimizer])
-        own = own_states(states, flats=self._flats)
+        own = own_states(states, flats=self._flats, matrices=self._matrices.of(optimizer))
         groups = numbered([group["params"] for group in optimizer.param_groups])
         known = {name for group in self.group_names[optimizer] for name in group}
         local: dict[str, Any] = {
@@ -205,18 +297,22 @@ class OwnedParameters:
         }
         type(optimizer).load_state_dict(optimizer, local)
 
-    def _before(self, held: "weakref.ref[Optimizer]") -> None:
+    def before_step(self, optimizer: Optimizer | None) -> None:
         """Each rank's GradScaler sees its own slices only: one would skip a step that the others take."""
-        optimizer = held()
         assert optimizer is not None
         if self._steps_slices[optimizer] and _called_by_torchs_grad_scaler():
             raise _foreign_scaler()
+        self._matrices.begin_step(optimizer)
         self._before_step()
         PROGRESS.phase = UPDATE
 
     def _end_step(self, closure: StepClosure) -> None:
         closure.end()
         self._after_step()
+
+    def has_matrices(self, optimizer: Optimizer) -> bool:
+        """Whether ranks own matrices of an optimizer; the same answer on all of them."""
+        return bool(self._matrices.of(optimizer))
 
     def adopted(self, optimizer: Optimizer) -> bool:
         return optimizer in self.group_names
@@ -267,6 +363,11 @@ _TORCHS_UNSCALE = torch.amp.GradScaler._unscale_grads_
 def _unscale_grads(scaler: torch.amp.GradScaler, optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
     if not isinstance(scaler, GradScaler) and any(owner.in_slices(optimizer) for owner in list(_REGISTRY)):
         raise _foreign_scaler()
+    if any(owner.has_matrices(optimizer) for owner in list(_REGISTRY)):
+        raise InvalidPlan(
+            "GradScaler with parameters that are OWNED, whose gradients are in no param group before the step: use "
+            "precision = 'bf16', which needs no scaling, or strategy = 'ddp'"
+        )
     return _TORCHS_UNSCALE(scaler, optimizer, *arguments, **options)
 
 

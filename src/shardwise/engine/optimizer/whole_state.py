@@ -6,6 +6,7 @@ to the optimizer. Ours (`shardwise.full_state_dict`): states under the parameter
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.comm.agreement import exchange
+from shardwise.comm.collectives import own_slice
+from shardwise.engine.optimizer.matrices import OwnedMatrix
 from shardwise.engine.params.flat import FlatParams
-from shardwise.engine.params.flat_buffers import Owned
+from shardwise.engine.params.flat_buffers import FOR_STATE, Owned
 from shardwise.errors import InvalidData
 from shardwise.placement import SHARDED
 
@@ -28,29 +31,82 @@ class _Uncut:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A state with one value per element of its parameter, or one per block of elements."""
+
+    dtype: torch.dtype
+    block: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Shaped:
+    """A tensor that an owner sends."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 @torch.no_grad()
-def whole_states(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[str, dict[str, Any]]:
-    """Name → full states, on every rank. Collective."""
+def whole_states(
+    optimizer: Optimizer, *, flats: Sequence[FlatParams], matrices: Sequence[OwnedMatrix], keeps: bool = True
+) -> dict[str, dict[str, Any]]:
+    """Name → full states. Collective; a rank that keeps nothing takes part, one buffer after the other."""
     kinds = state_kinds(optimizer, flats=flats)
-    states: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, Any]] = _sent_by_owners(optimizer, matrices=matrices, keeps=keeps)
     for number, flat in enumerate(flats):
         for key in dict.fromkeys(key for (n, _, key) in kinds if n == number):
-            whole: list[Tensor] | None = None
+            whole: dict[Laid, Tensor] = {}
             for index, name in enumerate(flat.names):
                 if (number, index, key) not in kinds:
                     continue
                 kind = kinds[number, index, key]
-                if isinstance(kind, torch.dtype):
-                    if whole is None:
-                        whole = flat.views(flat.whole_of(own_state(flat, optimizer, key=key, dtype=kind)))
-                    states.setdefault(name, {})[key] = whole[index].clone()
-                else:
+                if isinstance(kind, Laid):
+                    if kind not in whole:
+                        whole[kind] = _gather_state(flat, optimizer, key=key, kind=kind)
+                    if keeps:
+                        states.setdefault(name, {})[key] = _cut_state(flat, whole[kind], index=index, kind=kind)
+                elif keeps:
                     states.setdefault(name, {})[key] = kind
     return states
 
 
+def _sent_by_owners(optimizer: Optimizer, *, matrices: Sequence[OwnedMatrix], keeps: bool) -> dict[str, dict[str, Any]]:
+    """Name → full states of the matrices that one rank each owns: tensors of any shape, and whatever else is there."""
+    if not matrices:
+        return {}
+    held = {
+        matrix.name: {
+            key: _Shaped(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
+            for key, value in optimizer.state.get(matrix.whole, {}).items()
+        }
+        for matrix in matrices
+        if matrix.whole is not None
+    }
+    group = matrices[0].flat.groups.gather
+    everyone = {name: states for theirs in exchange(held, group=group) for name, states in theirs.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for matrix in matrices:
+        for key, kind in everyone[matrix.name].items():
+            if not isinstance(kind, _Shaped):
+                if keeps:
+                    found.setdefault(matrix.name, {})[key] = kind
+                continue
+            mine = optimizer.state[matrix.whole][key] if matrix.whole is not None else None
+            device = matrix.flat.device
+            sent = torch.empty(kind.shape, dtype=kind.dtype, device=device) if mine is None else mine.to(device)
+            sent = sent.contiguous().clone()
+            group.log.name = FOR_STATE
+            matrix.flat.collectives.broadcast(sent.view(-1), source=matrix.owner, group=group).wait()
+            if not keeps:
+                continue
+            # As numbers are given out that lie in slices.
+            found.setdefault(matrix.name, {})[key] = sent.cpu() if not kind.shape else sent
+    return found
+
+
 def state_kinds(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[tuple[int, int, str], Any]:
-    """(flat, parameter, key) → the dtype of a state that is as large as the parameter, or the value of a number.
+    """(flat, parameter, key) → how a state lies that is as large as the parameter, or the value of a number.
 
     A rank knows only the states of what it owns, so the ranks of a shard group tell each other.
     """
@@ -60,7 +116,12 @@ def state_kinds(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[tu
             for key, value in optimizer.state.get(part.parameter, {}).items():
                 mine[number, part.index, key] = _kind(flat, part, value)
     everyone = exchange(mine, group=flats[0].groups.gather) if flats else []
-    kinds = {key: value for theirs in everyone for key, value in theirs.items()}
+    kinds: dict[tuple[int, int, str], Any] = {}
+    for theirs in everyone:
+        for place, kind in theirs.items():
+            # Of a slice of one element, a state by blocks looks like one by elements.
+            if not isinstance(kinds.get(place), Laid) or kinds[place].block == 1:
+                kinds[place] = kind
     for (number, index, key), kind in kinds.items():
         if isinstance(kind, _Uncut):
             raise InvalidData(
@@ -74,20 +135,44 @@ def _kind(flat: FlatParams, part: Owned, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.shape == part.parameter.shape and value.dim() > 0:
-        return value.dtype
+        return Laid(value.dtype)
+    if flat.block > 1 and tuple(value.shape) == (-(-part.parameter.numel() // flat.block),):
+        return Laid(value.dtype, flat.block)
     if value.numel() != 1 and flat.placement.optim is SHARDED:
         return _Uncut(tuple(value.shape))
     return value.detach().cpu().clone()
 
 
-def own_state(flat: FlatParams, optimizer: Optimizer, *, key: str, dtype: torch.dtype) -> Tensor:
+def own_state(flat: FlatParams, optimizer: Optimizer, *, key: str, kind: Laid, into: Tensor | None = None) -> Tensor:
     """One kind of state of all parameters of a flat buffer, where they lie in its master: what this rank has of it."""
-    mine = torch.zeros(flat.master.numel(), dtype=dtype, device=flat.device)
+    mine = (
+        torch.zeros(flat.master.numel() // kind.block, dtype=kind.dtype, device=flat.device) if into is None else into
+    )
     for part in flat.owned:
         value = optimizer.state.get(part.parameter, {}).get(key)
-        if isinstance(value, Tensor):
-            mine[part.start : part.stop].copy_(value.reshape(-1))
+        # Of a parameter in the same buffer it may be something else.
+        if isinstance(value, Tensor) and _kind(flat, part, value) == kind:
+            mine[part.start // kind.block : -(-part.stop // kind.block)].copy_(value.reshape(-1))
     return mine
+
+
+def _gather_state(flat: FlatParams, optimizer: Optimizer, *, key: str, kind: Laid) -> Tensor:
+    """One kind of state of all of a flat buffer's parameters, in its layout."""
+    if flat.placement.optim is not SHARDED:
+        return own_state(flat, optimizer, key=key, kind=kind)
+    whole = torch.zeros(flat.layout.num_elements // kind.block, dtype=kind.dtype, device=flat.device)
+    own_state(flat, optimizer, key=key, kind=kind, into=own_slice(whole, group=flat.groups.gather))
+    flat.groups.gather.log.name = FOR_STATE
+    flat.collectives.all_gather(whole, group=flat.groups.gather).wait()
+    return whole
+
+
+def _cut_state(flat: FlatParams, whole: Tensor, *, index: int, kind: Laid) -> Tensor:
+    """One parameter's part of what was gathered."""
+    if kind.block == 1:
+        return flat.views(whole)[index].clone()
+    start = flat.layout.offsets[index] // kind.block
+    return whole[start : start + -(-prod(flat.layout.shapes[index]) // kind.block)].clone()
 
 
 def named_states(state: Mapping[str, Any], *, groups: Sequence[Sequence[str]]) -> dict[Any, Mapping[str, Any]]:
@@ -133,11 +218,25 @@ def _first(names: Iterable[Any]) -> str:
 
 
 @torch.no_grad()
-def own_states(states: Mapping[Any, Mapping[str, Any]], *, flats: Sequence[FlatParams]) -> dict[Tensor, dict[str, Any]]:
-    """What this rank keeps of full states: those of the slices that it owns."""
+def own_states(
+    states: Mapping[Any, Mapping[str, Any]], *, flats: Sequence[FlatParams], matrices: Sequence[OwnedMatrix]
+) -> dict[Tensor, dict[str, Any]]:
+    """What this rank keeps of full states: those of the slices, and of the matrices, that it owns."""
+    owned = {matrix.name for matrix in matrices}
+    of_wholes: dict[Tensor, dict[str, Any]] = {
+        matrix.whole: {
+            key: value.to(matrix.flat.device if value.dim() else value.device, copy=True)
+            if isinstance(value, Tensor)
+            else value
+            for key, value in states[matrix.name].items()
+        }
+        for matrix in matrices
+        if matrix.whole is not None and matrix.name in states
+    }
+    states = {name: state for name, state in states.items() if name not in owned}
     _check_shapes(states, flats=flats)
     numbers = _keys_of_numbers(states, flats=flats)
-    return {
+    return of_wholes | {
         part.parameter: {
             key: _own_part(flat, part, value, is_number=key in numbers)
             for key, value in states[flat.names[part.index]].items()
@@ -166,7 +265,8 @@ def _check_shapes(states: States, *, flats: Sequence[FlatParams]) -> None:
             continue
         for name, shape in zip(flat.names, flat.layout.shapes, strict=True):
             for key, value in states.get(name, {}).items():
-                if isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != shape:
+                known = (shape, (-(-prod(shape) // flat.block),))
+                if isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) not in known:
                     raise InvalidData(
                         f"{key} of {name} has shape {tuple(value.shape)} in the state, the parameter {shape}: save "
                         "the state with state_dict() of the prepared optimizer, called on every rank"
@@ -177,9 +277,13 @@ def _own_part(flat: FlatParams, part: Owned, value: Any, *, is_number: bool) -> 
     """This rank's slice of a tensor as large as the parameter; all of a number."""
     if not isinstance(value, Tensor):
         return value
-    if is_number or tuple(value.shape) != flat.layout.shapes[part.index]:
+    shape = flat.layout.shapes[part.index]
+    by_block = tuple(value.shape) != shape and tuple(value.shape) == (-(-prod(shape) // flat.block),)
+    if is_number or (tuple(value.shape) != shape and not by_block):
         return value.clone()
     if flat.placement.optim is not SHARDED:
         return value.to(part.parameter.device, copy=True).view_as(part.parameter)
+    block = flat.block if by_block else 1
     first = flat.groups.gather.index * flat.layout.slice_elements - flat.layout.offsets[part.index]
-    return value.reshape(-1)[first + part.start : first + part.stop].to(part.parameter.device, copy=True)
+    start, stop = (first + part.start) // block, -(-(first + part.stop) // block)
+    return value.reshape(-1)[start:stop].to(part.parameter.device, copy=True)

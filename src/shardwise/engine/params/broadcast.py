@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import MeshGroups
 from shardwise.comm.issued import CollectiveName
-from shardwise.engine.params.carried import broadcast_carried
+from shardwise.engine.params.carried import broadcast_carried, let_follow
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidData, ShardwiseError
@@ -55,6 +55,7 @@ def fill(
             value = given.value_of(old, default=parameter.detach().to(device).contiguous())
             dist.broadcast(value, src=0, group=everyone)
             flat.fill(index, value)
+            flat.followed |= let_follow(parameter, module=module, place=flat.full_views[index])
             flat.attach(index, parameter)
         for name, old_buffer in buffers.items():
             buffer = module._buffers[name]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # How deep attributes are looked into: a parameter → its state → a nested state → what is in that.
 _DEPTH = 4
@@ -20,12 +21,22 @@ _NOT_LOOKED_INTO = (nn.Module, nn.Parameter, type)
 
 
 def describe_carried(model: nn.Module) -> list[str]:
-    """A line for each tensor that a parameter carries, and for the plain values beside it."""
+    """A line for each tensor that a parameter carries, and for the plain values with it."""
     return [
         f"{name}.{path} {list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"{name}.{path} = {value}"
         for name, parameter in model.named_parameters()
         for path, value in _carried(parameter)
     ]
+
+
+def is_packed(parameter: nn.Parameter) -> bool:
+    """Whether its elements are no numbers of their own but bits that a state says how to read."""
+    return (
+        type(parameter) is not nn.Parameter
+        and not is_traceable_wrapper_subclass(parameter)
+        and not parameter.requires_grad
+        and any(isinstance(value, Tensor) for _, value in _carried(parameter))
+    )
 
 
 @torch.no_grad()
@@ -37,6 +48,38 @@ def broadcast_carried(model: nn.Module, *, device: torch.device, group: ProcessG
                 value = tensor.to(device).contiguous()
                 dist.broadcast(value, src=0, group=group)
                 tensor.copy_(value)
+
+
+def let_follow(parameter: nn.Parameter, *, module: nn.Module, place: Tensor) -> bool:
+    """What is the parameter's own memory under another name moves to `place` with it, before the parameter does.
+
+    bitsandbytes' int8 weights have it as an attribute, and from the first forward on in a state of the module's. As a
+    copy of its own it would stay whole on every rank. Whether there is any.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        own = (parameter.data_ptr(), parameter.shape, parameter.dtype)
+    if own[0] == 0:
+        return False
+    found = [_replace(vars(holder), own=own, place=place, depth=_DEPTH, seen=set()) for holder in (parameter, module)]
+    return any(found)
+
+
+def _replace(
+    attributes: dict[str, Any], *, own: tuple[int, torch.Size, torch.dtype], place: Tensor, depth: int, seen: set[int]
+) -> bool:
+    replaced = False
+    for name, value in attributes.items():
+        if isinstance(value, _PLAIN + _NOT_LOOKED_INTO) or depth == 0 or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if type(value) is Tensor:
+            if (value.data_ptr(), value.shape, value.dtype) == own:
+                attributes[name] = place
+                replaced = True
+        elif not isinstance(value, Tensor):
+            inside = getattr(value, "__dict__", {})
+            replaced |= _replace(inside, own=own, place=place, depth=depth - 1, seen=seen)
+    return replaced
 
 
 def _carried(parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:

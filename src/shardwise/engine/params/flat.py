@@ -16,7 +16,7 @@ from shardwise.comm.groups import MeshGroups
 from shardwise.engine.params.flat_buffers import FlatBuffers, Owned, cut_pieces
 from shardwise.engine.params.guard import unguarded
 from shardwise.engine.params.host import HostCopies
-from shardwise.layout import cut_out
+from shardwise.layout import ALIGNMENT, cut_out
 from shardwise.placement import SHARDED, Placement
 from shardwise.program.buffers import FlatSpec
 
@@ -33,10 +33,18 @@ class FlatParams(FlatBuffers):
         device: torch.device,
         groups: MeshGroups,
         collectives: Collectives,
+        alignment: int = ALIGNMENT,
         host: HostCopies | None = None,
     ) -> None:
         super().__init__(
-            params, spec=spec, placement=placement, device=device, groups=groups, collectives=collectives, host=host
+            params,
+            spec=spec,
+            placement=placement,
+            device=device,
+            groups=groups,
+            collectives=collectives,
+            alignment=alignment,
+            host=host,
         )
         if self.placement.optim is SHARDED:
             self._owned_cut = cut_out([(p.start, p.stop) for p in self.owned], end=self.layout.slice_elements)
@@ -49,11 +57,20 @@ class FlatParams(FlatBuffers):
         self._averages: list[weakref.ref[Tensor]] = []
         # The parameters whose gradients this backward alone has made.
         self.with_new_grads: set[int] = set()
+        # The parameters that have reduced gradients, on this rank or on others, where `p.grad` does not show them.
+        self._reduced: set[int] = set()
 
     @property
     def shows_grads(self) -> bool:
         """Whether `p.grad` of the module's parameters is the averaged gradient."""
         return self.placement.grads is not SHARDED and self.full.dtype == self.master_dtype
+
+    def has_grad(self, index: int) -> bool:
+        """Whether a parameter has a reduced gradient: the same answer on all ranks, whatever each holds of it."""
+        if not self.shows_grads:
+            return index in self._reduced
+        with unguarded():
+            return self.params[index].grad is not None
 
     def has_grads(self) -> bool:
         return any(part.parameter.grad is not None for part in self.owned)
@@ -88,9 +105,11 @@ class FlatParams(FlatBuffers):
         if self.master is not self.full:
             owned_grads = self._owned_grads(average) if self.placement.optim is SHARDED else whole
             with unguarded():
-                trained = [self.params[part.index].requires_grad for part in self.owned]
-            for part, new, is_trained in zip(self.owned, owned_grads, trained, strict=True):
-                if not is_trained:
+                trained = {index for index, parameter in enumerate(self.params) if parameter.requires_grad}
+            self.with_new_grads |= trained - self._reduced if not shows_grads else set()
+            self._reduced |= trained
+            for part, new in zip(self.owned, owned_grads, strict=True):
+                if part.index not in trained:
                     continue
                 old = part.parameter.grad
                 if old is None:
@@ -200,6 +219,7 @@ class FlatParams(FlatBuffers):
 
     def drop_grads(self, indices: Collection[int]) -> None:
         """Forget the gradients of these parameters."""
+        self._reduced.difference_update(indices)
         for part in self.owned:
             if part.index in indices:
                 part.parameter.grad = None

@@ -19,7 +19,7 @@ from shardwise.comm.issued import CollectiveName
 from shardwise.engine.params.host import HostCopies
 from shardwise.engine.params.precision import torch_dtype
 from shardwise.engine.params.slice_writes import MasterWrites
-from shardwise.layout import BufferCut
+from shardwise.layout import ALIGNMENT, BufferCut
 from shardwise.placement import SHARDED, Placement
 from shardwise.program.buffers import FlatSpec
 
@@ -48,6 +48,7 @@ class FlatBuffers:
         device: torch.device,
         groups: MeshGroups,
         collectives: Collectives,
+        alignment: int = ALIGNMENT,
         host: HostCopies | None = None,
     ) -> None:
         self.params = params
@@ -60,7 +61,8 @@ class FlatBuffers:
         compute_dtype, self.master_dtype = torch_dtype(spec.compute_dtype), torch_dtype(spec.master_dtype)
         self.reduce_dtype = torch_dtype(spec.reduce_dtype)
         self.has_gradients = spec.has_gradients
-        self.layout = spec.layout(num_slices=groups.gather.size)
+        self.alignment = alignment
+        self.layout = spec.layout(num_slices=groups.gather.size, alignment=alignment)
         self._cut = self.layout.cut()
         # Those whose piece of the buffer does not have their shape as it is.
         self._shaped = [(index, shape) for index, shape in enumerate(self.layout.shapes) if len(shape) != 1]
@@ -77,6 +79,8 @@ class FlatBuffers:
         # What somebody else wrote into the master; whether somebody got hold of the module's parameters.
         self.writes = MasterWrites(self.master)
         self.touched = False
+        # Whether a module holds on to the memory of a parameter by another name (carried.py).
+        self.followed = False
         # Made while there is storage behind them: a view of freed storage can be kept, but not made.
         self.full_views = self.views(self.full)
         self.gathering: Work | None = None
@@ -119,6 +123,11 @@ class FlatBuffers:
             )
             for (i, start, stop), view in zip(parts, views, strict=True)
         ]
+
+    @property
+    def block(self) -> int:
+        """The elements that an optimizer of blocks works on together: slices are cut between them; 1 without."""
+        return self.alignment if self.alignment > ALIGNMENT and self.placement.optim is SHARDED else 1
 
     @property
     def aliased(self) -> bool:
@@ -205,16 +214,22 @@ class FlatBuffers:
             self.full.copy_(self.master)
 
     @torch.no_grad()
-    def full_master(self) -> Tensor:
-        """All of the master, on every rank. Collective where optim is sharded."""
-        return self.whole_of(self.master) if self.placement.optim is SHARDED else self.master.clone()
+    def full_master(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """All of the master, on every rank; cast first, so that no more is sent than is asked for.
+
+        Collective where optim is sharded.
+        """
+        wanted = dtype or self.master_dtype
+        if self.placement.optim is not SHARDED:
+            return self.master.to(wanted, copy=True)
+        return self.whole_of(self.master, dtype=wanted)
 
     @torch.no_grad()
-    def whole_of(self, mine: Tensor) -> Tensor:
+    def whole_of(self, mine: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """All of what `mine` is this rank's part of, as the master is; itself, where that is all. Else collective."""
         if self.placement.optim is not SHARDED:
             return mine
-        whole = torch.zeros(self.layout.num_elements, dtype=mine.dtype, device=self.device)
+        whole = torch.zeros(self.layout.num_elements, dtype=dtype or mine.dtype, device=self.device)
         own_slice(whole, group=self.groups.gather).copy_(mine)
         self.groups.gather.log.name = FOR_STATE
         self.collectives.all_gather(whole, group=self.groups.gather).wait()

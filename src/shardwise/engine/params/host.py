@@ -1,4 +1,4 @@
-"""Host memory that a device's copies run beside its computation with."""
+"""Host memory from and to which a device can copy while it computes."""
 
 from typing import Any
 

@@ -69,7 +69,8 @@ class ManagedParameters:
             if id(parameter) not in self._ids:
                 raise InvalidModel(
                     f"{name} {tuple(parameter.shape)} was added to the model after shardwise.prepare, so that ranks "
-                    "would train it apart: add it before, to the model that is handed to shardwise.prepare"
+                    "would train it apart: call shardwise.extend(model) on every rank, or add it before "
+                    "shardwise.prepare"
                 )
 
 

@@ -13,6 +13,7 @@ from shardwise.errors import InvalidPlan
 from shardwise.patterns import unmatched
 from shardwise.plan import Plan
 from shardwise.spec import ModelSpec
+from shardwise.units import called_modules
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -33,7 +34,9 @@ def attach_casts(model: nn.Module, *, plan: Plan) -> list[Any]:
         return []
     dtype = planned_dtype(plan.precision)
     inputs = partial(cast_inputs, dtype)
-    handles: list[Any] = [model.register_forward_pre_hook(inputs, with_kwargs=True)]
+    handles: list[Any] = [
+        called.register_forward_pre_hook(inputs, with_kwargs=True) for called in called_modules(model)
+    ]
     if dtype is torch.float32:
         return handles
     for path, module in model.named_modules():

@@ -56,6 +56,7 @@ class Replicas:
     def __init__(self, flats: Sequence[FlatParams], *, groups: MeshGroups, every: int) -> None:
         self._groups = groups
         self._num_steps = 0
+        self.every = every
         self._replicas = [
             _Replica(flat=flat, is_master=is_master, sharded=is_master and flat.placement.optim is SHARDED)
             for flat in flats
@@ -80,7 +81,7 @@ class Replicas:
 
     @torch.no_grad()
     def compare(self) -> None:
-        """Refuse to go on where ranks hold different bits; the rank and the parameter are named. Collective."""
+        """Refuse to continue where ranks hold different bits; the rank and the parameter are named. Collective."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             # Nothing is computed yet.
             return
@@ -139,5 +140,5 @@ def _told(name: str, ranks: Sequence[Sequence[int]]) -> str:
     who = f"rank {', '.join(map(str, few))} differs from the others" if few else f"{each} differ"
     return (
         f"{name} is no longer the same on all ranks: {who} (a bit that flipped in memory, or code that wrote to it on "
-        "one rank alone); this step is not taken: go on from a checkpoint of before"
+        "one rank alone); this step is not taken: resume from an earlier checkpoint"
     )

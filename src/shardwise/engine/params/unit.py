@@ -32,16 +32,9 @@ class Unit:
         self.name = name
         self.module = module
         self.placement = placement
-        self.flats = flats
-        gathers = CollectiveName(f"{Kind.GATHER.value} {name}")
-        for flat in flats:
-            flat.gathers = gathers
         self.tape = tape
-        # Whether there is anything to gather and free.
-        self.sharded = placement.params is SHARDED and bool(flats)
-        # Where `p.grad` does not show the gradient, which is sharded or of another dtype.
-        self.hides_grads = [flat for flat in flats if not flat.shows_grads]
-        self._is_on_gpu = bool(flats) and flats[0].device.type == "cuda"
+        self._gathers = CollectiveName(f"{Kind.GATHER.value} {name}")
+        self.hold(flats)
         self.whole = True
         self.arrived = True
         self.at_rest = False
@@ -58,6 +51,17 @@ class Unit:
         # The parameters, and those whose gradients are hidden, as they are once the buffers are filled.
         self._settled: list[nn.Parameter] = []
         self._hides: list[nn.Parameter] = []
+
+    def hold(self, flats: list[FlatParams]) -> None:
+        """From now on these are its buffers; `settle` comes next, once they are filled."""
+        self.flats = flats
+        for flat in flats:
+            flat.gathers = self._gathers
+        # Whether there is anything to gather and free.
+        self.sharded = self.placement.params is SHARDED and bool(flats)
+        # Where `p.grad` does not show the gradient, which is sharded or of another dtype.
+        self.hides_grads = [flat for flat in flats if not flat.shows_grads]
+        self._is_on_gpu = bool(flats) and flats[0].device.type == "cuda"
         self._num_params = sum(len(flat.params) for flat in flats)
 
     def __str__(self) -> str:

@@ -13,6 +13,7 @@ from shardwise.comm.agreement import meet
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
 from shardwise.errors import InvalidData
+from shardwise.placement import SHARDED
 
 
 def full_state_dict(
@@ -20,25 +21,55 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """{"model": names → full tensors, "optimizer": names → full states, and groups}. Collective.
 
-    With `rank0_only`, the other ranks take part and get an empty dict.
+    With `rank0_only`, the other ranks take part and get an empty dict: they hold one buffer of one unit at a time.
     """
+    engine = engine_of(model)
+    if rank0_only and dist.get_rank() != 0:
+        _take_part(engine, optimizer)
+        return {}
     state: dict[str, Any] = {"model": dict(model.state_dict())}
     if optimizer is not None:
-        state["optimizer"] = _optimizer_state(engine_of(model), optimizer)
-    return {} if rank0_only and dist.get_rank() != 0 else state
+        state["optimizer"] = _optimizer_state(engine, optimizer)
+    return state
+
+
+def _take_part(engine: Engine, optimizer: Optimizer | None) -> None:
+    """What another rank's state needs of this one, which keeps nothing."""
+    _begin_state(engine)
+    for flat in engine.flats:
+        if flat.placement.optim is SHARDED:
+            flat.full_master()
+    if optimizer is not None:
+        engine.owned.adopt_alike(optimizer)
+        whole_states(optimizer, flats=engine.flats, matrices=engine.runner.matrices.of(optimizer), keeps=False)
+
+
+def _begin_state(engine: Engine) -> None:
+    engine.check_state(what="a state_dict")
+    meet("state_dict", limit_seconds=engine.limit_seconds)
 
 
 def load_full_state_dict(
-    model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None = None, *, from_rank0: bool = False
+    model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], *, from_rank0: bool = False
 ) -> None:
-    """Load what `full_state_dict` gave, under any plan and number of ranks. Collective.
+    """Load what `full_state_dict(model, optimizer)` gave, under any plan and number of ranks. Collective.
 
     With `from_rank0`, only rank 0's `state` is read.
     """
+    check_order(optimizer)
     state = received_state(state, with_optimizer=optimizer is not None, from_rank0=from_rank0)
     model.load_state_dict(state["model"])
     if optimizer is not None:
         _load_optimizer_state(engine_of(model), optimizer, state["optimizer"])
+
+
+def check_order(optimizer: object) -> None:
+    """Refuse a state in the optimizer's place."""
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise InvalidData(
+            f"the optimizer is a {type(optimizer).__name__}: call load_full_state_dict(model, optimizer, state), with "
+            "None for the optimizer to load the model alone"
+        )
 
 
 def received_state(state: Mapping[str, Any], *, with_optimizer: bool, from_rank0: bool) -> Mapping[str, Any]:
@@ -55,8 +86,7 @@ def received_state(state: Mapping[str, Any], *, with_optimizer: bool, from_rank0
 
 def full_tensors(engine: Engine, state: Any, *, keep_vars: bool) -> Any:
     """Replace the parameters in a state dict by their full master values; buffers are detached."""
-    engine.check_state(what="a state_dict")
-    meet("state_dict", limit_seconds=engine.limit_seconds)
+    _begin_state(engine)
     values: dict[int, Tensor] = {}
     for flat in engine.flats:
         for parameter, view in zip(flat.params, flat.views(flat.full_master()), strict=True):
@@ -111,14 +141,17 @@ def _optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
         {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
         for group, names in zip(optimizer.param_groups, engine.owned.group_names[optimizer], strict=True)
     ]
-    return {"state": whole_states(optimizer, flats=engine.flats), "param_groups": groups}
+    return {
+        "state": whole_states(optimizer, flats=engine.flats, matrices=engine.runner.matrices.of(optimizer)),
+        "param_groups": groups,
+    }
 
 
 @torch.no_grad()
 def _load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     engine.owned.adopt_alike(optimizer)
     states = named_states(state, groups=engine.owned.group_names[optimizer])
-    own = own_states(states, flats=engine.flats)
+    own = own_states(states, flats=engine.flats, matrices=engine.runner.matrices.of(optimizer))
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     optimizer.state.update(own)

@@ -32,6 +32,8 @@ def held_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
                 held[category] += storage.nbytes()
     for category, average in _averages(engine_of(model)):
         held[category] += average.nbytes
+    for category, state in _of_matrices(engine_of(model), optimizer):
+        held[category] += state.nbytes
     return held
 
 
@@ -46,6 +48,7 @@ def held_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterat
     for flat in engine.flats:
         yield from _of_flat(flat, optimizer)
     yield from _averages(engine)
+    yield from _of_matrices(engine, optimizer)
     for buffer in model.buffers():
         yield OTHER, buffer
     yield OTHER, engine.runner.flags.flags
@@ -56,6 +59,21 @@ def _averages(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     for ema in engine.averages:
         for average in ema.tensors():
             yield HOST if average.device.type != engine.device.type else OPTIM, average
+
+
+def _of_matrices(engine: Engine, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
+    """The states of matrices that this rank owns; during an update also the matrices and their gradients."""
+    if optimizer is None:
+        return
+    for matrix in engine.runner.matrices.of(optimizer):
+        if matrix.whole is None:
+            continue
+        for value in optimizer.state.get(matrix.whole, {}).values():
+            if isinstance(value, Tensor):
+                yield OPTIM, value
+        if matrix.whole.grad is not None:
+            yield OTHER, matrix.whole.grad
+            yield OTHER, matrix.whole.detach()
 
 
 def _of_flat(flat: FlatParams, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:

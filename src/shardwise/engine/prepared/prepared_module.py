@@ -26,8 +26,12 @@ class PreparedModule(nn.Module):
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
-        """transformers' `generate` asks: a rank whose sentences are done goes on for as long as any other's are not."""
-        return engine_of(self).runner.any_sharded
+        """transformers' `generate` asks: a rank whose sentences are done continues while any other's are not.
+
+        Inside shardwise.evaluating it need not, and another rank may not generate at all.
+        """
+        runner = engine_of(self).runner
+        return runner.any_sharded and runner.evaluation.agreed is None
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A pass in here does not reduce its gradients, as under DistributedDataParallel (`shardwise.accumulate`)."""

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class OwnedSlice:
 
     parameter    what the optimizer steps: those elements, in one dimension or in the parameter's own shape
     copy         which of `num_copies` ranks with equal elements this is
+    block        slices begin at multiples of so many elements, for an optimizer that works on blocks of them
     """
 
     name: str
@@ -31,18 +33,30 @@ class OwnedSlice:
     parameter: nn.Parameter
     copy: int
     num_copies: int
+    block: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start == 0 and self.stop == prod(self.shape)
+
+    def by_blocks(self) -> "OwnedSlice":
+        """The same slice of something with one value per block."""
+        shape = (-(-prod(self.shape) // self.block),)
+        return replace(self, shape=shape, start=self.start // self.block, stop=-(-self.stop // self.block), block=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedModel:
     """A model as one rank holds it. A tied parameter goes by its first name.
 
+    stepped      the same as optimizers step them: in place of slices, the whole of what this rank owns the state of
     parameters   name → full shape, and the dtype in which it is stepped; of all, also of what lies on other ranks
     buffers      name → value, of those that belong to a state dict
     aliases      other name → first name
     """
 
     slices: list[OwnedSlice]
+    stepped: list[OwnedSlice]
     parameters: dict[str, tuple[tuple[int, ...], torch.dtype]]
     buffers: dict[str, Any]
     aliases: dict[str, str]
@@ -57,8 +71,10 @@ def held(model: nn.Module) -> OwnedModel:
     first = {id(p): name for flat in engine.flats for p, name in zip(flat.params, flat.names, strict=True)}
     with unguarded():
         state = super(PreparedModule, model).state_dict(keep_vars=True)
+    slices = _owned_slices(engine)
     return OwnedModel(
-        slices=_owned_slices(engine),
+        slices=slices,
+        stepped=_stepped(engine, slices),
         parameters={
             name: (shape, flat.master_dtype)
             for flat in engine.flats
@@ -86,9 +102,29 @@ def _owned_slices(engine: Engine) -> list[OwnedSlice]:
                     parameter=part.parameter,
                     copy=copies.index,
                     num_copies=copies.size,
+                    block=flat.block,
                 )
             )
     return slices
+
+
+def _stepped(engine: Engine, slices: list[OwnedSlice]) -> list[OwnedSlice]:
+    matrices = engine.runner.matrices.of(None)
+    owned = {matrix.name for matrix in matrices}
+    wholes = [
+        OwnedSlice(
+            name=matrix.name,
+            shape=matrix.shape,
+            start=0,
+            stop=prod(matrix.shape),
+            parameter=matrix.whole,
+            copy=matrix.flat.groups.replicate.index,
+            num_copies=matrix.flat.groups.replicate.size,
+        )
+        for matrix in matrices
+        if matrix.whole is not None
+    ]
+    return [*(part for part in slices if part.name not in owned), *wholes]
 
 
 def slices_filled(model: nn.Module) -> None:

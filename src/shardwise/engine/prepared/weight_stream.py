@@ -6,12 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.agreement import meet
-from shardwise.comm.collectives import own_slice
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.params.flat import FlatParams
-from shardwise.engine.params.flat_buffers import FOR_STATE
 from shardwise.engine.prepared.slices import OwnedModel, held
-from shardwise.placement import SHARDED
 
 _NAME = "`for … in shardwise.weight_stream(model):`"
 
@@ -31,7 +28,7 @@ def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iter
             # A rank that has stopped to take weights is named, instead of being waited for.
             meet(f"shardwise.weight_stream at {name}", limit_seconds=engine.limit_seconds)
             for flat in engine.runner.units[name].flats:
-                yield from _named(flat, _gathered(flat, dtype=dtype), found)
+                yield from _named(flat, flat.full_master(dtype=_wanted(flat.master, dtype)), found)
         for name, value in found.buffers.items():
             # A module's extra state is no weight.
             if not isinstance(value, Tensor):
@@ -44,19 +41,6 @@ def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iter
 def _in_order(engine: Engine) -> list[str]:
     """The units as a step calls them, then those that it does not call."""
     return list(dict.fromkeys((*engine.runner.spec.call_order, *engine.runner.units)))
-
-
-@torch.no_grad()
-def _gathered(flat: FlatParams, *, dtype: torch.dtype | None) -> Tensor:
-    """What the optimizer steps, whole: cast first, so that no more is sent than is asked for."""
-    wanted = _wanted(flat.master, dtype)
-    if flat.placement.optim is not SHARDED:
-        return flat.master.to(wanted, copy=True)
-    whole = torch.zeros(flat.layout.num_elements, dtype=wanted, device=flat.device)
-    own_slice(whole, group=flat.groups.gather).copy_(flat.master)
-    flat.groups.gather.log.name = FOR_STATE
-    flat.collectives.all_gather(whole, group=flat.groups.gather).wait()
-    return whole
 
 
 def _named(flat: FlatParams, whole: Tensor, found: OwnedModel) -> Iterator[tuple[str, Tensor]]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
+from shardwise.engine.optimizer.matrices import OwnedMatrices
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.tape import Tape
 from shardwise.program import Kind, Operation, Row, Trigger
@@ -27,9 +28,11 @@ class EngineExecutor:
         flags: UsedFlags,
         broadcast_buffers: Callable[[], None],
         serve: Callable[[Unit], None],
+        matrices: OwnedMatrices,
         tape: Tape,
     ) -> None:
         self.units = units
+        self.matrices = matrices
         self.buckets = {bucket.name: bucket for bucket in buckets}
         self.flags = flags
         self.broadcast_buffers = broadcast_buffers
@@ -63,8 +66,12 @@ class EngineExecutor:
                 return self.flags.start
             case Kind.BROADCAST:
                 return self.broadcast_buffers
+            case Kind.TO_OWNERS:
+                return partial(self.matrices.to_owners, name)
             case Kind.UPDATE:
                 return self._updated
+            case Kind.FROM_OWNERS:
+                return partial(self.matrices.from_owners, name)
             case _:
                 assert_never(kind)
 

@@ -1,6 +1,7 @@
-"""Whether every rank trains on the same batch, as a loader without a distributed sampler makes them: told once.
+"""Whether ranks train on the same batch, as a loader without a distributed sampler makes them: told once.
 
-Looked at in the first step only, whose observations the ranks exchange anyway (learn.py).
+All ranks under every plan of ours are data parallel, so none has a reason to share a batch. Looked at in the first step
+only, whose observations the ranks exchange anyway (learn.py).
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.agreement import exchange
 from shardwise.engine.step.learn import Observation
+from shardwise.units import called_modules
 
 # Elements of a tensor that are looked at, evenly spread: a batch of images is not copied from a GPU for this.
 _MOST_ELEMENTS = 1 << 16
@@ -29,14 +31,17 @@ class FirstInputs:
         self._digest: str | None = None
         # In a rehearsal (comm/absent.py) every other rank has what this one has.
         self._compares = dist.get_world_size() > 1 and dist.get_backend() != "fake"
-        self._handle: Any = None
+        self._handles: list[Any] = []
 
     def watch(self, model: nn.Module) -> list[Any]:
         """Look at what the model is given until the ranks have compared it; handles that end this."""
         if not self._compares:
             return []
-        self._handle = model.register_forward_pre_hook(self._look, with_kwargs=True, prepend=True)
-        return [self._handle]
+        self._handles = [
+            called.register_forward_pre_hook(self._look, with_kwargs=True, prepend=True)
+            for called in called_modules(model)
+        ]
+        return self._handles
 
     def gather_seen(self, seen: Observation) -> list[Observation]:
         """What each rank saw in the first step, its inputs with it. Collective."""
@@ -45,16 +50,18 @@ class FirstInputs:
         return everyone
 
     def _compare(self, digests: Sequence[str | None]) -> None:
-        """Warn, on rank 0, where all ranks were given the same; then look no more."""
+        """Warn, on rank 0, where ranks were given the same; then look no more."""
         if not self._compares:
             return
         self._compares = False
-        self._handle.remove()
-        if digests[0] is not None and len(set(digests)) == 1 and dist.get_rank() == 0:
+        for handle in self._handles:
+            handle.remove()
+        same = _ranks_alike(digests)
+        if same and dist.get_rank() == 0:
             warnings.warn(
-                f"all {len(digests)} ranks were given the same batch in the first step, so they do the same work "
-                "together: give each its own samples, with shardwise.DistributedSampler or torch's "
-                "DistributedSampler in the DataLoader",
+                f"{same} were given the same batch in the first step, so they repeat each other's work: give each "
+                "rank its own samples, with shardwise.DistributedSampler or torch's DistributedSampler in the "
+                "DataLoader",
                 stacklevel=2,
             )
 
@@ -62,6 +69,17 @@ class FirstInputs:
     def _look(self, module: nn.Module, inputs: Any, options: Any) -> None:
         if torch.is_grad_enabled():
             self._digest = digest((inputs, options))
+
+
+def _ranks_alike(digests: Sequence[str | None]) -> str:
+    """The first ranks that were given the same, in words; "" where all differ or nothing tells them apart."""
+    for digest in digests:
+        ranks = [rank for rank, other in enumerate(digests) if other == digest]
+        if digest is not None and len(ranks) > 1:
+            if len(ranks) == len(digests):
+                return f"all {len(ranks)} ranks"
+            return f"ranks {', '.join(map(str, ranks[:8]))}{', …' if len(ranks) > 8 else ''}"
+    return ""
 
 
 @torch.no_grad()

@@ -28,6 +28,8 @@ def last_issued(runner: Runner) -> LastIssued:
 # A collective → the group that it is issued in (comm/groups.py).
 _GROUPS = {
     Kind.GATHER: "gather",
+    Kind.TO_OWNERS: "gather",
+    Kind.FROM_OWNERS: "gather",
     Kind.REDUCE: "reduce",
     Kind.REDUCE_SLICE: "replicate",
     Kind.REDUCE_FLAGS: "world",

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 
 from shardwise.comm.agreement import meet
-from shardwise.comm.issued import of_no_step
 from shardwise.comm.rank_progress import BACKWARD, FORWARD, PROGRESS
 from shardwise.engine import step_errors
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
+from shardwise.engine.optimizer.matrices import OwnedMatrices
 from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.replicas import Replicas
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.pass_state import PassState
+from shardwise.engine.step.evaluation_gathers import EvaluationGathers
 from shardwise.engine.step.executor import EngineExecutor
 from shardwise.engine.step.learn import FirstForward, Observation, catch_up, learned
 from shardwise.engine.tape import Tape
@@ -48,23 +49,21 @@ class Runner:
         passes: PassState,
         land: Callable[[], None],
         managed: ManagedParameters,
+        matrices: OwnedMatrices,
         replicas: Replicas,
         tape: Tape,
     ) -> None:
-        self.spec = spec
-        self.plan = plan
-        self.units = units
-        self.root = units[ROOT]
+        self.spec, self.plan = spec, plan
+        self.units, self.root = units, units[ROOT]
         self.tape = tape
         self.make_bucket = make_bucket
         self.make_first_forward = make_first_forward
+        self.evaluation = EvaluationGathers(flags.groups.gather.log, make_first_forward=make_first_forward)
         self.gather_seen = gather_seen
         self.broadcast_buffers = broadcast_buffers
         self.flags = flags
-        self.passes = passes
-        self.land = land
-        self.managed = managed
-        self.writes = managed.writes
+        self.passes, self.land = passes, land
+        self.managed, self.writes, self.matrices = managed, managed.writes, matrices
         self.replicas = replicas
         self.any_sharded = any(unit.sharded for unit in units.values())
         # How long this rank waits for the others where it leaves the program.
@@ -74,7 +73,7 @@ class Runner:
         for unit in units.values():
             unit.grads = self.hooks.grads[unit]
         # Of the spec's own order, until the first step has shown the real one.
-        self._follow(build(spec, plan=plan))
+        self.follow(build(spec, plan=plan))
         self.learned = False
         # What the ranks saw in the first step.
         self.seen: Sequence[Observation] = ()
@@ -83,20 +82,21 @@ class Runner:
         # (unit, call) of this rank's first forward → which of the program's calls that is.
         self.places: dict[tuple[str, int], int] = {}
         # Forwards since the last backward; whether this backward reduces, or leaves that to a later one.
-        self.forwards = 0
-        self.reduces = True
+        self.forwards, self.reduces = 0, True
         # Whether the model itself was called since the last update.
         self.called = False
         # Hooks that refuse gradients, until the first forward brings those that take them.
         self.watch: list[Any] = []
 
-    def _follow(self, program: StepProgram) -> None:
+    def follow(self, program: StepProgram) -> None:
+        """From here on the steps are this program's."""
         self.executor = EngineExecutor(
             self.units,
             buckets=[self.make_bucket(bucket) for bucket in program.buckets],
             flags=self.flags,
             broadcast_buffers=self.broadcast_buffers,
             serve=self.serve,
+            matrices=self.matrices,
             tape=self.tape,
         )
         self.cursor = Cursor(program, self.executor)
@@ -130,14 +130,12 @@ class Runner:
             self.cursor.reach(Trigger.AFTER_FORWARD, unit.name, unit.call)
 
     def without_gradients(self, unit: Unit, *, begins: bool) -> None:
-        """No part of a step: a unit is gathered when it is needed, and freed at once."""
+        """No part of a step (evaluation_gathers.py)."""
         if begins:
             self.passes.check_memory("a forward")
             if unit is self.root:
                 self.writes.settle()
-            with of_no_step(self.flags.groups.gather.log):
-                unit.ensure()
-            PROGRESS.kind, PROGRESS.unit = Kind.FORWARD, unit.name
+            self.evaluation.begin(unit)
         else:
             unit.end_backward()
 
@@ -151,6 +149,7 @@ class Runner:
     def _begin(self) -> None:
         """A new step; whatever the last one left undone (a backward that raised, or none) is dropped."""
         self.passes.check_values("a forward that trains")
+        self.evaluation.end()
         if self.hooks.in_backward:
             if not self.executor.can_undo_grads:
                 raise step_errors.accumulation_failed()
@@ -265,6 +264,7 @@ class Runner:
         self.wait_gathers()
         self.writes.before_step()
         self.replicas.count_step()
+        self.cursor.to_owners()
 
     def wait_gathers(self) -> None:
         for unit in self.units.values():
@@ -294,6 +294,6 @@ class Runner:
         """Follow the program of what was seen; `trainable`: the parameters that are trained now."""
         sharded = [unit.name for unit in self.units.values() if unit.sharded]
         self.spec = learned(self.spec, seen=self.seen, sharded=sharded, trainable=trainable)
-        self._follow(build(self.spec, plan=self.plan))
+        self.follow(build(self.spec, plan=self.plan))
         self.learned = True
         return self.cursor.program

@@ -15,7 +15,7 @@ class MemoryRules:
     workspace_bytes        what matrix products keep for themselves from their first use on
     keeps_reduce_buffers   a replicated bucket's buffer is used again in the next step, and stays between
     sums_in_blocks         a sum over rows takes memory for the sums of its thread blocks (column_sum.py)
-    steps_on_device        the optimizer's step counters, one a parameter, lie on the device
+    steps_on_device        the optimizer's step counters, one per parameter, lie on the device
     random_state_bytes     what a recomputed unit keeps of the random numbers
     """
 
@@ -48,7 +48,7 @@ KERNEL_BYTES = 245 * _MIB
 operations that a model uses."""
 
 FIRST_COMMUNICATOR_BYTES = 585_105_408
-"""What the first NCCL communicator of a process holds beside the allocator; measured as above, with one rank."""
+"""What the first NCCL communicator of a process holds outside the allocator; measured as above, with one rank."""
 
 DEFAULT_COMMUNICATOR_BYTES = 406_847_488
 """What each further one holds, where the device table does not say; measured as above."""

@@ -60,7 +60,7 @@ def estimate(
     made_on_device: bool = False,
     quick: bool = False,
 ) -> MemoryEstimate:
-    """The memory of a step of `plan` on one of `num_ranks` ranks, with `batch` samples a rank and pass.
+    """The memory of a step of `plan` on one of `num_ranks` ranks, with `batch` samples per rank and pass.
 
     `limit_bytes`: the device has no more, so the allocator gives back what it holds for nothing before it goes beyond.
     `made_on_device`: the model was, before it was prepared, and not on the meta device or the host; steps use what that
@@ -98,7 +98,7 @@ def job_of(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, devic
 
 
 def _outside(job: Job, *, device: str, context: int | None, communicator: int | None) -> int:
-    """What a process holds beside the allocator. A second axis of the mesh has communicators of its own."""
+    """What a process holds outside the allocator. A second axis of the mesh has communicators of its own."""
     if device == "cpu":
         return 0
     assert job.plan.mesh is not None

@@ -33,15 +33,22 @@ class Reserved:
     slack_bytes: int
 
 
+def reserved_jobs(job: Job) -> list[Job]:
+    """The jobs that are run: one with all units, or two cut ones, of which the second is longer."""
+    short, longer = (job.cut(length) for length in _LENGTHS)
+    return [short, longer] if len(longer.short.spec.units) < len(job.spec.units) else [longer]
+
+
 def reserve(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device: bool = False) -> Reserved:
     """Run a job at one batch, on a device that has no more than `limit_bytes` for tensors.
 
     `made_on_device`: the model was, before it was prepared.
     """
-    short, longer = (job.cut(length) for length in _LENGTHS)
+    *shorter, longer = reserved_jobs(job)
     more = len(job.spec.units) - len(longer.short.spec.units)
-    if not more:
+    if not shorter:
         return _run(longer, batch=batch, limit_bytes=limit_bytes, made_on_device=made_on_device)
+    short = shorter[0]
     at_short, at_longer = (_run(one, batch=batch, made_on_device=made_on_device) for one in (short, longer))
     num_units = len(longer.short.spec.units) - len(short.short.spec.units)
     each = (at_longer.reserved_bytes - at_short.reserved_bytes) / num_units

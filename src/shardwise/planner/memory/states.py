@@ -19,7 +19,7 @@ from shardwise.spec import TensorSpec, UnitSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerRule:
-    """What an optimizer holds beside the parameters that it steps.
+    """What an optimizer holds in addition to the parameters that it steps.
 
     num_moments   numbers a parameter
     has_steps     a counter for each parameter tensor
@@ -142,7 +142,7 @@ def _flat_states(
     master = rounded(optim_slice * stepped, rules=rules)
     params_sharded = placement.params is SHARDED
     separate = params_sharded or flat.compute_dtype != flat.master_dtype
-    # A slice that computes as it is stepped is the parameter itself; an fp32 master beside it is the optimizer's.
+    # A slice that computes as it is stepped is the parameter itself; a separate fp32 master is the optimizer's.
     is_the_parameter = params_sharded and flat.compute_dtype == flat.master_dtype
     trainable = [count for param, count in _owned(flat, layout, sharded=placement.optim is SHARDED) if param.trainable]
     moments = moment_bytes([count * stepped for count in trainable], optimizer=optimizer, rules=rules)

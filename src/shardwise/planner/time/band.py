@@ -8,7 +8,7 @@ independent of each other: the band is the root of the sum of their squares.
 from dataclasses import dataclass
 from math import hypot
 
-from shardwise.hardware import Cluster
+from shardwise.hardware import Cluster, Device
 from shardwise.hardware.borrowed import USUAL
 from shardwise.hardware.calibration import shipped_calibration
 from shardwise.hardware.device import device_of
@@ -40,7 +40,7 @@ PARTS = {
 CHECKED = ("h200", "h100-80gb", "a100-40gb", "a100-80gb", "v100-32gb")
 """Kinds of device of which there were enough rows to fit constants to, or to check them."""
 
-_HOST_BOUND = 0.9
+HOST_BOUND = 0.9
 """Where the CPU takes this share of a step, a slower one would bound it."""
 
 
@@ -64,12 +64,12 @@ def time_band(*, plan: Plan, cluster: Cluster, host_share: float, foreign: str =
     host_share   of the step, what the CPU needs to issue it
     foreign      the engine that runs it, if it is neither ours nor torch's
     """
-    facts = [_kernels(cluster)]
+    facts = [kernels_fact(cluster.device)]
     if cluster.num_nodes > 1:
         facts.append(NODES)
     if plan.compile == "inductor":
         facts.append(COMPILED)
-    if host_share > _HOST_BOUND and cluster.device.name != "cpu":
+    if host_share > HOST_BOUND and cluster.device.name != "cpu":
         # Probed, or with a calibration in the user's own file, which was measured on the user's own host.
         is_known = cluster.device.host is not None or cluster.device.calibration is not None
         facts.append(HOST_MEASURED if is_known else HOST)
@@ -78,8 +78,8 @@ def time_band(*, plan: Plan, cluster: Cluster, host_share: float, foreign: str =
     return TimeBand(tuple(sorted(facts, key=lambda fact: -PARTS[fact])))
 
 
-def _kernels(cluster: Cluster) -> str:
-    device = cluster.device
+def kernels_fact(device: Device) -> str:
+    """What is known of a device's kernels."""
     if device.calibration is not None or shipped_calibration(device.name) is not None:
         return CALIBRATED
     if device.name not in CHECKED:

@@ -66,6 +66,10 @@ class Ring:
         ring = _ring_seconds(self, num_bytes, 2)
         return min(ring, _tree_seconds(self, num_bytes)) if self.num_nodes > 1 else ring
 
+    def all_to_all_seconds(self, num_bytes: float) -> float:
+        """Of `num_bytes` in all, each rank holds 1/n and sends (n−1)/n of that."""
+        return _ring_seconds(self, num_bytes / self.num_ranks, 1)
+
     def broadcast_seconds(self, num_bytes: float) -> float:
         """In chunks along the ring, so that the last rank has it one trip after the first."""
         return _ring_seconds(self, num_bytes, 1)
@@ -92,13 +96,13 @@ def _tree_seconds(ring: Ring, num_bytes: float) -> float:
     return min(
         protocol.base_seconds
         + protocol.hop * hops
-        + 2 * num_bytes / (_TREE_BANDWIDTH * protocol.bandwidth * ring.bytes_per_s)
+        + 2 * num_bytes / (TREE_BANDWIDTH * protocol.bandwidth * ring.bytes_per_s)
         for protocol in PROTOCOLS
     )
 
 
 # As above: "busBw*.9" for trees.
-_TREE_BANDWIDTH = 0.9
+TREE_BANDWIDTH = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +155,13 @@ def _ring(num_ranks: int, *, on_node: int, cluster: Cluster) -> Ring:
     )
 
 
+def link_speed(link: Link) -> tuple[float, float]:
+    """(Bytes per second that a ring reaches over a link, seconds of a hop)."""
+    return _reached(link), _latency(link)
+
+
 def _reached(link: Link) -> float:
-    """What a ring reaches, in bytes a second."""
+    """What a ring reaches, in bytes per second."""
     if link.ring_bytes_per_s is not None:
         return link.ring_bytes_per_s.value
     return USUAL_SHARE * link.bytes_per_s.value

@@ -10,7 +10,7 @@ from shardwise.hardware.borrowed import kernel_model_of
 from shardwise.hardware.kernel_model import Kernel, attention, product, strided
 from shardwise.spec.step import Op, Stream
 
-_KERNELS: Mapping[str, str] = MappingProxyType(
+KERNELS: Mapping[str, str] = MappingProxyType(
     {
         "mm": "matmul",
         "addmm": "matmul",
@@ -45,7 +45,7 @@ _KERNELS: Mapping[str, str] = MappingProxyType(
 )
 """Operation → the kernel that calibrate measures for it, where the names differ."""
 
-_MOVED: Mapping[str, float] = MappingProxyType(
+MOVED: Mapping[str, float] = MappingProxyType(
     {
         # The trace counts what they write; they read as much, and twice as much.
         "_fused_rms_norm": 2.0,
@@ -57,7 +57,7 @@ _MOVED: Mapping[str, float] = MappingProxyType(
 )
 """Operation → bytes that move, for each that the trace counts, where that is not 1."""
 
-_COLUMN_BYTES: Mapping[str, float] = MappingProxyType(
+COLUMN_BYTES: Mapping[str, float] = MappingProxyType(
     {
         "layer_norm": 4.0,
         "layer_norm_backward": 8.0,
@@ -73,9 +73,9 @@ and their gradients, in fp32 a batch norm's weight, bias and statistics."""
 _ALONE = ("matmul", "embedding", "embedding_backward", "column_sum", "max_pool", "max_pool_backward")
 """Kernels that a compiler does not fuse with what comes before or after; nor does it those that count operations."""
 
-_RECOMPUTE_ISSUES = 85.0
-"""What recomputing a unit costs the CPU beside its operations, as so many more to issue: hooks on what is saved, and
-states of random numbers. Fitted to benchmarks/results/step_times_h200.json: 1.8 ms a unit with our engine, 1.0
+RECOMPUTE_ISSUES = 85.0
+"""What recomputing a unit costs the CPU in addition to its operations (so many more to issue): hooks on what is saved,
+and states of random numbers. Fitted to benchmarks/results/step_times_h200.json: 1.8 ms per unit with our engine, 1.0
 with torch's."""
 
 
@@ -115,7 +115,7 @@ def kernel_of(op: Op, *, batch: int, seq: int | None, precision: str, backward: 
     """The kernel that does an operation."""
     num_flops, line = float(op.num_flops.at(batch=batch, seq=seq)), op.num_bytes.line(seq)
     num_bytes = float(line.at(batch))
-    name = _KERNELS.get(op.name, op.name)
+    name = KERNELS.get(op.name, op.name)
     dims = tuple(float(dim.at(batch=batch, seq=seq)) for dim in op.dims)
     if name == "matmul":
         role = "weight" if any(op.dims[-1].terms[3:]) else "input" if backward else "forward"
@@ -128,13 +128,13 @@ def kernel_of(op: Op, *, batch: int, seq: int | None, precision: str, backward: 
     if dims:
         return strided(name, dims[0], num_bytes=num_bytes)
     columns = 1.0
-    if name in _COLUMN_BYTES:
+    if name in COLUMN_BYTES:
         # What does not grow with the batch is there once a column.
-        columns = max(line.const / _COLUMN_BYTES[name], 1.0)
+        columns = max(line.const / COLUMN_BYTES[name], 1.0)
     if name in ("embedding", "embedding_backward") and line.per_sample:
         # Of the table, which counts as a whole, only the rows that are looked up are read, or added to.
         num_bytes = 2.0 * line.per_sample * batch
-    num_bytes *= _MOVED.get(op.name, 1.0)
+    num_bytes *= MOVED.get(op.name, 1.0)
     # A batch norm is bound by its elements, and found among those that were measured by their bytes in 16 bits.
     size = num_bytes / 2 if name.startswith("batch_norm") and precision == "fp32" else num_bytes
     return Kernel(name, precision if num_flops else "", num_flops, num_bytes, (max(size, 1.0), columns))
@@ -202,7 +202,7 @@ def stream_seconds(
         kernel += seconds
         span = max(span, launch) + seconds
     if recomputed and not fuses:
-        again = _RECOMPUTE_ISSUES * other[0]
+        again = RECOMPUTE_ISSUES * other[0]
         launch, span = launch + again, span + again
     if device.name == "cpu":
         # One after the other: there is nothing that works while the CPU issues.

@@ -45,6 +45,12 @@ def schedule_of(job: Job, *, cluster: Cluster, optimizer: str, clips: bool = Fal
         num_pieces=sum(bool(stream.ops) for _, stream in job.streams),
         members={bucket.name: bucket.units for bucket in job.program.buckets},
     )
+    return schedule_by(executor)
+
+
+def schedule_by(executor: TimeExecutor) -> Schedule:
+    """The step that an executor writes."""
+    job = executor.job
     last, update = _pass(job.program, executor)
     first = last
     if job.plan.accumulate > 1 and not job.plan.accumulate_reduced:

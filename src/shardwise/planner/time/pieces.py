@@ -132,7 +132,7 @@ def _known(spec: ModelSpec, precision: str, device: Device) -> _Known:
 
 
 def timed_pieces(job: Job, *, device: Device) -> Pieces:
-    """Those of a job; the same for jobs whose streams are the same (they hold on to them, so an id stays one's own)."""
+    """Those of a job; the same for jobs whose streams are the same (they hold on to them, so that ids stay unique)."""
     pieces = pieces_of(job)
     known, key = _known(job.spec, job.precision, device), tuple(piece.key for piece in pieces)
     if key not in known.pieces:

@@ -138,7 +138,7 @@ class Queues:
         self.exposed, self.sent, self.slowed = exposed, sent, slowed
 
     def skip(self, before: QueueTimes, *, times: float) -> None:
-        """Go on as since `before`, so many times: equal units advance every queue by the same seconds.
+        """Repeat what happened since `before`, so many times: equal units advance every queue by the same seconds.
 
         Where one queue catches up with another on the way, whatever comes next still waits for the later of the two.
         Only what slows the device down does not come back by itself: it ends when the wires have been caught up with.

@@ -148,8 +148,7 @@ def _prepare(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, c
     job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=device)
     known, key = _known(job), (id(cluster), optimizer, clips)
     if key not in known:
-        shortened = job if _units_repeat(job) else _whole(job)
-        known[key] = _scheduled(shortened, cluster=cluster, optimizer=optimizer, clips=clips)
+        known[key] = _scheduled(timed_job(job), cluster=cluster, optimizer=optimizer, clips=clips)
     return known[key]
 
 
@@ -170,6 +169,11 @@ def _straggler_share(job: Job, *, cluster: Cluster) -> float:
     assert job.plan.mesh is not None
     gathers = any(placement.params is SHARDED for placement in job.placements.values())
     return straggler_share(rings_of(job.plan.mesh, cluster=cluster), cluster=cluster, gathers=gathers)
+
+
+def timed_job(job: Job) -> Job:
+    """The job whose step is timed: the shortened one where its units repeat, else that of all units."""
+    return job if _units_repeat(job) else _whole(job)
 
 
 def _units_repeat(job: Job) -> bool:

@@ -128,6 +128,8 @@ class TimeExecutor:
                 yield self._send("reduce flags", rings.world, rings.world.all_reduce_seconds(num_bytes))
             case Kind.BROADCAST:
                 yield from self._broadcast(num_bytes)
+            case Kind.TO_OWNERS | Kind.FROM_OWNERS:
+                yield from self._move_owned(f"gather {kind.value} {name}", num_bytes)
             case Kind.UPDATE:
                 yield from self._update()
             case Kind.FORWARD:
@@ -159,6 +161,13 @@ class TimeExecutor:
         world = self.rings.world
         yield self._send("reduce buffers", world, world.broadcast_seconds(num_bytes))
         yield Instruction(WAIT, "reduce buffers", 0, self.overhead.wait)
+
+    def _move_owned(self, name: str, num_bytes: int) -> Iterator[Instruction]:
+        """Copied into one piece for each owner, sent, and copied to where it is stepped, or back into slices."""
+        ring = self.rings.shard
+        yield self._copy(name.removeprefix("gather "), 4 * num_bytes / self.job.num_slices, launch=self.overhead.gather)
+        yield self._send(name, ring, ring.all_to_all_seconds(num_bytes))
+        yield Instruction(WAIT, name, 0, self.overhead.wait)
 
     def _send(self, name: str, ring: Ring, seconds: float) -> Instruction:
         kind = self.overhead.gather / 2 if name.startswith("gather") else self.overhead.reduce
@@ -247,12 +256,15 @@ class TimeExecutor:
             num_elements, num_tensors = num_elements + weight * elements, num_tensors + weight * tensors
         if self.clips:
             yield from self._clip(MASTER_BYTES * num_elements)
-        launch, kernel = update_seconds(
-            num_elements=num_elements, num_tensors=num_tensors, optimizer=self.optimizer, device=self.cluster.device
-        )
+        launch, kernel = self._update_seconds(num_elements, num_tensors)
         yield self._work("update", launch + self.overhead.step, kernel)
         if refreshed:
             yield self._copy("refresh", refreshed)
+
+    def _update_seconds(self, num_elements: int, num_tensors: int) -> tuple[float, float]:
+        return update_seconds(
+            num_elements=num_elements, num_tensors=num_tensors, optimizer=self.optimizer, device=self.cluster.device
+        )
 
     def _clip(self, num_bytes: int) -> Iterator[Instruction]:
         """The norm reads the rank's gradients, is summed over what is sharded, and scales them."""

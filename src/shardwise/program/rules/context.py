@@ -16,6 +16,7 @@ class StepContext:
     inside        recomputed unit → the units that its recomputation calls
     calls         the order of forward; `backward_calls` that of backward
     update_gather_bytes   of each unit, what is gathered after an update, where ranks update slices
+    owned_bytes   of each unit, the matrices that one rank each owns, as they are stepped
     slice_bytes   of the buckets whose slices are reduced over a second axis of the mesh, and of no others
     reduces       whether this pass reduces its gradients, or keeps them for a later pass
     """
@@ -29,6 +30,7 @@ class StepContext:
     buckets: tuple[Bucket, ...]
     gather_bytes: Mapping[str, int]
     update_gather_bytes: Mapping[str, int]
+    owned_bytes: Mapping[str, int]
     slice_bytes: Mapping[str, int]
     broadcasts: tuple[Operation, ...]
     flags: Operation

@@ -101,6 +101,8 @@ def backward_done(state: State, event: StepEvent, context: StepContext) -> Outco
 def after_step(state: State, event: StepEvent, context: StepContext) -> Outcome:
     """Update; parameters of which each rank updated a slice are gathered again, in the order of their use.
 
+    Matrices that one rank each owns go there first, and back before anything is gathered.
+
     What no forward has waited for since the last update is waited for first: the update writes into it.
     """
     late = [unit for unit in context.placements if unit in state.whole and unit not in state.arrived]
@@ -110,8 +112,12 @@ def after_step(state: State, event: StepEvent, context: StepContext) -> Outcome:
     gathers = tuple(
         Operation(kind=Kind.GATHER, subject=unit, num_bytes=context.update_gather_bytes[unit]) for unit in updated
     )
+    owned = [(unit, num_bytes) for unit, num_bytes in context.owned_bytes.items() if num_bytes]
+    # The values and the gradients.
+    there = tuple(Operation(kind=Kind.TO_OWNERS, subject=unit, num_bytes=2 * size) for unit, size in owned)
+    back = tuple(Operation(kind=Kind.FROM_OWNERS, subject=unit, num_bytes=size) for unit, size in owned)
     state = replace(state, arrived=state.arrived - set(updated))
-    return state, (*waits, Operation(kind=Kind.UPDATE, subject=ROOT), *gathers)
+    return state, (*waits, *there, Operation(kind=Kind.UPDATE, subject=ROOT), *back, *gathers)
 
 
 def first_state(context: StepContext) -> State:

@@ -4,7 +4,10 @@
     axes.py                       round numbers for an axis
     bars.py plots.py lanes.py     the charts
     head.py memory.py speed.py training.py timeline.py forecast.py facts.py     the sections
-    document.py page.css          the whole in its order, its content policy, its looks
+    anatomy.py frames.py captions.py anatomy.js     the anatomy of a step
+    timeline.js                   zoom of the timelines
+    document.py page.css          the whole in its order, its looks
+    content_policy.py             what a page may do
 
 Charts are SVG that is drawn here, with widths in percent: they reflow, their text keeps its size, and their colours
 are CSS variables. So a page is some 100 to 500 kB instead of the 5 MB of a plotting library's script, it needs no

@@ -25,11 +25,11 @@
 
   // ---- data: frames and rows of memory are differences; here they are put together again
   function unfold(packed) {
-    const { name, about, units, subjects, captions, places, flights } = packed;
+    const { name, about, units, subjects, captions, places, flights, peaks, curve } = packed;
     const sharded = units.map(([, letters]) => [...letters].map((letter) => letter === "S"));
     // After each frame, the units whose slices are on their way from group to group of ranks.
     const states = [packed.start], crossing = [new Set()];
-    const operations = packed.frames.map(([kind, subject, bytes, caption, row, micros, changes]) => {
+    const operations = packed.frames.map(([kind, subject, bytes, caption, micros, changes]) => {
       const held = last(states).slice();
       for (let at = 0; at < changes.length; at += 2) held[changes[at]] = changes[at + 1];
       states.push(held);
@@ -46,23 +46,17 @@
       const [length, stride] = crosses ? [data.num_ranks / data.num_slices, data.num_slices]
         : [way === "all-reduce" ? data.num_ranks : data.num_slices, 1];
       const text = captions[caption].replace("{size}", sent);
-      return { kind: verb, members, bytes, title, caption: text, way, length, stride, row, micros };
+      return { kind: verb, members, bytes, title, caption: text, way, length, stride, micros };
     });
     const total = (row) => row.reduce((sum, bytes) => sum + bytes);
-    // Rows in which nothing was issued belong to the operation before them, which shows the highest: one may be the peak.
-    const starts = [0, ...operations.map((one) => one.row)];
-    const highest = (rows, frame) => rows
-      .slice(starts[frame], Math.max(starts[frame] + 1, starts[frame + 1] ?? rows.length))
-      .reduce((top, row) => (total(row) > total(top) ? row : top));
     const memory = packed.memory.map((differences) => {
       const now = data.categories.map(() => 0);
-      const rows = differences && differences.map((row) => row.map((difference, index) => (now[index] += difference)));
-      return rows && starts.map((_, frame) => highest(rows, frame));
+      return differences && differences.map((row) => row.map((difference, index) => (now[index] += difference)));
     });
     const sums = memory.map((frames) => frames && frames.map(total));
     return {
-      name, about, beginning: captions[0], units, sharded, states, crossing, operations, memory, sums, places,
-      peaks: sums.map((frames) => (frames ? Math.max(...frames) : 0)),
+      name, about, beginning: captions[0], units, sharded, states, crossing, operations, memory, sums, places, peaks, curve,
+      bars: packed.is_after ? "after this operation, or at its highest while it computes" : "at its highest around this operation",
       flights: flights.map((index) => (index === null ? null : operations[index])),
     };
   }
@@ -89,7 +83,7 @@
     const isNarrow = width < 460, gutter = isNarrow ? 58 : 84, letter = isNarrow ? 5.6 : 6.4, top = 36;
     const perLine = (width - gutter) / numRanks >= 58 ? numRanks : Math.ceil(numRanks / 2);
     const pitch = (width - gutter) / perLine, inner = pitch * 0.87;
-    const high = Math.max(6, Math.min(28, Math.round(240 / numUnits))), lineHeight = top + numUnits * high + 14;
+    const high = Math.max(6, Math.min(24, Math.round(240 / numUnits))), lineHeight = top + numUnits * high + 14;
     const columns = [[0, 0.44], [0.49, 0.24], [0.77, 0.23]].map(([at, part]) => [at * inner, part * inner]);
     const left = (at) => gutter + (at % perLine) * pitch + pitch - inner;
     const y = (at, unit) => Math.floor(at / perLine) * lineHeight + top + unit * high;
@@ -168,7 +162,7 @@
     };
   }
 
-  // A bar a rank, all strategies on one scale: the ledger's row of the frame, and where the peak of the step is.
+  // A bar per rank, all strategies on one scale: what was measured for the frame, and where the peak of the step is.
   function memoryPicture(place, shown, scale) {
     place.replaceChildren();
     const percent = (bytes) => `${(100 * bytes) / scale}%`;
@@ -187,10 +181,10 @@
     });
   }
 
-  // The memory of the fullest rank over the step, with its phases and a cursor.
+  // The memory of the rank with the highest peak over the step, with its phases and a cursor.
   function curvePicture(drawing, shown, scale, end) {
     const width = drawing.parentElement.clientWidth, floor = 66, ceiling = 20;
-    const fullest = shown.peaks.indexOf(Math.max(...shown.peaks)), rows = shown.sums[fullest];
+    const [fullest, rows] = shown.curve || [0, null];
     const x = (frame) => (shown.places[frame] / end) * width;
     const y = (frame) => floor - ((rows ? rows[frame] : 0) / scale) * (floor - ceiling);
     drawing.replaceChildren();
@@ -203,11 +197,11 @@
       make("text", { x: from + (isLate ? -4 : 4), y: floor + 12, class: isLate ? "end" : "" }, drawing, kind);
     }
     if (rows) {
-      const peak = rows.indexOf(shown.peaks[fullest]);
+      const peak = rows.indexOf(Math.max(...rows));
       const isLate = x(peak) > width / 2;
       const at = { x: x(peak) + (isLate ? -6 : 6), y: y(peak) - 6, class: isLate ? "end" : "" };
       make("circle", { cx: x(peak), cy: y(peak), r: 3.5 }, drawing);
-      make("text", at, drawing, `peak of rank ${data.ranks[fullest]}: ${size(shown.peaks[fullest])}`);
+      make("text", at, drawing, `peak of rank ${fullest}: ${size(rows[peak])}`);
     }
     const cursor = make("line", { x1: 0, x2: 0, y1: 8, y2: floor + 2, class: "cursor" }, drawing);
     return (frame, place) => (cursor.style.transform = `translateX(${(place / end) * width}px)`);
@@ -220,8 +214,8 @@
 
     function build(length, stride) {
       ring = { ...data.rings[length], stands: length, stride };
-      const count = ring.num_ranks, isLarge = count > 5, wide = isLarge ? 9 : 16, high = isLarge ? 24 : 28;
-      const width = drawing.parentElement.clientWidth, down = isLarge ? 108 : 62, cx = width / 2, cy = down + 40;
+      const count = ring.num_ranks, isLarge = count > 5, wide = isLarge ? 7 : count > 3 ? 12 : 16, high = isLarge ? 24 : 28;
+      const width = drawing.parentElement.clientWidth, down = isLarge ? 96 : 48, cx = width / 2, cy = down + 36;
       const across = Math.min(cx - (count * wide) / 2 - 8, 220);
       const at = (turn) => [cx + across * Math.sin(2 * Math.PI * turn), cy - down * Math.cos(2 * Math.PI * turn)];
       drawing.replaceChildren();
@@ -310,7 +304,7 @@
   if (data.ranks.length < data.num_ranks)
     block("p", "", note, `Drawn are ranks 0 to ${data.ranks.length - 2} and the last one of ${data.num_ranks}.`);
   if (cases.length === 0) return;
-  const scale = Math.max(1, ...cases.flatMap((one) => one.peaks));
+  const scale = Math.max(1, ...cases.flatMap((one) => [...one.peaks, ...(one.curve ? one.curve[1] : [])]));
   const scrubber = find(".anatomy-scrubber"), position = find(".anatomy-position"), playButton = find("[data-do=play]");
   const state = { moments: [0], moment: 0, timer: null, speed: 1 };
   const now = () => state.moments[state.moment];
@@ -346,6 +340,7 @@
         curvePicture(find(".anatomy-curve", element), shown, scale, last(state.moments)));
       ring.rebuild();
       find(".anatomy-about", element).textContent = shown.about;
+      find(".anatomy-bars", element).textContent = shown.bars;
     }
     draw();
   }
@@ -403,10 +398,13 @@
   for (const [name, action] of Object.entries(ACTIONS)) find(`[data-do=${name}]`).addEventListener("click", action);
   scrubber.addEventListener("input", () => { play(false); go(Number(scrubber.value)); });
   find(".anatomy-speed").addEventListener("change", (event) => (state.speed = Number(event.target.value)));
-  home.addEventListener("keydown", (event) => {
+  // Keys work wherever the focus is, and do not scroll the page; what has a use of its own for a key keeps it.
+  const OWNERS = { " ": "select, button, summary, a", ArrowLeft: "select, input, .scroll, .window" };
+  OWNERS.ArrowRight = OWNERS.ArrowLeft;
+  document.addEventListener("keydown", (event) => {
     const action = { " ": ACTIONS.play, ArrowRight: ACTIONS.on, ArrowLeft: ACTIONS.back }[event.key];
-    const isOwn = event.target.matches("select, input") || (event.key === " " && event.target.matches("button"));
-    if (!action || isOwn || event.ctrlKey || event.metaKey || event.altKey) return;
+    const isTaken = event.ctrlKey || event.metaKey || event.altKey || event.shiftKey;
+    if (!action || isTaken || (event.target.matches && event.target.matches(OWNERS[event.key]))) return;
     event.preventDefault();
     action();
   });
@@ -414,6 +412,9 @@
   let width = 0;
   home.classList.add("ready");
   retime();
+  // A link may name a moment: report.html#anatomy-31.
+  const linked = /^#anatomy-(\d+)$/.exec(location.hash);
+  if (linked) go(Number(linked[1]));
   new ResizeObserver(([{ contentRect }]) => {
     if (contentRect.width < 200 || contentRect.width === width) return;
     width = contentRect.width;

@@ -1,8 +1,8 @@
 """The anatomy of a step: the recorded tape of each strategy, frame by frame, for the picture in the page.
 
-What the ranks hold comes from replaying the tape (frames.py), bytes come from the measured ledgers, and the rounds of
-the ring from report/text/ring_rounds.py. The script (anatomy.js) only draws. A tape that is not a step is left out,
-with a line that says why.
+What the ranks hold comes from replaying the tape (frames.py), bytes come from the measured ledgers
+(bench/case_peak.py), and the rounds of the ring from report/text/ring_rounds.py. The script (anatomy.js) only draws. A
+tape that is not a step is left out, with a line that says why.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,17 +10,20 @@ from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
-from shardwise.bench.results import Bench, CaseResult
-from shardwise.categories import CATEGORIES
+from shardwise.bench.case_peak import measured_ledger
+from shardwise.bench.case_result import CaseResult
+from shardwise.bench.results import Bench
+from shardwise.categories import CATEGORIES, GRADS
 from shardwise.errors import ShardwiseError
 from shardwise.mesh import Mesh
 from shardwise.placement import SHARDED, Placement, placement_of
 from shardwise.plan import Plan
-from shardwise.profile.memory_ledger import MemoryLedger
+from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.program import Kind, Operation
-from shardwise.report.page.captions import BEGINNING, caption
+from shardwise.report.page.captions import beginning, caption
 from shardwise.report.page.frames import flights_of, operations_of, places_of, states_of
 from shardwise.report.snapshots import STATES, Holding, bucket_label
+from shardwise.report.tape_spans import scaled_tape
 from shardwise.report.text.ring_rounds import Round, first_cells, rounds
 from shardwise.report.text.step_picture import OTHER_NAMES, in_words
 
@@ -102,20 +105,27 @@ def _case(case: CaseResult, *, placements: Mapping[str, Placement], mesh: Mesh) 
     subjects    [label, indices of its units] of what operations are done to: units, then buckets
     captions    sentences (captions.py), the first one for the beginning
     start       what is held before the first operation, a number each: params of all units, grads, optim
-    frames      [kind, subject, bytes, caption, row of `memory`, microseconds since the step began, changes], where
-                changes are [index into `start`, what is held now, …] of what the operation changed
+    frames      [kind, subject, bytes, caption, microseconds since the step began, changes], where changes are
+                [index into `start`, what is held now, …] of what the operation changed
     places      where the beginning and each frame are in the step, from 0 to 1 (`places_of`)
     flights     before the first operation and after each: the operation whose collective is under way (`flights_of`)
-    memory      of each rank that is drawn, row by row (`_memory`); row 0 is at rest
+    memory      of each rank that is drawn, at the beginning and frame by frame (`_memory`)
+    is_after    whether that is what was live after each operation; else it is the highest in the operation's row
+    peaks       of each rank that is drawn; None where nobody looked
+    curve       [rank, bytes at the beginning and by frame] of the rank with the highest peak: the highest around each
+                operation (`_highest`); None where nobody looked
     """
     operations = operations_of(case)
     states = states_of(operations, case=case, placements=placements, num_slices=mesh.shard)
     names = [unit.name for unit in case.units]
     subjects = {name: (name,) for name in names} | dict(case.buckets)
     numbers = {name: number for number, name in enumerate(subjects)}
-    captions = {BEGINNING: 0}
+    ledgers = {rank: measured_ledger(case, rank=rank) for rank in {*_drawn(mesh.num_ranks), _peak_rank(case)}}
+    is_after = all(ledger is None or len(ledger.operations) == len(operations) for ledger in ledgers.values())
+    captions = {beginning(keeps_grads=bool(case.ledgers[0].at_rest.num_bytes.get(GRADS, 0))): 0}
     frames = []
-    for operation, happening, before, after in zip(operations, case.tape, states[:-1], states[1:], strict=True):
+    tape = scaled_tape(case)
+    for operation, happening, before, after in zip(operations, tape, states[:-1], states[1:], strict=True):
         text = _caption(operation, members=subjects[operation.subject], case=case, placements=placements, mesh=mesh)
         frames.append(
             [
@@ -123,7 +133,6 @@ def _case(case: CaseResult, *, placements: Mapping[str, Placement], mesh: Mesh) 
                 numbers[operation.subject],
                 operation.num_bytes,
                 captions.setdefault(text, len(captions)),
-                happening.row + 1,
                 round(happening.seconds * 1e6),
                 _changes(before, after),
             ]
@@ -138,8 +147,19 @@ def _case(case: CaseResult, *, placements: Mapping[str, Placement], mesh: Mesh) 
         "frames": frames,
         "places": places_of(operations),
         "flights": flights_of(operations),
-        "memory": [_memory(case, rank=rank) for rank in _drawn(mesh.num_ranks)],
+        "memory": [_memory(ledgers[rank], case=case, is_after=is_after) for rank in _drawn(mesh.num_ranks)],
+        "is_after": is_after,
+        "peaks": [_peak(ledgers[rank]) for rank in _drawn(mesh.num_ranks)],
+        "curve": _curve(ledgers[_peak_rank(case)], case=case),
     }
+
+
+def _peak_rank(case: CaseResult) -> int:
+    return case.peak_rank if case.allocated_bytes else 0
+
+
+def _peak(ledger: MemoryLedger | None) -> int | None:
+    return None if ledger is None else ledger.peak.total_bytes
 
 
 def _about(placement: Placement) -> str:
@@ -167,17 +187,31 @@ def _changes(before: Sequence[Holding], after: Sequence[Holding]) -> list[int]:
     return [number for index, (old, new) in enumerate(pairs) if old is not new for number in (index, _HELD[new])]
 
 
-def _memory(case: CaseResult, *, rank: int) -> list[list[int]] | None:
-    """Bytes by category at rest, then row by row, each as the difference from the one before.
+def _memory(ledger: MemoryLedger | None, *, case: CaseResult, is_after: bool) -> list[list[int]] | None:
+    """Bytes by category at the beginning, then frame by frame, each as the difference from the one before.
 
     None where the rank left no ledger, or one of other rows than rank 0, whose tape it is.
     """
-    if rank >= len(case.ledgers) or _labels(case.ledgers[rank]) != _labels(case.ledgers[0]):
+    if ledger is None or _labels(ledger) != _labels(case.ledgers[0]):
         return None
-    ledger = case.ledgers[rank]
-    rows = [[entry.num_bytes.get(name, 0) for name in CATEGORIES] for entry in (ledger.at_rest, *ledger.entries)]
+    found = [ledger.at_rest, *ledger.operations] if is_after else _highest(ledger, case=case)
+    rows = [[entry.num_bytes.get(name, 0) for name in CATEGORIES] for entry in found]
     before = [[0] * len(CATEGORIES), *rows]
     return [[new - old for old, new in zip(*pair, strict=True)] for pair in zip(before, rows, strict=False)]
+
+
+def _curve(ledger: MemoryLedger | None, *, case: CaseResult) -> list[Any] | None:
+    if ledger is None or _labels(ledger) != _labels(case.ledgers[0]):
+        return None
+    return [_peak_rank(case), [entry.total_bytes for entry in _highest(ledger, case=case)]]
+
+
+def _highest(ledger: MemoryLedger, *, case: CaseResult) -> list[LedgerEntry]:
+    """At rest, then by frame: rows in which nothing was issued belong to the operation before; one may be the peak."""
+    starts = [0, *(one.row + 1 for one in case.tape)]
+    rows = [ledger.at_rest, *ledger.entries]
+    ends = [max(start + 1, after) for start, after in zip(starts, [*starts[1:], len(rows)], strict=True)]
+    return [max(rows[start:end], key=lambda entry: entry.total_bytes) for start, end in zip(starts, ends, strict=True)]
 
 
 def _labels(ledger: MemoryLedger) -> list[str]:

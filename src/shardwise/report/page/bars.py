@@ -1,4 +1,4 @@
-"""Horizontal bars, one a row: of pieces, with a whisker, a mark, and a line for a limit.
+"""Horizontal bars, one per row: of pieces, with a whisker, a mark, and a line for a limit.
 
 A row is HTML (label, track, value), so that on a phone the label comes above its bar; a track is SVG in percent.
 """
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from shardwise.report.page.axes import Tick
 from shardwise.report.page.markup import Child, Markup, element, percent, title_of
 
-_HEIGHT = 34
-_TOP, _THICK = 8, 18
+_HEIGHT = 25
+_TOP, _THICK = 4, 17
 _AXIS_HEIGHT = 18
 
 
@@ -25,7 +25,7 @@ class BarPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """`whisker`: from, to. `mark`: a value beside the bar, with what it is. `remark`: small, below the label."""
+    """`whisker`: from, to. `mark`: a value to compare with, and what it is. `remark`: small, below the label."""
 
     label: str
     pieces: Sequence[BarPiece]

@@ -8,8 +8,14 @@ from shardwise.program import Kind
 
 SIZE = "{size}"
 """Stands for what a rank sends of a gather, and for all that is reduced: the script writes sizes, all in one way."""
-BEGINNING = "The gradients of the step before are gone; this is what every rank has."
 _SLICES: Mapping[int, str] = {1: "slice, which is all of it", 2: "half", 3: "third", 4: "quarter"}
+
+
+def beginning(*, keeps_grads: bool) -> str:
+    """Before the first operation; `keeps_grads`: memory of gradients is allocated all the time."""
+    if keeps_grads:
+        return "The gradients of the step before are out of date; their buffer stays allocated, and is filled again."
+    return "The gradients of the step before are gone; this is what every rank has."
 
 
 def caption(kind: Kind, *, placement: Placement, trained: bool, mesh: Mesh) -> str:
@@ -46,6 +52,10 @@ def caption(kind: Kind, *, placement: Placement, trained: bool, mesh: Mesh) -> s
             return "The ranks tell each other which parameters they used; one that nobody used is left alone."
         case Kind.BROADCAST:
             return "Rank 0 sends its buffers (running means, say), so that all ranks compute with the same."
+        case Kind.TO_OWNERS:
+            return f"Matrices that need a whole update go, {SIZE} with their gradients, to the rank that owns each."
+        case Kind.FROM_OWNERS:
+            return f"Their new values go back, {SIZE}: every rank gets its {share} of each."
         case Kind.UPDATE if placement.optim is SHARDED:
             return f"Every rank updates the {share} that it owns."
         case Kind.UPDATE:

@@ -1,33 +1,35 @@
-"""The whole document, and its content policy: nothing is loaded, and nothing runs but what is named by its hash."""
+"""The whole document, in its order."""
 
-import base64
-import hashlib
 from importlib.resources import files
 
 from shardwise.bench.results import Bench
 from shardwise.report.page import anatomy
+from shardwise.report.page.content_policy import content_policy
 from shardwise.report.page.facts import absent_section, settings_section
 from shardwise.report.page.forecast import prediction_section, scaling_section
-from shardwise.report.page.head import answer, equivalence_line, heading, key_numbers
+from shardwise.report.page.head import cases_section, heading, tiles, verdict
 from shardwise.report.page.markup import Markup, data_script, element
 from shardwise.report.page.memory import peak_section, step_section
 from shardwise.report.page.section import PageSection, section
 from shardwise.report.page.speed import split_section, throughput_section
+from shardwise.report.page.timeline import SCRIPT as TIMELINE_SCRIPT
 from shardwise.report.page.timeline import timeline_section
 from shardwise.report.page.training import loss_section
 
 SECTIONS = (
-    key_numbers,
+    cases_section,
     peak_section,
     throughput_section,
     split_section,
     loss_section,
-    step_section,
     timeline_section,
+    step_section,
     prediction_section,
     scaling_section,
+    absent_section,
+    settings_section,
 )
-"""In the order of the page; one that has no data gives None."""
+"""After the verdict and the anatomy, in the order of the page; one that has no data gives None."""
 
 
 def page_of(bench: Bench) -> str:
@@ -37,15 +39,17 @@ def page_of(bench: Bench) -> str:
     scripts: list[str] = []
     sections = [make(bench) for make in SECTIONS]
     if found is not None:
-        style, scripts = f"{style}\n{anatomy.STYLE}", [anatomy.SCRIPT]
+        style = f"{style}\n{anatomy.STYLE}"
+        scripts.append(anatomy.SCRIPT)
         drawn = Markup(anatomy.anatomy_markup()), data_script(found, id_="anatomy-data")
-        sections.append(section("anatomy", "Anatomy of a step", *drawn, short="Anatomy"))
-    sections += [absent_section(bench), settings_section(bench)]
+        sections.insert(0, section("anatomy", "Anatomy of a step", *drawn, short="Anatomy"))
     shown = [one for one in sections if one is not None]
+    if any(one.anchor == "timeline" for one in shown):
+        scripts.append(TIMELINE_SCRIPT)
     head = element(
         "head",
         element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=policy(style, scripts)),
+        element("meta", http_equiv="Content-Security-Policy", content=content_policy(style, scripts)),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", f"{bench.name} – Shardwise bench"),
         element("style", Markup(style)),
@@ -54,30 +58,16 @@ def page_of(bench: Bench) -> str:
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 
-def policy(style: str, scripts: list[str]) -> str:
-    """What the page may do; also what its anchors and forms may not."""
-    return "; ".join(
-        [
-            "default-src 'none'",
-            f"style-src {_hash(style)}",
-            f"script-src {' '.join(map(_hash, scripts)) or repr('none')}",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        ]
-    )
-
-
 def _main(bench: Bench, sections: list[PageSection]) -> Markup:
     links = (element("a", one.short, href=f"#{one.anchor}") for one in sections)
     return element(
         "main",
         _hatch(),
         heading(bench),
-        answer(bench),
-        equivalence_line(bench),
+        verdict(bench),
+        tiles(bench),
         element("nav", *links, aria_label="Contents"),
-        *(one.markup() for one in sections),
+        element("div", *(one.markup() for one in sections), class_="sections"),
     )
 
 
@@ -89,8 +79,3 @@ def _hatch() -> Markup:
         id="hatch", width=6, height=6, patternUnits="userSpaceOnUse",
     )  # fmt: skip
     return element("svg", element("defs", pattern), class_="patterns", aria_hidden="true")
-
-
-def _hash(content: str) -> str:
-    """As a browser computes it: of the very characters between the tags."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

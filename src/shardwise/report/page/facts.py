@@ -1,28 +1,40 @@
-"""The end of the page: what did not run and why, all settings, the machine, and how to do it again."""
+"""The end of the page: what did not run and why, all settings, the machine, and how to run it again."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from shardwise.bench.results import Bench
 from shardwise.report.page.markup import Markup, element, small, table
-from shardwise.report.page.section import PageSection, section, shown
+from shardwise.report.page.section import PageSection, SectionLook, section, shown
+
+_MOST_NAMED = 4
 
 
 def absent_section(bench: Bench) -> PageSection | None:
-    """Cases that did not run, or not with the wire cut."""
+    """Cases that did not run, or not without communication."""
     rows = [[case.name, case.why_not] for case in bench.cases if not case.ran]
-    rows += [[f"{case.name}, wire cut", case.why_not_silent] for case in bench.cases if case.why_not_silent]
+    rows += [
+        [f"{case.name}, without communication", case.why_not_silent] for case in bench.cases if case.why_not_silent
+    ]
     if not rows:
         return None
-    return section("absent", "Did not run", table(["case", "why"], rows, words=2))
+    named = ", ".join(name for name, _ in rows[:_MOST_NAMED])
+    more = f" and {len(rows) - _MOST_NAMED} more" if len(rows) > _MOST_NAMED else ""
+    return section(
+        "absent",
+        f"Did not run: {named}{more}",
+        table(["case", "why"], rows, words=2),
+        short="Did not run",
+        look=SectionLook.FOLDED,
+    )
 
 
 def settings_section(bench: Bench) -> PageSection:
-    """All that another needs to do the same."""
+    """All that another needs to do the same; folded."""
     return section(
         "settings",
-        "Settings, and how to do this again",
-        element("p", "Run the bench again, and make this page of it:"),
+        "Settings, machine, and how to run this again",
+        element("p", "Run the bench again, and write this page:"),
         element("pre", element("code", f"{bench.command}\nshardwise report DIR")),
         element(
             "div",
@@ -31,10 +43,11 @@ def settings_section(bench: Bench) -> PageSection:
             class_="columns",
         ),
         small(
-            f"Made {bench.made}. All numbers of this page are in bench.json, in the folder of the bench, and more: "
-            "every loss, block of steps, ledger and tape."
+            f"Made {bench.made}. All numbers of this page are in bench.json, in the folder of the bench, with every "
+            "loss, block of steps, ledger and tape."
         ),
         short="Settings",
+        look=SectionLook.FOLDED,
     )
 
 

@@ -1,14 +1,15 @@
 """Predictions: compared with what was measured, and for more ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwise.bench.results import Bench, CaseResult
-from shardwise.quantities import bytes_text, digits, error_text, seconds_text
+from shardwise.bench.case_result import CaseResult
+from shardwise.bench.results import Bench
+from shardwise.quantities import bytes_text, digits, error_text, seconds_text, table_rate
 from shardwise.report.page.axes import ticks
 from shardwise.report.page.bars import Bar, BarPiece, bar_chart
 from shardwise.report.page.markup import numbers_below, small, table
-from shardwise.report.page.section import PageSection, cases_that_ran, section
+from shardwise.report.page.section import PageSection, SectionLook, cases_that_ran, section
 
 
 def prediction_section(bench: Bench) -> PageSection | None:
@@ -17,16 +18,18 @@ def prediction_section(bench: Bench) -> PageSection | None:
     if not cases or not bench.equivalence.agrees:
         return None
     has_times = any(case.predicted is not None and case.predicted.step_seconds is not None for case in cases)
-    header = ["case", "peak", "predicted", "error", *(["step", "predicted", "error"] if has_times else [])]
+    header = ["case", "peak per rank", "predicted", "error"]
+    header += ["step time", "predicted", "error"] if has_times else []
     return section(
         "predicted",
-        "Predicted beside measured",
+        f"Predicted and measured{_largest_error(cases)}",
         table(header, [_compared(case)[: len(header)] for case in cases]),
         small(
-            "The planner's numbers of the very same case, made without running it. Peak: live bytes of the rank that "
-            "held the most. A step has no prediction where the speeds of the device are not known: shardwise calibrate."
+            "The planner's numbers for the same case, made without running it. "
+            + ("" if has_times else "Step times are predicted once the device is calibrated: shardwise calibrate.")
         ),
         short="Predicted",
+        look=SectionLook.FOLDED,
     )
 
 
@@ -47,17 +50,30 @@ def scaling_section(bench: Bench) -> PageSection | None:
         ),
         numbers_below(
             table(
-                ["ranks", "best plan", "micro-batch", "peak of a device", "step", "samples/s", "efficiency", "exposed"],
+                [
+                    "ranks",
+                    "best plan",
+                    "micro-batch",
+                    "peak per rank",
+                    "step time",
+                    "samples/s",
+                    "efficiency",
+                    "exposed",
+                ],
                 [_scaled(row) for row in rows],
                 words=2,
-            )
-        ),
-        small(
-            "Not measured: the planner's best plan on each number of ranks, with the same micro-batch a rank. The bar "
-            "is samples a second and rank, of those on the smallest number."
+            ),
+            "Not measured: the planner's best plan for each number of ranks, with the same micro-batch per rank. The "
+            "bar is samples/s per rank, relative to the smallest number of ranks.",
         ),
         short="More ranks",
+        look=SectionLook.HALF,
     )
+
+
+def _largest_error(cases: Sequence[CaseResult]) -> str:
+    errors = [abs(case.memory_error) for case in cases if case.memory_error is not None]
+    return f": peak memory within {max(errors):.1%}" if errors else ""
 
 
 def _compared(case: CaseResult) -> list[str]:
@@ -81,7 +97,7 @@ def _bar(row: Mapping[str, Any]) -> Bar:
         label=f"{row['num_ranks']:,} ranks",
         remark=_plan(row),
         pieces=[BarPiece(kind="rate", value=row["efficiency"], title=words)],
-        text=f"{row['efficiency']:.0%} · {digits(row['samples_per_s'])} samples/s",
+        text=f"{row['efficiency']:.0%} · {table_rate(row['samples_per_s'])} samples/s",
     )
 
 

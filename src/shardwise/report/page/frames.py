@@ -6,14 +6,13 @@ A tape is checked before anything is drawn: no picture is better than a wrong on
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from shardwise.bench.results import CaseResult, Happening
+from shardwise.bench.case_result import CaseResult, Happening
 from shardwise.errors import ShardwiseError
 from shardwise.placement import SHARDED, Placement
 from shardwise.program import Kind, Operation
-from shardwise.program.operations import ON_BUCKETS, WAITS
+from shardwise.program.operations import COMPUTES, ON_BUCKETS, WAITS
 from shardwise.report.snapshots import Holding, RankState
 
-_COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
 # What must be held of a unit's parameters before an operation of this kind.
 _NEEDED = {
     Kind.FORWARD: Holding.WHOLE,
@@ -100,7 +99,7 @@ def places_of(operations: Sequence[Operation]) -> list[float]:
     A computation is a landmark, since all strategies have the same ones in the same order; what comes between two of
     them shares the room there. So two strategies at one place are at the same computation.
     """
-    ends = [number for number, operation in enumerate(operations, start=1) if operation.kind in _COMPUTES]
+    ends = [number for number, operation in enumerate(operations, start=1) if operation.kind in COMPUTES]
     places = [0.0]
     for mark, (start, end) in enumerate(pairwise([0, *ends, len(operations)])):
         places += [(mark + at / (end - start)) / (len(ends) + 1) for at in range(1, end - start + 1)]

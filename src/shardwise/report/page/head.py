@@ -1,12 +1,24 @@
-"""The top of the page: what was compared, the answer, its key numbers, and whether it was the same training."""
+"""The top of the page: what was compared, the verdict, its key numbers, and whether it was the same training."""
 
 import math
 from datetime import datetime
 
-from shardwise.bench.results import Bench, CaseResult
+from shardwise.bench.case_result import NOT_MEASURABLE, CaseResult
+from shardwise.bench.results import Bench
 from shardwise.quantities import bytes_text, digits, seconds_text
 from shardwise.report.page.markup import Markup, element, join, small, table
-from shardwise.report.page.section import PageSection, cases_that_ran, is_chosen, ranks_text, section, shown
+from shardwise.report.page.section import (
+    PageSection,
+    cases_that_ran,
+    exposed_text,
+    is_chosen,
+    off_text,
+    ranks_text,
+    section,
+    shown,
+)
+
+_TOO_NOISY = "Too noisy to rank"
 
 
 def heading(bench: Bench) -> Markup:
@@ -15,6 +27,7 @@ def heading(bench: Bench) -> Markup:
         model if model not in ("–", bench.name) else None,
         f"{ranks_text(bench.num_ranks)} on {shown(bench.machine['device'])}" if "device" in bench.machine else None,
         shown(bench.settings["plan.precision"]) if "plan.precision" in bench.settings else None,
+        f"{bench.step_samples:,} samples per step" if bench.step_samples else None,
         f"torch {shown(bench.machine['torch'])}" if "torch" in bench.machine else None,
         _date(bench.made),
     ]
@@ -26,24 +39,66 @@ def heading(bench: Bench) -> Markup:
     )
 
 
-def answer(bench: Bench) -> Markup | None:
-    """Which case to use and why; or why none can be named."""
+def verdict(bench: Bench) -> Markup | None:
+    """Which case to use and why, with its numbers; or why none can be named."""
     if not bench.equivalence.agrees:
         return _refusal(bench)
     if not cases_that_ran(bench):
         return element("div", element("h2", "Nothing ran"), _lines(bench.why), class_="answer refused")
+    same = _equivalence_line(bench)
     if bench.recommended is not None:
         name = bench.cases[bench.recommended].name
         # The reason may begin with what the heading says.
         reason = bench.why.removeprefix(f"Use {name}: ")
-        return element("div", element("h2", "Use ", element("em", name)), _lines(reason), class_="answer")
-    return element("div", _lines(bench.why), class_="answer open") if bench.why else None
+        return element("div", element("h2", "Use ", element("em", name)), _lines(reason), same, class_="answer")
+    if bench.why.startswith(f"{_TOO_NOISY}: "):
+        reason = bench.why.removeprefix(f"{_TOO_NOISY}: ")
+        reason = reason[:1].upper() + reason[1:]
+        return element("div", element("h2", _TOO_NOISY), _lines(reason), same, class_="answer open")
+    return element("div", _lines(bench.why), same, class_="answer open") if bench.why else same
 
 
-def equivalence_line(bench: Bench) -> Markup | None:
+def tiles(bench: Bench) -> Markup | None:
+    """The numbers of the recommended case, or of the only one."""
+    cases = cases_that_ran(bench)
+    if not cases or not bench.equivalence.agrees:
+        return None
+    chosen = next((case for case in cases if is_chosen(bench, case)), cases[0] if len(cases) == 1 else None)
+    if chosen is None:
+        return None
+    each = (
+        element("div", element("dt", what), element("dd", value, class_=_size(value)))
+        for what, value in _numbers(bench, chosen)
+    )
+    return element("dl", *each, class_="tiles", aria_label=f"Key numbers of {chosen.name}")
+
+
+def _size(value: str) -> str | None:
+    """Words are written smaller than numbers."""
+    return "words" if value == NOT_MEASURABLE else None
+
+
+def cases_section(bench: Bench) -> PageSection | None:
+    """The numbers of all cases as a table."""
+    cases = cases_that_ran(bench)
+    if len(cases) < 2 or not bench.equivalence.agrees:
+        return None
+    return section(
+        "numbers",
+        "All cases",
+        _all_cases(bench, cases),
+        small(
+            "Medians over blocks of steps in all runs, each run in fresh processes and in turn with the others; ± is "
+            "the interquartile range. Peak: live bytes on the rank with the highest peak. First step: from the start "
+            "of a process until it has taken one, compilation included."
+        ),
+    )
+
+
+def _equivalence_line(bench: Bench) -> Markup | None:
     """Said only where there were two to compare, and they agree."""
     num_cases = len(cases_that_ran(bench))
-    if not bench.equivalence.agrees or num_cases < 2:
+    if num_cases < 2:
         return None
     return element(
         "p",
@@ -54,54 +109,33 @@ def equivalence_line(bench: Bench) -> Markup | None:
     )
 
 
-def key_numbers(bench: Bench) -> PageSection | None:
-    """Of the recommended case as tiles, and of all as a table."""
-    cases = cases_that_ran(bench)
-    if not cases or not bench.equivalence.agrees:
-        return None
-    chosen = next((case for case in cases if is_chosen(bench, case)), cases[0] if len(cases) == 1 else None)
-    tiles = None
-    if chosen is not None:
-        each = (element("div", element("dt", what), element("dd", value)) for what, value in _numbers(bench, chosen))
-        tiles = element("dl", *each, class_="tiles")
-    return section(
-        "numbers",
-        f"Key numbers of {chosen.name}" if chosen is not None else "Key numbers",
-        tiles,
-        _all_cases(bench, cases) if len(cases) > 1 else None,
-        small(
-            "Medians over blocks of steps in all runs, each run in fresh processes and in turn with the others. Peak: "
-            "live bytes of the rank that held the most. Exposed: how much sooner a step is over with the wire cut. "
-            "First step: from the start of a process until it had taken one, with what it compiled."
-        ),
-        short="Key numbers",
-    )
-
-
 def _numbers(bench: Bench, case: CaseResult) -> list[tuple[str, str]]:
-    """What there is of the six numbers."""
+    """What there is of the numbers, in the words of the table."""
     assert case.step_seconds is not None
-    samples, tokens, exposed = bench.samples_per_s(case), bench.tokens_per_s(case), case.exposed_seconds
-    found = [("Step", seconds_text(case.step_seconds.median))]
+    samples, tokens = bench.samples_per_s(case), bench.tokens_per_s(case)
+    found = [("Step time", seconds_text(case.step_seconds.median))]
     if samples is not None:
-        found.append(("Samples a second", digits(samples)))
+        found.append(("Samples/s", digits(samples)))
     if tokens is not None:
-        found.append(("Tokens a second", digits(tokens)))
+        found.append(("Tokens/s", digits(tokens)))
     if case.allocated_bytes:
-        found.append(("Peak memory a rank", bytes_text(case.peak_bytes)))
-    if exposed is not None:
-        found.append(("Exposed communication", f"{exposed / case.step_seconds.median:.0%}"))
+        found.append(("Peak memory per rank", bytes_text(case.peak_bytes)))
+    if case.silent_seconds is not None:
+        found.append(("Exposed communication", exposed_text(case)))
     if case.sent_bytes is not None:
-        found.append(("Sent a rank and step", bytes_text(case.sent_bytes)))
+        found.append(("Sent per rank per step", bytes_text(case.sent_bytes)))
     if case.first_step_seconds is not None:
-        found.append(("Until the first step", seconds_text(case.first_step_seconds.median)))
+        found.append(("First step after", seconds_text(case.first_step_seconds.median)))
     return found
 
 
 def _all_cases(bench: Bench, cases: list[CaseResult]) -> Markup:
     has_tokens = bench.step_tokens is not None
-    header = ["case", "samples/s", *(["tokens/s"] if has_tokens else []), "step", "low – high"]
-    header += ["exposed", "peak a rank", "sent a step", "first step"]
+    header = ["case", "samples/s", *(["tokens/s"] if has_tokens else []), "step time", "±"]
+    # With one rank nothing is communicated.
+    has_exposed = any(case.silent_seconds is not None for case in cases)
+    header += ["exposed communication"] if has_exposed else []
+    header += ["peak per rank", "sent per rank per step", "first step after"]
     rows = []
     for case in cases:
         samples, tokens, step = bench.samples_per_s(case), bench.tokens_per_s(case), case.step_seconds
@@ -113,8 +147,8 @@ def _all_cases(bench: Bench, cases: list[CaseResult]) -> Markup:
                 digits(samples),
                 *([digits(tokens)] if tokens is not None else []),
                 seconds_text(step.median),
-                f"{seconds_text(step.low)} – {seconds_text(step.high)}",
-                "–" if case.exposed_seconds is None else f"{case.exposed_seconds / step.median:.0%}",
+                off_text(case),
+                *([exposed_text(case)] if has_exposed else []),
                 bytes_text(case.peak_bytes) if case.allocated_bytes else "–",
                 "–" if case.sent_bytes is None else bytes_text(case.sent_bytes),
                 "–" if case.first_step_seconds is None else seconds_text(case.first_step_seconds.median),

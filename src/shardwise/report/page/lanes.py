@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from shardwise.quantities import seconds_text
+from shardwise.quantities import second_unit, seconds_text
 from shardwise.report.page.axes import second_ticks
 from shardwise.report.page.bars import axis_text
 from shardwise.report.page.markup import Markup, element, percent, title_of
@@ -15,17 +15,19 @@ VERBS = {
     "gather": "gather",
     "reduce": "reduce",
     "copy": "copy and other",
-    "exposed": "nothing computed, something on a wire",
+    "exposed": "waiting for communication",
 }
 """Class of page.css → words."""
 
-_HEIGHT, _TOP, _THICK = 22, 2, 18
-# Of the width; what is narrower and close to its neighbour is drawn in one with it.
-_NARROW = 0.002
+_HEIGHT, _TOP, _THICK = 17, 1, 15
+# Of the width; what is narrower and close to its neighbour is drawn in one with it. A timeline can be zoomed into.
+_NARROW = 0.0005
 
 
-def lane_chart(spans: Sequence[Span], *, end_seconds: float, marks_exposed: bool, describe: str) -> Markup:
-    """One lane per queue, from 0 to `end_seconds`."""
+def lane_chart(
+    spans: Sequence[Span], *, step_seconds: float, end_seconds: float, marks_exposed: bool, describe: str
+) -> Markup:
+    """One lane per queue, as long as the step, on an axis from 0 to `end_seconds` (`time_axis`)."""
     exposed = list(exposed_gaps(spans)) if marks_exposed else []
     lanes = []
     for queue in QUEUES:
@@ -35,10 +37,20 @@ def lane_chart(spans: Sequence[Span], *, end_seconds: float, marks_exposed: bool
         drawn = [_block(span, kind=kind_of(span.name), end=end_seconds) for span in merged(busy, end=end_seconds)]
         if queue == "compute":
             drawn += [_block(span, kind="exposed", end=end_seconds) for span in exposed]
-        lanes.append(_lane(queue, drawn))
+        lanes.append(_lane(queue, drawn, length=step_seconds / end_seconds))
+    return element("div", *lanes, class_="chart bars lanes", role="group", aria_label=describe)
+
+
+def time_axis(end_seconds: float) -> Markup:
+    """The axis of lanes; a script may draw it again for another width, from its data."""
+    size, name = second_unit(end_seconds)
     texts = (axis_text(text, at=value / end_seconds, y=13) for value, text in second_ticks(end_seconds))
-    axis = element("div", element("svg", *texts, class_="track", height=18), class_="bar axis")
-    return element("div", *lanes, axis, class_="chart bars lanes", role="group", aria_label=describe)
+    drawn = element(
+        "svg", *texts, class_="track time-axis", height=18, data_end=f"{end_seconds / size:.9g}", data_unit=name
+    )
+    return element(
+        "div", element("div", element("div", class_="label"), drawn, class_="bar"), class_="chart bars lanes"
+    )
 
 
 def kind_of(name: str) -> str:
@@ -48,7 +60,7 @@ def kind_of(name: str) -> str:
 
 
 def exposed_gaps(spans: Sequence[Span]) -> Iterator[Span]:
-    """Where nothing is computed while something is on a wire."""
+    """Where nothing is computed while something is being sent."""
     busy = sorted((span.start, span.end) for span in spans if span.queue == "compute")
     for start, end in _union(sorted((span.start, span.end) for span in spans if span.queue != "compute")):
         at = start
@@ -94,24 +106,21 @@ def _union(intervals: Sequence[tuple[float, float]]) -> Iterator[tuple[float, fl
 
 
 def _gap(start: float, end: float) -> Span:
-    return Span("compute", "nothing is computed, something is on a wire", start, end)
+    return Span("compute", "waiting for communication", start, end)
 
 
-def _lane(queue: str, drawn: Sequence[Markup]) -> Markup:
+def _lane(queue: str, drawn: Sequence[Markup], *, length: float) -> Markup:
+    bed = element("rect", y=_TOP, width=percent(length), height=_THICK, class_="lane")
     return element(
         "div",
         element("div", queue, class_="label"),
-        element("svg", _lane_bed(), *drawn, class_="track", height=_HEIGHT),
+        element("svg", bed, *drawn, class_="track", height=_HEIGHT),
         class_="bar",
     )
 
 
-def _lane_bed() -> Markup:
-    return element("rect", y=_TOP, width="100%", height=_THICK, class_="lane")
-
-
 def _block(span: Span, *, kind: str, end: float) -> Markup:
-    words = f"{span.name}: {seconds_text(span.end - span.start)}, from {seconds_text(span.start)} on"
+    words = f"{span.name}: {seconds_text(span.end - span.start)}, starting at {seconds_text(span.start)}"
     # An instant is still to be seen, and an outline would hide what is narrow.
     width = max((span.end - span.start) / end, _NARROW)
     style = kind if width > 3 * _NARROW else f"{kind} thin"

@@ -53,9 +53,9 @@ def table(header: Sequence[Child], rows: Iterable[Sequence[Child]], *, words: in
     return element("div", element("table", head, body, class_=f"words-{words}"), class_="scroll", tabindex="0")
 
 
-def numbers_below(rows: Markup, *, what: str = "The numbers") -> Markup:
-    """The table of a chart, folded."""
-    return element("details", element("summary", what), rows)
+def numbers_below(rows: Markup, *notes: str, what: str = "Numbers") -> Markup:
+    """The table of a chart and how it was measured, folded."""
+    return element("details", element("summary", what), rows, *map(small, notes))
 
 
 def small(*children: Child) -> Markup:
@@ -64,7 +64,7 @@ def small(*children: Child) -> Markup:
 
 
 def title_of(text: str) -> Markup:
-    """What a browser shows beside the pointer."""
+    """What a browser shows at the pointer."""
     return element("title", text)
 
 

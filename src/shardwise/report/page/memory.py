@@ -2,21 +2,25 @@
 
 from collections.abc import Mapping, Sequence
 
-from shardwise.bench.results import Bench, CaseResult
+from shardwise.bench.case_peak import peak_ledger, peak_parts
+from shardwise.bench.case_result import CaseResult
+from shardwise.bench.results import Bench
 from shardwise.categories import CATEGORIES
-from shardwise.profile.memory_ledger import LedgerEntry, paired
+from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger, paired
 from shardwise.quantities import byte_unit, bytes_text, digits_in, error_text
 from shardwise.report.page.axes import Tick, byte_ticks
 from shardwise.report.page.bars import Bar, BarPiece, Limit, bar_chart, key
-from shardwise.report.page.markup import Markup, element, join, numbers_below, small, table
+from shardwise.report.page.markup import Markup, element, join, numbers_below, table
 from shardwise.report.page.plots import PlotFrame, area_plot
-from shardwise.report.page.section import PageSection, cases_that_ran, is_chosen, section
+from shardwise.report.page.section import PageSection, SectionLook, cases_that_ran, is_chosen, section
 
-_HEIGHT = 130
+_HEIGHT = 84
 # A line for a capacity farther away than this many times the highest bar would make the bars too short to read.
 _FARTHEST = 2.5
 # A category that never reaches this share of the highest bar is too thin to see.
 _SEEN = 1e-3
+_MOST_SHOWN = 6
+"""More cases are drawn folded."""
 _PHASES = {"before forward": "forward", "before backward": "backward", "after step": "update"}
 
 
@@ -37,45 +41,52 @@ def peak_section(bench: Bench) -> PageSection | None:
         names["mark"] = "predicted"
     return section(
         "memory",
-        "Memory of a rank",
+        "Peak memory per rank",
         key(names),
         bar_chart(
             [_bar(bench, case) for case in cases],
             highest=highest,
             ticks=byte_ticks(highest),
             limit=Limit(value=capacity, text=f"capacity {bytes_text(capacity)}") if capacity and is_near else None,
-            describe="Peak memory of a rank by case, stacked by category",
+            describe="Peak memory per rank by case, stacked by category",
         ),
         _capacity_words(cases, capacity=capacity) if not is_near else None,
-        numbers_below(_peak_table(cases)),
-        small(
-            "Live bytes at the highest moment of a step, of the rank that held the most, by what they are for: "
-            "gathered are temporary full parameters, reduce is what is being reduced. Buffers of engines that are not "
-            "ours count as activations or other."
+        numbers_below(
+            _peak_table(cases),
+            "Live bytes at the highest moment of a step, on the rank with the highest peak; the categories add up to "
+            "it. Gathered: temporary full parameters. Reduce: buffers being reduced. Other: also what was allocated "
+            "before the recorded step, such as workspaces of libraries. Communication buffers of other engines count "
+            "as activations or other.",
         ),
         short="Memory",
+        look=SectionLook.HALF,
     )
 
 
 def step_section(bench: Bench) -> PageSection | None:
     """One small chart per case, all on one scale."""
-    cases = [case for case in cases_that_ran(bench) if case.ledgers and _ledger(case)]
+    cases = [(case, ledger) for case in cases_that_ran(bench) if (ledger := peak_ledger(case)) is not None]
     if not cases:
         return None
-    highest = 1.04 * max(entry.total_bytes for case in cases for one in _rows(case) for entry in one if entry)
-    entries = [entry for case in cases for entry in _ledger(case)]
+    highest = 1.04 * max(entry.total_bytes for one in cases for row in _rows(*one) for entry in row if entry)
+    entries = [entry for _, ledger in cases for entry in ledger.entries]
     names = {name: name for name in CATEGORIES if any(one.num_bytes.get(name, 0) > _SEEN * highest for one in entries)}
-    if any(case.predicted for case in cases):
+    if any(case.predicted for case, _ in cases):
         names["expected"] = "predicted"
+    figures = [_multiple(*one, highest=highest) for one in cases]
+    more = figures[_MOST_SHOWN:]
     return section(
         "step-memory",
         "Memory through one step",
         key(names),
-        element("div", *(_multiple(case, highest=highest) for case in cases), class_="multiples"),
-        numbers_below(join(part for case in cases for part in (element("h3", case.name), _step_table(case)))),
-        small(
-            "One recorded step of the rank that held the most, a column a row of the step program, its height what was "
-            "live at the highest moment of that row. All cases are on one scale."
+        element("div", *figures[:_MOST_SHOWN], class_="multiples"),
+        element("details", element("summary", f"{len(more)} more cases"), element("div", *more, class_="multiples"))
+        if more
+        else None,
+        numbers_below(
+            join(part for one in cases for part in (element("h3", one[0].name), _step_table(*one))),
+            "One recorded step of the rank with the highest peak: one column per row of the step program, its height "
+            "what was live at the highest moment of that row. All cases are on one scale.",
         ),
         short="Through a step",
     )
@@ -96,20 +107,8 @@ def _bar(bench: Bench, case: CaseResult) -> Bar:
 
 
 def _parts(case: CaseResult) -> Mapping[str, int]:
-    """By category where a ledger says so; the peak of the step that was recorded."""
-    if not case.ledgers:
-        return {"live": case.peak_bytes}
-    found = case.ledgers[_rank(case)].peak.num_bytes
-    return {name: found.get(name, 0) for name in CATEGORIES}
-
-
-def _rank(case: CaseResult) -> int:
-    """The rank with the highest peak, if it left a ledger."""
-    return min(case.peak_rank if case.allocated_bytes else 0, len(case.ledgers) - 1)
-
-
-def _ledger(case: CaseResult) -> tuple[LedgerEntry, ...]:
-    return case.ledgers[_rank(case)].entries
+    """By category, where a ledger says so."""
+    return peak_parts(case) or {"live": case.peak_bytes}
 
 
 def _predicted(case: CaseResult) -> int | None:
@@ -121,7 +120,7 @@ def _capacity_words(cases: Sequence[CaseResult], *, capacity: int | None) -> Mar
         return None
     share = max(case.peak_bytes for case in cases) / capacity
     return element(
-        "p", f"A rank has {bytes_text(capacity)}, far to the right of these: the highest peak is {share:.1%} of it."
+        "p", f"The device has {bytes_text(capacity)} per rank: the highest peak is {share:.1%} of it.", class_="small"
     )
 
 
@@ -147,14 +146,14 @@ def _peak_table(cases: Sequence[CaseResult]) -> Markup:
     return table([*header, *(["reserved"] if has_reserved else [])], rows)
 
 
-def _rows(case: CaseResult) -> list[tuple[LedgerEntry, LedgerEntry | None]]:
+def _rows(case: CaseResult, ledger: MemoryLedger) -> list[tuple[LedgerEntry, LedgerEntry | None]]:
     expected = () if case.predicted is None else case.predicted.entries
-    return list(paired(_ledger(case), [LedgerEntry(at=at, num_bytes=parts) for at, parts in expected]))
+    return list(paired(ledger.entries, [LedgerEntry(at=at, num_bytes=parts) for at, parts in expected]))
 
 
-def _multiple(case: CaseResult, *, highest: float) -> Markup:
-    rows = _rows(case)
-    peak = case.ledgers[_rank(case)].peak
+def _multiple(case: CaseResult, ledger: MemoryLedger, *, highest: float) -> Markup:
+    rows = _rows(case, ledger)
+    peak = ledger.peak
     below: list[Tick] = []
     for at, (entry, _) in enumerate(rows):
         phase = next((name for label, name in _PHASES.items() if entry.at.startswith(label)), None)
@@ -181,8 +180,8 @@ def _title(entry: LedgerEntry, other: LedgerEntry | None) -> str:
     return "\n".join([f"{entry.at}: {bytes_text(entry.total_bytes)}", *parts])
 
 
-def _step_table(case: CaseResult) -> Markup:
-    rows = _rows(case)
+def _step_table(case: CaseResult, ledger: MemoryLedger) -> Markup:
+    rows = _rows(case, ledger)
     unit = byte_unit(max(entry.total_bytes for entry, _ in rows))
     return table(
         [f"row, {unit.name}", "live", "predicted", *CATEGORIES],

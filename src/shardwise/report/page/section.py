@@ -2,10 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-from shardwise.bench.results import Bench, CaseResult
+from shardwise.bench.case_result import NOT_MEASURABLE, CaseResult
+from shardwise.bench.results import Bench
 from shardwise.report.page.markup import Child, Markup, element, join
+
+
+class SectionLook(Enum):
+    """How much room a section takes: the whole width, half of it on a wide screen, or only its title until opened."""
+
+    WHOLE = "whole"
+    HALF = "half"
+    FOLDED = "folded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,13 +26,21 @@ class PageSection:
     title: str
     short: str
     body: Markup
+    look: SectionLook
 
     def markup(self) -> Markup:
-        return element("section", element("h2", self.title), self.body, id=self.anchor)
+        heading = element("h2", self.title)
+        if self.look is SectionLook.FOLDED:
+            inner = element("details", element("summary", heading), self.body)
+        else:
+            inner = join([heading, self.body])
+        return element("section", inner, id=self.anchor, class_=self.look.value)
 
 
-def section(anchor: str, title: str, *body: Child, short: str | None = None) -> PageSection:
-    return PageSection(anchor=anchor, title=title, short=short or title, body=join(body))
+def section(
+    anchor: str, title: str, *body: Child, short: str | None = None, look: SectionLook = SectionLook.WHOLE
+) -> PageSection:
+    return PageSection(anchor=anchor, title=title, short=short or title, body=join(body), look=look)
 
 
 def cases_that_ran(bench: Bench) -> list[CaseResult]:
@@ -32,6 +50,20 @@ def cases_that_ran(bench: Bench) -> list[CaseResult]:
 def is_chosen(bench: Bench, case: CaseResult) -> bool:
     """Of cases that are not the same training none is."""
     return bench.equivalence.agrees and bench.recommended is not None and case is bench.cases[bench.recommended]
+
+
+def exposed_text(case: CaseResult) -> str:
+    """The share of exposed communication; or that it cannot be measured, or was not."""
+    exposed, seconds = case.exposed_seconds, case.step_seconds
+    if exposed is None or seconds is None:
+        return NOT_MEASURABLE if case.why_not_exposed == NOT_MEASURABLE else "–"
+    return f"{exposed / seconds.median:.0%}"
+
+
+def off_text(case: CaseResult) -> str:
+    """How far the interquartile range reaches; of one value nothing is known."""
+    off = None if case.step_seconds is None else case.step_seconds.off
+    return "–" if off is None else f"±{off:.0%}"
 
 
 def ranks_text(num_ranks: int) -> str:

@@ -1,36 +1,46 @@
-"""Speed: samples and tokens per second, and how a step's time is spent."""
+"""Speed: samples and tokens per second, and how much of a step is exposed communication."""
 
 from collections.abc import Sequence
 
-from shardwise.bench.results import Bench, CaseResult
+from shardwise.bench.case_result import NOT_MEASURABLE, CaseResult
+from shardwise.bench.results import Bench
 from shardwise.quantities import digits, seconds_text
 from shardwise.report.page.axes import second_ticks, ticks
 from shardwise.report.page.bars import Bar, BarPiece, bar_chart, key
-from shardwise.report.page.markup import Markup, numbers_below, small, table
-from shardwise.report.page.section import PageSection, cases_that_ran, is_chosen, section
+from shardwise.report.page.markup import Markup, numbers_below, table
+from shardwise.report.page.section import (
+    PageSection,
+    SectionLook,
+    cases_that_ran,
+    exposed_text,
+    is_chosen,
+    off_text,
+    section,
+)
 
 
 def throughput_section(bench: Bench) -> PageSection | None:
-    """One bar per case, with a whisker from the slowest block of steps to the fastest."""
+    """One bar per case, with a whisker over the interquartile range of its blocks of steps."""
     cases = cases_that_ran(bench)
     if not cases or not bench.equivalence.agrees:
         return None
-    highest = 1.02 * max(bench.step_samples / case.step_seconds.low for case in cases if case.step_seconds)
+    highest = 1.02 * max(bench.step_samples / case.step_seconds.middle[0] for case in cases if case.step_seconds)
     return section(
         "throughput",
-        "Throughput, samples a second",
+        "Throughput, samples/s",
         bar_chart(
             [_rate_bar(bench, case) for case in cases],
             highest=highest,
             ticks=ticks(highest),
-            describe="Samples a second by case",
+            describe="Samples per second by case",
         ),
-        numbers_below(_rate_table(bench, cases)),
-        small(
-            f"Of all ranks together, {bench.step_samples:,} samples per step. The bar is the median over blocks of "
-            "steps in all runs, the whisker goes from the slowest block to the fastest."
+        numbers_below(
+            _rate_table(bench, cases),
+            f"All ranks together, {bench.step_samples:,} samples per step. The bar is the median over blocks of steps "
+            "in all runs, the whisker their interquartile range: two cases whose whiskers overlap cannot be ranked.",
         ),
         short="Throughput",
+        look=SectionLook.HALF,
     )
 
 
@@ -40,12 +50,15 @@ def split_section(bench: Bench) -> PageSection | None:
     if not bench.equivalence.agrees or all(case.silent_seconds is None for case in cases):
         return None
     highest = 1.02 * max(_seconds(case) for case in cases)
-    names = {"compute": "with the wire cut", "exposed": "exposed communication"}
-    if any(case.silent_seconds is None for case in cases):
-        names["live"] = "not split"
+    names = {"compute": "without communication", "exposed": "exposed communication"}
+    reasons = list(dict.fromkeys(case.why_not_exposed for case in cases if case.why_not_exposed))
+    if reasons:
+        names["live"] = f"exposed communication {' or '.join(reasons)}"
+    if all(case.why_not_exposed for case in cases):
+        names = {"live": names["live"]}
     return section(
         "step-time",
-        "What a step's time goes to",
+        "Step time",
         key(names),
         bar_chart(
             [_split_bar(bench, case) for case in cases],
@@ -53,13 +66,14 @@ def split_section(bench: Bench) -> PageSection | None:
             ticks=second_ticks(highest),
             describe="Seconds of a step by case, compute and exposed communication",
         ),
-        numbers_below(_split_table(cases)),
-        small(
-            "With the wire cut: the same processes at once, whose collectives return at once, so that each rank "
-            "computes all that it would and waits for nobody. What a step takes longer than that is exposed "
-            "communication."
+        numbers_below(
+            _split_table(cases),
+            "Without communication: the same processes, whose collectives return at once, so that each rank computes "
+            "all that it would and waits for nobody. What a step takes longer than that is exposed communication. "
+            f"Where the two times overlap in their interquartile ranges, or the step is the shorter one, it is "
+            f"{NOT_MEASURABLE}: the difference is noise.",
         ),
-        short="Step time",
+        look=SectionLook.HALF,
     )
 
 
@@ -72,14 +86,14 @@ def _rate_bar(bench: Bench, case: CaseResult) -> Bar:
     spread = case.step_seconds
     assert spread is not None
     samples, tokens = bench.step_samples / spread.median, bench.tokens_per_s(case)
-    slowest, fastest = bench.step_samples / spread.high, bench.step_samples / spread.low
-    words = f"{case.name}: {digits(samples)} samples/s, from {digits(slowest)} to {digits(fastest)}"
+    fast, slow = (bench.step_samples / seconds for seconds in spread.middle)
+    words = f"{case.name}: {digits(samples)} samples/s {off_text(case)}, {digits(slow)} to {digits(fast)}"
     is_best = is_chosen(bench, case)
     return Bar(
         label=case.name,
         pieces=[BarPiece(kind="chosen-rate" if is_best else "rate", value=samples, title=words)],
         text=f"{digits(samples)}/s" if tokens is None else f"{digits(samples)}/s · {digits(tokens)} tokens/s",
-        whisker=(slowest, fastest) if len(spread.values) > 1 else None,
+        whisker=(slow, fast) if len(spread.values) > 1 else None,
         is_chosen=is_best,
     )
 
@@ -92,27 +106,30 @@ def _rate_table(bench: Bench, cases: Sequence[CaseResult]) -> Markup:
         rows.append(
             [
                 case.name,
-                *(digits(bench.step_samples / seconds) for seconds in (spread.median, spread.high, spread.low)),
+                digits(bench.step_samples / spread.median),
+                off_text(case),
+                *(digits(bench.step_samples / seconds) for seconds in (spread.high, spread.low)),
                 "–" if tokens is None else digits(tokens),
                 f"{len(spread.values)}",
             ]
         )
-    return table(["case", "samples/s", "slowest", "fastest", "tokens/s", "blocks"], rows)
+    return table(["case", "samples/s", "±", "slowest", "fastest", "tokens/s", "blocks"], rows)
 
 
 def _split_bar(bench: Bench, case: CaseResult) -> Bar:
     step, exposed = _seconds(case), case.exposed_seconds
     if exposed is None:
-        pieces = [BarPiece(kind="live", value=step, title=f"{case.name}: {seconds_text(step)}, not split")]
+        words = f"{case.name}: {seconds_text(step)}, exposed communication {case.why_not_exposed}"
+        pieces = [BarPiece(kind="live", value=step, title=words)]
         return Bar(label=case.name, pieces=pieces, text=seconds_text(step), is_chosen=is_chosen(bench, case))
     rest = step - exposed
     return Bar(
         label=case.name,
         pieces=[
-            BarPiece(kind="compute", value=rest, title=f"{case.name}, with the wire cut: {seconds_text(rest)}"),
+            BarPiece(kind="compute", value=rest, title=f"{case.name}, without communication: {seconds_text(rest)}"),
             BarPiece(kind="exposed", value=exposed, title=f"{case.name}, exposed: {seconds_text(exposed)}"),
         ],
-        text=f"{seconds_text(step)} · {exposed / step:.0%} exposed",
+        text=f"{seconds_text(step)} · {exposed_text(case)} exposed",
         is_chosen=is_chosen(bench, case),
     )
 
@@ -124,8 +141,9 @@ def _split_table(cases: Sequence[CaseResult]) -> Markup:
             case.name,
             seconds_text(_seconds(case)),
             "–" if silent is None else seconds_text(silent.median),
-            "–" if exposed is None else seconds_text(exposed),
+            case.why_not_exposed if exposed is None else f"{seconds_text(exposed)}, {exposed_text(case)}",
             ", ".join(f"{number} {name}" for name, number in case.calls.items()) or "–",
         ]
 
-    return table(["case", "step", "wire cut", "exposed", "collectives a step"], [shown(case) for case in cases])
+    header = ["case", "step time", "without communication", "exposed communication", "collectives per step"]
+    return table(header, [shown(case) for case in cases])

@@ -1,73 +1,139 @@
-"""The timeline of a step, case by case: predicted queues, or else what rank 0 recorded."""
+"""The timeline of one step, case by case, on one axis that can be zoomed: what rank 0 did, or what was predicted.
+
+A timeline is as long as the step time that the page shows for its case: measured where there is a tape, else predicted.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
 
-from shardwise.bench.results import Bench, CaseResult
+from shardwise.bench.case_result import CaseResult
+from shardwise.bench.results import Bench
 from shardwise.quantities import seconds_text
 from shardwise.report.page.bars import key
-from shardwise.report.page.lanes import VERBS, exposed_gaps, kind_of, lane_chart
-from shardwise.report.page.markup import Markup, element, numbers_below, small, table
+from shardwise.report.page.lanes import VERBS, exposed_gaps, kind_of, lane_chart, time_axis
+from shardwise.report.page.markup import Markup, element, numbers_below, table
 from shardwise.report.page.section import PageSection, cases_that_ran, section
-from shardwise.report.tape_spans import recorded_spans
+from shardwise.report.tape_spans import spans_of, tape_scale
 from shardwise.span import Span
+
+SCRIPT = files("shardwise.report.page").joinpath("timeline.js").read_text(encoding="utf-8")
+
+_MOST_SHOWN = 6
+"""More cases are drawn folded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseTimeline:
+    """The spans of one case; `seconds` is how long its step takes."""
+
+    case: CaseResult
+    spans: Sequence[Span]
+    seconds: float
+    is_predicted: bool
+
+
+def timelines(bench: Bench) -> list[CaseTimeline]:
+    """Of the cases that ran: the tape, or else what the planner predicts."""
+    found = []
+    for case in cases_that_ran(bench):
+        assert case.step_seconds is not None
+        if case.tape:
+            timeline = CaseTimeline(
+                case=case, spans=spans_of(case), seconds=case.step_seconds.median, is_predicted=False
+            )
+        elif case.predicted is not None and case.predicted.step_seconds is not None and case.predicted.spans:
+            timeline = CaseTimeline(
+                case=case, spans=case.predicted.spans, seconds=case.predicted.step_seconds, is_predicted=True
+            )
+        else:
+            continue
+        found.append(timeline)
+    return found
 
 
 def timeline_section(bench: Bench) -> PageSection | None:
-    """Predicted spans of all cases that have them, on one scale; where none has, the tapes."""
-    cases = cases_that_ran(bench)
-    drawn: list[tuple[CaseResult, Sequence[Span]]]
-    drawn = [(case, case.predicted.spans) for case in cases if case.predicted and case.predicted.spans]
-    is_predicted = bool(drawn)
-    if not is_predicted:
-        drawn = [(case, recorded_spans(case.tape)) for case in cases if case.tape]
-    end = max((span.end for _, spans in drawn for span in spans), default=0.0)
-    if not end:
+    """All cases on one axis."""
+    found = timelines(bench)
+    if not found:
         return None
-    verbs = {kind_of(span.name) for _, spans in drawn for span in spans}
-    if is_predicted and any(next(exposed_gaps(spans), None) for _, spans in drawn):
+    # What is predicted may reach into the next step.
+    end = max(max(one.seconds, *(span.end for span in one.spans)) for one in found)
+    verbs = {kind_of(span.name) for one in found for span in one.spans}
+    if any(one.is_predicted and next(exposed_gaps(one.spans), None) for one in found):
         verbs.add("exposed")
-    names = {verb: words for verb, words in VERBS.items() if verb in verbs}
+    figures = [_figure(one, end=end) for one in found]
+    more = figures[_MOST_SHOWN:]
+    folded = element("details", element("summary", f"{len(more)} more cases"), *more) if more else None
     return section(
         "timeline",
-        "Timeline of a step" + (", predicted" if is_predicted else ", as rank 0 recorded it"),
-        key(names),
-        *(_figure(case, spans, end=end, is_predicted=is_predicted) for case, spans in drawn),
-        numbers_below(_table(drawn), what="The busy seconds"),
-        small(_PREDICTED if is_predicted else _RECORDED),
+        "Timeline of one step",
+        element("div", key({verb: words for verb, words in VERBS.items() if verb in verbs}), _controls(), class_="row"),
+        element(
+            "div",
+            element("div", time_axis(end), *figures[:_MOST_SHOWN], folded, class_="zoomed"),
+            class_="window",
+            tabindex="0",
+            role="group",
+            aria_label="Timelines; zoomed in, they scroll sideways",
+        ),
+        numbers_below(_table(found), *_notes(found), what="Busy time"),
         short="Timeline",
     )
 
 
-_PREDICTED = (
-    "From the planner, not measured: when each queue of a rank would be busy in a step in the middle of training. "
-    "Hatched: nothing is computed while something is on a wire; where a launch is what the device waits for, that is "
-    "not counted as exposed."
-)
-_RECORDED = (
-    "From the tape of rank 0, of the step whose memory was recorded, which makes it slower than the timed ones. What "
-    "computes lasts until the next operation was issued; a gather or reduce from its issue until it had been waited "
-    "for."
-)
+def _controls() -> Markup:
+    """Shown by the script, without which they do nothing."""
+    buttons = [
+        element("button", text, type="button", data_zoom=what, aria_label=words)
+        for what, text, words in (("out", "−", "Zoom out"), ("in", "+", "Zoom in"), ("fit", "fit", "The whole step"))
+    ]
+    hint = element("small", "+ − 0, ctrl + wheel; drag to move")
+    return element("div", element("output", "1×"), *buttons, hint, class_="zoom", role="group", aria_label="Zoom")
 
 
-def _figure(case: CaseResult, spans: Sequence[Span], *, end: float, is_predicted: bool) -> Markup:
-    words = f" {seconds_text(max(span.end for span in spans))}"
-    if is_predicted and case.predicted is not None and case.predicted.exposed_seconds is not None:
-        exposed = case.predicted.exposed_seconds
-        words += f", {seconds_text(exposed)} of it exposed" if exposed else ", nothing exposed"
-    describe = f"Timeline of {case.name}: compute, gather and reduce"
+def _notes(found: Sequence[CaseTimeline]) -> list[str]:
+    notes = []
+    taped = [one for one in found if not one.is_predicted]
+    if taped:
+        scale = max((tape_scale(one.case) for one in taped), key=lambda scale: abs(scale - 1))
+        notes.append(
+            "Measured: one step of rank 0, its times scaled to the median step time (by at most "
+            f"{scale:.2f}). A computation lasts until the next operation was issued; a gather or reduce from its issue "
+            "until it had been waited for."
+        )
+    if len(taped) < len(found):
+        notes.append(
+            "Predicted: when each queue of a rank would be busy in a step in the middle of training. What reaches "
+            "beyond the step time runs into the next step. Hatched: nothing is computed while something is being sent."
+        )
+    return notes
+
+
+def _figure(one: CaseTimeline, *, end: float) -> Markup:
+    words = f" {seconds_text(one.seconds)}"
+    if one.is_predicted:
+        assert one.case.step_seconds is not None
+        assert one.case.predicted is not None
+        words = f" predicted {seconds_text(one.seconds)}, measured {seconds_text(one.case.step_seconds.median)}"
+        if one.case.predicted.exposed_seconds:
+            words += f"; {seconds_text(one.case.predicted.exposed_seconds)} of it exposed communication"
+    describe = f"Timeline of {one.case.name}: compute, gather and reduce"
     return element(
         "figure",
-        element("figcaption", element("b", case.name), words),
-        lane_chart(spans, end_seconds=end, marks_exposed=is_predicted, describe=describe),
+        element("figcaption", element("b", one.case.name), words),
+        lane_chart(
+            one.spans, step_seconds=one.seconds, end_seconds=end, marks_exposed=one.is_predicted, describe=describe
+        ),
     )
 
 
-def _table(drawn: Sequence[tuple[CaseResult, Sequence[Span]]]) -> Markup:
-    kinds = [verb for verb in VERBS if any(kind_of(span.name) == verb for _, spans in drawn for span in spans)]
+def _table(found: Sequence[CaseTimeline]) -> Markup:
+    kinds = [verb for verb in VERBS if any(kind_of(span.name) == verb for one in found for span in one.spans)]
 
     def busy(spans: Sequence[Span], kind: str) -> str:
         seconds = sum(span.end - span.start for span in spans if kind_of(span.name) == kind)
         return seconds_text(seconds) if seconds else "–"
 
-    return table(["case", *kinds], [[case.name, *(busy(spans, kind) for kind in kinds)] for case, spans in drawn])
+    rows = [[one.case.name, seconds_text(one.seconds), *(busy(one.spans, kind) for kind in kinds)] for one in found]
+    return table(["case", "step time", *kinds], rows)

@@ -3,15 +3,16 @@
 import math
 from collections.abc import Sequence
 
-from shardwise.bench.results import Bench, CaseResult
+from shardwise.bench.case_result import CaseResult
+from shardwise.bench.results import Bench
 from shardwise.quantities import scientific
 from shardwise.report.page.axes import Tick, between, round_step
 from shardwise.report.page.bars import key
-from shardwise.report.page.markup import Markup, element, numbers_below, small, table
+from shardwise.report.page.markup import Markup, element, join, numbers_below, table
 from shardwise.report.page.plots import Curve, PlotFrame, curve_plot
-from shardwise.report.page.section import PageSection, cases_that_ran, section
+from shardwise.report.page.section import PageSection, SectionLook, cases_that_ran, section
 
-_HEIGHT = 240
+_HEIGHT = 160
 _NUM_COLOURS = 8
 
 
@@ -25,17 +26,17 @@ def loss_section(bench: Bench) -> PageSection | None:
     ]
     return section(
         "loss",
-        "Loss, step by step",
-        *(element("p", line) for line in _in_words(cases, agrees=bench.equivalence.agrees)),
+        "Loss",
+        *(element("p", line, class_="small") for line in _in_words(cases, agrees=bench.equivalence.agrees)),
         key({curve.kind: curve.name for curve in curves}) if 1 < len(curves) <= _NUM_COLOURS else None,
         _plot(curves, below=_steps(cases)),
-        numbers_below(_loss_table(cases), what="The losses"),
-        numbers_below(_norm_table(cases), what="Gradient norms and dtypes"),
-        small(
+        numbers_below(
+            join([_loss_table(cases), _norm_table(cases)]),
             "From the first step on, the mean over ranks; gradient norms are of the whole gradient, before clipping. "
-            "The dashes take turns, so that of curves that coincide each shows."
+            "The dashes take turns, so that every one of several equal curves shows.",
+            what="Losses, gradient norms and dtypes",
         ),
-        short="Loss",
+        look=SectionLook.HALF,
     )
 
 

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardwise.bench.case_peak import peak_parts
+from shardwise.bench.case_result import NOT_MEASURABLE, CaseResult
 from shardwise.bench.modes import without_mode
-from shardwise.bench.results import Bench, CaseResult
+from shardwise.bench.results import Bench
 from shardwise.categories import CATEGORIES
 from shardwise.placement import SHARDED, placement_of
 from shardwise.quantities import MIB, UnitOfMeasure, error_text, table_number, table_rate, table_unit
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 # At most so many differences are shown; all are in the bench's JSON.
 _MOST_TOLD = 8
+# In the narrow column of exposed communication.
+_NOISE = "n/m"
 
 
 def heading(bench: Bench) -> str:
@@ -42,22 +46,21 @@ def as_table(bench: Bench) -> "Table":
     return table
 
 
-def holdings_table(bench: Bench) -> "Table | None":
-    """The most that a rank held of each category in a step: sharded ones fall as 1/N. None without ledgers."""
+def peak_table(bench: Bench) -> "Table | None":
+    """The peak of each case by category, which add up to it. None where nobody looked."""
     from rich.table import Table
 
-    looked = [case for case in bench.cases if case.ledgers and case.allocated_bytes]
+    looked = [(case, parts) for case in bench.cases if case.allocated_bytes and (parts := peak_parts(case)) is not None]
     if not looked:
         return None
     unit = _unit(bench)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(f"{unit.name} per rank")
-    for name in CATEGORIES:
-        table.add_column(name, justify="right", no_wrap=True)
-    for case in looked:
-        entries = case.ledgers[case.peak_rank].entries
-        most = (max(entry.num_bytes[name] for entry in entries) for name in CATEGORIES)
-        table.add_row(case.name, *(table_number(num_bytes / unit.size) for num_bytes in most))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column(f"{unit.name} per rank\nat the peak")
+    for name in ("peak", *CATEGORIES):
+        table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
+    for case, parts in looked:
+        numbers = (case.peak_bytes, *(parts[name] for name in CATEGORIES))
+        table.add_row(case.name, *(table_number(num_bytes / unit.size) for num_bytes in numbers))
     return table
 
 
@@ -75,7 +78,7 @@ def columns(bench: Bench) -> list[str]:
     return [
         "",
         "mode",
-        ("samples" if bench.step_tokens is None else "tokens") + "\na second",
+        ("samples" if bench.step_tokens is None else "tokens") + "\nper s",
         "±",
         *(["×"] if bench.equivalence.agrees else []),
         "step\nms",
@@ -93,24 +96,29 @@ def row(bench: Bench, case: CaseResult) -> list[str]:
     assert seconds is not None
     rate = bench.samples_per_s(case) if bench.step_tokens is None else bench.tokens_per_s(case)
     assert rate is not None
-    off = max(seconds.middle[1] - seconds.median, seconds.median - seconds.middle[0])
     base = baseline(bench).step_seconds
     assert base is not None
-    exposed = case.exposed_seconds
     return [
-        # The mode stands beside it.
+        # The mode has a column of its own.
         replace(case, engine=without_mode(case.engine)).name,
         case.mode,
         table_rate(rate),
-        f"{off / seconds.median:.0%}",
+        "?" if seconds.off is None else f"{seconds.off:.0%}",
         *([f"{base.median / seconds.median:.2f}"] if bench.equivalence.agrees else []),
         table_number(1000 * seconds.median),
-        "?" if exposed is None else f"{exposed / seconds.median:.0%}",
+        _exposed(case),
         table_number(case.peak_bytes / _unit(bench).size) if case.allocated_bytes else "?",
         error_text(case.memory_error, unknown="?"),
         "?" if case.sent_bytes is None else table_number(case.sent_bytes / MIB.size),
         "?" if first is None else f"{first.median:.1f}",
     ]
+
+
+def _exposed(case: CaseResult) -> str:
+    if case.why_not_exposed == NOT_MEASURABLE:
+        return _NOISE
+    exposed, seconds = case.exposed_seconds, case.step_seconds
+    return "?" if exposed is None or seconds is None else f"{exposed / seconds.median:.0%}"
 
 
 def baseline(bench: Bench) -> CaseResult:
@@ -129,11 +137,19 @@ def remarks(bench: Bench) -> Iterator[str]:
             f"±: interquartile range;{times} comm exp.: share of the step spent waiting for communication; "
             "peak: live bytes on the fullest rank; sent: per rank per step."
         )
+    if any(case.why_not_exposed == NOT_MEASURABLE for case in ran):
+        yield (
+            f"{_NOISE}: {NOT_MEASURABLE}: the step times with and without communication differ by less than their "
+            "spread, or the wrong way."
+        )
     for case in bench.cases:
         if case.why_not:
             yield f"{case.name}: did not run: {case.why_not}"
         elif case.why_not_silent:
-            yield f"{case.name}: did not run with the wire cut, so what is exposed is not known: {case.why_not_silent}"
+            yield (
+                f"{case.name}: did not run without communication, so what is exposed is not known: "
+                f"{case.why_not_silent}"
+            )
     yield from _verdict(bench, num_ran=len(ran))
     if bench.why and bench.equivalence.agrees:
         yield bench.why

@@ -58,22 +58,24 @@ def as_data(candidate: Candidate) -> dict[str, Any]:
 
 
 def as_table(candidates: Sequence[Candidate], *, recommended: int | None) -> "Table":
-    """One row per candidate: its peak against the capacity, by category, and its time."""
+    """One row per candidate: its peak by category and its time. A column in which nothing is known is left out."""
     from rich.table import Table
 
+    has_times = any(one.time is not None for one in candidates)
+    has_capacity = any(one.capacity_bytes is not None for one in candidates)
     has_tokens = any(one.time is not None and one.time.tokens_per_s_per_gpu is not None for one in candidates)
     unit = byte_unit(max(one.memory.device_bytes for one in candidates), among=(MIB, GIB))
     columns: dict[str, Literal["left", "right"]] = {
         "": "left",
         "strategy": "left",
         "batch": "right",
-        "peak of capacity": "left",
+        "peak of capacity" if has_capacity else "peak by category": "left",
         unit.name: "right",
-        "step s": "right",
-        "tok/s/GPU" if has_tokens else "samples/s": "right",
-        "comm": "right",
-        "fits": "left",
     }
+    if has_times:
+        columns |= {"step s": "right", "tok/s/GPU" if has_tokens else "samples/s": "right", "comm": "right"}
+    if has_capacity:
+        columns["fits"] = "left"
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for column, justify in columns.items():
         table.add_column(column, justify=justify, no_wrap=True)
@@ -84,8 +86,8 @@ def as_table(candidates: Sequence[Candidate], *, recommended: int | None) -> "Ta
             str(candidate.batch),
             _bar(candidate),
             fixed(candidate.memory.device_bytes, unit=unit),
-            *_times(candidate),
-            _verdict(candidate),
+            *(_times(candidate) if has_times else ()),
+            *((_verdict(candidate),) if has_capacity else ()),
         )
     return table
 

@@ -38,6 +38,7 @@ def as_data(profiles: Sequence[Profile]) -> dict[str, Any]:
 
 def _row(found: Profile) -> dict[str, Any]:
     memory, measured = found.predicted.memory, found.measured
+    ledger = None if measured is None else measured.whole_ledger
     has_cache = found.rehearsal.device != "cpu"
     return {
         "strategy": found.rehearsal.plan.strategy,
@@ -49,13 +50,13 @@ def _row(found: Profile) -> dict[str, Any]:
             "breakdown": dict(memory.breakdown_bytes),
         },
         "measured_bytes": None
-        if measured is None
+        if measured is None or ledger is None
         else {
             "allocated": measured.allocated_bytes,
             "reserved": measured.reserved_bytes,
-            "at_rest": measured.ledger.at_rest.total_bytes,
-            "at": measured.ledger.peak.at,
-            "breakdown": _told(found, measured.ledger.peak.num_bytes),
+            "at_rest": ledger.at_rest.total_bytes,
+            "at": ledger.peak.at,
+            "breakdown": _told(found, ledger.peak.num_bytes),
         },
         "error": found.error,
         "not_measured": found.why_not or None,
@@ -96,7 +97,7 @@ def as_table(profiles: Sequence[Profile]) -> "Table":
         memory, measured = found.predicted.memory, found.measured
         numbers = ["not measured"]
         if measured is not None:
-            peak = measured.ledger.peak
+            peak = measured.whole_ledger.peak
             numbers = [*line(peak.total_bytes, _told(found, peak.num_bytes)), error_text(found.error)]
         table.add_row(found.rehearsal.plan.strategy, *numbers)
         table.add_row("  predicted", *line(memory.allocated_bytes, dict(memory.breakdown_bytes)), style="bright_black")
@@ -126,7 +127,7 @@ def as_timeline(found: Profile) -> "Table":
     from rich.table import Table
 
     assert found.measured is not None
-    highest = found.measured.allocated_bytes
+    highest, peak_at = found.measured.allocated_bytes, found.measured.ledger.peak.at
     unit = table_unit([highest])
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column(f"{found.rehearsal.plan.strategy}, row by row", no_wrap=True)
@@ -140,6 +141,6 @@ def as_timeline(found: Profile) -> "Table":
             bar(entry.num_bytes, capacity=highest, width=_BAR_WIDTH),
             table_number(entry.total_bytes / unit.size),
             "?" if predicted is None else table_number(predicted.total_bytes / unit.size),
-            "◀ peak" if entry is found.measured.ledger.peak else "",
+            "◀ peak" if entry.at == peak_at and entry.total_bytes == highest else "",
         )
     return table

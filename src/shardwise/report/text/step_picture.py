@@ -272,7 +272,10 @@ def sum_lines(step: StepSnapshots) -> Iterator[str]:
     yield f"held: {start} between steps, when grads are dropped; {fixed(peak, unit=unit)} at the peak (◀)"
     gathers, *parts = (step.sent_bytes(kind) for kind in (Kind.GATHER, Kind.REDUCE, Kind.REDUCE_SLICE))
     reduces = sum(parts)
-    unit = _unit(gathers + reduces)
-    sent, *shown = fixed_text(gathers + reduces, unit=unit), *(fixed(part, unit=unit) for part in (gathers, reduces))
-    yield f"sent: {sent} a step: gathers {shown[0]}, reduces {shown[1]} (see explain ring)"
+    owned = step.sent_bytes(Kind.TO_OWNERS) + step.sent_bytes(Kind.FROM_OWNERS)
+    total = gathers + reduces + owned
+    unit = _unit(total)
+    sent, *shown = fixed_text(total, unit=unit), *(fixed(part, unit=unit) for part in (gathers, reduces, owned))
+    moved = f", to and from owners {shown[2]}" if owned else ""
+    yield f"sent: {sent} a step: gathers {shown[0]}, reduces {shown[1]}{moved} (see explain ring)"
     yield "fp32 params, grads and AdamW's two moments are counted; activations are not."

@@ -25,7 +25,7 @@ def reasons(found: Recommendation) -> str:
     best = found.best
     if best is None:
         if found.reason is Reason.CAPACITY_UNKNOWN:
-            return "whether it fits is not known: the device's capacity is not"
+            return "no recommendation: the memory of the device is not known"
         return "nothing fits"
     text = "; ".join(_clauses(found, best))
     return f"{text}. {_runner_up(found.runner_up, best=best)}" if found.runner_up is not None else text

@@ -1,4 +1,4 @@
-"""What sums over rows take, beside what was seen on an H200 in the allocator's own record of a step of ViT-L."""
+"""What sums over rows take, compared with what was seen on an H200 in the allocator's own record of a step of ViT-L."""
 
 import pytest
 

@@ -104,7 +104,7 @@ def test_the_bucket_of_a_unit_that_is_never_called_has_a_buffer_before_it_is_wai
 
 
 class Traced:
-    """The rows of a step in an order of one's own."""
+    """The rows of a step in an order of the caller's own."""
 
     def __init__(self, spec: ModelSpec, **options: object) -> None:
         self.plan = Plan(mesh=TWO, **options)  # type: ignore[arg-type]
@@ -174,6 +174,7 @@ def test_every_kind_of_operation_is_handled_or_refused(name: str, kind: Kind) ->
         rules=RULES["cuda"],
         update_bytes=0,
         num_params=3,
+        num_slices=2,
     )
     executor = job.engine.memory(job.program, setting)
     row = Row(trigger=Trigger.BEFORE_FORWARD, unit=ROOT, call=0, operations=())

@@ -1,5 +1,6 @@
 """The anatomy shows what the tape says, or nothing: frames come from the recording, bytes from the ledger."""
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -8,7 +9,8 @@ from typing import Any
 import pytest
 from report.sample_bench import sample_bench
 
-from shardwise.bench.results import Bench, CaseResult, Happening, UnitOutline
+from shardwise.bench.case_result import CaseResult, Happening, UnitOutline
+from shardwise.bench.results import Bench
 from shardwise.categories import CATEGORIES
 from shardwise.mesh import Mesh
 from shardwise.models.catalogue import shape_of
@@ -20,6 +22,7 @@ from shardwise.report.outline import outline
 from shardwise.report.page.anatomy import SCRIPT, STYLE, anatomy_data, anatomy_markup
 from shardwise.report.page.captions import caption
 from shardwise.report.snapshots import STATES, Holding, snapshots_of
+from shardwise.report.tape_spans import tape_scale
 from shardwise.report.text.ring_rounds import rounds
 from shardwise.spec import ROOT, ModelSpec
 
@@ -37,6 +40,11 @@ def data(bench: Bench) -> dict[str, Any]:
     found = anatomy_data(bench)
     assert found is not None
     return json.loads(json.dumps(found))
+
+
+def bytes_after(differences: list[list[int]], frame: int) -> dict[str, int]:
+    """What the script makes of the differences."""
+    return {name: sum(row[at] for row in differences[: frame + 1]) for at, name in enumerate(CATEGORIES)}
 
 
 def case_of(data: dict[str, Any], strategy: str) -> dict[str, Any]:
@@ -109,18 +117,20 @@ def made_bench(spec: ModelSpec, *, bench: Bench, num_ranks: int, **settings: Any
 
 class Test_frames:
     @pytest.mark.parametrize("strategy", STRATEGIES)
-    def test_there_is_one_an_entry_of_the_tape_and_in_its_order(
+    def test_there_is_one_per_entry_of_the_tape_in_its_order(
         self, bench: Bench, data: dict[str, Any], strategy: str
     ) -> None:
         tape, case = tape_of(bench, strategy), case_of(data, strategy)
-        for happening, (kind, subject, num_bytes, _, row, micros, _) in zip(tape, case["frames"], strict=True):
+        # The sample's tape is scaled to the case's step time.
+        scale = next(tape_scale(one) for one in bench.cases if one.name == strategy)
+        for happening, (kind, subject, num_bytes, _, micros, _) in zip(tape, case["frames"], strict=True):
             label, units = case["subjects"][subject]
             assert data["kinds"][kind] == happening.kind
             assert label == happening.subject or [case["units"][unit][0] for unit in units] == happening.subject.split(
                 "+"
             )
-            assert (num_bytes, row - 1, micros) == (
-                happening.num_bytes, happening.row, round(happening.seconds * 1e6),
+            assert (num_bytes, micros) == (
+                happening.num_bytes, round(happening.seconds * scale * 1e6),
             )  # fmt: skip
 
     @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -307,17 +317,68 @@ class Test_a_tape_that_is_not_a_step:
 
 
 class Test_memory:
-    def test_is_the_ledgers_row_by_row(self, bench: Bench) -> None:
+    def test_is_the_highest_row_around_each_operation_where_a_ledger_has_only_rows(self, bench: Bench) -> None:
         spec = outline(shape_of("gpt-tiny"), name="gpt-tiny")
         made = made_bench(spec, bench=bench, num_ranks=3)
         data = anatomy_data(made)
         assert data is not None
         for case, packed in zip(made.cases, data["cases"], strict=True):
-            for ledger, rows in zip(case.ledgers, packed["memory"], strict=True):
-                now = [0] * len(CATEGORIES)
-                for entry, differences in zip((ledger.at_rest, *ledger.entries), rows, strict=True):
-                    now = [bytes_ + difference for bytes_, difference in zip(now, differences, strict=True)]
-                    assert dict(zip(data["categories"], now, strict=True)) == entry.num_bytes
+            assert not packed["is_after"]
+            rows = [0, *(one.row + 1 for one in case.tape)]
+            for ledger, differences in zip(case.ledgers, packed["memory"], strict=True):
+                entries = (ledger.at_rest, *ledger.entries)
+                for frame, (row, after) in enumerate(itertools.pairwise([*rows, len(entries)])):
+                    expected = max(entries[row : max(row + 1, after)], key=lambda entry: entry.total_bytes)
+                    assert bytes_after(differences, frame) == expected.num_bytes
+
+    def test_is_what_was_live_after_each_operation_where_that_was_recorded(self, bench: Bench) -> None:
+        case = next(case for case in bench.cases if case.name == "fsdp")
+        ledgers = tuple(
+            replace(ledger, operations=tuple(LedgerEntry(at="", num_bytes={"params": at + rank}) for at, _ in tape))
+            for rank, (ledger, tape) in enumerate((ledger, list(enumerate(case.tape))) for ledger in case.ledgers)
+        )
+        sizes = tuple(ledger.peak.total_bytes for ledger in ledgers)
+        data = anatomy_data(replace(bench, cases=(replace(case, ledgers=ledgers, allocated_bytes=sizes),)))
+        assert data is not None
+        packed = data["cases"][0]
+        assert packed["is_after"]
+        for rank, differences in enumerate(packed["memory"]):
+            assert bytes_after(differences, 0) == ledgers[rank].at_rest.num_bytes
+            for at in range(len(case.tape)):
+                assert bytes_after(differences, at + 1)["params"] == at + rank
+
+    def test_has_the_peak_that_the_page_shows_for_the_case(self, bench: Bench) -> None:
+        for extra in (0, 5000):
+            for case in bench.cases:
+                if not case.tape:
+                    continue
+                taller = replace(case, allocated_bytes=tuple(size + extra for size in case.allocated_bytes))
+                data = anatomy_data(replace(bench, cases=(taller,)))
+                assert data is not None
+                packed = data["cases"][0]
+                rank, curve = packed["curve"]
+                assert (rank, max(curve)) == (taller.peak_rank, taller.peak_bytes)
+                assert packed["peaks"] == list(taller.allocated_bytes)
+
+    def test_of_the_fullest_rank_is_there_though_it_is_not_drawn(self, bench: Bench) -> None:
+        case = bench.cases[0]
+        sizes = [case.ledgers[0].peak.total_bytes] * 16
+        sizes[11] += 4096
+        large = replace(case, ledgers=(case.ledgers[0],) * 16, allocated_bytes=tuple(sizes))
+        data = anatomy_data(replace(bench, num_ranks=16, cases=(large,)))
+        assert data is not None
+        assert 11 not in data["ranks"]
+        rank, curve = data["cases"][0]["curve"]
+        assert (rank, max(curve)) == (11, large.peak_bytes)
+
+    @pytest.mark.parametrize(("grads", "words"), [(0, "are gone"), (1, "their buffer stays allocated")])
+    def test_of_gradients_at_the_beginning_is_what_the_caption_says(self, bench: Bench, grads: int, words: str) -> None:
+        case = bench.cases[0]
+        resting = replace(case.ledgers[0].at_rest, num_bytes={**case.ledgers[0].at_rest.num_bytes, "grads": grads})
+        ledgers = (replace(case.ledgers[0], at_rest=resting), *case.ledgers[1:])
+        data = anatomy_data(replace(bench, cases=(replace(case, ledgers=ledgers),)))
+        assert data is not None
+        assert words in data["cases"][0]["captions"][0]
 
     def test_of_a_rank_with_other_rows_is_not_shown(self, bench: Bench) -> None:
         first = bench.cases[0]

@@ -10,6 +10,7 @@ import pytest
 from report.chromium import Page, needs_chromium, page
 from report.sample_bench import sample_bench
 
+from shardwise.quantities import bytes_text
 from shardwise.report.page import page_of
 from shardwise.report.page.anatomy import anatomy_data
 
@@ -120,6 +121,71 @@ def test_playing_goes_on_and_pausing_stops(opened: Page) -> None:
     assert position(opened) == at
 
 
+FOCUSES = {
+    "nothing": "document.activeElement.blur()",
+    "a link": "document.querySelector('nav a').focus()",
+    "the scrubber": "document.querySelector('.anatomy-scrubber').focus()",
+}
+
+
+@pytest.mark.parametrize("focus", FOCUSES)
+@pytest.mark.parametrize("top", [0, 1500])
+def test_keys_work_without_focus_and_do_not_scroll(opened: Page, focus: str, top: int) -> None:
+    """Keys as a keyboard sends them, with what the browser would do with them."""
+    opened.evaluate(FOCUSES[focus])
+    opened.evaluate(f"document.documentElement.style.scrollBehavior = 'auto'; scrollTo(0, {top})")
+    before = opened.evaluate("scrollY")
+    assert before == top
+    go(opened, 5)
+    opened.press("ArrowRight")
+    opened.press("ArrowRight")
+    opened.press("ArrowLeft")
+    assert position(opened) == 6
+    if focus != "a link":
+        opened.press(" ")
+        assert opened.evaluate("document.querySelector('.anatomy').classList.contains('playing')")
+        opened.press(" ")
+        assert not opened.evaluate("document.querySelector('.anatomy').classList.contains('playing')")
+    opened.evaluate("new Promise((done) => setTimeout(done, 150))")
+    assert opened.evaluate("scrollY") == before
+    opened.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+
+
+def test_keys_of_a_choice_stay_its_own(opened: Page) -> None:
+    go(opened, 5)
+    opened.evaluate("document.querySelector('.anatomy-pane > select').focus()")
+    opened.press("ArrowRight")
+    assert position(opened) == 5
+    opened.evaluate("document.activeElement.blur()")
+    choose(opened, pane=0, strategy="ddp")
+
+
+def test_bars_say_the_same_as_the_caption_and_stay_below_the_peak_of_the_page(opened: Page) -> None:
+    """Of every moment of fsdp: the number is the sum of the pieces, and none is beyond the case's one peak."""
+    case = next(case for case in BENCH.cases if case.name == "fsdp")
+    go(opened, 0)
+    shown = opened.evaluate(
+        """(() => {
+            const pane = document.querySelectorAll(".anatomy-pane")[1], shown = [];
+            const on = document.querySelector(".anatomy [data-do=on]"), scrubber = document.querySelector(".anatomy-scrubber");
+            for (;;) {
+                const bar = pane.querySelector(".anatomy-bar"), track = bar.querySelector(".anatomy-track");
+                shown.push([[...track.querySelectorAll("i")].reduce((sum, one) => sum + parseFloat(one.style.width), 0),
+                    parseFloat(track.querySelector("b").style.left), bar.querySelector(".anatomy-value").textContent]);
+                if (scrubber.value === scrubber.max) return shown;
+                on.click();
+            }
+        })()"""
+    )
+    scale = max(case.peak_bytes for case in BENCH.cases if case.tape)
+    for width, peak, text in shown:
+        assert width <= peak + 1e-3
+        assert peak == pytest.approx(100 * case.allocated_bytes[0] / scale, abs=1e-3)
+        assert text == bytes_text(width / 100 * scale)
+    label = opened.evaluate("document.querySelectorAll('.anatomy-curve')[1].textContent")
+    assert f"peak of rank {case.peak_rank}: {bytes_text(case.peak_bytes)}" in label
+
+
 @pytest.mark.parametrize(("key", "moves"), [("ArrowRight", 1), ("ArrowLeft", -1)])
 def test_the_arrows_step(opened: Page, key: str, moves: int) -> None:
     go(opened, 5)
@@ -142,8 +208,7 @@ def test_memory_is_that_of_the_tapes_row(opened: Page) -> None:
     """The last operation of ddp; widths are parts of the largest peak of all strategies."""
     go(opened, 10**6)
     case = DATA["cases"][0]
-    row = case["frames"][-1][4]
-    expected = [sum(row[index] for row in case["memory"][0][: row + 1]) for index in range(len(DATA["categories"]))]
+    expected = [sum(row[index] for row in case["memory"][0]) for index in range(len(DATA["categories"]))]
     widths = opened.evaluate(
         "[...document.querySelector('.anatomy-track').querySelectorAll('i')].map((one) => parseFloat(one.style.width))"
     )
@@ -186,6 +251,20 @@ def test_a_slice_goes_around_the_ranks_that_have_the_same_one(tmp_path: Path) ->
         go(hybrid, index + 3)
         assert hybrid.evaluate(CAPTIONS) == ["wait slice blocks.3"] * 2
         assert hybrid.errors == []
+
+
+def test_a_link_may_name_a_moment(opened: Page) -> None:
+    go(opened, 9)
+    expected = opened.evaluate(CAPTIONS)
+    opened.evaluate("location.hash = '#anatomy-9'")
+    opened.call("Page.reload")
+    opened.evaluate("new Promise((done) => setTimeout(done, 300))")
+    while opened.evaluate("document.readyState") != "complete" or not opened.evaluate(
+        "!!document.querySelector('.ready')"
+    ):
+        opened.evaluate("new Promise((done) => setTimeout(done, 50))")
+    assert position(opened) == 9
+    assert opened.evaluate(CAPTIONS) == expected
 
 
 def test_it_fits_a_phone(opened: Page) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from report.chromium import needs_chromium, page
 from report.sample_bench import sample_bench
 
@@ -69,8 +70,65 @@ def test_peak_in_a_row_in_which_nothing_was_issued_is_in_the_anatomy(tmp_path: P
     entries = list(case.ledgers[0].entries)
     entries[silent] = replace(entries[silent], num_bytes={**entries[silent].num_bytes, "activations": 2**30})
     ledgers = (replace(case.ledgers[0], entries=tuple(entries)),) * bench.num_ranks
+    sizes = tuple(ledger.peak.total_bytes for ledger in ledgers)
     path = tmp_path / "report.html"
-    path.write_text(page_of(replace(bench, cases=(replace(case, ledgers=ledgers),))), encoding="utf-8")
+    path.write_text(
+        page_of(replace(bench, cases=(replace(case, ledgers=ledgers, allocated_bytes=sizes),))), encoding="utf-8"
+    )
     with page(path) as opened:
         assert "peak of rank 0: 1.0" in opened.evaluate("document.querySelector('.anatomy').textContent")
         assert opened.errors == []
+
+
+def test_page_is_about_four_screens_long_with_the_verdict_and_the_anatomy_on_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(page_of(sample_bench()), encoding="utf-8")
+    with page(path, width=1400) as opened:
+        opened.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        assert opened.evaluate("document.documentElement.scrollHeight") <= 4.2 * 900
+        tops = opened.evaluate(
+            "['.answer', '.tiles', '#anatomy', '#numbers', '#settings']"
+            ".map(one => document.querySelector(one).getBoundingClientRect().top)"
+        )
+        assert tops == sorted(tops)
+        assert tops[2] < 600
+        assert opened.evaluate("document.querySelector('#settings details').open") is False
+
+
+TIMELINE = """(() => {
+  const pane = document.querySelector(".window"), block = document.querySelector(".zoomed rect:not(.lane)");
+  return { wide: block.getBoundingClientRect().width, window: pane.clientWidth, scroll: pane.scrollWidth, left: pane.scrollLeft,
+    label: document.querySelector(".zoomed .lanes .bar .label").getBoundingClientRect().left,
+    shown: document.querySelector(".zoom output").textContent,
+    ticks: [...document.querySelectorAll(".time-axis text")].map(one => parseFloat(one.textContent)) };
+})()"""
+
+
+def test_timeline_zooms_by_buttons_and_keys_within_its_own_window(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(page_of(sample_bench()), encoding="utf-8")
+    with page(path, width=1400) as opened:
+        for width in (1400, 390):
+            opened.look(width=width)
+            opened.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+            before = opened.evaluate(TIMELINE)
+            assert before["shown"] == "1×"
+            assert before["scroll"] == before["window"]
+            opened.evaluate("document.querySelector('[data-zoom=in]').click()")
+            opened.press("+")
+            zoomed = opened.evaluate(TIMELINE)
+            assert zoomed["shown"] == "4×"
+            assert zoomed["wide"] == pytest.approx(4 * before["wide"], rel=0.01)
+            assert zoomed["scroll"] > 3 * zoomed["window"]
+            assert zoomed["left"] > 0, "the middle stays in the middle"
+            assert zoomed["label"] == before["label"], "labels stay in sight"
+            assert before["ticks"][-1] <= zoomed["ticks"][-1] < 2 * before["ticks"][-1], "the same axis"
+            assert len(zoomed["ticks"]) > 2 * len(before["ticks"]), "with more numbers"
+            assert opened.evaluate("document.documentElement.scrollWidth") <= width
+            opened.press("-")
+            assert opened.evaluate(TIMELINE)["shown"] == "2×"
+            opened.press("0")
+            after = opened.evaluate(TIMELINE)
+            assert (after["shown"], after["ticks"]) == ("1×", before["ticks"])
+        assert opened.errors == []
+        assert opened.requests == []

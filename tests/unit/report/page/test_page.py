@@ -8,13 +8,19 @@ from html.parser import HTMLParser
 import pytest
 from report.sample_bench import sample_bench, sample_case
 
-from shardwise.bench.results import Bench, CaseResult, Difference, Equivalence
+from shardwise.bench.case_result import CaseResult
+from shardwise.bench.results import Bench, Difference, Equivalence
+from shardwise.bench.spread import Spread
+from shardwise.quantities import bytes_text, seconds_text
 from shardwise.report.page import page_of
+from shardwise.report.page.anatomy import anatomy_data
 from shardwise.report.page.markup import Markup, data_script, element
+from shardwise.report.page.timeline import timelines
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\u2028"
-SECTIONS = ["numbers", "memory", "throughput", "step-time", "loss", "step-memory", "timeline", "predicted"]
-ENDS = ["anatomy", "absent", "settings"]
+SECTIONS = ["anatomy", "numbers", "memory", "throughput", "step-time", "loss", "timeline", "step-memory", "predicted"]
+ENDS = ["absent", "settings"]
+FOLDED = ["predicted", "absent", "settings"]
 
 
 class Read(HTMLParser):
@@ -77,6 +83,15 @@ def test_every_section_is_there_in_order(bench: Bench) -> None:
     assert links == SECTIONS + ENDS, "the contents list what is there"
 
 
+def test_the_verdict_comes_first_then_the_anatomy_and_settings_are_folded(bench: Bench) -> None:
+    text = page_of(bench)
+    places = [text.index(part) for part in ('class="answer"', 'class="tiles"', 'id="anatomy"', 'id="numbers"')]
+    assert places == sorted(places)
+    folded = re.findall(r'<section id="([a-z-]+)" class="folded"><details><summary><h2>', text)
+    assert folded == FOLDED
+    assert " open" not in " ".join(re.findall("<details[^>]*>", text))
+
+
 def test_sections_without_data_are_left_out(bench: Bench) -> None:
     bare = [
         replace(case, ledgers=(), tape=(), predicted=None, silent_seconds=None, allocated_bytes=(), losses=())
@@ -117,7 +132,7 @@ def test_refused_bench_ranks_nothing(bench: Bench) -> None:
     words = read.words()
     assert "These cases did not do the same training" in words
     assert "the loss of step 2 is 5.5, that of ddp 5.4; 1,234 times the rounding tolerance" in words
-    assert read.anchors() == ["loss", "step-memory", "timeline", *ENDS]
+    assert read.anchors() == ["anatomy", "loss", "timeline", "step-memory", *ENDS]
     assert "em" not in read.texts, "nothing is recommended"
     assert not [one for _, one in read.elements if "chosen" in (one.get("class") or "")]
     assert "samples/s" not in words
@@ -170,8 +185,8 @@ def test_policy_names_every_style_and_script_by_its_hash(bench: Bench) -> None:
     assert f"script-src {hashes(re.findall('<script>(.*?)</script>', text, re.S))};" in policy
 
 
-def test_page_without_anatomy_may_run_no_script(bench: Bench) -> None:
-    text = page_of(replace(bench, cases=tuple(replace(case, tape=()) for case in bench.cases)))
+def test_page_without_anatomy_and_timeline_may_run_no_script(bench: Bench) -> None:
+    text = page_of(replace(bench, cases=tuple(replace(case, tape=(), predicted=None) for case in bench.cases)))
     assert "<script" not in text
     assert "script-src 'none';" in text.replace("&#x27;", "'")
 
@@ -195,7 +210,7 @@ def test_element_escapes_all_but_markup() -> None:
 def test_one_case_on_few_ranks_has_a_page(num_ranks: int) -> None:
     one = sample_bench(num_ranks=num_ranks)
     read = Read(page_of(replace(one, cases=one.cases[:1])))
-    assert "Key numbers of ddp" in read.texts["h2"]
+    assert read.all("dl")[0]["aria-label"] == "Key numbers of ddp"
     assert "agree" not in read.words(), "there is nothing that it could agree with"
 
 
@@ -212,7 +227,7 @@ def test_many_cases_of_other_engines_have_a_page(bench: Bench) -> None:
     cases = [replace(case, engine="accelerate", tape=(), predicted=None) for case in bench.cases if case.ran] * 3
     cases[1] = replace(cases[1], ledgers=(), reserved_bytes=(2**34,), allocated_bytes=(2**33,))
     read = Read(page_of(replace(bench, cases=tuple(cases[:20]))))
-    assert "Key numbers of accelerate ddp" in read.texts["h2"]
+    assert read.all("dl")[0]["aria-label"] == "Key numbers of accelerate ddp"
     assert "not split" in read.words()
     assert "8.00 GiB" in read.words()
     assert read.anchors() == ["numbers", "memory", "throughput", "step-time", "loss", "step-memory", "settings"]
@@ -243,4 +258,106 @@ def test_capacity_far_off_is_said_in_words(bench: Bench) -> None:
     assert "capacity 20.0 MiB" in near
     assert 'class="limit"' in near
     assert 'class="limit"' not in far
-    assert "A rank has 1.00 GiB, far to the right of these: the highest peak is 1.7% of it." in far
+    assert "The device has 1.00 GiB per rank: the highest peak is 1.7% of it." in far
+
+
+BAR = re.compile(r'<b>([^<]+)</b></div><svg[^>]*class="track"[^>]*>(.*?)</svg><div class="value">([^<]*)</div>')
+
+
+def test_pieces_of_every_bar_of_memory_add_up_to_the_peak_beside_it(bench: Bench) -> None:
+    """Also where the device counted more than the recording saw."""
+    more = [replace(case, allocated_bytes=tuple(2**20 + size for size in case.allocated_bytes)) for case in bench.cases]
+    for cases in (bench.cases, tuple(more)):
+        ran = [case for case in cases if case.ran]
+        text = page_of(replace(bench, cases=cases))
+        chart = text[text.index('id="memory"') : text.index('id="throughput"')]
+        bars = {name: (drawn, value) for name, drawn, value in BAR.findall(chart)}
+        assert list(bars) == [case.name for case in ran]
+        highest = 1.02 * max(max(case.peak_bytes, case.predicted.allocated_bytes) for case in ran if case.predicted)
+        for case in ran:
+            drawn, value = bars[case.name]
+            assert value == bytes_text(case.peak_bytes)
+            widths = [float(width) for width in re.findall(r'<rect[^>]* width="([0-9.]+)%"', drawn)]
+            assert sum(widths) == pytest.approx(100 * case.peak_bytes / highest, abs=0.01)
+
+
+def test_one_peak_per_case_wherever_it_is_shown(bench: Bench) -> None:
+    cases = [
+        replace(case, allocated_bytes=tuple(2**20 + size for size in case.allocated_bytes)) for case in bench.cases
+    ]
+    taller = replace(bench, cases=tuple(cases))
+    text = page_of(taller)
+    for case in cases:
+        if case.ran:
+            peak = bytes_text(case.peak_bytes)
+            assert re.search(rf"<b>{case.name}</b> peak {re.escape(peak)}, ", text), "memory through one step"
+            assert f">{case.name}</b></td>" in text or f">{case.name}</td>" in text
+    data = anatomy_data(taller)
+    assert data is not None
+    for packed in data["cases"]:
+        case = next(case for case in cases if case.name == packed["name"])
+        assert max(packed["curve"][1]) == case.peak_bytes
+        assert max(packed["peaks"]) == case.peak_bytes
+
+
+def test_timelines_are_as_long_as_the_step_time_of_their_case(bench: Bench) -> None:
+    found = timelines(bench)
+    assert [one.case.name for one in found] == [case.name for case in bench.cases if case.ran]
+    text = page_of(bench)
+    section = text[text.index('id="timeline"') : text.index('id="step-memory"')]
+    end = max(max(one.seconds, *(span.end for span in one.spans)) for one in found)
+    for one, figure in zip(found, re.findall("<figure>(.*?)</figure>", section), strict=True):
+        assert one.is_predicted == (not one.case.tape)
+        if one.is_predicted:
+            assert one.case.predicted is not None
+            assert one.seconds == one.case.predicted.step_seconds
+            assert f"predicted {seconds_text(one.seconds)}, measured " in figure
+        else:
+            assert one.case.step_seconds is not None
+            assert one.seconds == one.case.step_seconds.median, "the headline's"
+            assert max(span.end for span in one.spans) <= one.seconds * (1 + 1e-9)
+            assert f"<b>{one.case.name}</b> {seconds_text(one.seconds)}<" in figure
+        beds = re.findall(r'<rect y="1" width="([0-9.]+)%" height="15" class="lane">', figure)
+        assert [float(bed) for bed in beds] == [pytest.approx(100 * one.seconds / end, abs=0.001)] * len(beds)
+        assert beds
+
+
+def test_the_anatomy_says_when_in_a_step_as_long_as_the_headline(bench: Bench) -> None:
+    data = anatomy_data(bench)
+    assert data is not None
+    for packed in data["cases"]:
+        case = next(case for case in bench.cases if case.name == packed["name"])
+        assert case.step_seconds is not None
+        assert 0 < packed["frames"][-1][4] <= round(case.step_seconds.median * 1e6)
+
+
+@pytest.mark.parametrize("factor", [2.0, 1.0])
+def test_exposed_communication_that_is_noise_is_not_measurable_here(bench: Bench, factor: float) -> None:
+    """With communication removed the step is longer, or as long."""
+    cases = []
+    for case in bench.cases:
+        silent = None if case.step_seconds is None else [factor * one for one in case.step_seconds.values]
+        cases.append(case if silent is None else replace(case, silent_seconds=Spread(values=tuple(silent))))
+    text = page_of(replace(bench, cases=tuple(cases)))
+    read = Read(text)
+    assert "not measurable here" in read.texts["dd"]
+    assert read.texts["td"].count("not measurable here") == 2 * len([case for case in cases if case.ran])
+    assert "0%" not in read.texts["dd"] + read.texts["td"]
+    assert 'class="exposed"' not in text[text.index('id="step-time"') : text.index('id="loss"')]
+
+
+def test_a_bench_that_is_too_noisy_says_so_and_chooses_none(bench: Bench) -> None:
+    why = "Too noisy to rank: the step times of ddp (±39%) and torch ddp (±10%) overlap. Run more rounds."
+    read = Read(page_of(replace(bench, recommended=None, why=why)))
+    assert "Too noisy to rank" in read.texts["h2"]
+    assert "The step times of ddp (±39%) and torch ddp (±10%) overlap. Run more rounds." in read.texts["p"]
+    assert "em" not in read.texts
+    assert not [one for _, one in read.elements if "chosen" in (one.get("class") or "").split()]
+
+
+def test_the_same_number_has_the_same_name_everywhere(bench: Bench) -> None:
+    words = Read(page_of(bench)).words()
+    for old in ("a second", "wire", "Memory of a rank", "memory a rank", "peak a rank", "held the most", "beside"):
+        assert old not in words, old
+    for name in ("samples/s", "step time", "exposed communication", "peak per rank", "sent per rank per step"):
+        assert name in words

@@ -8,7 +8,9 @@ from rich.console import Console
 
 from shardwise.bench.recommendation import recommended
 from shardwise.bench.results import Bench, Difference, Equivalence
-from shardwise.report.text.comparison import as_markdown, as_table, baseline, columns, heading, holdings_table, remarks
+from shardwise.bench.spread import Spread
+from shardwise.categories import CATEGORIES
+from shardwise.report.text.comparison import as_markdown, as_table, baseline, columns, heading, peak_table, remarks, row
 
 
 @pytest.fixture(scope="module")
@@ -28,32 +30,39 @@ def lines_of(bench: Bench, *, width: int = 80) -> list[str]:
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
-class TestHoldings:
-    def test_what_is_sharded_is_a_quarter_on_four_ranks(self, bench: Bench) -> None:
+class TestPeaks:
+    def shown(self, bench: Bench) -> dict[str, dict[str, float]]:
+        """Case → column → number, as a reader sees them."""
         console = Console(width=80)
         with console.capture() as capture:
-            console.print(holdings_table(bench))
-        lines = [line.split() for line in capture.get().splitlines()]
-        assert lines[0] == [
-            "MiB",
-            "per",
-            "rank",
-            "params",
-            "gathered",
-            "grads",
-            "reduce",
-            "optim",
-            "activations",
-            "other",
-        ]
-        held = {words[0]: dict(zip(lines[0][3:], map(float, words[1:]), strict=True)) for words in lines[1:6]}
+            console.print(peak_table(bench))
+        _, heads, *lines = capture.get().splitlines()
+        assert max(map(len, lines)) <= 80
+        names = heads.split()[3:]
+        assert names == ["peak", *CATEGORIES]
+        rows = [line.rsplit(maxsplit=len(names)) for line in lines]
+        return {row[0]: dict(zip(names, map(float, row[1:]), strict=True)) for row in rows}
+
+    def test_categories_add_up_to_the_peak_of_the_other_table_in_every_case(self, bench: Bench) -> None:
+        shown = self.shown(bench)
+        ran = [case for case in bench.cases if case.ran]
+        assert list(shown) == [case.name for case in ran]
+        for case in ran:
+            columns = shown[case.name]
+            assert columns["peak"] == pytest.approx(case.peak_bytes / 2**20, abs=0.005)
+            # Each number is rounded to two places.
+            assert sum(columns[name] for name in CATEGORIES) == pytest.approx(columns["peak"], abs=0.005 * 8)
+            assert f"{columns['peak']:.2f}" == row(bench, case)[-4]
+
+    def test_what_is_sharded_is_a_quarter_on_four_ranks(self, bench: Bench) -> None:
+        held = self.shown(bench)
         for strategy, names in {"zero1": ["optim"], "fsdp": ["params", "optim"]}.items():
             for name in names:
                 assert held[strategy][name] == pytest.approx(held["ddp"][name] / 4, abs=0.01)
 
     def test_where_nobody_looked_there_is_none(self, bench: Bench) -> None:
         cases = tuple(replace(case, ledgers=()) for case in bench.cases)
-        assert holdings_table(replace(bench, cases=cases)) is None
+        assert peak_table(replace(bench, cases=cases)) is None
 
 
 class TestTable:
@@ -101,10 +110,23 @@ class TestTable:
         )
         assert lines_of(replace(bench, cases=(bare,), step_tokens=None))[2].split().count("?") == 4
 
+    def test_exposed_communication_that_is_noise_is_not_called_0(self, bench: Bench) -> None:
+        first = bench.cases[0]
+        assert first.step_seconds is not None
+        for values in (tuple(2 * one for one in first.step_seconds.values), first.step_seconds.values):
+            noisy = replace(bench, cases=(replace(first, silent_seconds=Spread(values=values)),))
+            assert lines_of(noisy)[2].split()[6] == "n/m"
+            assert any(line.startswith("n/m: not measurable here") for line in remarks(noisy))
+        assert not any("n/m" in line for line in remarks(bench))
+
+    def test_of_one_block_no_spread_is_shown(self, bench: Bench) -> None:
+        once = replace(bench.cases[0], step_seconds=Spread(values=(0.05,)))
+        assert lines_of(replace(bench, cases=(once,)))[2].split()[3] == "?"
+
     def test_samples_where_there_are_no_tokens_and_gib_where_there_is_much(self, bench: Bench) -> None:
         large = replace(bench.cases[0], allocated_bytes=(90 * 2**30,))
         heads = columns(replace(bench, cases=(large,), step_tokens=None))
-        assert "samples\na second" in heads
+        assert "samples\nper s" in heads
         assert "peak\nGiB" in heads
 
     def test_a_bench_that_is_refused_shows_no_ratio(self, bench: Bench) -> None:
@@ -112,7 +134,7 @@ class TestTable:
         assert "×" not in columns(refused(bench))
         assert len(lines_of(refused(bench))[2].split()) == len(lines_of(bench)[2].split()) - 1
 
-    def test_speed_is_beside_our_ddp_or_what_ran_first(self, bench: Bench) -> None:
+    def test_speed_is_relative_to_our_ddp_or_what_ran_first(self, bench: Bench) -> None:
         assert baseline(bench).name == "ddp"
         assert baseline(replace(bench, cases=bench.cases[2:])).name == "zero2"
 

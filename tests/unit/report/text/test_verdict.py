@@ -113,7 +113,7 @@ def test_a_doubt_comes_first(found: dict[str, Candidate]) -> None:
 
 def test_nothing_to_take_says_why() -> None:
     unknown = Recommendation(index=None, reason=Reason.CAPACITY_UNKNOWN)
-    assert verdict(unknown, why=reasons(unknown)) == ("Whether it fits is not known: the device's capacity is not.")
+    assert verdict(unknown, why=reasons(unknown)) == "No recommendation: the memory of the device is not known."
     assert reasons(Recommendation(index=None, reason=Reason.NOTHING_FITS)) == "nothing fits"
 
 

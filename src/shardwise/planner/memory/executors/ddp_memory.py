@@ -31,7 +31,16 @@ class DdpMemory:
                 return partial(self._take_grads, operation.subject)
             case Kind.FORWARD | Kind.BACKWARD | Kind.BROADCAST | Kind.REDUCE | Kind.WAIT_REDUCE:
                 return do_nothing
-            case Kind.GATHER | Kind.WAIT_GATHER | Kind.FREE | Kind.REDUCE_SLICE | Kind.WAIT_SLICE | Kind.REDUCE_FLAGS:
+            case (
+                Kind.GATHER
+                | Kind.WAIT_GATHER
+                | Kind.FREE
+                | Kind.REDUCE_SLICE
+                | Kind.WAIT_SLICE
+                | Kind.REDUCE_FLAGS
+                | Kind.TO_OWNERS
+                | Kind.FROM_OWNERS
+            ):
                 raise ValueError(f"DistributedDataParallel does not {operation}")
             case _:
                 assert_never(kind)

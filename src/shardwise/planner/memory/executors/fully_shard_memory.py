@@ -59,6 +59,9 @@ class FullyShardMemory:
             ):
                 # A slice is summed in place, where it is the gradient.
                 return do_nothing
+            case Kind.TO_OWNERS | Kind.FROM_OWNERS:
+                # Which its rules do not have.
+                return do_nothing
             case _:
                 assert_never(kind)
 

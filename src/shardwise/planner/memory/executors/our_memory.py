@@ -46,6 +46,11 @@ class OurMemory:
                 return partial(self._reduce_slice, name)
             case Kind.WAIT_SLICE:
                 return partial(self._deliver, name)
+            case Kind.TO_OWNERS:
+                return partial(self._own, name, operation.num_bytes)
+            case Kind.FROM_OWNERS:
+                # The gradients have gone there too.
+                return partial(self._own, name, -2 * operation.num_bytes)
             case Kind.UPDATE:
                 return self._update
             case Kind.WAIT_GATHER | Kind.BACKWARD | Kind.REDUCE | Kind.REDUCE_FLAGS | Kind.BROADCAST:
@@ -196,6 +201,12 @@ class OurMemory:
         return sum(self.setting.left_out(unit) * states[unit].reduce for unit in self._members[bucket])
 
     # The update, and what all do
+
+    def _own(self, unit: str, num_bytes: int) -> None:
+        """An owner's matrices come and go, with their gradients; owners have about as much as each other."""
+        share = num_bytes // self.setting.num_slices
+        self._change("other", share)
+        self._change("other", self.setting.left_out(unit) * share, is_beside=True)
 
     def _update(self) -> None:
         self.changes += update_changes(self.setting.update_bytes)

@@ -40,6 +40,7 @@ class MemorySetting:
     rules: MemoryRules
     update_bytes: int
     num_params: int
+    num_slices: int
 
     def weight(self, unit: str) -> int:
         return self.weights.get(unit, 1)

@@ -1,0 +1,248 @@
+"""The same training script under several engines: one process, ours by strategy, torch's DDP and `fully_shard`.
+
+A scenario is written once, against `Runner`. One process takes the batches of both ranks in turn, adds up their
+gradients and halves them, which is what two ranks do; so equal means equal bit for bit.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import shardwise
+from shardwise.plan import Plan
+
+NUM_RANKS = 2
+PEERS = ("torch DDP", "fully_shard")
+STRATEGIES = ("ddp", "zero2", "fsdp")
+
+
+class NotOffered(Exception):  # noqa: N818 - shown as the result of a row
+    """The engine has no way to do this at all."""
+
+
+class Runner:
+    """One process; the others change what they do differently."""
+
+    name = "one process"
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def prepare(self, model: nn.Module, *optimizers: Optimizer, units: str = "auto", **options: Any) -> nn.Module:
+        """The model that is called from now on."""
+        return model
+
+    def step(self, optimizer: Optimizer, loss: Callable[[int], Tensor], *, passes: int = 1, **options: Any) -> None:
+        """One update from `loss(share)` of each share of the data; a rank has one share per pass."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        sums: list[Tensor | None] = [None] * len(parameters)
+        for share in range(NUM_RANKS):
+            optimizer.zero_grad()
+            for number in range(passes):
+                (loss(share + NUM_RANKS * number) / passes).backward()
+            for index, parameter in enumerate(parameters):
+                if parameter.grad is not None:
+                    grad, before = parameter.grad, sums[index]
+                    sums[index] = grad.clone() if before is None else before + grad
+        for parameter, total in zip(parameters, sums, strict=True):
+            parameter.grad = None if total is None else total * (1 / NUM_RANKS)
+        self._update(optimizer, parameters, **options)
+
+    def _update(
+        self,
+        optimizer: Optimizer,
+        parameters: Iterable[Any],
+        *,
+        clip: float | None = None,
+        clip_value: float | None = None,
+    ) -> None:
+        if clip is not None:
+            nn.utils.clip_grad_norm_(parameters, clip)
+        if clip_value is not None:
+            nn.utils.clip_grad_value_(parameters, clip_value)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    @contextmanager
+    def whole(self, model: nn.Module, *, write: bool = False) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+
+    def average(self, model: nn.Module, decay: float) -> "Average":
+        return Average(model, decay)
+
+    def extend(self, model: nn.Module) -> None:
+        pass
+
+    def forward_method(self, model: nn.Module, name: str) -> None:
+        pass
+
+    def evaluating(self, model: nn.Module) -> Any:
+        return nullcontext()
+
+    def stream(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+        return ((name, value.detach()) for name, value in model.named_parameters())
+
+
+class Average:
+    """An average of parameters, as each process would keep it of what it has."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._model, self._decay = model, decay
+        self._values = [p.detach().clone() for p in model.parameters()]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for value, parameter in zip(self._values, self._model.parameters(), strict=True):
+            value.lerp_(parameter.detach(), 1 - self._decay)
+
+    def weights(self, runner: Runner) -> dict[str, Tensor]:
+        return dict(zip([name for name, _ in self._model.named_parameters()], self._values, strict=True))
+
+
+class OnRanks(Runner):
+    """What the engines of several ranks have in common: a rank takes its own share."""
+
+    def step(self, optimizer: Optimizer, loss: Callable[[int], Tensor], *, passes: int = 1, **options: Any) -> None:
+        optimizer.zero_grad()
+        for number in range(passes):
+            with self.accumulating(last=number == passes - 1):
+                (loss(self.rank + NUM_RANKS * number) / passes).backward()
+        self._update(optimizer, [p for group in optimizer.param_groups for p in group["params"]], **options)
+
+    def accumulating(self, *, last: bool) -> Any:
+        return nullcontext()
+
+
+class Ours(OnRanks):
+    def __init__(self, rank: int, strategy: str) -> None:
+        super().__init__(rank)
+        self.name = strategy
+        # The one that was prepared last, and for each optimizer its own.
+        self._last: nn.Module | None = None
+        self._models: dict[int, nn.Module] = {}
+
+    def prepare(self, model: nn.Module, *optimizers: Optimizer, units: str = "auto", **options: Any) -> nn.Module:
+        given: Any = optimizers[0] if len(optimizers) == 1 else list(optimizers) or None
+        self._last, _ = shardwise.prepare(model, given, Plan(strategy=self.name, units=units, **options))
+        self._models |= {id(optimizer): model for optimizer in optimizers}
+        return self._last
+
+    def accumulating(self, *, last: bool) -> Any:
+        assert self._last is not None
+        return nullcontext() if last else shardwise.accumulate(self._last)
+
+    def _update(
+        self,
+        optimizer: Optimizer,
+        parameters: Iterable[Any],
+        *,
+        clip: float | None = None,
+        clip_value: float | None = None,
+    ) -> None:
+        model = self._models.get(id(optimizer), self._last)
+        assert model is not None
+        if clip is not None:
+            shardwise.clip_grad_norm_(model, clip)
+        if clip_value is not None:
+            shardwise.clip_grad_value_(model, clip_value)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @contextmanager
+    def whole(self, model: nn.Module, *, write: bool = False) -> Iterator[None]:
+        with shardwise.whole(model, write=write), torch.no_grad():
+            yield
+
+    def average(self, model: nn.Module, decay: float) -> Any:
+        return OurAverage(model, decay)
+
+    def extend(self, model: nn.Module) -> None:
+        shardwise.extend(model)
+
+    def forward_method(self, model: nn.Module, name: str) -> None:
+        shardwise.forward_method(model, name)
+
+    def evaluating(self, model: nn.Module) -> Any:
+        return shardwise.evaluating(model)
+
+    def stream(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+        return shardwise.weight_stream(model)
+
+
+class OurAverage:
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._model, self._average = model, shardwise.EMA(model, decay=decay)
+
+    def update(self) -> None:
+        self._average.update()
+
+    def weights(self, runner: Runner) -> dict[str, Tensor]:
+        with self._average.applied():
+            return runner.weights(self._model)
+
+
+class TorchDDP(OnRanks):
+    name = "torch DDP"
+
+    def prepare(self, model: nn.Module, *optimizers: Optimizer, units: str = "auto", **options: Any) -> nn.Module:
+        self._wrapped = nn.parallel.DistributedDataParallel(model)
+        return self._wrapped
+
+    def accumulating(self, *, last: bool) -> Any:
+        return nullcontext() if last else self._wrapped.no_sync()
+
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        return super().weights(getattr(model, "module", model))
+
+
+class FullyShard(OnRanks):
+    """Units as ours; the optimizer is given the sharded parameters, as PyTorch's guide does."""
+
+    name = "fully_shard"
+
+    def prepare(self, model: nn.Module, *optimizers: Optimizer, units: str = "auto", **options: Any) -> nn.Module:
+        from torch.distributed.fsdp import fully_shard
+
+        from shardwise.units import unit_modules
+
+        names = {id(p): name for name, p in model.named_parameters()}
+        held = [[[names[id(p)] for p in group["params"]] for group in one.param_groups] for one in optimizers]
+        for name, module in unit_modules(model, policy=units).items():
+            if module is not model and name:
+                fully_shard(module)
+        fully_shard(model)
+        now = dict(model.named_parameters())
+        for one, groups in zip(optimizers, held, strict=True):
+            for group, own in zip(one.param_groups, groups, strict=True):
+                group["params"] = [now[name] for name in own]
+        return model
+
+    def accumulating(self, *, last: bool) -> Any:
+        return nullcontext()
+
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        return {
+            name: value.full_tensor().detach().clone() if hasattr(value, "full_tensor") else value.detach().clone()
+            for name, value in model.state_dict().items()
+        }
+
+    def stream(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+        return self.weights(model).items()
+
+
+def make_runner(name: str, rank: int) -> Runner:
+    kinds: dict[str, Callable[[int], Runner]] = {
+        Runner.name: Runner,
+        TorchDDP.name: TorchDDP,
+        FullyShard.name: FullyShard,
+        **{strategy: lambda rank, strategy=strategy: Ours(rank, strategy) for strategy in STRATEGIES},
+    }
+    return kinds[name](rank)

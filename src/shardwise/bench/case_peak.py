@@ -1,0 +1,33 @@
+"""The one peak of a case, and its parts by category: every table and picture of a bench takes them from here. No torch.
+
+The peak is what the device counted in the steps that were timed; the ledger is of one recorded step. What the ledger
+did not see counts as `other` (MemoryLedger.adding_up_to), so that the categories add up to the peak.
+"""
+
+from collections.abc import Mapping
+
+from shardwise.bench.case_result import CaseResult
+from shardwise.categories import CATEGORIES
+from shardwise.profile.memory_ledger import MemoryLedger
+
+
+def measured_ledger(case: CaseResult, *, rank: int) -> MemoryLedger | None:
+    """The ledger of a rank, whose peak is the rank's. None where there is none, or where the recorded step held more
+    than the steps that were timed: that was not the same step.
+    """
+    if rank >= len(case.ledgers):
+        return None
+    ledger = case.ledgers[rank]
+    peak_bytes = case.allocated_bytes[rank] if rank < len(case.allocated_bytes) else ledger.peak.total_bytes
+    return ledger.adding_up_to(peak_bytes) if peak_bytes >= ledger.peak.total_bytes else None
+
+
+def peak_ledger(case: CaseResult) -> MemoryLedger | None:
+    """Of the rank with the highest peak."""
+    return measured_ledger(case, rank=case.peak_rank if case.allocated_bytes else 0)
+
+
+def peak_parts(case: CaseResult) -> Mapping[str, int] | None:
+    """Category → bytes at the peak; their sum is `case.peak_bytes`. None where nobody looked."""
+    ledger = peak_ledger(case)
+    return None if ledger is None else {name: ledger.peak.num_bytes.get(name, 0) for name in CATEGORIES}

@@ -1,0 +1,188 @@
+"""What a bench found of one engine and strategy, as values and as JSON. No torch here."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from shardwise.bench.modes import mode_of
+from shardwise.bench.spread import Spread
+from shardwise.profile.memory_ledger import MemoryLedger
+from shardwise.span import Span
+
+NOT_MEASURABLE = "not measurable here"
+"""Of exposed communication that is smaller than the spread of the times that it is the difference of."""
+_DERIVED = ("exposed_seconds", "why_not_exposed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happening:
+    """An operation of the tape: what on what, when after the step began, and in which row of the ledger."""
+
+    kind: str
+    subject: str
+    num_bytes: int
+    seconds: float
+    row: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitOutline:
+    """A unit of the model, in the order of the spec."""
+
+    name: str
+    num_params: int
+    num_trained: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedCase:
+    """The planner's prediction for the same case; None where it has none."""
+
+    allocated_bytes: int
+    breakdown_bytes: Mapping[str, int]
+    # The highest point of each row, [label, category → bytes], to compare with the ledger.
+    entries: tuple[tuple[str, Mapping[str, int]], ...]
+    step_seconds: float | None = None
+    exposed_seconds: float | None = None
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseResult:
+    """One engine and strategy. Where it did not run, `why_not` says why, and the rest is empty.
+
+    losses             of every step from the first on, the mean over ranks
+    grad_norms         of the first steps, of the whole gradient, before clipping
+    param_norms        of the first step, parameter by parameter
+    dtypes             "compute" (of matrix products), "master", "grads", "optim" → dtypes that were seen
+    step_seconds       of blocks of steps, in all runs
+    silent_seconds     the same without communication: the same processes, whose collectives return at once;
+                       `why_not_silent`, if that failed
+    first_step_seconds from the start of a process until it had taken a step
+    allocated_bytes    the peak of a step, by rank; reserved_bytes: of the caching allocator, on a GPU
+    ledgers            of one step, by rank; as they add up to the peak: case_peak.py
+    sent_bytes         what a rank sends in a step; `calls`: collective → how often
+    tape               of rank 0: the operations of one step; tape_seconds: how long that step took
+    buckets            name → units, as rank 0 reduces them
+    """
+
+    engine: str
+    strategy: str
+    why_not: str = ""
+    losses: tuple[float, ...] = ()
+    grad_norms: tuple[float, ...] = ()
+    param_norms: Mapping[str, float] = field(default_factory=dict)
+    dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    step_seconds: Spread | None = None
+    silent_seconds: Spread | None = None
+    why_not_silent: str = ""
+    first_step_seconds: Spread | None = None
+    allocated_bytes: tuple[int, ...] = ()
+    reserved_bytes: tuple[int, ...] = ()
+    ledgers: tuple[MemoryLedger, ...] = ()
+    sent_bytes: int | None = None
+    calls: Mapping[str, int] = field(default_factory=dict)
+    units: tuple[UnitOutline, ...] = ()
+    buckets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tape: tuple[Happening, ...] = ()
+    tape_seconds: float | None = None
+    predicted: PredictedCase | None = None
+
+    @property
+    def name(self) -> str:
+        return self.strategy if self.engine == "shardwise" else f"{self.engine} {self.strategy}"
+
+    @property
+    def mode(self) -> str:
+        """How its steps were run: eager, captured or compiled."""
+        return mode_of(self.engine)
+
+    @property
+    def ran(self) -> bool:
+        return self.step_seconds is not None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the rank with the highest peak."""
+        return max(self.allocated_bytes)
+
+    @property
+    def peak_rank(self) -> int:
+        return self.allocated_bytes.index(self.peak_bytes)
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        """How much shorter a step is without communication; None where `why_not_exposed` says why."""
+        if self.why_not_exposed:
+            return None
+        assert self.step_seconds is not None
+        assert self.silent_seconds is not None
+        return self.step_seconds.median - self.silent_seconds.median
+
+    @property
+    def why_not_exposed(self) -> str:
+        """Not measured at all; or a difference that is negative, or smaller than the spread of the two times: noise."""
+        if self.step_seconds is None or self.silent_seconds is None:
+            return "not measured"
+        is_longer = self.step_seconds.median > self.silent_seconds.median
+        is_clear = is_longer and not self.step_seconds.overlaps(self.silent_seconds)
+        return "" if is_clear else NOT_MEASURABLE
+
+    @property
+    def memory_error(self) -> float | None:
+        """Predicted minus measured, relative to measured."""
+        if self.predicted is None or not self.allocated_bytes:
+            return None
+        return self.predicted.allocated_bytes / self.peak_bytes - 1
+
+    @property
+    def time_error(self) -> float | None:
+        if self.predicted is None or self.predicted.step_seconds is None or self.step_seconds is None:
+            return None
+        return self.predicted.step_seconds / self.step_seconds.median - 1
+
+    def to_data(self) -> dict[str, Any]:
+        """In JSON's own types; what is exposed is written as the table and the page show it."""
+        return {
+            **asdict(self),
+            "ledgers": [ledger.to_data() for ledger in self.ledgers],
+            "tape": [list(asdict(happening).values()) for happening in self.tape],
+            "exposed_seconds": self.exposed_seconds,
+            "why_not_exposed": self.why_not_exposed,
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> "CaseResult":
+        """Of data that are known to be of the right form (results_form.py)."""
+        row = {name: value for name, value in data.items() if name not in _DERIVED}
+        predicted = row["predicted"]
+        return cls(
+            **{
+                **row,
+                **{name: tuple(row[name]) for name in ("allocated_bytes", "reserved_bytes")},
+                **{name: tuple(map(float, row[name])) for name in ("losses", "grad_norms")},
+                "param_norms": {name: float(norm) for name, norm in row["param_norms"].items()},
+                **{name: _spread(row[name]) for name in ("step_seconds", "silent_seconds", "first_step_seconds")},
+                "dtypes": {name: tuple(seen) for name, seen in row["dtypes"].items()},
+                "ledgers": tuple(MemoryLedger.from_data(ledger) for ledger in row["ledgers"]),
+                "units": tuple(UnitOutline(**unit) for unit in row["units"]),
+                "buckets": {name: tuple(units) for name, units in row["buckets"].items()},
+                "tape": tuple(_happening(one) for one in row["tape"]),
+                "predicted": None if predicted is None else _predicted(predicted),
+            }
+        )
+
+
+def _spread(data: Mapping[str, Any] | None) -> Spread | None:
+    return None if data is None else Spread(values=tuple(data["values"]))
+
+
+def _happening(data: Sequence[Any]) -> Happening:
+    kind, subject, num_bytes, seconds, row = data
+    return Happening(kind=kind, subject=subject, num_bytes=num_bytes, seconds=seconds, row=row)
+
+
+def _predicted(data: Mapping[str, Any]) -> PredictedCase:
+    entries = tuple((label, parts) for label, parts in data["entries"])
+    spans = tuple(Span(*one) for one in data["spans"])
+    return PredictedCase(**{**data, "entries": entries, "spans": spans})

@@ -1,0 +1,38 @@
+"""What a case has that can go wrong or has to be understood: of two as fast ones, the one with fewer is simpler.
+
+No engine is a part of its own, ours included: each of them is one.
+"""
+
+from shardwise.bench.case_result import CaseResult
+from shardwise.placement import AUTO, SHARDED, STRATEGIES
+
+_OPTIM, _GRADS, _PARAMS = "sharded optimizer state", "sharded gradients", "sharded parameters"
+_REGATHER, _PER_UNIT = "second gather", "plan per unit"
+_GRAPH, _COMPILER = "CUDA graph", "compiler"
+_MODES = {"captured": (_GRAPH,), "compiled": (_GRAPH, _COMPILER)}
+
+
+def moving_parts(case: CaseResult) -> tuple[str, ...]:
+    """In words, always in the same order."""
+    if case.strategy == AUTO:
+        # Which of them its plan has is the solver's choice; who reads it has to know all.
+        return _OPTIM, _GRADS, _PARAMS, _REGATHER, _PER_UNIT, *_MODES.get(case.mode, ())
+    placement = STRATEGIES[case.strategy]
+    has = {
+        _OPTIM: placement.optim is SHARDED,
+        _GRADS: placement.grads is SHARDED,
+        _PARAMS: placement.params is SHARDED,
+        _REGATHER: placement.reshard_after_forward,
+    }
+    return *(part for part, is_there in has.items() if is_there), *_MODES.get(case.mode, ())
+
+
+def is_simpler(one: CaseResult, other: CaseResult) -> bool:
+    """It has fewer moving parts, and none that the other does not have."""
+    return set(moving_parts(one)) < set(moving_parts(other))
+
+
+def missing_parts(one: CaseResult, other: CaseResult) -> str:
+    """What the simpler one does not have: "no sharded gradients or CUDA graph"."""
+    parts = [part for part in moving_parts(other) if part not in moving_parts(one)]
+    return "no " + " or ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

@@ -1,0 +1,90 @@
+"""The tape of a step of the usual length, and where its operations are in the recorded step. Only our engine has tapes.
+
+A step whose memory is recorded is slower than those that are timed. So the times of the tape are those of a step that
+nobody recorded, and only its rows come from the recorded one, which issues the same operations.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from shardwise.bench.case_result import Happening
+from shardwise.bench.run_files import Found
+from shardwise.bench.subject import BenchTraining
+from shardwise.engine.engine import is_prepared, tape
+from shardwise.engine.tape import TapeEntry
+from shardwise.profile.memory_ledger import Lasts
+from shardwise.profile.recording import StepRecording
+from shardwise.program import Kind
+
+NUM_TAPED = 6
+"""Steps of which, after the first, the most usual one is kept."""
+# An update is on the tape when it is done, and all other operations that compute when they begin.
+_LASTS = {Kind.FORWARD: Lasts.UNTIL_NEXT, Kind.BACKWARD: Lasts.UNTIL_NEXT, Kind.UPDATE: Lasts.SINCE_LAST}
+
+
+def with_usual_tape(found: Found, subject: BenchTraining) -> Found:
+    """And, on rank 0, the operations of the step of a few that took the most usual time, and that time."""
+    if not is_prepared(subject.training.model):
+        return found
+    # The first one finds nothing under way, which is not the usual step: gathers of an update end in the next step.
+    _, *steps = [_timed(subject) for _ in range(NUM_TAPED)]
+    subject.settle()
+    usual = statistics.median(found.block_seconds or [took for took, _, _ in steps])
+    took, began, entries = min(steps, key=lambda step: abs(step[0] - usual))
+    if found.rank != 0:
+        return found
+    happenings = tuple(_happening(entry, row=0, seconds=entry.seconds - began) for entry in entries)
+    return replace(found, tape=happenings, tape_seconds=took)
+
+
+def recorded_step(subject: BenchTraining, recording: StepRecording) -> list[TapeEntry]:
+    """Take the step that is recorded; the recording is told of each operation."""
+
+    def note(entry: TapeEntry) -> None:
+        recording.note_operation(str(entry), lasts=_LASTS.get(entry.kind, Lasts.NOT))
+
+    with recording.step():
+        return _taped(subject, on_entry=note)
+
+
+def with_rows(found: Found, entries: Sequence[TapeEntry], recording: StepRecording) -> Found:
+    """And, on rank 0, the row of each operation of the tape; of a step of other operations all of it."""
+    if found.rank != 0:
+        return found
+    places = [recording.place(entry.seconds) for entry in entries]
+    if [(one.kind, one.subject) for one in found.tape] == [(one.kind.value, one.subject) for one in entries]:
+        rows = (row for row, _ in places)
+        return replace(found, tape=tuple(replace(one, row=row) for one, row in zip(found.tape, rows, strict=True)))
+    recorded = zip(entries, places, strict=True)
+    happenings = tuple(_happening(entry, row=row, seconds=seconds) for entry, (row, seconds) in recorded)
+    return replace(found, tape=happenings, tape_seconds=None)
+
+
+def _timed(subject: BenchTraining) -> tuple[float, float, list[TapeEntry]]:
+    """(how long it took, when it began, its operations) of one step; gathers that it leaves under way stay so."""
+    began = time.perf_counter()
+    entries = _taped(subject)
+    if subject.training.device.type == "cuda":
+        torch.cuda.synchronize(subject.training.device)
+    return time.perf_counter() - began, began, entries
+
+
+def _taped(subject: BenchTraining, *, on_entry: Callable[[TapeEntry], None] | None = None) -> list[TapeEntry]:
+    if not is_prepared(subject.training.model):
+        subject.step()
+        return []
+    with tape(subject.training.model) as recorded:
+        recorded.on_entry = on_entry
+        try:
+            subject.step()
+        finally:
+            recorded.on_entry = None
+        return recorded.take()
+
+
+def _happening(entry: TapeEntry, *, row: int, seconds: float) -> Happening:
+    return Happening(kind=entry.kind.value, subject=entry.subject, num_bytes=entry.num_bytes, seconds=seconds, row=row)

@@ -1,0 +1,254 @@
+"""Matrices that one rank owns: an optimizer that needs whole parameters steps them there.
+
+Parameters, gradients and masters lie in slices as ever. What a rank owns is the optimizer's state of some of them:
+
+    to owners     before an update, the slices of a matrix and of its gradient go to the rank that owns it
+    update        the optimizer steps the whole matrix there
+    from owners   its new values go back into the slices
+
+Each is an all-to-all per unit over the shard axis. Between two updates the owner holds nothing of a matrix but its
+state: what the optimizer's groups hold then says so when it is read.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.comm.issued import CollectiveName
+from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.params.guard import ShardedParameter, rest, unguarded, wake
+from shardwise.engine.params.unit import Unit
+from shardwise.engine.step_errors import frozen_was_stepped
+from shardwise.engine.tape import Tape
+from shardwise.program import Kind
+from shardwise.program.owners import assign_owners
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedMatrix:
+    """A parameter whose optimizer state lives on one rank.
+
+    owner    its place in the shard axis
+    whole    what the optimizer steps; on the owner
+    """
+
+    name: str
+    unit: Unit
+    flat: FlatParams
+    index: int
+    owner: int
+    whole: nn.Parameter | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.flat.layout.shapes[self.index]
+
+    def part_of(self, rank: int) -> tuple[int, int]:
+        """The elements of it, counted from its first, that lie in a rank's slice."""
+        size = self.flat.layout.slice_elements
+        offset = self.flat.layout.offsets[self.index]
+        start, stop = rank * size - offset, (rank + 1) * size - offset
+        return max(start, 0), max(min(stop, prod(self.shape)), max(start, 0))
+
+    def size_on(self, rank: int) -> int:
+        start, stop = self.part_of(rank)
+        return stop - start
+
+
+class OwnedMatrices:
+    """All owned matrices of a model, by the optimizer that steps them."""
+
+    def __init__(self, units: dict[str, Unit], *, tape: Tape) -> None:
+        self._units = units
+        self._tape = tape
+        self._of: weakref.WeakKeyDictionary[Optimizer, list[OwnedMatrix]] = weakref.WeakKeyDictionary()
+        self._stepping: list[OwnedMatrix] = []
+        self._to = {name: CollectiveName(f"{Kind.TO_OWNERS.value} {name}") for name in units}
+        self._from = {name: CollectiveName(f"{Kind.FROM_OWNERS.value} {name}") for name in units}
+
+    def of(self, optimizer: Optimizer | None) -> list[OwnedMatrix]:
+        """Those that an optimizer steps; without one, all."""
+        if optimizer is None:
+            return [matrix for matrices in self._of.values() for matrix in matrices]
+        return self._of.get(optimizer, [])
+
+    def own(self, optimizer: Optimizer, names: Sequence[str]) -> dict[str, nn.Parameter | None]:
+        """Give these parameters owners: what the optimizer is to step for each of them on this rank."""
+        places = {
+            name: (unit, flat, index)
+            for unit in self._units.values()
+            for flat in unit.flats
+            for index, name in enumerate(flat.names)
+        }
+        found = [(name, *places[name]) for name in names if prod(places[name][1].layout.shapes[places[name][2]])]
+        if not found:
+            return dict.fromkeys(names)
+        group = found[0][2].groups.gather
+        shapes = [flat.layout.shapes[index] for _, _, flat, index in found]
+        owners = assign_owners(shapes, num_ranks=group.size, loads=self._loads(group.size))
+        self._of[optimizer] = [*self.of(optimizer)]
+        for (name, unit, flat, index), owner in zip(found, owners, strict=True):
+            whole = _at_rest(flat, index, name=name) if owner == group.index else None
+            matrix = OwnedMatrix(name=name, unit=unit, flat=flat, index=index, owner=owner, whole=whole)
+            self._of[optimizer].append(matrix)
+        wholes = {matrix.name: matrix.whole for matrix in self._of[optimizer]}
+        return {name: wholes.get(name) for name in names}
+
+    def _loads(self, num_ranks: int) -> list[int]:
+        loads = [0] * num_ranks
+        for matrix in self.of(None):
+            loads[matrix.owner] += prod(matrix.shape)
+        return loads
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """The next update is this optimizer's: of its matrices, those that have a gradient move."""
+        self._stepping = [matrix for matrix in self.of(optimizer) if matrix.flat.has_grad(matrix.index)]
+        for matrix in self._stepping:
+            if matrix.flat not in matrix.unit.trained_flats and not matrix.unit.sharded:
+                raise frozen_was_stepped([matrix.name])
+
+    def zero_grads(self, optimizer: Optimizer) -> None:
+        """Fill the gradients of an optimizer's matrices with zeros, as they lie in slices."""
+        for matrix in self.of(optimizer):
+            for part in matrix.flat.owned:
+                if part.index == matrix.index and part.parameter.grad is not None:
+                    part.parameter.grad.zero_()
+
+    def _moving(self, unit: str) -> Iterator[list[OwnedMatrix]]:
+        """The matrices of a unit that move, those of one dtype together."""
+        flats = self._units[unit].flats
+        moving = ([matrix for matrix in self._stepping if matrix.flat is flat] for flat in flats)
+        return (matrices for matrices in moving if matrices)
+
+    @torch.no_grad()
+    def to_owners(self, unit: str) -> None:
+        """The slices of a unit's matrices and of their gradients go to the owners."""
+        num_bytes = 0
+        for matrices in self._moving(unit):
+            num_bytes += 2 * _num_bytes(matrices)
+            exchange = _Exchange(matrices, tensors_each=2)
+            received = exchange.send_slices(name=self._to[unit])
+            for matrix, (values, grads) in received:
+                assert matrix.whole is not None
+                wake([matrix.whole])
+                matrix.whole.data = values.view(matrix.shape)
+                matrix.whole.grad = grads.view(matrix.shape)
+        if num_bytes:
+            self._tape.record(Kind.TO_OWNERS, unit, lambda: num_bytes)
+
+    @torch.no_grad()
+    def from_owners(self, unit: str) -> None:
+        """The new values of a unit's matrices come back into the slices."""
+        num_bytes = 0
+        for matrices in self._moving(unit):
+            num_bytes += _num_bytes(matrices)
+            _Exchange(matrices, tensors_each=1).return_slices(name=self._from[unit])
+            for matrix in matrices:
+                if matrix.whole is not None:
+                    _put_to_rest(matrix.whole)
+        if num_bytes:
+            self._tape.record(Kind.FROM_OWNERS, unit, lambda: num_bytes)
+
+
+class _Exchange:
+    """One all-to-all of matrices that lie in one flat buffer: how many elements go from which rank to which."""
+
+    def __init__(self, matrices: list[OwnedMatrix], *, tensors_each: int) -> None:
+        self._matrices = matrices
+        self._flat = matrices[0].flat
+        self._group = self._flat.groups.gather
+        self._here = self._group.index
+        self._mine = [matrix for matrix in matrices if matrix.owner == self._here]
+        ranks = range(self._group.size)
+        # In elements: what this rank's slice has of each owner's matrices, and each rank's slice of this rank's.
+        self._by_owner = [
+            tensors_each * sum(m.size_on(self._here) for m in matrices if m.owner == rank) for rank in ranks
+        ]
+        self._by_slice = [tensors_each * sum(m.size_on(rank) for m in self._mine) for rank in ranks]
+
+    def send_slices(self, *, name: CollectiveName) -> Iterator[tuple[OwnedMatrix, list[Tensor]]]:
+        """This rank's matrices, and for each its values and its gradient, in one dimension."""
+        parts = {part.index: part for part in self._flat.owned}
+        pieces: list[Tensor] = []
+        for matrix in sorted(self._matrices, key=lambda matrix: matrix.owner):
+            if matrix.index in parts:
+                part = parts[matrix.index]
+                grad = part.parameter.grad
+                assert grad is not None
+                pieces += [self._flat.master[part.start : part.stop], grad.reshape(-1)]
+        received = self._move(pieces, sizes=self._by_owner, received_sizes=self._by_slice, name=name)
+        cut = self._cut(received, tensors_each=2)
+        return ((matrix, [torch.cat(ranks) for ranks in zip(*cut[matrix.name], strict=True)]) for matrix in self._mine)
+
+    def return_slices(self, *, name: CollectiveName) -> None:
+        pieces = []
+        for rank in range(self._group.size):
+            for matrix in self._mine:
+                assert matrix.whole is not None
+                start, stop = matrix.part_of(rank)
+                pieces.append(matrix.whole.detach().reshape(-1)[start:stop])
+        received = self._move(pieces, sizes=self._by_slice, received_sizes=self._by_owner, name=name)
+        parts = {part.index: part for part in self._flat.owned}
+        held = [m for m in sorted(self._matrices, key=lambda matrix: matrix.owner) if m.index in parts]
+        targets = [self._flat.master[parts[m.index].start : parts[m.index].stop] for m in held]
+        if targets:
+            torch._foreach_copy_(targets, list(torch.split(received, [target.numel() for target in targets])))
+
+    def _move(
+        self, pieces: list[Tensor], *, sizes: list[int], received_sizes: list[int], name: CollectiveName
+    ) -> Tensor:
+        nothing = torch.empty(0, dtype=self._flat.master_dtype, device=self._flat.device)
+        sent = torch.cat([nothing, *pieces])
+        received = nothing.new_empty(sum(received_sizes))
+        self._group.log.name = name
+        self._flat.collectives.all_to_all(
+            received, sent, received_sizes=received_sizes, sent_sizes=sizes, group=self._group
+        ).wait()
+        return received
+
+    def _cut(self, received: Tensor, *, tensors_each: int) -> dict[str, list[tuple[Tensor, ...]]]:
+        """Name of a matrix → of each rank that has a part of it, that part of each tensor."""
+        places = [(m, rank) for rank in range(self._group.size) for m in self._mine]
+        sizes = [m.size_on(rank) for m, rank in places for _ in range(tensors_each)]
+        pieces = torch.split(received, sizes)
+        found: dict[str, list[tuple[Tensor, ...]]] = {}
+        for (matrix, _), start in zip(places, range(0, len(pieces), tensors_each), strict=True):
+            found.setdefault(matrix.name, []).append(pieces[start : start + tensors_each])
+        return found
+
+
+def _num_bytes(matrices: Sequence[OwnedMatrix]) -> int:
+    return sum(prod(matrix.shape) * matrix.flat.master_dtype.itemsize for matrix in matrices)
+
+
+def _at_rest(flat: FlatParams, index: int, *, name: str) -> nn.Parameter:
+    """What an optimizer's group holds of a matrix that this rank owns: its shape, and no memory."""
+    shape = flat.layout.shapes[index]
+    whole = nn.Parameter(torch.zeros((), dtype=flat.master_dtype, device=flat.device).expand(shape))
+    whole._touched = partial(_refuse, name)  # type: ignore[attr-defined]
+    whole._drop_grad = lambda: None  # type: ignore[attr-defined]
+    rest([whole])
+    return whole
+
+
+def _put_to_rest(whole: nn.Parameter) -> None:
+    with unguarded():
+        whole.grad = None
+        whole.data = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(whole.shape)
+    rest([whole])
+
+
+def _refuse(name: str, is_grad: bool) -> None:
+    """The answer to a read of a matrix between two updates."""
+    if is_grad:
+        return
+    raise ShardedParameter(
+        f"{name} is whole on this rank, which owns its optimizer state, during optimizer.step() alone: for its values "
+        "call shardwise.full_state_dict(model), or read it inside `with shardwise.whole(model):`, on every rank"
+    )

@@ -1,0 +1,288 @@
+"""How far an optimizer's update looks, found out by trying: copies of it step small tensors, whole and cut.
+
+    whole     one copy steps a tensor of more than 16,384 elements
+    beside    one copy steps that tensor and another one
+    pieces    a copy for each piece of the tensor, as ranks that hold slices would
+
+10 steps, with gradients of ordinary, tiny and huge size; parameters, states and options are compared bit by bit.
+No difference is allowed for: each element of an elementwise update is rounded by itself. Of a CPU's kernels only the
+last elements of a tensor, which do not fill a vector, run other code; pieces begin where vectors do, and the tensor is
+small enough for one thread, so those are the same elements. A GPU's kernels run the same code for every element.
+
+A copy is what an optimizer is after `prepare`: the same object with other parameters in its groups. The optimizer
+itself, its state and the random generators stay as they are.
+"""
+
+import copy
+import itertools
+import random
+import sys
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.layout import ALIGNMENT
+
+NUM_STEPS = 10
+# A prime number of columns, and no multiple of a vector's length in all; the last for three and more dimensions.
+_SHAPES = ((16_637,), (131, 127), (37, 10, 5, 9))
+# What gradients are multiplied with, step by step; 0: large and small parts of one gradient.
+_SCALES = (1.0, 1.0, 1.0, 1.0, 1e-10, 1e-10, 0.0, 0.0, 1e10, 1e10)
+_LARGEST_ALIGNMENT = 4096
+# By the bytes of an element: what its bits are compared as.
+_WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+# A scheduler may begin at 0, with which nothing would move.
+_LEAST_LR = 1e-3
+
+
+class Reach(Enum):
+    """What the update of one element depends on: on that element, on its tensor, or on other tensors too."""
+
+    ELEMENT = "element"
+    TENSOR = "tensor"
+    MODEL = "model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What was found out.
+
+    alignment   where a tensor may be cut, for ELEMENT: larger than ours for an optimizer that works block by block
+    why         what went wrong, of one that could not be tried; "" otherwise
+    """
+
+    reach: Reach
+    alignment: int = ALIGNMENT
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """What a copy has made of its tensors: their values step by step, their states and the options of their group."""
+
+    values: list[list[Tensor]]
+    states: list[dict[str, Any]]
+    options: dict[str, Any]
+
+
+def probe(optimizer: Optimizer, *, group: int, num_dims: int, dtype: torch.dtype, device: torch.device) -> Verdict:
+    """How far the update of parameters of this group and so many dimensions looks."""
+    shape: tuple[int, ...] = _SHAPES[min(max(num_dims, 1), len(_SHAPES)) - 1]
+    shape += (1,) * (num_dims - len(shape))
+    tensor, grads = _drawn(shape, seed=1, dtype=dtype, device=device)
+    other, other_grads = _drawn((*shape[:-1], shape[-1] + 2), seed=2, dtype=dtype, device=device)
+    run = partial(_run, optimizer, group=group)
+    with _untouched(device):
+        try:
+            whole = run([tensor], [grads])
+            moved = not _same(whole.values[-1][0], tensor)
+            beside = run([tensor, other], [grads, other_grads])
+            alone = run([other], [other_grads])
+        # Somebody else's code, in a situation that it was not written for: whatever it raises is its answer.
+        except Exception as error:
+            return Verdict(reach=Reach.MODEL, why=f"{type(error).__name__}: {error}".splitlines()[0])
+        if not moved:
+            return Verdict(reach=Reach.MODEL, why="it does not step the parameters in its param_groups")
+        if not _is_pair(beside, whole, alone):
+            return Verdict(reach=Reach.MODEL)
+        alignment = ALIGNMENT
+        while alignment <= _LARGEST_ALIGNMENT:
+            if _cuts_alike(run, tensor, grads, whole=whole, alignment=alignment):
+                return Verdict(reach=Reach.ELEMENT, alignment=alignment)
+            alignment *= 2
+    return Verdict(reach=Reach.TENSOR)
+
+
+def _drawn(
+    shape: tuple[int, ...], *, seed: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """A tensor and its gradients: noise around a direction that stays, as in training."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw() -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    tensor, direction = draw() * 1e-2, draw()
+    uneven = torch.logspace(-6, 6, direction.numel()).reshape(shape)
+    grads = [(direction + draw()) * (scale or uneven) for scale in _SCALES]
+    return tensor.to(device, dtype), [grad.to(device, dtype) for grad in grads]
+
+
+def _cuts_alike(
+    run: Callable[..., _Outcome], tensor: Tensor, grads: Sequence[Tensor], *, whole: _Outcome, alignment: int
+) -> bool:
+    """Whether pieces that begin at multiples of `alignment`, each with a copy of its own, give the same bits."""
+    size = tensor.numel()
+    last = size // alignment * alignment
+    cuts = [0, alignment, size // 2 // alignment * alignment, last, size]
+    for start, stop in itertools.pairwise(cuts):
+
+        def piece(value: Tensor, start: int = start, stop: int = stop) -> Tensor:
+            return value.reshape(-1)[start:stop].clone()
+
+        try:
+            found = run([piece(tensor)], [[piece(grad) for grad in grads]])
+        except Exception:  # It takes whole tensors only (a matrix, say).
+            return False
+        expected = [piece(values[0]) for values in whole.values]
+        if not all(_same(values[0], value) for values, value in zip(found.values, expected, strict=True)):
+            return False
+        if not _is_same_options(found.options, whole.options):
+            return False
+        (state,) = found.states
+        if not _is_piece(state, whole.states[0], start=start, stop=stop, size=size, alignment=alignment):
+            return False
+    return True
+
+
+def _is_piece(
+    piece: Mapping[str, Any], whole: Mapping[str, Any], *, start: int, stop: int, size: int, alignment: int
+) -> bool:
+    """Whether the states of a piece are what was cut out of the whole tensor's: one per element, or one per block."""
+    if piece.keys() != whole.keys():
+        return False
+    for key, value in whole.items():
+        if isinstance(value, Tensor) and value.numel() == size:
+            value = value.reshape(-1)[start:stop]
+        elif isinstance(value, Tensor) and value.numel() == -(-size // alignment):
+            value = value.reshape(-1)[start // alignment : -(-stop // alignment)]
+        if not _same(piece[key].reshape(-1) if _is_flat(value) else piece[key], value):
+            return False
+    return True
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 1
+
+
+def _is_pair(both: _Outcome, one: _Outcome, other: _Outcome) -> bool:
+    """Whether two tensors that were stepped together became what each became alone."""
+    return (
+        all(
+            _same(values[0], ours[0]) and _same(values[1], theirs[0])
+            for values, ours, theirs in zip(both.values, one.values, other.values, strict=True)
+        )
+        and _same(both.states, [*one.states, *other.states])
+        and _is_same_options(both.options, one.options)
+        and _is_same_options(both.options, other.options)
+    )
+
+
+def _is_same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return _same(dict(one), dict(other))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Bit by bit, so that NaN equals itself; what is neither number nor tensor is equal if it is of one type."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        whole_numbers = _WHOLE_NUMBERS.get(one.element_size(), torch.uint8)
+        bits = [value.detach().contiguous().reshape(-1).view(whole_numbers) for value in (one, other)]
+        return torch.equal(*bits)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, float) and one != one:
+        return bool(other != other)
+    return bool(one == other) if is_plain(one) else True
+
+
+def is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | complex | str | torch.dtype)
+
+
+def _run(optimizer: Optimizer, tensors: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], *, group: int) -> _Outcome:
+    """Let a copy of the optimizer step these tensors in its group, by one gradient of each per step."""
+    parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
+    twin = _copy(optimizer, group=group, parameters=parameters)
+    step = type(twin).step
+    if getattr(step, "hooked", False):
+        # Without the hooks that others have registered for every optimizer's steps.
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    values = []
+    for number in range(NUM_STEPS):
+        for parameter, of_steps in zip(parameters, grads, strict=True):
+            parameter.grad = of_steps[number].clone()
+        step(twin)
+        values.append([parameter.detach().clone() for parameter in parameters])
+    return _Outcome(
+        values=values,
+        states=[dict(twin.state.get(parameter, {})) for parameter in parameters],
+        options={key: value for key, value in twin.param_groups[group].items() if key != "params"},
+    )
+
+
+def _copy(optimizer: Optimizer, *, group: int, parameters: list[nn.Parameter]) -> Optimizer:
+    """The same optimizer, with no state, and these parameters alone; in place of any other it holds, an empty one."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    groups: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    memo: dict[int, Any] = {id(optimizer): twin, id(optimizer.param_groups): groups, id(optimizer.state): state}
+    for made, original in zip(groups, optimizer.param_groups, strict=True):
+        memo[id(original)] = made
+        memo |= {id(parameter): nn.Parameter(torch.empty(0)) for parameter in original["params"]}
+    for number, (made, original) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        # One name per parameter.
+        made.update({k: copy.deepcopy(v, memo) for k, v in original.items() if k not in ("params", "param_names")})
+        made["params"] = parameters if number == group else []
+        _raise_lr(made)
+    twin.__dict__ |= {name: OrderedDict() for name in vars(optimizer) if _is_hooks(name)}
+    twin.__dict__ |= {name: copy.deepcopy(value, memo) for name, value in own_attributes(optimizer).items()}
+    twin.param_groups, twin.state = groups, state
+    return twin
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer carries beside its groups and state.
+
+    Without hooks, and without what stands in place of a method of its class (a scheduler's step, our zero_grad).
+    """
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in ("param_groups", "state")
+        and not _is_hooks(name)
+        and not callable(getattr(type(optimizer), name, None))
+    }
+
+
+def _is_hooks(name: str) -> bool:
+    return name.startswith("_optimizer_") and name.endswith("_hooks")
+
+
+def _raise_lr(options: dict[str, Any]) -> None:
+    lr = options.get("lr")
+    if isinstance(lr, Tensor):
+        options["lr"] = lr.detach().clamp(min=_LEAST_LR)
+    elif isinstance(lr, int | float):
+        options["lr"] = max(lr, _LEAST_LR)
+
+
+@contextmanager
+def _untouched(device: torch.device) -> Iterator[None]:
+    """Random generators are afterwards as they were, and what a copy warns of is not said."""
+    devices = [device] if device.type == "cuda" else []
+    drawn = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_drawn = numpy.random.get_state() if numpy is not None else None
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            random.setstate(drawn)
+            if numpy is not None:
+                numpy.random.set_state(numpy_drawn)

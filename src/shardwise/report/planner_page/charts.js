@@ -1,0 +1,136 @@
+// What the page draws. Values are handed in; nothing is computed here but places.
+"use strict";
+
+const charts = (() => {
+  const SVG = "http://www.w3.org/2000/svg";
+  const GIB = 2 ** 30;
+
+  function element(tag, attributes = {}, ...children) {
+    const made = document.createElement(tag);
+    return fill(made, attributes, children);
+  }
+
+  function svg(tag, attributes = {}, ...children) {
+    return fill(document.createElementNS(SVG, tag), attributes, children);
+  }
+
+  function fill(made, attributes, children) {
+    for (const [name, value] of Object.entries(attributes)) if (value !== null && value !== undefined) made.setAttribute(name, value);
+    made.append(...children.filter((child) => child !== null));
+    return made;
+  }
+
+  const percent = (share) => `${(100 * share).toFixed(3)}%`;
+  const gib = (bytes) => `${(bytes / GIB).toFixed(1)} GiB`;
+
+  const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+
+  function significant(number, digits = 3) {
+    if (number === 0) return "0";
+    const places = Math.max(0, digits - 1 - Math.floor(Math.log10(Math.abs(number))));
+    return places === 0 ? whole.format(number) : number.toFixed(Math.min(places, 6));
+  }
+
+  function seconds(number) {
+    if (number >= 1) return `${significant(number)} s`;
+    return number >= 1e-3 ? `${significant(number * 1e3)} ms` : `${significant(number * 1e6)} µs`;
+  }
+
+  function key(list, names) {
+    list.replaceChildren(...names.map(([name, label]) => element("li", {}, element("i", { class: name }), label ?? name)));
+  }
+
+  const fitWords = { yes: "fits", tight: "tight", no: "does not fit" };
+
+  // One bar per strategy: bytes by category, and the capacity as a line.
+  function memoryBars(home, { rows, categories, capacity, chosen, onChoose }) {
+    const most = Math.max(capacity * 1.08, ...rows.map((row) => Math.min(row.device, capacity * 2.5)));
+    const drawn = rows.map((row) => {
+      let at = 0;
+      const parts = [...row.breakdown.map((bytes, index) => [categories[index], bytes]), ["unused", row.reserved - row.allocated], ["context", row.device - row.reserved]];
+      const rects = parts.filter(([, bytes]) => bytes > 0).map(([name, bytes]) => {
+        const from = Math.min(at / most, 1);
+        at += bytes;
+        const width = Math.min(at / most, 1) - from;
+        return svg("rect", { class: name, x: percent(from), y: 0, width: percent(width), height: 24 }, svg("title", {}, `${name}: ${gib(bytes)}`));
+      });
+      const limit = svg("line", { class: "limit", x1: percent(capacity / most), x2: percent(capacity / most), y1: -4, y2: 28 });
+      const track = svg("svg", { class: "track", height: 24, role: "img", "aria-label": `${row.label}: ${gib(row.device)} of ${gib(capacity)}` }, ...rects, limit);
+      const button = element("button", { type: "button", "aria-pressed": row === chosen, "data-strategy": row.strategy }, row.label, element("small", {}, `micro-batch ${row.batch}`));
+      button.addEventListener("click", () => onChoose(row));
+      const value = element("div", { class: "value" }, gib(row.device), element("small", { class: row.fits }, fitWords[row.fits]));
+      return element("div", { class: "bar" }, element("div", { class: "label" }, button), track, value);
+    });
+    const label = svg("text", { class: "limit", x: percent(Math.min(capacity / most, 1)), y: 14, "text-anchor": "end", dx: -4 }, `limit ${gib(capacity)}`);
+    const axis = element("div", { class: "bar axis" }, element("span"), svg("svg", { class: "track", height: 18, "aria-hidden": "true" }, label), element("span"));
+    home.replaceChildren(...drawn, axis);
+  }
+
+  // Lanes of a step: [what, name, start, end]. What is shorter than a pixel is joined with what follows. What ends after
+  // the step does so in the next one, which looks the same: it is drawn at the beginning.
+  function lanes(home, { spans, total, kinds }) {
+    const rows = new Map([["compute", []], ["gather", []], ["reduce", []]]);
+    const wrapped = spans.filter((span) => span[3] > total).map(([what, name, start, end]) => [what, name, Math.max(start - total, 0), end - total]);
+    const inside = spans.filter((span) => span[2] < total).map(([what, name, start, end]) => [what, name, start, Math.min(end, total)]);
+    for (const [what, name, start, end] of [...wrapped, ...inside]) {
+      const word = name.split(" ")[0];
+      const lane = what === kinds.SENT ? word : "compute";
+      const kind = what === kinds.SENT ? word : what === kinds.PIECE ? word : what === kinds.UPDATE ? "update" : "copy";
+      const list = rows.get(lane) ?? rows.get("reduce"), last = list[list.length - 1];
+      if (last && last.kind === kind && start - last.end < total / 900) last.end = Math.max(end, last.end);
+      else list.push({ kind, name, start, end });
+    }
+    const drawn = [...rows].filter(([lane, list]) => list.length || lane === "compute").map(([lane, list]) => {
+      const rects = list.map(({ kind, name, start, end }) =>
+        svg("rect", { class: kind, x: percent(start / total), y: 0, width: percent((end - start) / total), height: 22 }, svg("title", {}, `${name}: ${seconds(end - start)}`)));
+      const back = svg("rect", { class: "lane", x: 0, y: 0, width: "100%", height: 22 });
+      const picture = svg("svg", { class: "track", height: 22, role: "img", "aria-label": `${lane}: busy ${percent(list.reduce((sum, one) => sum + one.end - one.start, 0) / total)}` }, back, ...rects);
+      return element("div", { class: "bar" }, element("div", { class: "label" }, lane), picture);
+    });
+    const ticks = [0, 0.25, 0.5, 0.75, 1].map((share) =>
+      svg("text", { class: "tick", x: percent(share), y: 12, "text-anchor": share === 0 ? "start" : share === 1 ? "end" : "middle" }, share === 0 ? "0" : seconds(share * total)));
+    drawn.push(element("div", { class: "bar axis" }, element("span"), svg("svg", { class: "track", height: 16, "aria-hidden": "true" }, ...ticks)));
+    home.replaceChildren(...drawn);
+  }
+
+  // Throughput against memory budget, as steps: points {budget, value, label}; value null where nothing fits.
+  function frontier(home, { points, unit, now }) {
+    const width = Math.max(home.clientWidth, 280), height = 240, left = 58, right = 16, top = 20, bottom = 34;
+    const most = Math.max(...points.map((point) => point.value ?? 0));
+    if (most === 0) {
+      home.replaceChildren(element("p", {}, "No plan fits with any budget up to this one."));
+      return;
+    }
+    const largest = points[points.length - 1].budget;
+    const x = (budget) => left + ((width - left - right) * budget) / largest, y = (value) => height - bottom - ((height - top - bottom) * value) / (most * 1.12);
+    const parts = [0, 0.25, 0.5, 0.75, 1].flatMap((share) => [
+      svg("line", { class: "grid", x1: left, x2: width - right, y1: y(share * most), y2: y(share * most) }),
+      svg("text", { class: "tick", x: left - 8, y: y(share * most) + 4, "text-anchor": "end" }, significant(share * most)),
+    ]);
+    const fitting = points.filter((point) => point.value !== null);
+    const path = fitting.map((point, index) => `${index ? "H" : "M"}${x(point.budget)}${index ? "V" : " "}${y(point.value)}`).join("");
+    const end = x(largest);
+    parts.push(svg("path", { class: "frontier-area", d: `${path}H${end}V${y(0)}H${x(fitting[0].budget)}Z` }), svg("path", { class: "frontier-line", d: `${path}H${end}` }));
+    points.forEach((point, index) => {
+      const shown = width > 560 || index % 2 === 1;
+      if (shown) parts.push(svg("text", { class: "tick", x: x(point.budget), y: height - bottom + 18, "text-anchor": index === points.length - 1 ? "end" : "middle" }, gib(point.budget)));
+      if (point.value === null) return;
+      const chosen = point === now;
+      parts.push(svg("circle", { class: chosen ? "dot chosen" : "dot", cx: x(point.budget), cy: y(point.value), r: 5 }, svg("title", {}, `${gib(point.budget)}: ${point.label}, ${significant(point.value)} ${unit}`)));
+      const before = points[index - 1], name = point.label.split(",")[0];
+      if (!before || before.label.split(",")[0] !== name) parts.push(svg("text", { class: "name", x: x(point.budget), y: y(point.value) - 12, "text-anchor": index === points.length - 1 ? "end" : "middle" }, name));
+    });
+    parts.push(svg("text", { class: "tick", x: 0, y: 12 }, unit));
+    home.replaceChildren(svg("svg", { width: "100%", height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Best throughput: ${fitting.map((point) => `${gib(point.budget)}: ${significant(point.value)} ${unit} with ${point.label}`).join("; ")}` }, ...parts));
+  }
+
+  function table(home, head, rows) {
+    const line = (tag, cells) => cells.map((cell) => element(tag, {}, cell));
+    home.replaceChildren(
+      element("thead", {}, element("tr", {}, ...line("th", head))),
+      element("tbody", {}, ...rows.map(({ cells, chosen }) => element("tr", { class: chosen ? "chosen" : null }, ...line("td", cells)))),
+    );
+  }
+
+  return { element, key, memoryBars, lanes, frontier, table, gib, significant, whole, seconds, fitWords };
+})();

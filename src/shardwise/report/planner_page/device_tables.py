@@ -1,0 +1,148 @@
+"""Devices, links and calibrations as the page has them: what the kernel model and the rings read."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from shardwise.hardware import Cluster, Device
+from shardwise.hardware.borrowed import BorrowedKernelModel, host_factor, kernel_model_of
+from shardwise.hardware.calibration import Calibration
+from shardwise.hardware.cluster import make_cluster
+from shardwise.hardware.device import devices
+from shardwise.hardware.kernel_model import Kernel, KernelModel, relative_reach
+from shardwise.planner.engine_model import ENGINE_MODELS
+from shardwise.planner.memory.constants import (
+    DEFAULT_COMMUNICATOR_BYTES,
+    DEFAULT_CONTEXT_BYTES,
+    FIRST_COMMUNICATOR_BYTES,
+    KERNEL_BYTES,
+    RULES,
+)
+from shardwise.planner.overhead import SLOWDOWN
+from shardwise.planner.search.recommend import PAIR_BAND
+from shardwise.planner.time.band import HOST, HOST_BOUND, HOST_MEASURED, NODES, PARTS, kernels_fact
+from shardwise.planner.time.collective import PROTOCOLS, TREE_BANDWIDTH, can_link, link_speed
+from shardwise.planner.time.compute import RECOMPUTE_ISSUES, can_time
+from shardwise.planner.time.straggler import DEVIATION, DEVIATION_IN_UNITS, expected_maximum
+from shardwise.report.planner_page.model_laws import DEVICE_COUNTS, PER_NODE
+
+_RELATIVE = ("matmul", "attention", "rms_norm", "rms_norm_backward")
+"""Kernels whose speed relative to the calibration a device may have of its own."""
+
+
+def offered_devices() -> list[Device]:
+    """Those of the package of which enough is known: capacity, speeds and what links them."""
+    return [device for device in devices().values() if device.name != "cpu" and _is_known(device)]
+
+
+def _is_known(device: Device) -> bool:
+    return device.capacity_bytes is not None and can_time(device) and can_link(_node(device))
+
+
+def _node(device: Device) -> Cluster:
+    return make_cluster(device, num_nodes=1, devices_per_node=PER_NODE, fabric=None)
+
+
+def hardware_data(offered: Iterable[Device]) -> dict[str, Any]:
+    """All that is known of the devices, and the constants of the planner.
+
+    calibrations   what is measured of kernels (`_calibration`), of which a device names its own or a borrowed one
+    issues         the CPU's seconds to issue operations, which it names too
+    """
+    calibrations: dict[int, tuple[int, Calibration]] = {}
+    issues: list[dict[str, Any]] = []
+    found = {}
+    waiting = {device.name: device for device in offered}
+    while waiting:
+        name, device = waiting.popitem()
+        model = kernel_model_of(device)
+        if isinstance(model, BorrowedKernelModel) and model.lender.device.name not in found:
+            waiting[model.lender.device.name] = model.lender.device
+        number, _ = calibrations.setdefault(id(model.calibration.points), (len(calibrations), model.calibration))
+        table = {op: list(seconds) for op, seconds in model.calibration.launch_seconds.items()}
+        if table not in issues:
+            issues.append(table)
+        found[name] = _device(model) | {"calibration": number, "issues": issues.index(table)}
+    order = [device.name for device in offered]
+    return {
+        "devices": {name: found[name] for name in [*order, *(name for name in found if name not in order)]},
+        "offered": order,
+        "calibrations": [_calibration(calibration) for _, calibration in calibrations.values()],
+        "issues": issues,
+        **_constants(),
+    }
+
+
+def _device(model: KernelModel) -> dict[str, Any]:
+    device = model.device
+    node = _node(device)
+    reaches = {name: relative_reach(device, Kernel(name, "bf16", 1.0, 1.0, (1.0,))) for name in _RELATIVE}
+    bf16 = device.flops_per_s("bf16")
+    return {
+        "title": device.title,
+        "capacity": device.capacity_bytes.value if device.capacity_bytes is not None else None,
+        "outside": _outside(device),
+        "communicator": device.communicator_bytes.value if device.communicator_bytes else DEFAULT_COMMUNICATOR_BYTES,
+        "memory_bytes_per_s": model.memory_bytes_per_s,
+        "peak": model.peak("bf16"),
+        "fp32_peak": model.peak(""),
+        "mfu_peak": bf16.value if bf16 is not None else None,
+        "num_processors": model.num_processors,
+        "lender": model.lender.device.name if isinstance(model, BorrowedKernelModel) else None,
+        "processors": model.processors if isinstance(model, BorrowedKernelModel) else 1.0,
+        "is_own": model.is_own,
+        "relative_reach": reaches,
+        "update": list(model.calibration.update.get("adamw", model.calibration.update["adamw-fused"])),
+        "host_factor": host_factor(device),
+        "link": link_speed(node.link) if node.link is not None else None,
+        "fabric": _fabric(device),
+        "kernels_band": PARTS[kernels_fact(device)],
+        "host_band": PARTS[HOST if device.host is None and device.calibration is None else HOST_MEASURED],
+    }
+
+
+def _outside(device: Device) -> int:
+    """What a process holds in addition to the allocator, with one communicator."""
+    context = device.context_bytes.value if device.context_bytes else DEFAULT_CONTEXT_BYTES
+    has_communicators = device.communicator_bytes is None or device.communicator_bytes.value != 0
+    return context + KERNEL_BYTES + (FIRST_COMMUNICATOR_BYTES if has_communicators else 0)
+
+
+def _fabric(device: Device) -> dict[str, Any] | None:
+    """Between nodes of 8 devices, as it usually comes with them; None where that is not known."""
+    if device.nic is None:
+        return None
+    fabric = make_cluster(device, num_nodes=2, devices_per_node=PER_NODE, fabric=None).fabric
+    assert fabric is not None
+    speed, latency = link_speed(fabric.link)
+    return {"name": str(fabric), "speed": [fabric.num_links * speed, latency]}
+
+
+def _calibration(calibration: Calibration) -> dict[str, Any]:
+    """Of 16-bit kernels, and of those that have no dtype."""
+    keys = [key for key in calibration.points if not key.endswith((" fp32", " fp16", " tf32"))]
+    return {
+        "kernel_seconds": calibration.kernel_seconds,
+        "reach": dict(calibration.reach),
+        "points": {key: [[*sizes, ratio] for sizes, ratio in calibration.points[key]] for key in keys},
+    }
+
+
+def _constants() -> dict[str, Any]:
+    engine = ENGINE_MODELS["shardwise"]
+    nodes = sorted({max(1, count // PER_NODE) for count in DEVICE_COUNTS})
+    return {
+        "counts": list(DEVICE_COUNTS),
+        "per_node": PER_NODE,
+        "block_bytes": RULES["cuda"].block_bytes,
+        "workspace_bytes": RULES["cuda"].workspace_bytes,
+        "memory_band": engine.error_band,
+        "pair_band": PAIR_BAND,
+        "nodes_band": PARTS[NODES],
+        "host_bound": HOST_BOUND,
+        "slowdown": SLOWDOWN,
+        "recompute_issues": RECOMPUTE_ISSUES,
+        "protocols": [[one.base_seconds, one.hop, one.bandwidth] for one in PROTOCOLS],
+        "tree_bandwidth": TREE_BANDWIDTH,
+        "deviation": [DEVIATION, DEVIATION_IN_UNITS],
+        "expected_maximum": {str(count): expected_maximum(count) for count in nodes},
+    }

@@ -1,0 +1,185 @@
+// Instructions → how long a step takes: planner/time/collective.py, queues.py and step_time.py.
+"use strict";
+
+const stepTime = (() => {
+  const PIECE = 0, COPY = 1, UPDATE = 2, CALLED = 3, SENT = 4, WAITED = 5, MARKED = 6;
+  const FAR_AHEAD = 1e6, ROUNDING = 1e-6;
+  const SHARD = 0, REPLICATE = 1, WORLD = 2, GATHER = 0;
+
+  // Ranks that communicate together: [ranks, nodes, bytes per second, seconds of a hop, of a hop between nodes].
+  function ringOf(ranks, onNode, cluster) {
+    const nodes = Math.ceil(ranks / onNode), speeds = [];
+    let hop = 0, nodeHop = 0;
+    if (onNode > 1) { speeds.push(cluster.link[0]); hop = cluster.link[1]; }
+    if (nodes > 1) { speeds.push(cluster.fabric[0] / (cluster.perNode / onNode)); nodeHop = cluster.fabric[1]; }
+    return { ranks, nodes, bytesPerSecond: Math.min(Infinity, ...speeds), hop, nodeHop };
+  }
+
+  function ringsOf({ replicate, shard }, cluster) {
+    const { perNode } = cluster;
+    const rings = [];
+    rings[SHARD] = ringOf(shard, Math.min(shard, perNode), cluster);
+    rings[REPLICATE] = ringOf(replicate, Math.max(1, Math.min(replicate, Math.floor(perNode / shard))), cluster);
+    rings[WORLD] = ringOf(replicate * shard, perNode, cluster);
+    return rings;
+  }
+
+  function ringSeconds(ring, bytes, rounds, protocols) {
+    if (ring.ranks === 1) return 0;
+    const between = ring.nodes - 1;
+    const hops = rounds * ((ring.ranks - 1 - between) * ring.hop + between * ring.nodeHop);
+    const sent = (rounds * bytes * (ring.ranks - 1)) / ring.ranks;
+    return Math.min(...protocols.map(([base, hop, bandwidth]) => base + hop * hops + sent / (bandwidth * ring.bytesPerSecond)));
+  }
+
+  function treeSeconds(ring, bytes, { protocols, tree_bandwidth: tree }) {
+    const onNode = Math.floor(ring.ranks / ring.nodes);
+    const hops = 2 * ((onNode - 1) * ring.hop + Math.ceil(Math.log2(ring.nodes)) * ring.nodeHop);
+    return Math.min(...protocols.map(([base, hop, bandwidth]) => base + hop * hops + (2 * bytes) / (tree * bandwidth * ring.bytesPerSecond)));
+  }
+
+  function collectiveSeconds(ring, kind, bytes, hardware) {
+    if (kind === GATHER) return ringSeconds(ring, bytes, 1, hardware.protocols);
+    const around = ringSeconds(ring, bytes, 2, hardware.protocols);
+    return ring.nodes > 1 ? Math.min(around, treeSeconds(ring, bytes, hardware)) : around;
+  }
+
+  // A step of one strategy on a cluster, whatever the batch: instructions with seconds.
+  function scheduleOf(step, column, { mesh, cluster, kernels, hardware }) {
+    const rings = ringsOf(mesh, cluster), factor = kernels.device.host_factor;
+    const number = (place) => { const value = step.columns[place]; return Array.isArray(value) ? value[column] : value; };
+    const list = step.instructions.map(([what, name, ...rest]) => {
+      switch (what) {
+        case PIECE: return { what, name, piece: rest[0] };
+        case COPY: {
+          const launch = factor * number(rest[0]), bytes = number(rest[1]), kernel = bytes ? rest[2] * kernels.copySeconds(bytes) : 0;
+          return { what, name, work: [launch, kernel, launch + kernel] };
+        }
+        case UPDATE: {
+          const [issue, kernel] = kernels.updateSeconds(number(rest[1]), number(rest[2]));
+          const launch = issue + factor * number(rest[0]);
+          return { what, name, work: [launch, kernel, launch + kernel] };
+        }
+        case SENT: {
+          const ring = rings[rest[1]], seconds = rest[4] * collectiveSeconds(ring, rest[2], number(rest[3]), hardware);
+          return { what, name, launch: factor * number(rest[0]), isBetween: ring.nodes > 1, seconds };
+        }
+        case MARKED: return { what, name, standsFor: rest[0] ? rest[1] : 0 };
+        default: return { what, name, launch: factor * number(rest[0]) };
+      }
+    });
+    return { list, numUpdate: step.num_update, shardNodes: rings[SHARD].nodes };
+  }
+
+  // Four queues and their waits. `spans`, if asked for: [lane, name, start, end].
+  class Queues {
+    constructor(slowdown, cpu) {
+      Object.assign(this, { slowdown, cpu, compute: 0, wire: 0, fabric: 0, exposed: 0, sent: 0, slowed: 0, ends: new Map(), spans: null });
+      this.marked = this.now();
+      this.markedSpans = 0;
+    }
+
+    now() { return [this.cpu, this.compute, this.wire, this.fabric, this.exposed, this.sent, this.slowed]; }
+
+    set(times) { [this.cpu, this.compute, this.wire, this.fabric, this.exposed, this.sent, this.slowed] = times; }
+
+    run(instructions, pieces) {
+      for (const one of instructions) {
+        if (one.what === PIECE || one.what === COPY || one.what === UPDATE) this.work(one, one.what === PIECE ? pieces[one.piece] : one.work);
+        else if (one.what === SENT) this.send(one);
+        else if (one.what === WAITED) this.wait(one);
+        else if (one.what === CALLED) this.cpu += one.launch;
+        else this.mark(one.standsFor);
+      }
+    }
+
+    work({ what, name }, [launch, kernel, span]) {
+      const start = Math.max(this.compute, this.cpu);
+      let end = Math.max(this.compute + kernel, this.cpu + span);
+      const busy = Math.max(this.wire, this.fabric);
+      if (busy > start) {
+        const more = this.slowdown * Math.min(busy - start, kernel);
+        end += more;
+        this.slowed += more;
+      }
+      if (this.spans && kernel) this.spans.push([what, name, Math.max(start, end - kernel * (1 + this.slowdown)), end]);
+      this.compute = end;
+      this.cpu += launch;
+    }
+
+    send({ name, launch, isBetween, seconds }) {
+      this.cpu += launch;
+      const start = Math.max(this.compute, this.cpu, isBetween ? this.fabric : this.wire), end = start + seconds;
+      this.ends.set(name, end);
+      if (isBetween) this.fabric = end; else this.wire = end;
+      this.sent += seconds;
+      if (this.spans && seconds) this.spans.push([SENT, name, start, end]);
+    }
+
+    wait({ name, launch }) {
+      this.cpu += launch;
+      const end = this.ends.get(name) ?? 0;
+      this.ends.delete(name);
+      if (end > this.compute) {
+        if (end > this.cpu) this.exposed += end - Math.max(this.compute, this.cpu);
+        this.compute = end;
+      }
+    }
+
+    mark(standsFor) {
+      if (standsFor) this.skip(standsFor - 1);
+      this.marked = this.now();
+      if (this.spans) this.markedSpans = this.spans.length;
+    }
+
+    // Continue as since the last mark, so many times: equal units advance every queue by the same seconds.
+    skip(times) {
+      const now = this.now(), rates = now.map((one, index) => one - this.marked[index]);
+      const compute = rates[1], ahead = Math.max(rates[2], rates[3]), slowed = rates[6];
+      let slowTimes = times;
+      if (compute - ahead > ROUNDING * compute) {
+        const left = Math.max(this.wire, this.fabric) - this.compute;
+        slowTimes = Math.min(times, Math.max(0, left / (compute - ahead)));
+      }
+      const after = now.map((one, index) => one + times * rates[index]);
+      after[1] -= (times - slowTimes) * slowed;
+      after[6] -= (times - slowTimes) * slowed;
+      if (this.spans) {
+        const each = (after[1] - now[1]) / Math.max(times, 1);
+        for (const span of this.spans.slice(this.markedSpans)) {
+          for (let index = 1; index <= times; index++) this.spans.push([span[0], span[1], span[2] + index * each, span[3] + index * each]);
+        }
+      }
+      this.set(after);
+      for (const [name, end] of this.ends) this.ends.set(name, end + times * ahead);
+    }
+
+    // Count from the end of what has been computed; what is on the wires stays.
+    restart(cpu) {
+      const end = this.compute;
+      for (const [name, arrival] of this.ends) this.ends.set(name, arrival - end);
+      this.set([cpu, 0, this.wire - end, this.fabric - end, 0, 0, 0]);
+    }
+  }
+
+  function once(schedule, pieces, { slowdown, cpu, records }) {
+    const queues = new Queues(slowdown, cpu);
+    if (schedule.numUpdate) {
+      queues.run(schedule.list.slice(-schedule.numUpdate), pieces);
+      queues.restart(cpu);
+    }
+    if (records) queues.spans = [];
+    queues.run(schedule.list, pieces);
+    return queues;
+  }
+
+  // A step among many takes as long as the slower of the two: the device, whose CPU is far ahead, or the CPU.
+  function steady(schedule, pieces, { slowdown, records = false }) {
+    let queues = once(schedule, pieces, { slowdown, cpu: -FAR_AHEAD, records });
+    const deviceSeconds = queues.compute, cpuSeconds = queues.cpu + FAR_AHEAD;
+    if (cpuSeconds > deviceSeconds) queues = once(schedule, pieces, { slowdown, cpu: 0, records });
+    return { seconds: Math.max(deviceSeconds, cpuSeconds), cpuSeconds, exposed: queues.exposed, sent: queues.sent, spans: queues.spans };
+  }
+
+  return { scheduleOf, steady, PIECE, UPDATE, SENT };
+})();

@@ -1,0 +1,243 @@
+// Settings → what every strategy costs, which to take, and the frontier: planner/search. `quick`: without the allocator's
+// model, as the planner's frontier.
+//
+// Settings: {device, count, recompute, seq, batch (null: the most that fits), budget (bytes of a device; null: all)}.
+"use strict";
+
+const STRATEGIES = ["ddp", "zero1", "zero2", "shard_grad_op", "fsdp"], RECOMPUTES = ["none", "selective", "full"];
+const MOST_BATCH = 2 ** 16, NUM_BUDGETS = 8, MOST_LEDGERS = 60;
+
+// The largest batch that fits, if all below it do; at least 1.
+function largestFitting(fits) {
+  let low = 1, high = 2;
+  while (high <= MOST_BATCH && fits(high)) [low, high] = [high, 2 * high];
+  high = Math.min(high, MOST_BATCH + 1);
+  while (high - low > 1) {
+    const middle = Math.floor((low + high) / 2);
+    if (fits(middle)) low = middle; else high = middle;
+  }
+  return low;
+}
+
+// The largest number up to `most` that fits, to a fiftieth: each look runs the allocator's model.
+function refined(most, fits) {
+  if (fits(most)) return most;
+  let low = 1, high = most;
+  while (high - low > Math.max(1, Math.floor(low / 50))) {
+    // What the allocator adds is mostly a tenth, so the answer is likely to be near the upper end.
+    let middle = Math.min(high - 1, Math.max(low + 1, high - Math.max(1, Math.floor((high - low) / 8))));
+    if (!fits(middle)) {
+      high = middle;
+      middle = Math.floor((low + high) / 2);
+      if (middle === low || !fits(middle)) {
+        high = Math.max(middle, low + 1);
+        continue;
+      }
+    }
+    low = middle;
+  }
+  return low;
+}
+
+class Planner {
+  constructor(hardware, model) {
+    Object.assign(this, { hardware, model });
+    this.known = new Map();
+    this.ledgers = new Map();
+  }
+
+  // What does not change with most settings is computed once, and forgotten when there is too much of it.
+  once(key, make, { known = this.known, most = 20000 } = {}) {
+    if (known.size > most) known.clear();
+    let found = known.get(key);
+    if (found === undefined) known.set(key, (found = make()));
+    return found;
+  }
+
+  kernels(device) { return this.once(`kernels ${device}`, () => kernelModel.modelOf(this.hardware, device)); }
+
+  cluster({ device, count }) {
+    const { per_node: perNode } = this.hardware, { link, fabric } = this.hardware.devices[device];
+    const nodes = Math.max(1, count / perNode);
+    return { count, nodes, perNode: count / nodes, link, fabric: fabric && fabric.speed };
+  }
+
+  // All ranks on the shard axis and, over several nodes, shards of one node and of √nodes.
+  meshes(strategy, { nodes, perNode, count }) {
+    const whole = { replicate: 1, shard: count };
+    if (!this.model.strategies[strategy].shards) return [whole];
+    // A half is rounded to the even number, as Python rounds.
+    const half = Math.log2(nodes) / 2, root = 2 ** (half % 1 === 0.5 ? 2 * Math.round(half / 2) : Math.round(half));
+    const shards = [...new Set([1, root])].sort((one, other) => other - one).filter((size) => size < nodes && nodes % size === 0);
+    return [whole, ...shards.map((size) => ({ replicate: nodes / size, shard: perNode * size }))];
+  }
+
+  // The step of a strategy on a mesh, and its column of numbers.
+  step(strategy, { replicate, shard }) {
+    const steps = this.model.strategies[strategy][replicate > 1 ? "crossed" : "flat"];
+    const step = steps.find((one) => one.slices.includes(shard));
+    return { step, column: step.slices.indexOf(shard), key: `${strategy} ${replicate > 1} ${shard}` };
+  }
+
+  memory(strategy, mesh, settings, batch) {
+    const { recompute: way, seq, device } = settings, { step, column, key } = this.step(strategy, mesh);
+    const streams = (stored) => this.once(`stream ${stored} ${seq}`, () =>
+      memoryModel.streamPeak(this.model.storages[stored], this.model.laws, seq, this.hardware.block_bytes));
+    const peaks = this.once(`peaks ${key} ${way} ${seq}`, () => memoryModel.replay(this.model, { step, column, way, seq, streams }));
+    const found = memoryModel.highest(peaks, batch), { outside, communicator } = this.hardware.devices[device];
+    const more = outside + step.communicators * communicator;
+    return { allocated: found.bytes, reserved: found.bytes, device: found.bytes + more, found, slack: 0 };
+  }
+
+  // The same with what the allocator reserves, unless the tensors alone do not fit.
+  reservedMemory(strategy, mesh, settings, batch) {
+    const quick = this.memory(strategy, mesh, settings, batch);
+    if (this.fits(quick.device, settings) === "no") return quick;
+    const { recompute: way, seq } = settings, { step, column, key } = this.step(strategy, mesh), outside = quick.device - quick.allocated;
+    const limit = allocatorModel.rounded(this.capacity(settings) / (1 + this.hardware.memory_band)) - outside;
+    const ledgerOf = (index, make) => this.once(`${key} ${way} ${index}`, make, { known: this.ledgers, most: MOST_LEDGERS });
+    const { reserved, slack } = this.once(`reserved ${key} ${way} ${seq} ${batch} ${limit}`, () =>
+      allocatorModel.reserve(this.model, { step, column, way, seq, batch, limit, workspace: this.hardware.workspace_bytes, ledgerOf }));
+    const allocated = quick.allocated + slack, held = Math.max(reserved, allocated);
+    return { allocated, reserved: held, device: held + outside, found: quick.found, slack };
+  }
+
+  capacity({ device, budget }) {
+    const { capacity } = this.hardware.devices[device];
+    return budget === null ? capacity : Math.min(capacity, budget);
+  }
+
+  fits(bytes, settings) {
+    const capacity = this.capacity(settings);
+    if (bytes * (1 + this.hardware.memory_band) <= capacity) return "yes";
+    return bytes <= capacity ? "tight" : "no";
+  }
+
+  schedule(strategy, mesh, settings) {
+    const { step, column, key } = this.step(strategy, mesh), cluster = this.cluster(settings), kernels = this.kernels(settings.device);
+    const of = `schedule ${key} ${settings.device} ${settings.count}`;
+    const schedule = this.once(of, () => stepTime.scheduleOf(step, column, { mesh, cluster, kernels, hardware: this.hardware }));
+    return { schedule, cluster, length: step.is_whole ? "whole" : "short" };
+  }
+
+  time(strategy, mesh, settings, batch, { records = false } = {}) {
+    const { seq, recompute: way, device } = settings;
+    const { schedule, cluster, length } = this.schedule(strategy, mesh, settings), computed = this.model.ways[way][length];
+    const ops = this.once(`ops ${seq} ${batch} ${device}`, () => kernelModel.operations(this.model, { kernels: this.kernels(device), seq, batch }));
+    const pieces = this.once(`pieces ${way} ${length} ${seq} ${batch} ${device}`, () =>
+      kernelModel.pieceSeconds(this.model, computed, { kernels: this.kernels(device), ops }));
+    const found = stepTime.steady(schedule, pieces, { slowdown: this.hardware.slowdown, records });
+    const [all, inUnits] = this.hardware.deviation, wait = (nodes) => this.hardware.expected_maximum[nodes];
+    const gathers = strategy === "fsdp" || strategy === "shard_grad_op";
+    const share = all * wait(cluster.nodes) + inUnits * (gathers ? wait(schedule.shardNodes) : 0);
+    const seconds = found.seconds * (1 + share);
+    const flops = this.once(`flops ${way} ${length} ${seq}`, () => kernelModel.forwardFlops(this.model, computed, seq));
+    const peak = this.hardware.devices[device].mfu_peak;
+    return {
+      ...found,
+      seconds,
+      samplesPerSecond: (batch * settings.count) / seconds,
+      tokensPerSecondPerDevice: seq === null ? null : (batch * seq) / seconds,
+      mfu: peak ? (3 * (flops[0] + flops[1] * batch)) / (seconds * peak) : null,
+      band: this.timeBand(found.cpuSeconds / seconds, settings, cluster),
+    };
+  }
+
+  timeBand(hostShare, { device }, { nodes }) {
+    const { kernels_band: kernels, host_band: host } = this.hardware.devices[device];
+    return Math.hypot(kernels, nodes > 1 ? this.hardware.nodes_band : 0, hostShare > this.hardware.host_bound ? host : 0);
+  }
+
+  // The micro-batch that was asked for, or the largest that fits.
+  batchOf(strategy, mesh, settings, { quick }) {
+    if (settings.batch !== null) return settings.batch;
+    const most = largestFitting((one) => this.fits(this.memory(strategy, mesh, settings, one).device, settings) === "yes");
+    return most === 1 || quick ? most : refined(most, (one) => this.fits(this.reservedMemory(strategy, mesh, settings, one).device, settings) === "yes");
+  }
+
+  // `time` is computed when it is asked for.
+  cost(strategy, mesh, settings, { quick = false } = {}) {
+    const batch = this.batchOf(strategy, mesh, settings, { quick });
+    const memory = quick ? this.memory(strategy, mesh, settings, batch) : this.reservedMemory(strategy, mesh, settings, batch);
+    const breakdown = memoryModel.breakdown(memory.found, this.model.categories, batch);
+    breakdown[breakdown.length - 1] += memory.slack;
+    const key = `time ${strategy} ${mesh.shard} ${settings.count} ${settings.device} ${settings.recompute} ${settings.seq} ${batch}`;
+    const time = () => this.once(key, () => this.time(strategy, mesh, settings, batch));
+    return {
+      strategy, mesh, batch, fits: this.fits(memory.device, settings), allocated: memory.allocated, reserved: memory.reserved, device: memory.device,
+      breakdown, at: memory.found.peak.label,
+      get time() { return time(); },
+    };
+  }
+
+  candidates(settings, { quick = false } = {}) {
+    const cluster = this.cluster(settings);
+    return STRATEGIES.flatMap((strategy) => this.meshes(strategy, cluster).map((mesh) => this.cost(strategy, mesh, settings, { quick })));
+  }
+
+  // Of one strategy on several meshes, that which is taken: the fastest that fits best.
+  best(found) {
+    for (const verdict of ["yes", "tight"]) {
+      const fitting = found.filter((one) => one.fits === verdict);
+      if (!fitting.length) continue;
+      const speed = (one) => one.time.samplesPerSecond, most = Math.max(...fitting.map(speed));
+      const asFast = fitting.filter((one) => speed(one) * (1 + this.hardware.pair_band) >= most);
+      const simplest = Math.min(...asFast.map((one) => STRATEGIES.indexOf(one.strategy)));
+      const [best] = asFast.filter((one) => one.strategy === STRATEGIES[simplest]).sort((one, other) => speed(other) - speed(one));
+      const [first] = fitting.filter((one) => speed(one) === most);
+      return { best, first, fitting };
+    }
+    return null;
+  }
+
+  // The budgets of the frontier, up to what may be used.
+  budgets(settings) {
+    const capacity = this.capacity(settings);
+    return Array.from({ length: NUM_BUDGETS }, (_, index) => Math.floor((capacity * (index + 1)) / NUM_BUDGETS));
+  }
+
+  // The fastest plan with one strategy and one recompute for all units that fits a budget; null where none does.
+  fastest(settings, budget) {
+    let best = null;
+    for (const recompute of RECOMPUTES) {
+      for (const one of this.candidates({ ...settings, recompute, budget }, { quick: true })) {
+        if (one.fits === "yes" && (best === null || one.time.samplesPerSecond > best.time.samplesPerSecond)) best = Object.assign(one, { recompute });
+      }
+    }
+    return best;
+  }
+
+  // The smallest change of the settings with which something fits.
+  wayOut(settings) {
+    const start = RECOMPUTES.indexOf(settings.recompute), counts = this.hardware.counts.filter((count) => count > settings.count);
+    const hasFabric = this.hardware.devices[settings.device].fabric !== null;
+    const changes = [
+      ...RECOMPUTES.slice(start + 1).map((recompute) => ({ recompute })),
+      ...(settings.batch > 1 ? [{ batch: null }, { batch: null, recompute: "full" }] : []),
+      ...[settings.recompute, "full"].flatMap((recompute) => counts.filter((count) => hasFabric || count <= 8)
+        .map((count) => ({ count, recompute, batch: settings.batch === null ? null : 1 }))),
+    ];
+    for (const change of changes) {
+      const changed = { ...settings, ...change };
+      // With tensors alone first, which costs little.
+      if (!this.candidates(changed, { quick: true }).some((one) => one.fits === "yes")) continue;
+      const found = this.best(this.candidates(changed));
+      if (found && found.best.fits === "yes") return { change, best: found.best };
+    }
+    return null;
+  }
+
+  // One step of a candidate: [what, name, start, end], from 0 on.
+  timeline(candidate, settings) {
+    const { spans } = this.time(candidate.strategy, candidate.mesh, settings, candidate.batch, { records: true });
+    const start = Math.min(...spans.map((span) => span[2]));
+    return spans.map(([what, name, from, to]) => [what, this.model.names[name], from - start, to - start]);
+  }
+
+  // The file that `shardwise plan --save` writes.
+  toml(candidate, settings, template) {
+    const values = { strategy: `"${candidate.strategy}"`, recompute: `"${settings.recompute}"`, micro_batch: candidate.batch,
+      replicate: candidate.mesh.replicate, shard: candidate.mesh.shard };
+    return Object.entries(values).reduce((text, [key, value]) => text.replace(new RegExp(`^${key} = .*$`, "m"), `${key} = ${value}`), template);
+  }
+}

@@ -1,0 +1,194 @@
+"""Optimizers that look at elements, blocks, tensors or all parameters; importable by ranks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Stepping(Optimizer):
+    """The loop that all of these share: `update` changes one parameter in place, given its state and options."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, parameter.grad, self.state[parameter], group)
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def momentum(p: Tensor, state: dict[str, Any]) -> Tensor:
+    return state.setdefault("momentum", torch.zeros_like(p))  # type: ignore[no-any-return]
+
+
+class Lion(Stepping):
+    """Elementwise."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+        m = momentum(p, state)
+        direction = (0.9 * m + 0.1 * g).sign()
+        p.sub_(self.masked(direction, g), alpha=options["lr"])
+        m.mul_(0.99).add_(g, alpha=0.01)
+
+    def masked(self, direction: Tensor, g: Tensor) -> Tensor:
+        return direction
+
+
+class CautiousLion(Lion):
+    """The mask is scaled by its mean over the tensor."""
+
+    def masked(self, direction: Tensor, g: Tensor) -> Tensor:
+        mask = (direction * g > 0).to(g.dtype)
+        return direction * mask / mask.mean().clamp(min=1e-3)
+
+
+class Plain(torch.optim.AdamW):
+    """A subclass that changes nothing."""
+
+
+class Lars(torch.optim.SGD):
+    """A trust ratio of norms, in a subclass of an elementwise optimizer."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    norm = p.grad.norm()
+                    p.grad.mul_(torch.where(norm > 0, 0.1 * p.norm() / (norm + 1e-9), 1.0))
+        return super().step(closure)
+
+
+class Lamb(Stepping):
+    """Adam, scaled by a trust ratio."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+        m, v = momentum(p, state), state.setdefault("square", torch.zeros_like(p))
+        m.lerp_(g, 0.1)
+        v.lerp_(g * g, 0.01)
+        update = m / (v.sqrt() + 1e-6)
+        p.sub_(update * (p.norm() / update.norm().clamp(min=1e-9)).clamp(max=10), alpha=options["lr"])
+
+
+class UpdateClipping(Stepping):
+    """Looks at the tensor only where an update is large, which ordinary gradients do not bring about."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+        m = momentum(p, state)
+        m.lerp_(g, 0.1)
+        largest = m.abs().amax()
+        p.sub_(m / torch.where(largest > 1e4, largest, 1.0), alpha=options["lr"])
+
+
+class TinyFloor(Stepping):
+    """Looks at the tensor only where all of its gradients are tiny."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+        rms = g.square().mean().sqrt()
+        p.sub_(g * torch.where(rms < 1e-6, 1e-2 / rms, 1.0), alpha=options["lr"])
+
+
+class BlockAdam(Stepping):
+    """Adam with 8-bit states: a scale for every `block` elements, counted through the tensor."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+        block = options["block"]
+        if not state:
+            for name in ("first", "second"):
+                state[name] = torch.zeros_like(p, dtype=torch.uint8).fill_(127)
+                state[f"{name}_scale"] = torch.zeros(-(-p.numel() // block), dtype=p.dtype, device=p.device)
+        for name, decay, new in (("first", 0.9, g), ("second", 0.99, g * g)):
+            scale = state[f"{name}_scale"].repeat_interleave(block)[: p.numel()].view_as(p)
+            old = (state[name].to(p.dtype) - 127) / 127 * scale
+            self._keep(state, name, old * decay + new * (1 - decay), block)
+        first, second = (
+            (state[name].to(p.dtype) - 127)
+            / 127
+            * state[f"{name}_scale"].repeat_interleave(block)[: p.numel()].view_as(p)
+            for name in ("first", "second")
+        )
+        p.sub_(first / (second.clamp(min=0).sqrt() + 0.1), alpha=options["lr"])
+
+    def _keep(self, state: dict[str, Any], name: str, value: Tensor, block: int) -> None:
+        flat = value.reshape(-1)
+        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
+        scale = blocks.abs().amax(dim=1)
+        state[f"{name}_scale"].copy_(scale)
+        levels = (blocks / scale.clamp(min=1e-30)[:, None] * 127).round() + 127
+        state[name].copy_(levels.reshape(-1)[: flat.numel()].view_as(value).to(torch.uint8))
+
+
+class Prodigy(Stepping):
+    """A step size from sums over all parameters, kept in the group."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            total = sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
+            group["total"] = group.get("total", 0.0) + total
+        return super().step(closure)
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+        p.sub_(g, alpha=options["lr"] / (1 + options["total"]))
+
+
+class LayerDecay(Stepping):
+    """A learning rate by a parameter's place in its group, which is another where a rank holds no slice of some."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * 0.9**number)
+
+
+class Noisy(Stepping):
+    """Adds noise, of which slices would get other values."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+        p.sub_(g + torch.randn_like(g), alpha=options["lr"])
+
+
+class Elsewhere(Stepping):
+    """Steps parameters that it keeps beside its groups."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.kept = [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.kept:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=self.defaults["lr"])
+
+
+class ByDimensions(Stepping):
+    """Scales matrices by their norm, and leaves vectors elementwise."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+        m = momentum(p, state)
+        m.lerp_(g, 0.1)
+        p.sub_(m / (1 + m.norm()) if p.dim() > 1 else m, alpha=options["lr"])
+
+
+class Shampoo(Stepping):
+    """A preconditioner for each side of a matrix: states of other shapes than the parameter's."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+        matrix = g.reshape(p.shape[0], -1) if p.dim() > 1 else g.reshape(1, -1)[:, :8]
+        left = state.setdefault("left", torch.eye(matrix.shape[0], dtype=p.dtype) * 1e-3)
+        right = state.setdefault("right", torch.eye(matrix.shape[1], dtype=p.dtype) * 1e-3)
+        left.add_(matrix @ matrix.T)
+        right.add_(matrix.T @ matrix)
+        scale = left.diagonal().pow(-0.25)[:, None] * right.diagonal().pow(-0.25)[None]
+        update = (scale * matrix).view_as(p) if p.dim() > 1 else g * scale.mean()
+        p.sub_(update, alpha=options["lr"])
