@@ -18,6 +18,7 @@ engine.py       what the model carries
 prepared/       what is asked of a prepared model: state dicts, clipping, accumulation, what it holds, whole parameters,
                 an average of them
 captured/       steps as CUDA graphs
+assembly.py     the parts of an engine for one plan
 prepare.py      puts it together; description.py: what ranks must have been given alike; refuse.py: models that it
                 does not take; extend.py: a prepared model that was changed
 replan.py       another plan between two steps; reshard.py: what moves then, a buffer at a time

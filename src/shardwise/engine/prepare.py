@@ -2,27 +2,26 @@
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.comm.agreement import agree, exchange
+from shardwise.comm.agreement import agree
 from shardwise.comm.collectives import BackendCollectives, Collectives
-from shardwise.comm.groups import MeshGroups, mesh_groups
+from shardwise.comm.groups import mesh_groups
 from shardwise.comm.join import join_job
 from shardwise.comm.record_writer import RECORDS
 from shardwise.comm.watch import WATCH_SECONDS, check_watch_seconds, watch_over
 from shardwise.engine.activations.compiled_units import check_compile
 from shardwise.engine.activations.wrap import wrap_units
+from shardwise.engine.assembly import EngineSetting, make_owned, make_runner, make_units
 from shardwise.engine.description import asked_device, describe, tell_hardly_cut
 from shardwise.engine.engine import Engine, is_prepared, register
-from shardwise.engine.grads.bucket import ReduceBucket
-from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.optimizer.known import (
     Stepped,
     check_optimizer,
@@ -34,37 +33,27 @@ from shardwise.engine.optimizer.known import (
     slice_alignment,
     tell_owned,
 )
-from shardwise.engine.optimizer.matrices import OwnedMatrices
-from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.optimizer.reach import Verdict
-from shardwise.engine.params.broadcast import broadcast_buffers, fill
-from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.params.broadcast import fill
 from shardwise.engine.params.host import HostCopies
-from shardwise.engine.params.managed import ManagedParameters
 from shardwise.engine.params.precision import check_kept, tell_upcast, torch_dtype
-from shardwise.engine.params.replicas import COMPARE_EVERY, Replicas, check_compare_every
+from shardwise.engine.params.replicas import COMPARE_EVERY, check_compare_every
 from shardwise.engine.params.taken_apart import take_apart
-from shardwise.engine.params.unit import Unit
 from shardwise.engine.pass_state import PassState
 from shardwise.engine.prepared.out_of_memory import explain_out_of_memory
 from shardwise.engine.prepared.prepared_module import become_prepared
 from shardwise.engine.refuse import check_model
-from shardwise.engine.step.edit import editing
 from shardwise.engine.step.first_inputs import FirstInputs
 from shardwise.engine.step.last_issued import last_issued
-from shardwise.engine.step.learn import FirstForward
-from shardwise.engine.step.ownership import own
-from shardwise.engine.step.runner import Runner
 from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.mesh import Mesh
 from shardwise.patterns import unmatched
 from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
-from shardwise.program import Bucket
-from shardwise.program.buffers import FlatSpec, flat_specs, param_dtypes
+from shardwise.program.buffers import param_dtypes
 from shardwise.spec import ModelSpec
-from shardwise.units import model_spec, unit_modules
+from shardwise.units import model_spec
 
 AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None, list[Optimizer])
 
@@ -165,21 +154,6 @@ def _history(held: "weakref.ref[Engine]") -> dict[int, dict[str, list[str]]]:
     return {} if engine is None else engine.runner.flags.same_order.history()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSetting:
-    """What all parts of an engine are made with."""
-
-    spec: ModelSpec
-    plan: Plan
-    groups: MeshGroups
-    collectives: Collectives
-    tape: Tape
-    device: torch.device
-    host: HostCopies | None
-    alignment: int
-    compare_every: int
-
-
 def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> Sequence[Optimizer]:
     return [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
 
@@ -195,7 +169,7 @@ def _engine(
 ) -> Engine:
     """Give the model its buffers, and make what runs its steps."""
     plan, device = setting.plan, setting.device
-    units = _units(model, setting=setting)
+    units = make_units(model, setting=setting)
     flats = [flat for unit in units.values() for flat in unit.flats]
     # Parameters on the meta device are replaced; an optimizer may hold those that were there before.
     before = [list(flat.params) for flat in flats]
@@ -204,7 +178,7 @@ def _engine(
     runner = make_runner(model, units=units, inputs=inputs, passes=PassState(), setting=setting)
     for unit in units.values():
         unit.settle()
-    parameters = _owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
+    parameters = make_owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
     for optimizer in optimizers:
         parameters.adopt(optimizer, owned=owned)
     engine = Engine(
@@ -223,46 +197,6 @@ def _engine(
     engine.attach(model)
     engine.undo = wrap_units(model, units=units, plan=plan, device=device)
     return engine
-
-
-def make_runner(
-    model: nn.Module, *, units: dict[str, Unit], inputs: FirstInputs, passes: PassState, setting: EngineSetting
-) -> Runner:
-    """What runs the steps of a model whose units have their buffers."""
-    plan, groups, collectives, tape = setting.plan, setting.groups, setting.collectives, setting.tape
-    flats = [flat for unit in units.values() for flat in unit.flats]
-
-    def make_bucket(bucket: Bucket) -> ReduceBucket:
-        return ReduceBucket(
-            bucket,
-            units=[units[name] for name in bucket.units],
-            groups=groups,
-            collectives=collectives,
-            tape=tape,
-            passes=passes,
-        )
-
-    def broadcast() -> None:
-        broadcast_buffers(model, source=passes.source, groups=groups, collectives=collectives, tape=tape)
-
-    return Runner(
-        setting.spec,
-        plan=plan,
-        units=units,
-        make_bucket=make_bucket,
-        make_first_forward=lambda: FirstForward(units, exchange=partial(exchange, group=groups.gather)),
-        gather_seen=inputs.gather_seen,
-        broadcast_buffers=broadcast,
-        flags=UsedFlags(
-            units.values(), device=setting.device, groups=groups, collectives=collectives, tape=tape, passes=passes
-        ),
-        passes=passes,
-        land=setting.host.land if setting.host is not None else lambda: None,
-        managed=ManagedParameters(model, flats=flats),
-        matrices=OwnedMatrices(units, tape=tape),
-        replicas=Replicas(flats, groups=groups, every=setting.compare_every),
-        tape=tape,
-    )
 
 
 def _description(
@@ -354,65 +288,3 @@ def _collectives(plan: Plan) -> Collectives:
 
         return RingCollectives()
     return BackendCollectives()
-
-
-def _units(model: nn.Module, *, setting: EngineSetting) -> dict[str, Unit]:
-    plan = setting.plan
-    modules = unit_modules(model, policy=plan.units)
-    placements = plan.placements(modules)
-    parameters = dict(model.named_parameters())
-    units: dict[str, Unit] = {}
-    for unit in setting.spec.units:
-        placement = placements[unit.name]
-        flats = [
-            make_flat(
-                [parameters[param.name] for param in flat.params], spec=flat, placement=placement, setting=setting
-            )
-            for flat in flat_specs(unit, plan=plan)
-        ]
-        units[unit.name] = Unit(
-            unit.name, module=modules[unit.name], placement=placement, flats=flats, tape=setting.tape
-        )
-    return units
-
-
-def make_flat(
-    params: list[nn.Parameter], *, spec: FlatSpec, placement: Placement, setting: EngineSetting
-) -> FlatParams:
-    """A buffer for these parameters, with nothing in it yet."""
-    return FlatParams(
-        params,
-        spec=spec,
-        placement=placement,
-        device=setting.device,
-        groups=setting.groups,
-        collectives=setting.collectives,
-        alignment=setting.alignment,
-        host=setting.host if placement.grads is SHARDED else None,
-    )
-
-
-def around_steps(runner: Runner) -> dict[str, Any]:
-    """What optimizers' side calls around a step, and for what is to be stepped whole (OwnedParameters.run_by)."""
-    return {
-        "before_step": runner.before_step,
-        "after_step": runner.after_step,
-        "forget_grads": runner.forget_grads,
-        "edit": lambda: editing(runner),
-        "own": partial(own, runner),
-        "owns": lambda name: runner.plan.owns(name),
-        "matrices": runner.matrices,
-    }
-
-
-def _owned(
-    flats: list[FlatParams], *, before: list[list[nn.Parameter]], runner: Runner, any_optimizer: bool
-) -> OwnedParameters:
-    owned = OwnedParameters(**around_steps(runner), any_optimizer=any_optimizer, flats=flats)
-    for flat, old_params in zip(flats, before, strict=True):
-        parts = {part.index: part.parameter for part in flat.owned}
-        stepped = Stepped(sharded=flat.placement.optim is SHARDED, dtype=flat.master_dtype)
-        for index, name in enumerate(flat.names):
-            for parameter in (flat.params[index], old_params[index]):
-                owned.add(parameter, name=name, owned=parts.get(index), stepped=stepped)
-    return owned

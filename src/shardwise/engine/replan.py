@@ -14,12 +14,13 @@ from torch import nn
 from shardwise.comm.agreement import agree, meet
 from shardwise.comm.groups import mesh_groups
 from shardwise.engine.activations.wrap import wrap_units
+from shardwise.engine.assembly import EngineSetting, around_steps, make_flat, make_runner
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.guard import wake
 from shardwise.engine.params.host import HostCopies
 from shardwise.engine.params.unit import Unit
-from shardwise.engine.prepare import EngineSetting, around_steps, check_plan, make_flat, make_runner, tell_records
+from shardwise.engine.prepare import check_plan, tell_records
 from shardwise.engine.reshard import HeldBesides, held_besides, move
 from shardwise.engine.step.edit import distribute
 from shardwise.engine.step.resume import resume
