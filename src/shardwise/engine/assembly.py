@@ -12,9 +12,7 @@ from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import MeshGroups
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
-from shardwise.engine.optimizer.known import (
-    Stepped,
-)
+from shardwise.engine.optimizer.known import Stepped
 from shardwise.engine.optimizer.matrices import OwnedMatrices
 from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.params.broadcast import broadcast_buffers
