@@ -192,3 +192,14 @@ class Shampoo(Stepping):
         scale = left.diagonal().pow(-0.25)[:, None] * right.diagonal().pow(-0.25)[None]
         update = (scale * matrix).view_as(p) if p.dim() > 1 else g * scale.mean()
         p.sub_(update, alpha=options["lr"])
+
+
+def muon(parameters: Any) -> Optimizer:
+    """Of the matrices; nobody trains the rest."""
+    return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=2e-2)
+
+
+def lars(parameters: Any) -> Optimizer:
+    """Whose step calls that of SGD, with hooks of its own once there has been one."""
+    torch.optim.SGD([torch.zeros(1)])
+    return Lars(parameters, lr=0.1, momentum=0.9)

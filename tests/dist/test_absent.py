@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.comm.absent import AbsentCollectives, absent_group, leave_out_reduce
-from shardwise.comm.agreement import RanksMissing, exchange, meet
+from shardwise.comm.agreement import exchange, meet
 from shardwise.comm.groups import Group
 from shardwise.engines import prepare
 from shardwise.errors import InvalidPlan
@@ -146,9 +146,9 @@ def test_everybody_absent_says_what_this_rank_says() -> None:
         assert exchange("here") == ["here"] * 5
 
 
-def test_what_needs_the_others_says_that_they_did_not_come() -> None:
-    with absent_group(3), pytest.raises(RanksMissing, match="rank 1, 2 did not come to a meeting"):
-        meet("a meeting", limit_seconds=0.05)
+def test_in_a_rehearsal_nobody_waits_for_the_others() -> None:
+    with absent_group(3):
+        meet("a meeting", limit_seconds=60)
 
 
 def test_a_rehearsal_ends_its_group_also_after_an_error() -> None:

@@ -176,7 +176,7 @@ def accelerators(rank: int) -> None:
     other(torch.ones(1, 2)).sum().backward()
     assert accelerator.clip_grad_norm_(other.parameters(), 1.0) > 0
     accelerator.state.distributed_type = DistributedType.FSDP
-    assert "leave that out and set plan.strategy" in line(lambda: accelerator._run("fsdp"))
+    assert "leave that out and set plan.strategy" in line(lambda: accelerator.run_plan("fsdp"))
 
 
 @pytest.mark.timeout(120)

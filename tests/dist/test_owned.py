@@ -27,22 +27,11 @@ from shardwise.tasks import cross_entropy
 SLICED = ["zero1", "zero2", "fsdp"]
 
 
-def muon(parameters: Any) -> Optimizer:
-    """Of the matrices; nobody trains the rest."""
-    return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=2e-2)
-
-
-def lars(parameters: Any) -> Optimizer:
-    """Whose step calls that of SGD, with hooks of its own once there has been one."""
-    torch.optim.SGD([torch.zeros(1)])
-    return own.Lars(parameters, lr=0.1, momentum=0.9)
-
-
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "muon": muon,
+    "muon": own.muon,
     "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
     "lamb": own.Lamb,
-    "lars": lars,
+    "lars": own.lars,
     "cautious lion": own.CautiousLion,
     "shampoo": own.Shampoo,
     "by dimensions": own.ByDimensions,
@@ -68,7 +57,7 @@ def test_two_ranks_are_bit_equal_to_one_process(name: str, strategy: str) -> Non
 
 
 def test_matrices_move_on_our_ring_too() -> None:
-    case = Case(make=MODELS["gpt"], optimizer=muon, num_steps=3)
+    case = Case(make=MODELS["gpt"], optimizer=own.muon, num_steps=3)
     plan = Plan(strategy="fsdp", collectives="ring")
     assert_equal(run_ranks(on_ranks, num_ranks=2, args=(case, plan, True)), one_process(case, num_ranks=2))
 
@@ -85,7 +74,7 @@ def trained(
     """The weights after some steps, under the late backend."""
     torch.manual_seed(1234)
     model, batch = MODELS["gpt"]()
-    optimizer = muon(model.parameters())
+    optimizer = own.muon(model.parameters())
     rest = torch.optim.AdamW([p for p in model.parameters() if p.dim() != 2], lr=1e-2)
     plan = Plan(strategy=strategy, precision=precision, bucket_bytes=4000)
     collectives = make_collectives(late=True, rank=rank)
@@ -199,7 +188,7 @@ def test_a_checkpoint_of_two_ranks_is_resumed_on_one_and_three_and_under_another
 
 def told(rank: int) -> None:
     model, batch = MODELS["gpt"]()
-    optimizer = muon(model.parameters())
+    optimizer = own.muon(model.parameters())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         prepare(model, optimizer, Plan(strategy="zero2"))
@@ -233,7 +222,9 @@ def told(rank: int) -> None:
     assert "GradScaler with parameters that are OWNED" in line(lambda: scaler.step(optimizer))
     for options in ({"precision": "fp16"}, {"offload_states": True}):
         fresh = MODELS["gpt"]()[0]
-        message = line(lambda fresh=fresh, options=options: prepare(fresh, muon(fresh.parameters()), Plan(**options)))
+        message = line(
+            lambda fresh=fresh, options=options: prepare(fresh, own.muon(fresh.parameters()), Plan(**options))
+        )
         assert "owned with" in message
 
 
@@ -285,7 +276,7 @@ def made_later(rank: int, strategy: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(1234)
     model, batch = MODELS["gpt"]()
     model, _ = shardwise.prepare(model, None, Plan(strategy=strategy))
-    optimizer = muon(model.parameters())
+    optimizer = own.muon(model.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(3):

@@ -55,7 +55,10 @@ def names_of_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """The full names of the parameters in each param group."""
     if is_prepared(model):
         return group_names(model, optimizer)
-    names = {id(parameter): name for name, parameter in _bare(model).named_parameters()}
+    bare = _bare(model)
+    # First: it makes fully_shard put its shards back in place of what a forward has gathered.
+    bare.state_dict(keep_vars=True)
+    names = {id(parameter): name for name, parameter in bare.named_parameters()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in names:
             raise CheckpointError(
