@@ -1,5 +1,6 @@
 """Processes of this machine, as /proc shows them."""
 
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,14 @@ def processes_with(variable: str) -> list[str]:
             if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
                 found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
     return found
+
+
+def left_with(variable: str, *, limit_seconds: float = 5.0) -> list[str]:
+    """The same, of those that do not go within a moment: on a busy machine a process that was killed takes one."""
+    deadline = time.monotonic() + limit_seconds
+    while (left := processes_with(variable)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
 
 
 def listening(pids: set[int]) -> set[tuple[str, int]]:

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import processes_with
+from processes import left_with
 
 from shardwise.launch.launch import launch
 
@@ -74,6 +74,6 @@ def check_ended(point: str, folder: Path, *, code: int, errors: str) -> None:
     assert "RanksDisagree" not in errors, "the peer that noticed is in its log"
     assert code == shown.code
     assert seconds < 10.0
-    assert processes_with(f"POINT_FOLDER={folder}") == []
+    assert left_with(f"POINT_FOLDER={folder}") == []
     if shown.code == 2 and not shown.below:
         assert errors.count("\n") == 1, "a user's mistake is one line"

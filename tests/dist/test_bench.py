@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from processes import processes_with
+from processes import left_with
 from ranks import run_ranks
 
 from shardwise.bench.results import load_bench
@@ -50,7 +50,7 @@ def test_the_command_measures_each_strategy_in_fresh_processes_and_says_which_to
         timeout=240,
     )
     assert result.returncode == 0, result.stderr
-    assert processes_with(mark) == []
+    assert left_with(mark) == []
     assert [line.split(" ", 1)[1] for line in result.stderr.splitlines()] == [
         "round 1: ddp",
         "round 1: fsdp",

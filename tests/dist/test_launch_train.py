@@ -6,7 +6,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from processes import processes_with
+from processes import left_with
 from whole import whole
 
 from reliability.said import say
@@ -58,7 +58,7 @@ def check_broken(point: str, folder: Path, *, code: int, errors: str) -> None:
     assert "restart" not in errors, "it would break again"
     # Until then rank 1 writes into its log, its traceback last.
     assert ended - (folder / "run/logs/rank-1.txt").stat().st_mtime < 10.0
-    assert processes_with(f"POINT_FOLDER={folder}") == []
+    assert left_with(f"POINT_FOLDER={folder}") == []
 
 
 @pytest.mark.parametrize("point", ["the data", "forward", *whole("the model", "backward", "the optimizer")])
@@ -81,7 +81,7 @@ def test_a_rank_that_runs_out_of_memory_tells_what_was_held_what_was_predicted_a
     assert "activations " in predicted
     assert fits.startswith("  needs less: plan.")
     assert below.startswith("what each rank wrote: ")
-    assert processes_with(f"POINT_FOLDER={tmp_path}") == []
+    assert left_with(f"POINT_FOLDER={tmp_path}") == []
 
 
 @pytest.mark.parametrize(
