@@ -49,19 +49,22 @@ else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
 
+# What each part says at its end, so that it is seen what makes it long.
+SLOWEST := --durations=12 --durations-min=3
+
 # Tests that start whole jobs; those that go with the unit tests, so that the parts take about equally long; and the others,
 # whose ranks come from a pool.
 JOBS := $(sort $(wildcard $(patsubst %,tests/dist/test_%*.py,bench checkpoint integration kills launch profile train)))
 WITH_UNIT := $(wildcard $(patsubst %,tests/dist/test_%.py,ema frozen grad_values misuse pretrained weight_stream whole))
 
 test-unit:
-	@$(BIN)/python -m pytest tests/unit tests/gpu $(WITH_UNIT)
+	@$(BIN)/python -m pytest $(SLOWEST) tests/unit tests/gpu $(WITH_UNIT)
 
 test-jobs:
-	@$(BIN)/python -m pytest $(JOBS)
+	@$(BIN)/python -m pytest $(SLOWEST) $(JOBS)
 
 test-ranks:
-	@$(BIN)/python -m pytest tests/dist $(JOBS:%=--ignore=%) $(WITH_UNIT:%=--ignore=%)
+	@$(BIN)/python -m pytest $(SLOWEST) tests/dist $(JOBS:%=--ignore=%) $(WITH_UNIT:%=--ignore=%)
 
 # The exported sbatch script on a real SLURM on this machine (Debian: slurm-wlm), as root; otherwise skipped.
 slurm-test: setup

@@ -4,7 +4,7 @@ A scenario is written once, against `Runner`. One process takes the batches of b
 gradients and halves them, which is what two ranks do; so equal means equal bit for bit.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -35,6 +35,11 @@ class Runner:
     def prepare(self, model: nn.Module, *optimizers: Optimizer, units: str = "auto", **options: Any) -> nn.Module:
         """The model that is called from now on."""
         return model
+
+    def prepare_together(self, models: nn.ModuleDict, optimizer: Optimizer) -> Mapping[str, nn.Module]:
+        """Models that share parameters; what is called from now on, by name."""
+        self.prepare(models, optimizer)
+        return dict(models.items())
 
     def step(self, optimizer: Optimizer, loss: Callable[[int], Tensor], *, passes: int = 1, **options: Any) -> None:
         """One update from `loss(share)` of each share of the data; a rank has one share per pass."""
@@ -195,6 +200,10 @@ class TorchDDP(OnRanks):
     def prepare(self, model: nn.Module, *optimizers: Optimizer, units: str = "auto", **options: Any) -> nn.Module:
         self._wrapped = nn.parallel.DistributedDataParallel(model)
         return self._wrapped
+
+    def prepare_together(self, models: nn.ModuleDict, optimizer: Optimizer) -> Mapping[str, nn.Module]:
+        """A wrapper around each: one around both could not be called for one of them."""
+        return {name: nn.parallel.DistributedDataParallel(model) for name, model in models.items()}
 
     def accumulating(self, *, last: bool) -> Any:
         return nullcontext() if last else self._wrapped.no_sync()

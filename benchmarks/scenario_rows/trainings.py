@@ -161,9 +161,9 @@ def shared_encoder(runner: Runner) -> Weights:
     encoder = Net(outputs=networks.WIDTH)
     both = nn.ModuleDict({"one": networks.OnShared(encoder, outputs=3), "other": networks.OnShared(encoder, outputs=2)})
     optimizer = adamw(both.parameters())
-    runner.prepare(both, optimizer)
+    called = runner.prepare_together(both, optimizer)
     for step in range(4):
-        model = both["one" if step % 2 == 0 else "other"]
+        model = called["one" if step % 2 == 0 else "other"]
         runner.step(optimizer, lambda share, step=step, model=model: square(model, step, share))
     return runner.weights(both)
 
