@@ -277,5 +277,5 @@ def sum_lines(step: StepSnapshots) -> Iterator[str]:
     unit = _unit(total)
     sent, *shown = fixed_text(total, unit=unit), *(fixed(part, unit=unit) for part in (gathers, reduces, owned))
     moved = f", to and from owners {shown[2]}" if owned else ""
-    yield f"sent: {sent} a step: gathers {shown[0]}, reduces {shown[1]}{moved} (see explain ring)"
+    yield f"sent: {sent} per step: gathers {shown[0]}, reduces {shown[1]}{moved} (see explain ring)"
     yield "fp32 params, grads and AdamW's two moments are counted; activations are not."
