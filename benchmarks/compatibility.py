@@ -1,7 +1,7 @@
 """Which architectures train as in one process, on 2 CPU ranks: `python benchmarks/compatibility.py`.
 
 Tiny models with random weights of transformers' and timm's architectures (compatibility_rows/tiny_models.py), 3 steps
-of SGD with momentum under each of our five strategies, and beside them torch's DistributedDataParallel and
+of SGD with momentum under each of our five strategies, and next to them torch's DistributedDataParallel and
 `fully_shard` at the same units. The parameters at the end are compared with one process that runs both ranks' batches:
 
     equal     bit for bit
@@ -144,7 +144,7 @@ def page(results: dict[str, Any], *, classes: dict[str, str]) -> str:
         "",
         f"{counts['hf']} architectures of transformers and {counts['timm']} of timm, tiny and with random weights, "
         "trained for 3 steps on 2 CPU ranks and compared with one process that runs both ranks' batches. Five "
-        "strategies of Shardwise; beside them torch's `DistributedDataParallel` and `fully_shard`, as a script would "
+        "strategies of Shardwise; next to them torch's `DistributedDataParallel` and `fully_shard`, as a script would "
         "call them, the latter on the same units.",
         "",
         f"Written by `{COMMAND}` with {versions}. *equal*: all parameters bit for bit. *close*: within 1e-5 of each "

@@ -92,11 +92,11 @@ def prepare(
 def replan(model: nn.Module, plan: Plan) -> None:
     """Another plan for a prepared model, between two steps, without a checkpoint. Collective.
 
-        shardwise.replan(model, Plan(strategy="fsdp"))      # on every rank; the loop goes on as it was
+        shardwise.replan(model, Plan(strategy="fsdp"))      # on every rank; the loop continues as it was
 
     Strategy, overrides, mesh, recompute, offload, prefetch and the like may change; what decides what is computed
     (precision, units, …) may not. Parameters, gradients, optimizer state and averages (shardwise.EMA) move unit by
-    unit: a rank holds no more than the larger of both plans and one unit. Training goes on bit for bit as if it had
+    unit: a rank holds no more than the larger of both plans and one unit. Training continues bit for bit as if it had
     been saved under the old plan and resumed under the new one. Steps that were captured are captured again.
     """
     if not is_prepared(model):

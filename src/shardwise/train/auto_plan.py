@@ -47,7 +47,7 @@ class ChosenPlan:
                 file.write(json.dumps(self.record, indent=1).encode() + b"\n")
 
     def replaced(self, plan: Plan, *, place: Place) -> "ChosenPlan":
-        """The run goes on under another plan, and so does a later start that asks the same."""
+        """The run continues under another plan, and so does a later start that asks the same."""
         asked = _asked(self.given, cluster=job_cluster(place.device, num_ranks=place.num_ranks))
         said = f"{plan.strategy}, recompute {plan.recompute}: an earlier plan ran out of memory"
         record = {"asked": asked, "plan": plan.to_dict(), "said": said}
@@ -56,7 +56,7 @@ class ChosenPlan:
 
 def choose_plan(config: TrainConfig, *, place: Place, fresh: bool, replan: bool = False) -> ChosenPlan:
     """Collective: rank 0 chooses, and all ranks get its plan. A fixed plan that nobody has replanned stays as it is."""
-    # Ranks that are started again after a failure go on as they did.
+    # Ranks that are started again after a failure continue as they did.
     first = place.restarts == 0
     chooses = config.plan.is_auto or (replan and first)
     record: dict[str, Any] | None = None

@@ -1,7 +1,7 @@
 """How far an optimizer's update looks, found out by trying: copies of it step small tensors, whole and cut.
 
     whole     one copy steps a tensor of more than 16,384 elements
-    beside    one copy steps that tensor and another one
+    together  one copy steps that tensor and another one
     pieces    a copy for each piece of the tensor, as ranks that hold slices would
 
 10 steps, with gradients of ordinary, tiny and huge size; parameters, states and options are compared bit by bit.
@@ -85,14 +85,14 @@ def probe(optimizer: Optimizer, *, group: int, num_dims: int, dtype: torch.dtype
         try:
             whole = run([tensor], [grads])
             moved = not _same(whole.values[-1][0], tensor)
-            beside = run([tensor, other], [grads, other_grads])
+            together = run([tensor, other], [grads, other_grads])
             alone = run([other], [other_grads])
         # Somebody else's code, in a situation that it was not written for: whatever it raises is its answer.
         except Exception as error:
             return Verdict(reach=Reach.MODEL, why=f"{type(error).__name__}: {error}".splitlines()[0])
         if not moved:
             return Verdict(reach=Reach.MODEL, why="it does not step the parameters in its param_groups")
-        if not _is_pair(beside, whole, alone):
+        if not _is_pair(together, whole, alone):
             return Verdict(reach=Reach.MODEL)
         alignment = ALIGNMENT
         while alignment <= _LARGEST_ALIGNMENT:
@@ -246,7 +246,7 @@ def _copy(optimizer: Optimizer, *, group: int, parameters: list[nn.Parameter]) -
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer carries beside its groups and state.
+    """What an optimizer carries in addition to its groups and state.
 
     Without hooks, and without what stands in place of a method of its class (a scheduler's step, our zero_grad).
     """
