@@ -1,8 +1,8 @@
 """A training that outlives a lack of memory: the step is undone, and runs again under a plan that needs less.
 
 In forward and backward the run continues (engine/prepared/survive.py). In an update it ends, with the smaller plan in
-the run folder: the next start resumes under it. What was chosen as `auto` is solved again with less memory; a fixed plan
-is changed as little as possible.
+the run folder: the next start resumes under it. What was chosen as `auto` is solved again with less memory; a fixed
+plan is changed as little as possible.
 """
 
 from collections.abc import Callable
