@@ -56,7 +56,7 @@ def _lines(found: list[Claim]) -> Iterator[str]:
     yield ""
     yield "What guides say about DDP and FSDP, each with our number and a verdict that is computed from it."
     yield "*Predicted* numbers come from [the planner](planner.md), *measured* ones from a run that is named with them."
-    yield "The whole page is written by one command, and a test makes it again and compares:"
+    yield "One command generates this page, and a test checks that it is up to date:"
     yield from ("", "<!-- not run: tests/dist/test_claims.py makes the same page -->", "```bash")
     yield from ("python benchmarks/claims.py", "```", "")
     yield from ("| claim | our number | verdict |", "|---|---|---|")

@@ -116,8 +116,9 @@ def best_below() -> Claim:
         ],
         table=Table(head=("model", "B parameters", *clusters), rows=rows),
         source="Predicted: `shardwise plan MODEL --cluster CLUSTER`, bf16, AdamW, each strategy at its largest "
-        "micro-batch; the recommended strategy is the fastest that fits, or a simpler one within 5% of it.",
-        comment="The limit is a matter of the GPU's memory, not of the model: 16 bytes per parameter and the "
+        "micro-batch; the recommended strategy is the fastest that fits, or a simpler one within 5% of it. A limit "
+        "holds if all models up to it get `ddp` and none more than 1.5 times as large does.",
+        comment="The limit depends on the GPU's memory, not on the model: 18 bytes per parameter (bf16) and the "
         "activations of one sample have to fit.",
     )
 
@@ -154,9 +155,10 @@ def between_the_two() -> Claim:
         table=Table(
             head=("bf16, AdamW", *(f"{name} GB" for name in heads), *(f"{name} samples/s" for name in heads)), rows=rows
         ),
-        source="Predicted: `shardwise plan MODEL --cluster CLUSTER --micro-batch N`. Faster counts if the median over "
-        f"the models is more than {PAIR_BAND:.0%}, what two predictions on one cluster can tell apart. Measured: "
-        "ViT-Large on two ranks takes less with SHARD_GRAD_OP than with DDP ([table](accelerate.md#measured)).",
+        source="Predicted: `shardwise plan MODEL --cluster CLUSTER --micro-batch N`. 'Faster' means a median lead over "
+        f"the models of more than {PAIR_BAND:.0%}, the smallest difference that the planner can resolve on one "
+        "cluster. Measured: ViT-Large on two ranks takes less with SHARD_GRAD_OP than with DDP "
+        "([table](accelerate.md#measured)).",
         comment="SHARD_GRAD_OP saves one gather per unit. Over fast links that gather is hidden behind compute.",
     )
 
@@ -194,7 +196,7 @@ def larger_batch() -> Claim:
             head=("model", "ddp batch", "fsdp batch", "ddp samples/s", "fsdp samples/s", "fsdp / ddp"), rows=rows
         ),
         source=f"Predicted: `shardwise plan MODEL --cluster {cluster}`, bf16, AdamW; each strategy at its largest "
-        f"micro-batch. Two predictions on one cluster can tell {PAIR_BAND:.0%} apart.",
+        f"micro-batch. The planner can resolve differences of {PAIR_BAND:.0%} on one cluster.",
     )
 
 
@@ -231,7 +233,7 @@ def narrowing_gap() -> Claim:
         table=Table(head=("setting", "DDP is ahead by"), rows=rows),
         source="Predicted: `shardwise plan MODEL --cluster CLUSTER --micro-batch N --precision fp32|bf16`, AdamW; all "
         f"ranks shard. It holds where DDP is ahead at first, and its lead shrinks, by more than {PAIR_BAND:.0%} each: "
-        "what two predictions on one cluster can tell apart.",
+        "the smallest difference that the planner can resolve on one cluster.",
         comment="Below 0, FSDP is ahead. In bf16 both send about as many bytes (claim 5), FSDP can hide them behind "
         "forward and backward instead of backward alone, and each rank updates a slice instead of everything. So there "
         "it is often ahead from the start.",

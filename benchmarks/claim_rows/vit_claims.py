@@ -50,7 +50,7 @@ def vit_large() -> Claim:
         table=Table(head=("ViT-Large", "batch per GPU", "GB per GPU", "samples/s"), rows=rows),
         source="Predicted: `shardwise plan vit-large --cluster 2xa100-40gb --engine torch --micro-batch N`, bf16. "
         "Measured: two NCCL ranks that share one H200 ([results](../benchmarks/results/accelerate_vit.json), "
-        "`python benchmarks/accelerate_vit.py`); their speed says nothing of two GPUs and is left out.",
+        "`python benchmarks/accelerate_vit.py`); their speed is not that of two GPUs, so it is omitted.",
         comment="Parameters, optimizer state, DDP's buckets and autocast's copies explain a saving of 3.6 GB at any "
         "batch ([account](accelerate.md#measured)).",
     )

@@ -44,12 +44,12 @@ def bench(
         int | None,
         typer.Option("--ranks", min=1, help="Ranks to start here (default: the plan's mesh, or one per GPU)."),
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often each case is run.")] = 3,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How many times each case is run.")] = 3,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed in each run.")] = 20,
-    warm_up: Annotated[int, typer.Option("--warm-up", min=1, help="Untimed steps before them.")] = 5,
+    warm_up: Annotated[int, typer.Option("--warm-up", min=1, help="Untimed steps before the timed ones.")] = 5,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="The folder to write (default: bench/ and CONFIG's name)."),
+        typer.Option("--out", metavar="DIR", help="Output folder (default: bench/CONFIG)."),
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="The bench's title (default: CONFIG's name).")] = None,
     settings: Annotated[
@@ -68,7 +68,7 @@ def bench(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the bench that DIR holds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Compare strategies and engines on the same training.
+    """Compare strategies and engines on the same training job.
 
     Each case runs in fresh processes, one after the other. Shows speed and memory, whether the losses match, and
     which one to use.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 checkpoint = typer.Typer(help="Inspect, verify, export or import checkpoints.", no_args_is_help=True)
 
 PathArgument = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A checkpoint (step-…), or a folder of them: then the newest.")
+    Path, typer.Argument(metavar="PATH", help="A checkpoint (step-…), or a folder of checkpoints (the newest is used).")
 ]
 
 
@@ -60,7 +60,7 @@ def inspect(
 
 @checkpoint.command()
 def verify(path: PathArgument) -> None:
-    """Compare every file with its checksum; for a folder, in all of its checkpoints."""
+    """Check every file of a checkpoint, or of all checkpoints in a folder, against its checksum."""
     from shardwise.checkpoint.folder import checkpoints_in
     from shardwise.checkpoint.verify import verify as verify_one
     from shardwise.errors import CheckpointError

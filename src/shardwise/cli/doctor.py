@@ -23,8 +23,10 @@ def doctor(
             "torchtitan or the Trainer.",
         ),
     ],
-    model: Annotated[str, typer.Option("--model", help="Also predict: a model as for `shardwise plan`.")] = "",
-    cluster: Annotated[str, typer.Option("--cluster", help="And where it runs: 8xh100-80gb, …")] = "",
+    model: Annotated[str, typer.Option("--model", help="Also predict for this model (as in `shardwise plan`).")] = "",
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="The cluster to predict for, such as 8xh100-80gb (with --model).")
+    ] = "",
     micro_batch: Annotated[
         int | None, typer.Option("--micro-batch", min=1, help="Samples per rank per pass, where the file has none.")
     ] = None,

@@ -42,7 +42,10 @@ def plan(
         str, typer.Option("--recompute", help="none, full, selective; for some units: full,blocks.[0-8]=none.")
     ] = "none",
     global_batch: Annotated[
-        int | None, typer.Option("--global-batch", min=1, help="Samples per step over all ranks; sets the passes.")
+        int | None,
+        typer.Option(
+            "--global-batch", min=1, help="Samples per step over all ranks; sets --accumulate or --micro-batch."
+        ),
     ] = None,
     accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Passes per optimizer step.")] = 1,
     mesh: Annotated[
@@ -71,11 +74,17 @@ def plan(
     ] = None,
     compile_with: Annotated[str, typer.Option("--compile", help="none, inductor or aot_eager.")] = "none",
     capture: Annotated[
-        str, typer.Option("--capture", help="Steps as CUDA graphs: on, off, or auto (says so where they are faster).")
+        str,
+        typer.Option(
+            "--capture", help="Run steps as CUDA graphs: on, off, or auto (off, with a note if they are faster)."
+        ),
     ] = "auto",
     like: Annotated[str, typer.Option("--like", help="Predict times for another engine: deepspeed.")] = "",
     here: Annotated[
-        bool, typer.Option("--here", help="The cluster is this machine: measure its host first (seconds).")
+        bool,
+        typer.Option(
+            "--here", help="Measure this machine's CPU first (seconds); --cluster must describe this machine."
+        ),
     ] = False,
     tokens: Annotated[
         str | None, typer.Option("--tokens", help="Also show how long training on this many tokens takes, such as 1T.")
@@ -91,7 +100,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     save: Annotated[Path | None, typer.Option("--save", help="Write the recommended plan as PLAN.toml.")] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Serve the planner page, on this machine only.")] = False,
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Of --serve (0: a free one).")] = 8765,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port for --serve (0: any free port).")] = 8765,
     page: Annotated[
         Path | None, typer.Option("--page", help="Write the planner page as one HTML file that needs no server.")
     ] = None,

@@ -50,7 +50,7 @@ def profile(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Measure the memory and time of one rank here, without the others.
+    """Measure the memory and compute time of one rank, without starting the others.
 
     Memory is shown by category through one step, next to the prediction.
     """

@@ -24,7 +24,7 @@ def train(
         str | None, typer.Option("--strategy", help="ddp, zero1, zero2, shard_grad_op, fsdp or auto.")
     ] = None,
     run: Annotated[
-        Path | None, typer.Option("--run", help="The run folder (default: run.folder, or runs/ and CONFIG's name).")
+        Path | None, typer.Option("--run", help="The run folder (default: run.folder, or runs/CONFIG).")
     ] = None,
     num_ranks: Annotated[
         int | None,
