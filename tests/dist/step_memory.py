@@ -30,7 +30,7 @@ def alike_ranks() -> Iterator[None]:
     def alike(value: Any, group: Any = None) -> list[Any]:
         return [value] * dist.get_world_size()
 
-    exchanges = (patch(f"shardwise.{home}.exchange", alike) for home in ("engine.prepare", "comm.agreement"))
+    exchanges = (patch(f"shardwise.{home}.exchange", alike) for home in ("engine.assembly", "comm.agreement"))
     with torch.backends.mkldnn.flags(enabled=True), next(exchanges), next(exchanges):
         yield
 
