@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests"), str(ROOT / "tests" / "dist")]
+# The tests first: benchmarks/ has an optimizers.py of its own.
+sys.path[:0] = [str(ROOT / "tests" / "dist"), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 from ranks import RankFailed, run_ranks, shut_down  # noqa: E402
