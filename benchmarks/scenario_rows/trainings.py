@@ -310,7 +310,6 @@ def generates(runner: Runner) -> Weights:
     model = TiedNet()
     optimizer = adamw(model.parameters())
     called = runner.prepare(model, optimizer)
-    runner.forward_method(model, "continued")
     found: Weights = {}
     for step in range(2):
         runner.step(optimizer, lambda share, step=step: language_loss(called, TOKENS + step + share))
