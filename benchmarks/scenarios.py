@@ -67,7 +67,7 @@ def run(group: str, name: str) -> dict[str, Any]:
         try:
             found = run_ranks(train, num_ranks=NUM_RANKS, args=(group, name, engine), timeout_seconds=60.0)
         except RankFailed as error:
-            row[engine] = {"verdict": "failed", "line": _short(str(error))}
+            row[engine] = {"verdict": "failed", "line": _short(str(error).splitlines()[0])}
         else:
             row[engine] = verdict(found, alone["weights"])
     return row

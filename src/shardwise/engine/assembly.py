@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.optimizer.known import Stepped
 from shardwise.engine.optimizer.matrices import OwnedMatrices
-from shardwise.engine.optimizer.owned import OwnedParameters
+from shardwise.engine.optimizer.owned import AroundSteps, OwnedParameters
 from shardwise.engine.params.broadcast import broadcast_buffers
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.host import HostCopies
@@ -127,23 +126,22 @@ def make_runner(
     )
 
 
-def around_steps(runner: Runner) -> dict[str, Any]:
-    """What optimizers' side calls around a step, and for what is to be stepped whole (OwnedParameters.run_by)."""
-    return {
-        "before_step": runner.before_step,
-        "after_step": runner.after_step,
-        "forget_grads": runner.forget_grads,
-        "edit": lambda: editing(runner),
-        "own": partial(own, runner),
-        "owns": lambda name: runner.plan.owns(name),
-        "matrices": runner.matrices,
-    }
+def around_steps(runner: Runner) -> AroundSteps:
+    return AroundSteps(
+        before_step=runner.before_step,
+        after_step=runner.after_step,
+        forget_grads=runner.forget_grads,
+        edit=lambda: editing(runner),
+        own=partial(own, runner),
+        owns=lambda name: runner.plan.owns(name),
+        matrices=runner.matrices,
+    )
 
 
 def make_owned(
     flats: list[FlatParams], *, before: list[list[nn.Parameter]], runner: Runner, any_optimizer: bool
 ) -> OwnedParameters:
-    owned = OwnedParameters(**around_steps(runner), any_optimizer=any_optimizer, flats=flats)
+    owned = OwnedParameters(around_steps(runner), any_optimizer=any_optimizer, flats=flats)
     for flat, old_params in zip(flats, before, strict=True):
         parts = {part.index: part.parameter for part in flat.owned}
         stepped = Stepped(sharded=flat.placement.optim is SHARDED, dtype=flat.master_dtype)

@@ -142,7 +142,7 @@ def _exchange(engine: Engine, model: nn.Module, *, setting: EngineSetting, besid
     resume(runner, before=before)
     if held:
         runner.executor.hold(held)
-    engine.owned.run_by(**around_steps(runner))
+    engine.owned.around = around_steps(runner)
     engine.groups, engine.runner = setting.groups, runner
     # In place: the optimizers' side has the same list.
     engine.flats[:] = [flat for unit in units.values() for flat in unit.flats]

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
@@ -39,22 +39,25 @@ from shardwise.engine.params.flat import FlatParams
 from shardwise.errors import InvalidPlan
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AroundSteps:
+    """Whom the optimizers' side calls: around a step, when gradients are cleared, for what is to be stepped whole."""
+
+    before_step: Callable[[], None]
+    after_step: Callable[[], None]
+    forget_grads: Callable[..., None]
+    edit: Callable[[], AbstractContextManager[None]]
+    own: Callable[[Sequence[str]], None]
+    owns: Callable[[str], bool]
+    matrices: OwnedMatrices
+
+
 class OwnedParameters:
     """Which slices stand for which parameters, and what is to happen around a step."""
 
-    def __init__(
-        self,
-        *,
-        before_step: Callable[[], None],
-        after_step: Callable[[], None],
-        forget_grads: Callable[..., None],
-        edit: Callable[[], AbstractContextManager[None]],
-        own: Callable[[Sequence[str]], None],
-        owns: Callable[[str], bool],
-        matrices: OwnedMatrices,
-        any_optimizer: bool,
-        flats: Sequence[FlatParams],
-    ) -> None:
+    def __init__(self, around: AroundSteps, *, any_optimizer: bool, flats: Sequence[FlatParams]) -> None:
+        # Another one after a change of plan.
+        self.around = around
         self._flats = flats
         # How long a rank waits for the others in a state_dict.
         self.limit_seconds = 60.0
@@ -67,37 +70,8 @@ class OwnedParameters:
         self.group_names: weakref.WeakKeyDictionary[Optimizer, list[list[str]]] = weakref.WeakKeyDictionary()
         # Whether any of them is stepped in slices.
         self._steps_slices: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        self.run_by(
-            before_step=before_step,
-            after_step=after_step,
-            forget_grads=forget_grads,
-            edit=edit,
-            own=own,
-            owns=owns,
-            matrices=matrices,
-        )
         self._any_optimizer = any_optimizer
         _REGISTRY.add(self)
-
-    def run_by(
-        self,
-        *,
-        before_step: Callable[[], None],
-        after_step: Callable[[], None],
-        forget_grads: Callable[..., None],
-        edit: Callable[[], AbstractContextManager[None]],
-        own: Callable[[Sequence[str]], None],
-        owns: Callable[[str], bool],
-        matrices: OwnedMatrices,
-    ) -> None:
-        """Whom to call around a step, when gradients are cleared, and for what is to be stepped whole."""
-        self._matrices = matrices
-        self._own = own
-        self._owns = owns
-        self._before_step = before_step
-        self._after_step = after_step
-        self._forget_grads = forget_grads
-        self._edit = edit
 
     def add(self, parameter: nn.Parameter, *, name: str, owned: nn.Parameter | None, stepped: Stepped) -> None:
         """`owned` stands for `parameter`; None where this rank owns no element of it."""
@@ -192,14 +166,14 @@ class OwnedParameters:
 
         owned   the names of parameters that it must step whole; the plan may have more
         """
-        self._own(owned)
+        self.around.own(owned)
         # What some make before their first step.
         made = {self._names[id(parameter)]: state for parameter, state in optimizer.state.items()}
         optimizer.state.clear()
         self.group_names[optimizer] = []
         for group in optimizer.param_groups:
             self._rewrite(group, optimizer=optimizer)
-        optimizer.state.update(own_states(made, flats=self._flats, matrices=self._matrices.of(optimizer)))
+        optimizer.state.update(own_states(made, flats=self._flats, matrices=self.around.matrices.of(optimizer)))
         held_weakly = weakref.ref(optimizer)
         closure = StepClosure(lambda: self.before_step(held_weakly()))
         optimizer.register_step_pre_hook(lambda one, *given: None if is_inside_step(one) else closure.begin(*given))
@@ -216,7 +190,7 @@ class OwnedParameters:
         """`train` and `eval` of a schedule-free optimizer: it exchanges the parameters' values. Collective."""
         optimizer = held()
         assert optimizer is not None
-        with self._edit():
+        with self.around.edit():
             getattr(type(optimizer), switch)(optimizer)
 
     def _add_param_group(self, held: "weakref.ref[Optimizer]", param_group: dict[str, Any]) -> None:
@@ -237,7 +211,7 @@ class OwnedParameters:
         except InvalidPlan:
             optimizer.param_groups.pop()
             raise
-        self._own(owned)
+        self.around.own(owned)
         self._rewrite(optimizer.param_groups[-1], optimizer=optimizer)
 
     def _rewrite(self, group: dict[str, Any], *, optimizer: Optimizer) -> None:
@@ -246,8 +220,8 @@ class OwnedParameters:
         self.group_names[optimizer].append(names)
         sharded = [self._stepped[id(parameter)].sharded for parameter in group["params"]]
         self._steps_slices[optimizer] = any(sharded) or self._steps_slices.get(optimizer, False)
-        to_own = [name for name, in_slices in zip(names, sharded, strict=True) if in_slices and self._owns(name)]
-        matrices = self._matrices.own(optimizer, to_own)
+        to_own = [name for name, in_slices in zip(names, sharded, strict=True) if in_slices and self.around.owns(name)]
+        matrices = self.around.matrices.own(optimizer, to_own)
         owned = [
             matrices[name] if name in matrices else self._owned[id(parameter)]
             for name, parameter in zip(names, group["params"], strict=True)
@@ -261,8 +235,8 @@ class OwnedParameters:
         type(optimizer).zero_grad(optimizer, set_to_none)
         names = {name for group in self.group_names[optimizer] for name in group}
         if not set_to_none:
-            self._matrices.zero_grads(optimizer)
-        self._forget_grads(names, drop=set_to_none)
+            self.around.matrices.zero_grads(optimizer)
+        self.around.forget_grads(names, drop=set_to_none)
 
     def _state_dict(self, held: "weakref.ref[Optimizer]") -> dict[str, Any]:
         """The optimizer's own, with full tensors under the numbers that a plain optimizer would give. Collective."""
@@ -270,7 +244,7 @@ class OwnedParameters:
         assert optimizer is not None
         meet("optimizer.state_dict", limit_seconds=self.limit_seconds)
         state = type(optimizer).state_dict(optimizer)
-        states = whole_states(optimizer, flats=self._flats, matrices=self._matrices.of(optimizer))
+        states = whole_states(optimizer, flats=self._flats, matrices=self.around.matrices.of(optimizer))
         groups = numbered(self.group_names[optimizer])
         of_none = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
         state["state"] = {n: states[name] for group in groups for n, name in group.items() if name in states} | of_none
@@ -283,7 +257,7 @@ class OwnedParameters:
         optimizer = held()
         assert optimizer is not None
         states = named_states(state_dict, groups=self.group_names[optimizer])
-        own = own_states(states, flats=self._flats, matrices=self._matrices.of(optimizer))
+        own = own_states(states, flats=self._flats, matrices=self.around.matrices.of(optimizer))
         groups = numbered([group["params"] for group in optimizer.param_groups])
         known = {name for group in self.group_names[optimizer] for name in group}
         local: dict[str, Any] = {
@@ -302,17 +276,17 @@ class OwnedParameters:
         assert optimizer is not None
         if self._steps_slices[optimizer] and _called_by_torchs_grad_scaler():
             raise _foreign_scaler()
-        self._matrices.begin_step(optimizer)
-        self._before_step()
+        self.around.matrices.begin_step(optimizer)
+        self.around.before_step()
         PROGRESS.phase = UPDATE
 
     def _end_step(self, closure: StepClosure) -> None:
         closure.end()
-        self._after_step()
+        self.around.after_step()
 
     def has_matrices(self, optimizer: Optimizer) -> bool:
         """Whether ranks own matrices of an optimizer; the same answer on all of them."""
-        return bool(self._matrices.of(optimizer))
+        return bool(self.around.matrices.of(optimizer))
 
     def adopted(self, optimizer: Optimizer) -> bool:
         return optimizer in self.group_names
