@@ -26,6 +26,7 @@ from shardwise.comm.agreement import RanksMissing
 from shardwise.comm.groups import job_timeout
 from shardwise.engine.activations.recompute import without_random_numbers
 from shardwise.engine.captured.abandon import abandon_step
+from shardwise.engine.captured.graph_fills import fill_by_kernels
 from shardwise.engine.captured.reads import NotCaptured, Read, assuming_reads, hidden_capture, source_line
 from shardwise.engine.captured.replayed_grads import sampled
 from shardwise.engine.captured.step_key import StepInputs
@@ -147,10 +148,10 @@ class RecordedStep:
         self._flag = torch.zeros((), dtype=torch.int32, device=recorder.engine.device)
         self._seen = torch.full((), _NOT_YET, dtype=torch.int32, pin_memory=True)
         self._sent = False
-        self._passes = torch.cuda.CUDAGraph()
-        self._update = torch.cuda.CUDAGraph()
+        self._passes = torch.cuda.CUDAGraph(keep_graph=True)
+        self._update = torch.cuda.CUDAGraph(keep_graph=True)
         # Copies a few elements of the gradients. They themselves are free memory once the step is recorded.
-        self._sampling = torch.cuda.CUDAGraph()
+        self._sampling = torch.cuda.CUDAGraph(keep_graph=True)
         self._samples: list[Tensor | None] = []
         self._capturing: torch.cuda.CUDAGraph | None = None
         self._offset = 0
@@ -227,6 +228,8 @@ class RecordedStep:
         assert self._capturing is not None
         graph, self._capturing = self._capturing, None
         graph.capture_end()
+        fill_by_kernels(graph)
+        graph.instantiate()
 
     def _send_flag(self) -> None:
         """The sum of all ranks' flags to the host, while the device computes what comes next."""
