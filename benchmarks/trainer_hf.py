@@ -15,7 +15,7 @@ waited for. Writes benchmarks/results/trainer_hf_h200.json. `--tiny` runs a smal
 import argparse
 import json
 import os
-import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -135,8 +135,8 @@ def run(contestant: str, *, steps: int, tiny: bool, limit_seconds: float) -> dic
     for line in ended.stdout.splitlines():
         if line.startswith("RESULT "):
             found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-            told = [line.strip() for line in ended.stderr.splitlines() if "capture" in line]
-            return {**found, "told": told[:4]}
+            told = re.findall(r"UserWarning: (capture: .*)", ended.stderr)
+            return {**found, "told": told}
     return {"contestant": contestant, "failed": ended.stderr[-2500:]}
 
 
@@ -160,7 +160,7 @@ def main() -> None:
         print(json.dumps(results[-1]), f"({time.monotonic() - began:.0f} s)", flush=True)
         if out is not None:
             command = "python " + " ".join(["benchmarks/trainer_hf.py", *sys.argv[1:]])
-            out.write_text(json.dumps({"command": command, "host": platform.platform(), "runs": results}, indent=1))
+            out.write_text(json.dumps({"command": command, "runs": results}, indent=1) + "\n")
     if any("failed" in result for result in results):
         sys.exit(1)
 

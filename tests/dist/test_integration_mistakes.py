@@ -94,7 +94,7 @@ def whole_steps(rank: int, folder: str) -> None:
     class Whole(ShardwiseTrainer):
         """On a CPU a whole step is an ordinary one, but taken by the same path."""
 
-        def _captures(self) -> bool:
+        def _is_on_gpu(self) -> bool:
             return True
 
     class OwnLoss(Whole):
@@ -123,9 +123,12 @@ def whole_steps(rank: int, folder: str) -> None:
     assert make()._why_not_whole() == ""
     assert "gradient_accumulation_steps = 2" in make(gradient_accumulation_steps=2)._why_not_whole()
     assert "OwnLoss.compute_loss" in make(OwnLoss)._why_not_whole()
-    assert "Inside.on_pre_optimizer_step is called inside a step" in line(make(callbacks=[inside]).train)
+    asked = make(plan=Plan(strategy="fsdp", capture="on"), callbacks=[inside])
+    assert "Inside.on_pre_optimizer_step is called inside a step; set capture = 'auto'" in line(asked._captures)
+    assert not make(ShardwiseTrainer)._captures()
+    assert not make(plan=Plan(strategy="fsdp", capture="off"))._captures()
     # Either way it is the same training; a callback inside an ordinary step finds its gradients.
-    plain, watched = make(), make(ShardwiseTrainer, callbacks=[inside])
+    plain, watched = make(), make(callbacks=[inside])
     for trainer in (plain, watched):
         trainer.train()
     assert len(inside.norms) == 3
@@ -145,7 +148,7 @@ def whole_steps(rank: int, folder: str) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_steps_are_taken_whole_where_it_is_asked_for_and_nothing_of_the_users_runs_inside(tmp_path: Path) -> None:
+def test_steps_are_taken_whole_on_a_gpu_where_nothing_of_the_users_runs_inside(tmp_path: Path) -> None:
     needs("transformers")
     needs("accelerate")
     run_ranks(whole_steps, num_ranks=1, args=(str(tmp_path),), timeout_seconds=150.0)

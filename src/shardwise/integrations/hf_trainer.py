@@ -90,14 +90,11 @@ class ShardwiseMixin:
     # Captured steps
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """As the Trainer's; where capture is asked for, the update with it, as CUDA graphs."""
+        """As the Trainer's; where steps are captured, the update with it, as CUDA graphs."""
         if not self._captures():
             self._whole_step = None
             ordinary: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
             return ordinary
-        why_not = self._why_not_whole()
-        if why_not:
-            raise InvalidPlan(f"capture = 'on': {why_not}; set capture = 'off'")
         if self._whole_step is None or self._whole_of != (model, self.optimizer):
             self._whole_step, self._whole_of = self._make_whole_step(model), (model, self.optimizer)
         model.train()
@@ -110,8 +107,16 @@ class ShardwiseMixin:
         return loss
 
     def _captures(self) -> bool:
-        """Not under `auto`: that what a user has put around a step is not missed in a replay, the user has to say."""
-        return self.plan.capture == "on"
+        """Whether steps run as a whole: not where something of the user's runs in the middle of one."""
+        if self.plan.capture == "off" or not self._is_on_gpu():
+            return False
+        why_not = self._why_not_whole()
+        if why_not and self.plan.capture == "on":
+            raise InvalidPlan(f"capture = 'on': {why_not}; set capture = 'auto'")
+        return not why_not
+
+    def _is_on_gpu(self) -> bool:
+        return bool(self.accelerator.device.type == "cuda")
 
     def _why_not_whole(self) -> str:
         """Why a step cannot be run, and captured, as a whole; "" where it can be."""
