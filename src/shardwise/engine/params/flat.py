@@ -87,8 +87,7 @@ class FlatParams(FlatBuffers):
         shows_grads = self.shows_grads
         whole = [] if self.placement.grads is SHARDED else views or self.views(average)
         if shows_grads:
-            self._averages = [held for held in self._averages if held() is not None]
-            self._averages.append(weakref.ref(average if average._base is None else average._base))
+            self._note_average(average)
             # The owned parts' gradients are views of the same memory.
             for index, (parameter, view) in enumerate(zip(self.params, whole, strict=True)):
                 old = self.hidden[index]
@@ -122,6 +121,12 @@ class FlatParams(FlatBuffers):
             if self.host is not None:
                 self.host.land()
             torch._foreach_add_(olds, news)
+
+    def _note_average(self, average: Tensor) -> None:
+        """A buffer may be the same one in every step: it is noted once."""
+        base = average if average._base is None else average._base
+        others = [held for held in self._averages if held() is not None and held() is not base]
+        self._averages = [*others, weakref.ref(base)]
 
     def _owned_grads(self, average: Tensor) -> Sequence[Tensor]:
         """The owned parts' places in a slice, which is cut out of everything where that is not done yet."""
