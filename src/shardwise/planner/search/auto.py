@@ -24,8 +24,10 @@ from shardwise.quantities import bytes_text
 RECOMPUTES = ("none", "selective", "full")
 # How often the search is repeated with less room, because the allocator needs more than the tensors.
 _REPEATS = 8
-# Dials that are looked at again with all the room.
+# Dials that are looked at again with all the room: of those whose units are all alike, and of the others.
 _LOOKS = 3
+# A dial is only looked at if it would be so much faster with the batch that its tensors allow.
+_WORTH_A_LOOK = 1.02
 
 
 class NoPlanFits(ShardwiseError):  # noqa: N818
@@ -149,32 +151,40 @@ def _second_look(solver: Solver, *, found: Dial, limit: float) -> Dial:
     if solver.limit == limit or solver.goal == "memory":
         return found
     costs = solver.costs
-    tried: set[Dial] = set()
+    tried: dict[bool, set[Dial]] = {True: set(), False: set()}
     for dial in sorted(costs.timed(), key=lambda dial: -costs.speed(dial)):
+        own = tried[len(set(dial.choices)) == 1]
         structure = replace(dial, batch=1)
-        if structure in tried or not solver.is_better(dial, found) or costs.tensor_bytes(dial) > limit:
-            continue
-        tried.add(structure)
-        smaller = _shrunk(dial, solver=solver, limit=limit)
-        if smaller is not None and solver.is_better(smaller, found):
-            found = smaller
-        if len(tried) == _LOOKS:
+        if costs.speed(dial) < _WORTH_A_LOOK * costs.speed(found):
             break
+        if len(own) == _LOOKS or structure in own or not solver.is_better(dial, found):
+            continue
+        if costs.tensor_bytes(dial) <= limit:
+            own.add(structure)
+            smaller = _shrunk(dial, solver=solver, limit=limit)
+            if smaller is not None and solver.is_better(smaller, found):
+                found = smaller
     return found
 
 
 def _shrunk(dial: Dial, *, solver: Solver, limit: float) -> Dial | None:
-    """The dial with a batch at which the allocator's model fits too; None if it is not near."""
+    """The dial with about the largest batch at which the allocator's model fits too; None if there is none."""
     costs = solver.costs
-    for _ in range(3):
-        needed = costs.device_bytes(dial, limit_bytes=limit)
-        if needed <= limit:
-            return dial
-        per_sample = costs.tensor_bytes(dial) - costs.tensor_bytes(replace(dial, batch=max(1, dial.batch - 1)))
-        if not solver.batches.is_free or dial.batch == 1 or per_sample <= 0:
-            return None
-        dial = replace(dial, batch=max(1, dial.batch - max(1, round((needed - limit) / per_sample))))
-    return None
+    needed = costs.device_bytes(dial, limit_bytes=limit)
+    if needed <= limit:
+        return dial
+    if not solver.batches.is_free:
+        return None
+    low, high = 0, dial.batch
+    half = replace(dial, batch=max(1, high // 2))
+    per_sample = (costs.tensor_bytes(dial) - costs.tensor_bytes(half)) / max(1, high - half.batch)
+    guess = high - (needed - limit) / per_sample if per_sample > 0 else 0
+    while high - low > max(1, high // 50):
+        batch = round(guess) if low + 0.5 < guess < high - 0.5 else (low + high) // 2
+        guess = 0
+        fits = costs.device_bytes(replace(dial, batch=batch), limit_bytes=limit) <= limit
+        low, high = (batch, high) if fits else (low, batch)
+    return replace(dial, batch=low) if low else None
 
 
 def _limit(costs: DialCosts, *, request: AutoRequest) -> float:

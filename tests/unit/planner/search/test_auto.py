@@ -1,6 +1,8 @@
 """`strategy = "auto"`: the solver finds what trying everything finds, and never takes a plan that does not fit."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from planned_specs import spec_for
@@ -8,9 +10,12 @@ from random_models import PLAN, RandomModel, random_model
 
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster, cluster_of
+from shardwise.mesh import Mesh
 from shardwise.plan import Plan
-from shardwise.planner.search.auto import RECOMPUTES, AutoRequest, NoPlanFits, Solved, solve_plan
+from shardwise.planner.search.auto import RECOMPUTES, AutoRequest, NoPlanFits, Solved, _shrunk, solve_plan
 from shardwise.planner.search.candidates import candidates, cost
+from shardwise.planner.search.dial import Dial
+from shardwise.planner.search.micro_batches import MicroBatches
 from shardwise.quantities import GIB
 from shardwise.sources import Source
 from shardwise.spec import ModelSpec
@@ -160,3 +165,20 @@ def test_an_auto_plan_is_not_yet_a_plan() -> None:
         Plan(strategy="auto").placements(["(root)"])
     with pytest.raises(InvalidPlan, match="leave overrides"):
         Plan(strategy="auto", overrides={"head": "ddp"})
+
+
+@pytest.mark.parametrize("largest", [200, 191, 20, 1, 0])
+def test_a_dial_gives_up_about_as_many_samples_as_the_allocator_asks_for(largest: int) -> None:
+    """Also where the tensors need hardly more with each sample, and the allocator much more."""
+    dial = Dial(root="ddp", choices=(), mesh=Mesh(shard=1), prefetch=1, batch=200, accumulate=1, accumulate_reduced=False)
+    costs = SimpleNamespace(
+        tensor_bytes=lambda dial: 10**9 + dial.batch,
+        device_bytes=lambda dial, limit_bytes: limit_bytes + 10**6 * (dial.batch - largest),
+    )
+    solver: Any = SimpleNamespace(costs=costs, batches=MicroBatches())
+    shrunk = _shrunk(dial, solver=solver, limit=2 * 10**9)
+    batch = shrunk.batch if shrunk is not None else 0
+    assert batch <= largest
+    assert batch == pytest.approx(largest, rel=0.02)
+    fixed: Any = SimpleNamespace(costs=costs, batches=MicroBatches(micro_batch=200))
+    assert (_shrunk(dial, solver=fixed, limit=2 * 10**9) is None) == (largest < 200)
