@@ -4,7 +4,7 @@ The models of captured_models.py: bf16, fused AdamW, one NCCL rank, one batch th
 in a process of its own, in which all engines are set up, and blocks of steps alternate between them. Writes
 benchmarks/results/hugging_face_peers_h200.json, after every model.
 
-    default          ours as `shardwise train` runs it: `fsdp`, and captured where that is safe
+    default          ours as `shardwise train` runs it: `fsdp`, and captured where that is safe; `default ddp` likewise
     fsdp, ddp        ours with capture = "off"
     fully_shard      torch's own, cut into the same units
     torch_ddp        torch's DistributedDataParallel under autocast
@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,33 +34,37 @@ ENGINES = {
     "llama-1b": _BY_DEFAULT,
 }
 # Of step times.
-RATIOS = (("default", "accelerate"), ("default", "torch_ddp"), ("fsdp", "fully_shard"), ("ddp", "torch_ddp"))
+RATIOS = (
+    *(("default", "accelerate"), ("default", "torch_ddp"), ("fsdp", "fully_shard"), ("ddp", "torch_ddp")),
+    *(("default ddp", "accelerate"), ("default ddp", "torch_ddp"), ("fsdp", "accelerate")),
+)
 # A block of steps lasts about so long.
 BLOCK_SECONDS = 0.4
 
 
-def step_of(engine: str, name: str, *, tell: Callable[[str], None]) -> Callable[[], Any]:
-    """One step of a training under an engine."""
+def step_of(engine: str, model: Any, batch: tuple[Any, Any], *, tell: Callable[[str], None]) -> Callable[[], Any]:
+    """One step of a training of this model under an engine. `batch`: tokens and a mask."""
     import torch
 
     import shardwise
     from shardwise import Plan
     from shardwise.torch_engine.prepare import prepare_on_torch
 
-    model, ids, mask = build(name)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer: Any = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     backward: Callable[[Any], None] = torch.Tensor.backward
-    if engine in ("default", "fsdp", "ddp"):
-        strategy = "fsdp" if engine == "default" else engine
-        capture = "auto" if engine == "default" else "off"
-        shardwise.prepare(model, optimizer, Plan(strategy=strategy, precision="bf16", capture=capture))
-    elif engine == "accelerate":
+    captures = engine.startswith("default")
+    if engine == "accelerate":
         model, optimizer, backward = on_accelerate(model, optimizer)
-    else:
+    elif engine in ("torch_ddp", "fully_shard"):
         strategy = "ddp" if engine == "torch_ddp" else "fsdp"
         model, optimizer = prepare_on_torch(
             model, optimizer, Plan(strategy=strategy, precision="bf16", engine="torch", capture="off")
         )
+    else:
+        strategy = "ddp" if engine.endswith("ddp") else "fsdp"
+        plan = Plan(strategy=strategy, precision="bf16", capture="auto" if captures else "off")
+        shardwise.prepare(model, optimizer, plan)
 
     def step(ids: Any, mask: Any) -> Any:
         loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
@@ -69,8 +73,8 @@ def step_of(engine: str, name: str, *, tell: Callable[[str], None]) -> Callable[
         optimizer.zero_grad()
         return loss.detach()
 
-    taken = shardwise.capture(step, model, optimizer, tell=tell) if engine == "default" else step
-    return lambda: taken(ids, mask)
+    taken = shardwise.capture(step, model, optimizer, tell=tell) if captures else step
+    return lambda: taken(*batch)
 
 
 def on_accelerate(model: Any, optimizer: Any) -> tuple[Any, Any, Callable[[Any], None]]:
@@ -84,40 +88,29 @@ def on_accelerate(model: Any, optimizer: Any) -> tuple[Any, Any, Callable[[Any],
     return model, optimizer, accelerator.backward
 
 
-def measure(name: str, *, engines: Sequence[str], blocks: int) -> dict[str, Any]:
-    """All engines of a model, in turn."""
+def measure(make: Callable[[], tuple[Any, Any, Any]], *, engines: Sequence[str], blocks: int) -> dict[str, Any]:
+    """All engines, in turn. `make`: a model, tokens and a mask."""
     import torch
 
     told: list[str] = []
-    steps, losses, num_steps, failed = {}, {}, {}, {}
+    steps, losses, peaks, failed = {}, {}, {}, {}
     for engine in engines:
+        held = held_bytes()
         try:
-            step = step_of(engine, name, tell=told.append)
+            model, *batch = make()
+            step = step_of(engine, model, tuple(batch), tell=told.append)
+            # Replays 1 and 10 are compared with ordinary steps.
+            losses[engine] = [step().item() for _ in range(15)]
         except Exception as error:
             failed[engine] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             continue
         steps[engine] = step
-        # Replays 1 and 10 are compared with ordinary steps.
-        losses[engine] = [step().item() for _ in range(15)]
-        began = time.perf_counter()
-        losses[engine].append(step().item())
-        num_steps[engine] = max(2, round(BLOCK_SECONDS / (time.perf_counter() - began)))
-    # Or each collection of garbage would walk through the models of all engines.
-    gc.collect()
-    gc.freeze()
-    seconds: dict[str, list[float]] = {engine: [] for engine in steps}
-    for _ in range(blocks):
-        for engine, step in steps.items():
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(num_steps[engine]):
-                step()
-            torch.cuda.synchronize()
-            seconds[engine].append((time.perf_counter() - began) / num_steps[engine])
+        peaks[engine] = torch.cuda.max_memory_allocated() - held
+    seconds = in_turn(steps, blocks=blocks)
     return {
-        "model": name,
         "step_seconds": {engine: statistics.median(times) for engine, times in seconds.items()},
         "block_seconds": seconds,
+        "peak_bytes": peaks,
         "ratios": {
             f"{ours} / {theirs}": statistics.median(a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True))
             for ours, theirs in RATIOS
@@ -130,24 +123,68 @@ def measure(name: str, *, engines: Sequence[str], blocks: int) -> dict[str, Any]
     }
 
 
-def _run_here(name: str, *, engines: Sequence[str], blocks: int) -> None:
-    """A row on standard output."""
+def in_turn(steps: Mapping[str, Callable[[], Any]], *, blocks: int) -> dict[str, list[float]]:
+    """Seconds per step of each block of steps; blocks alternate."""
+    # Or each collection of garbage would walk through the models of all engines.
+    gc.collect()
+    gc.freeze()
+    num_steps = {name: max(2, round(BLOCK_SECONDS / _timed(step, count=2))) for name, step in steps.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(blocks):
+        for name, step in steps.items():
+            seconds[name].append(_timed(step, count=num_steps[name]))
+    return seconds
+
+
+def _timed(step: Callable[[], Any], *, count: int) -> float:
+    _settle()
+    began = time.perf_counter()
+    for _ in range(count):
+        step()
+    _settle()
+    return (time.perf_counter() - began) / count
+
+
+def _settle() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def held_bytes() -> int:
+    """What is allocated on the GPU now; from here on the peak is counted again."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def join_alone(*, device: str) -> None:
+    """A job of one rank. Accelerate takes the group that there is, if the variables of a launcher are there too."""
     import os
 
     import torch
     import torch.distributed as dist
 
-    # Accelerate takes the group that there is, if the variables of a launcher are there too.
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29577",
-    }
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    print(json.dumps(measure(name, engines=engines, blocks=blocks)), flush=True)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **address}
+    if device == "cuda":
+        torch.cuda.set_device(0)
+        dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    else:
+        dist.init_process_group("gloo", rank=0, world_size=1)
+
+
+def _run_here(name: str, *, engines: Sequence[str], blocks: int) -> None:
+    """A row on standard output."""
+    import torch.distributed as dist
+
+    join_alone(device="cuda")
+    print(json.dumps({"model": name, **measure(lambda: build(name), engines=engines, blocks=blocks)}), flush=True)
     dist.destroy_process_group()
 
 

@@ -1,0 +1,124 @@
+"""Muon for the matrices of a GPT, AdamW for the rest: `python benchmarks/muon_peers.py`.
+
+States, on a CPU: bytes of optimizer state on rank 0 of 1, 2, 4 and 8, each a rehearsal of that rank without the others,
+by strategy. Steps, on one GPU and one NCCL rank: GPT-124M, 4 × 1024 tokens, bf16; blocks of steps under our engine and
+under torch's DDP alternate. Writes benchmarks/results/muon_peers.json. `--tiny`: a small model, on the CPU alone.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from captured_models import machine
+from hugging_face_peers import in_turn, join_alone
+from torch import nn
+
+import shardwise
+from shardwise import Plan
+from shardwise.comm.absent import AbsentCollectives, absent_group
+from shardwise.tasks import Task, load_task
+
+RESULTS = Path(__file__).parent / "results" / "muon_peers.json"
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+NUM_RANKS = (1, 2, 4, 8)
+WARM_UP = 6
+
+
+def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon takes the matrices of blocks; embeddings, head and vectors stay with AdamW."""
+    named = list(model.named_parameters())
+    matrices = [parameter for name, parameter in named if parameter.dim() == 2 and "blocks." in name]
+    others = [parameter for name, parameter in named if parameter.dim() != 2 or "blocks." not in name]
+    return [torch.optim.Muon(matrices, lr=2e-2), torch.optim.AdamW(others, lr=3e-4)]
+
+
+def stepping(task: Task, model: nn.Module, made: list[Any], *, batch: Any) -> Callable[[], Any]:
+    def step() -> Any:
+        loss = task.loss(model, batch)
+        loss.backward()
+        for optimizer in made:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def state_bytes(model: str, *, strategy: str, num_ranks: int) -> int:
+    """Of rank 0, after a step."""
+    with absent_group(num_ranks):
+        task = load_task(model, seq=32, device="cpu")
+        made = optimizers(task.model)
+        plan = Plan(strategy=strategy, precision="bf16", capture="off")
+        prepared, _ = shardwise.prepare(task.model, made, plan, collectives=AbsentCollectives())
+        stepping(task, prepared, made, batch=task.make_batch(1))()
+        states = [state for optimizer in made for state in optimizer.state.values()]
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def measure_states(model: str) -> list[dict[str, Any]]:
+    rows = []
+    for strategy in STRATEGIES:
+        held = {num_ranks: state_bytes(model, strategy=strategy, num_ranks=num_ranks) for num_ranks in NUM_RANKS}
+        rows.append({"strategy": strategy, "state_bytes": held})
+        shares = ", ".join(f"{num_ranks}: {size / held[1]:.4f}" for num_ranks, size in held.items())
+        print(f"{strategy:6} {held[1] / 2**20:.1f} MiB on one rank; its share on rank 0 of {shares}", flush=True)
+    return rows
+
+
+def measure_steps(model: str, *, seq: int, samples: int, device: str, blocks: int) -> dict[str, Any]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    join_alone(device=device)
+    steps, losses = {}, {}
+    for engine in (*STRATEGIES, "torch DDP"):
+        torch.manual_seed(0)
+        task = load_task(model, seq=seq, device=device)
+        made, batch = optimizers(task.model), task.make_batch(samples)
+        if engine == "torch DDP":
+            wrapped = DistributedDataParallel(task.model)
+            plain = stepping(task, wrapped, made, batch=batch)
+            step = torch.autocast(device, torch.bfloat16)(plain)
+        else:
+            plan = Plan(strategy=engine, precision="bf16", capture="off")
+            prepared, _ = shardwise.prepare(task.model, made, plan)
+            step = stepping(task, prepared, made, batch=batch)
+        losses[engine] = [step().item() for _ in range(WARM_UP)]
+        steps[engine] = step
+    seconds = in_turn(steps, blocks=blocks)
+    torch.distributed.destroy_process_group()
+    ratios = {
+        engine: statistics.median(a / b for a, b in zip(found, seconds["torch DDP"], strict=True))
+        for engine, found in seconds.items()
+    }
+    for engine, found in seconds.items():
+        print(f"{engine:10} {1e3 * statistics.median(found):8.2f} ms, {ratios[engine]:.3f} of torch's DDP", flush=True)
+    return {"block_seconds": seconds, "ratios": ratios, "losses": losses}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", nargs="?", choices=("states", "steps", "both"), default="both")
+    parser.add_argument("--blocks", type=int, default=7)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    out = asked.out or (None if asked.tiny else RESULTS)
+    model = "gpt-tiny" if asked.tiny else "gpt2-124m"
+    found = json.loads(out.read_text()) if out is not None and out.exists() else {}
+    if asked.action != "steps":
+        found["states"] = measure_states(model)
+    if asked.action != "states":
+        size = {"seq": 16, "samples": 2} if asked.tiny else {"seq": 1024, "samples": 4}
+        found["steps"] = measure_steps(model, **size, device="cpu" if asked.tiny else "cuda", blocks=asked.blocks)
+        found["machine"] = {} if asked.tiny else machine()
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
