@@ -1,6 +1,6 @@
 """What the planner predicts for the trainings of captured_models.py: `python benchmarks/captured_predictions.py`.
 
-A line for each training whose memory was measured (benchmarks/results/captured_memory_h200.json): allocated and
+A line for each training whose memory was measured (benchmarks/results/captured_models_h200.json): allocated and
 reserved bytes, predicted against measured. Runs without a GPU.
 """
 
@@ -21,7 +21,7 @@ from shardwise.sources import Source
 from shardwise.spec import ModelSpec
 from shardwise.tasks import Task
 
-RESULTS = Path(__file__).parent / "results" / "captured_memory_h200.json"
+RESULTS = Path(__file__).parent / "results" / "captured_models_h200.json"
 
 
 def task(name: str) -> Task:
@@ -54,7 +54,8 @@ def spec_of(name: str) -> ModelSpec:
 
 def predict(name: str, *, capture: str) -> MemoryEstimate:
     plan = Plan(precision="bf16", capture=capture)
-    return estimate(spec_of(name), plan=plan, num_ranks=1, batch=MODELS[name][1])
+    # captured_models.py makes its models on the GPU.
+    return estimate(spec_of(name), plan=plan, num_ranks=1, batch=MODELS[name][1], made_on_device=True)
 
 
 def compare(row: dict[str, Any]) -> dict[str, float]:
