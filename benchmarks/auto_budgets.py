@@ -1,12 +1,15 @@
-"""Auto plans against fixed ones within memory budgets, on one GPU and one NCCL rank.
+"""Auto plans against fixed ones within memory budgets, on one GPU.
 
     python benchmarks/auto_budgets.py solve    plans.json     chooses the plans; needs no GPU
     python benchmarks/auto_budgets.py measure  plans.json     runs them; writes results/auto_budgets_h200.json
 
 For each model the budget is 40, 60 and 80% of what it is predicted to need at a reference batch if nothing is
 recomputed. Within it run: the auto plan; of the fixed plans (strategy × recompute, each at the largest micro-batch that
-fits) the three that are predicted to be fastest; and two others, drawn at random. On one rank sharding frees next to
-nothing, so what there is to choose is recompute and micro-batch. Weights are random; bf16, fused AdamW, no capture.
+fits) the three that are predicted to be fastest; two others, drawn at random; and, of Hugging Face models, what
+Accelerate's FSDP2 does by default with gradient checkpointing, at the largest micro-batch that is predicted to fit.
+On one NCCL rank sharding frees next to nothing, so what there is to choose is recompute and micro-batch. Llama-8B is
+rehearsed as rank 0 of 8 and of 64 without the others, and solved for links that cost nothing, since a rehearsal has
+none. Weights are random; bf16, fused AdamW, no capture.
 
     samples_per_s    of steps that follow on each other, after warm-up
     device_bytes     the peak of what is reserved, and what else is in use on the device: context, communicators
@@ -17,38 +20,49 @@ import gc
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from captured_models import CONFIGS, MODELS, used_bytes
+from hugging_face_peers import join_alone, on_accelerate
 from torch import Tensor, nn
 
-from shardwise.hardware import cluster_of
+from shardwise.comm.absent import AbsentCollectives, absent_group
+from shardwise.hardware import Cluster, cluster_of
+from shardwise.hardware.link import Fabric, Link
+from shardwise.hardware.sourced import Sourced
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.planner.search.auto import RECOMPUTES, AutoRequest, solve_plan, with_budget
 from shardwise.planner.search.candidates import Candidate, candidates, cost
+from shardwise.spec import ModelSpec
 from shardwise.tasks import Task, load_task
 from shardwise.trace import trace_task
 
 RESULTS = Path(__file__).parent / "results"
 SHARES = (0.4, 0.6, 0.8)
-# Model → the batch at which the peak without recompute is taken.
-BATCHES = {"llama-1b": 8, "vit-large": 128, "bert-large": 64}
+# (model, ranks) → the batch at which the peak without recompute is taken. Rehearsals come before a job is joined.
+BATCHES = {("llama-8b", 8): 4, ("llama-8b", 64): 4, ("llama-1b", 1): 8, ("vit-large", 1): 128, ("bert-large", 1): 64}
+LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
 BASE = Plan(precision="bf16", capture="off")
 OPTIMIZER = "adamw-fused"
 _SECONDS, _MOST_STEPS = 0.8, 12
+KINDS = (("fixed", ("best", "random")), ("accelerate", ("accelerate",)))
 
 
 def task_of(name: str, *, device: str) -> Task:
-    if name not in MODELS:
+    if name not in (*MODELS, "llama-8b"):
         return load_task(name, device=device)
     import transformers
 
-    kind, _, seq, config = MODELS[name]
+    kind, _, seq, config = MODELS["llama-1b" if name == "llama-8b" else name]
+    if name == "llama-8b":
+        config = {**config, **LLAMA_8B, "head_dim": 128, "tie_word_embeddings": False}
     made = getattr(transformers, CONFIGS[kind])(**config)
     with torch.device(device):
         model = getattr(transformers, kind)._from_config(made, attn_implementation="sdpa").float().train()
@@ -63,38 +77,43 @@ def task_of(name: str, *, device: str) -> Task:
     return Task(model=model, loss=loss, make_batch=make_batch)
 
 
-def solve(name: str) -> list[dict[str, Any]]:
+def cluster_for(num_ranks: int) -> Cluster:
+    """H200s; several are linked by links that cost nothing."""
+    cluster = cluster_of(f"{min(num_ranks, 8)}xh200")
+    if num_ranks == 1:
+        return cluster
+    rate, latency = (Sourced(value=value, kind="datasheet", source="a rehearsal has no wire") for value in (1e18, 0.0))
+    free = Link(name="free", bytes_per_s=rate, ring_bytes_per_s=rate, latency_seconds=latency)
+    if num_ranks <= 8:
+        return replace(cluster, link=free)
+    fabric = Fabric(link=replace(free, between_nodes=True))
+    return replace(cluster, link=free, num_nodes=num_ranks // 8, fabric=fabric)
+
+
+def solve(name: str, *, num_ranks: int) -> list[dict[str, Any]]:
     """The plans of one model at each budget."""
-    cluster = cluster_of("1xh200")
+    cluster = cluster_for(num_ranks)
     ways = [("bf16", recompute) for recompute in RECOMPUTES]
     spec = trace_task(task_of(name, device="meta"), name=name, ways=ways)
-    whole = cost(
-        spec, plan=replace(BASE, strategy="ddp", micro_batch=BATCHES[name]), cluster=cluster, optimizer=OPTIMIZER
-    )
+    largest = replace(BASE, strategy="ddp" if num_ranks == 1 else "fsdp", micro_batch=BATCHES[name, num_ranks])
+    whole = cost(spec, plan=largest, cluster=cluster, optimizer=OPTIMIZER).memory.device_bytes
     draw, cases = random.Random(0), []
     for share in SHARES:
-        budget = round(share * whole.memory.device_bytes)
+        budget = round(share * whole)
         request = AutoRequest(plan=BASE, cluster=cluster, optimizer=OPTIMIZER, budget_bytes=budget)
         auto = solve_plan(lambda plan: spec, request=request).candidate
-        fixed = [
-            one
-            for recompute in RECOMPUTES
-            for one in candidates(
-                lambda plan: spec,
-                plan=replace(BASE, recompute=recompute),
-                strategies=tuple(STRATEGIES),
-                cluster=with_budget(cluster, budget_bytes=budget),
-                optimizer=OPTIMIZER,
-                goal="throughput",
-            )
-            if one.fits == "yes"
-        ]
-        fixed.sort(key=lambda one: -_speed(one))
+        within = with_budget(cluster, budget_bytes=budget)
+        fixed = _fixed(spec, BASE, cluster=within)
         others = draw.sample(fixed[3:], min(2, len(fixed[3:])))
         rows = [("auto", auto), *(("best", one) for one in fixed[:3]), *(("random", one) for one in others)]
+        if name in MODELS and num_ranks == 1:
+            checkpointed = replace(BASE, engine="torch", recompute="full")
+            theirs = _fixed(spec, checkpointed, cluster=within, strategies=("fsdp",), recomputes=("full",))
+            rows += [("accelerate", one) for one in theirs]
         cases += [
             {
                 "model": name,
+                "num_ranks": num_ranks,
                 "share": share,
                 "budget_bytes": budget,
                 "kind": kind,
@@ -104,10 +123,33 @@ def solve(name: str) -> list[dict[str, Any]]:
             }
             for kind, one in rows
         ]
-        print(
-            f"{name} {share:.0%} of {whole.memory.device_bytes / 2**30:.1f} GiB: auto {auto.plan.to_dict()}", flush=True
-        )
+        print(f"{name}, {num_ranks} ranks, {share:.0%} of {whole / 2**30:.1f} GiB: {auto.plan.to_dict()}", flush=True)
     return cases
+
+
+def _fixed(
+    spec: ModelSpec,
+    plan: Plan,
+    *,
+    cluster: Cluster,
+    strategies: Sequence[str] = tuple(STRATEGIES),
+    recomputes: Sequence[str] = RECOMPUTES,
+) -> list[Candidate]:
+    """Plans of one strategy and one recompute that fit, the fastest first."""
+    found = [
+        one
+        for recompute in recomputes
+        for one in candidates(
+            lambda plan: spec,
+            plan=replace(plan, recompute=recompute),
+            strategies=strategies,
+            cluster=cluster,
+            optimizer=OPTIMIZER,
+            goal="throughput",
+        )
+        if one.fits == "yes"
+    ]
+    return sorted(found, key=lambda one: -_speed(one))
 
 
 def _speed(candidate: Candidate) -> float:
@@ -119,29 +161,43 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     """One plan, on this GPU; memory that it has left is given back first."""
     import shardwise
 
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    _release()
     plan = Plan.from_dict(case["plan"])
     assert plan.micro_batch is not None
-    task = task_of(case["model"], device="cuda")
-    optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-4, fused=True)
-    model, optimizer = shardwise.prepare(task.model, optimizer, plan)
-    torch.cuda.reset_peak_memory_stats()
-    batch = task.make_batch(plan.micro_batch)
+    num_ranks = case["num_ranks"]
+    if num_ranks == 1 and not dist.is_initialized():
+        join_alone(device="cuda")
+    with absent_group(num_ranks) if num_ranks > 1 else nullcontext():
+        task = task_of(case["model"], device="cuda")
+        optimizer: Any = torch.optim.AdamW(task.model.parameters(), lr=1e-4, fused=True)
+        backward: Callable[[Any], None] = Tensor.backward
+        if case["kind"] == "accelerate":
+            model, optimizer, backward = on_accelerate(task.model, optimizer, checkpointing=True)
+        else:
+            collectives = AbsentCollectives() if num_ranks > 1 else None
+            model, optimizer = shardwise.prepare(task.model, optimizer, plan, collectives=collectives)
+        # What the whole model took before it was prepared.
+        _release()
+        batch = task.make_batch(plan.micro_batch)
 
-    def step() -> None:
-        task.loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        def step() -> None:
+            backward(task.loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
 
-    seconds = _timed(step)
+        seconds = _timed(step)
     return {
         **case,
-        "samples_per_s": plan.micro_batch / seconds,
+        "samples_per_s": plan.micro_batch * num_ranks / seconds,
         "device_bytes": torch.cuda.max_memory_reserved() + used_bytes() - torch.cuda.memory_reserved(),
         "allocated_bytes": torch.cuda.max_memory_allocated(),
     }
+
+
+def _release() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def _timed(step: Callable[[], None]) -> float:
@@ -159,20 +215,16 @@ def _timed(step: Callable[[], None]) -> float:
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each model and budget: the auto plan's speed over the best fixed one's, and its peak over the budget."""
     found = []
-    for model, share in dict.fromkeys((row["model"], row["share"]) for row in rows):
-        own = [row for row in rows if (row["model"], row["share"]) == (model, share) and "samples_per_s" in row]
-        autos, fixed = ([row for row in own if (row["kind"] == "auto") is is_auto] for is_auto in (True, False))
-        if autos and fixed:
-            best = max(row["samples_per_s"] for row in fixed)
+    for key in dict.fromkeys((row["model"], row["num_ranks"], row["share"]) for row in rows):
+        own = [row for row in rows if (row["model"], row["num_ranks"], row["share"]) == key and "samples_per_s" in row]
+        speeds = {kind: max((r["samples_per_s"] for r in own if r["kind"] in of), default=None) for kind, of in KINDS}
+        autos = [row for row in own if row["kind"] == "auto"]
+        if autos and speeds["fixed"]:
             (auto,) = autos
-            found.append(
-                {
-                    "model": model,
-                    "share": share,
-                    "speed_ratio": auto["samples_per_s"] / best,
-                    "peak_of_budget": auto["device_bytes"] / auto["budget_bytes"],
-                }
-            )
+            ratios = {kind: auto["samples_per_s"] / speed for kind, speed in speeds.items() if speed is not None}
+            peak = auto["device_bytes"] / auto["budget_bytes"]
+            names = dict(zip(("model", "num_ranks", "share"), key, strict=True))
+            found.append({**names, "speed_ratios": ratios, "peak_of_budget": peak})
     return found
 
 
@@ -180,26 +232,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("solve", "measure"))
     parser.add_argument("file", type=Path)
-    parser.add_argument("--models", default=",".join(BATCHES))
+    parser.add_argument("--models", default=",".join(dict.fromkeys(name for name, _ in BATCHES)))
     parser.add_argument("--out", type=Path, default=RESULTS / "auto_budgets_h200.json")
     asked = parser.parse_args()
     if asked.action == "solve":
         cases: list[dict[str, Any]] = []
-        for name in asked.models.split(","):
-            cases += solve(name)
+        for name, num_ranks in BATCHES:
+            cases += solve(name, num_ranks=num_ranks) if name in asked.models.split(",") else []
             asked.file.write_text(json.dumps(cases, indent=1) + "\n")
         return
     rows = []
     for case in json.loads(asked.file.read_text()):
         try:
             rows.append(measure(case))
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, TypeError) as error:
+            # Accelerate's FSDP2 does not take every model.
             rows.append({**case, "failed": str(error).splitlines()[0]})
         row = rows[-1]
+        what = " ".join(str(row["plan"][key]) for key in ("strategy", "recompute", "micro_batch"))
         print(
-            f"{row['model']} {row['share']:.0%} {row['kind']} {row['plan']['strategy']} {row['plan']['recompute']} "
-            f"{row['plan']['micro_batch']}: {row.get('samples_per_s', 0):.2f} samples/s (predicted "
-            f"{row['predicted_samples_per_s']:.2f}), {row.get('device_bytes', 0) / row['budget_bytes']:.3f} of budget",
+            f"{row['model']} {row['num_ranks']} {row['share']:.0%} {row['kind']} {what}: "
+            f"{row.get('samples_per_s', 0):.2f} samples/s (predicted {row['predicted_samples_per_s']:.2f}), "
+            f"{row.get('device_bytes', 0) / row['budget_bytes']:.3f} of budget",
             flush=True,
         )
         data = {

@@ -77,11 +77,14 @@ def step_of(engine: str, model: Any, batch: tuple[Any, Any], *, tell: Callable[[
     return lambda: taken(*batch)
 
 
-def on_accelerate(model: Any, optimizer: Any) -> tuple[Any, Any, Callable[[Any], None]]:
+def on_accelerate(model: Any, optimizer: Any, *, checkpointing: bool = False) -> tuple[Any, Any, Callable[[Any], None]]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        reshard_after_forward=True,
+        activation_checkpointing=checkpointing,
     )
     accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
     model, optimizer = accelerator.prepare(model, optimizer)
