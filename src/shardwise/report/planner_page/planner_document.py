@@ -21,7 +21,10 @@ from shardwise.report.planner_page.device_tables import hardware_data, offered_d
 from shardwise.report.planner_page.model_laws import PAGE_PLAN, model_data
 from shardwise.sources import Source
 
-SCRIPTS = ("memory.js", "allocator.js", "kernels.js", "queues.js", "search.js", "charts.js", "page.js")
+MODEL_SCRIPTS = ("memory.js", "ledger.js", "allocator.js", "kernels.js", "queues.js", "search.js")
+"""What computes; the others need a document to show it in."""
+
+SCRIPTS = (*MODEL_SCRIPTS, "charts.js", "view.js", "page.js")
 
 STATIC_MODELS = (
     *("gpt2-124m", "gpt2-1.5b", "gpt-1.3b", "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"),
