@@ -83,7 +83,9 @@ def options(
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; also after the command.")
+    ] = False,
 ) -> None:
     """Train PyTorch models with any strategy from DDP to FSDP: predict its cost, run it, verify the prediction."""
 
