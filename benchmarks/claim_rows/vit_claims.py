@@ -23,7 +23,7 @@ def vit_large() -> Claim:
     )
     predicted = {name: _torch(name, cluster=cluster, batch=batch) for name in said}
     measured = _accelerate_cases()
-    rows = [(f"said: {name}", "–", gb(size), f"{speed:.0f}") for name, (size, speed) in said.items()]
+    rows = [(f"claimed: {name}", "–", gb(size), f"{speed:.0f}") for name, (size, speed) in said.items()]
     rows += [
         (f"predicted: {name}", str(batch), gb(one.memory.allocated_bytes), f"{samples_per_s(one):.0f}")
         for name, one in predicted.items()
@@ -35,8 +35,8 @@ def vit_large() -> Claim:
     return Claim(
         said="ViT-Large on 2×A100: 18 → 10 GB per GPU, 450 → 380 samples/s.",
         number=f"at the batch at which DDP takes 18 GB ({batch}), FSDP takes {gb(ours.memory.allocated_bytes)} GB, at "
-        f"{ratios:.2f} × the speed (said: {380 / 450:.2f} ×); measured savings {min(saved):.0%} to {max(saved):.0%} "
-        "(said: 44%)",
+        f"{ratios:.2f} × the speed (claimed: {380 / 450:.2f} ×); measured savings {min(saved):.0%} to {max(saved):.0%} "
+        "(claimed: 44%)",
         checks=[
             Check(
                 when="only the memory is looked at",

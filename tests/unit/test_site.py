@@ -1,4 +1,5 @@
-"""The documentation site: pictures are those that the command draws now, and the reference names all that is public."""
+"""The documentation site: pictures are those that the command draws now, the reference names all that is public, and the
+planner page is a part of it."""
 
 import importlib
 import sys
@@ -11,17 +12,20 @@ import typer
 import yaml
 
 import shardwise
+from shardwise.cli import plan_page
 from shardwise.cli.app import app
 
 ROOT = Path(__file__).parents[2]
-GENERATED = {"index.md", "contributing.md", "changes.md", "reference/python.md", "reference/command-line.md"}
+REFERENCE = {"reference/python.md", "reference/command-line.md"}
+GENERATED = {"index.md", "contributing.md", "changes.md", "planner-page.html", *REFERENCE}
+MODULES = ("pictures", "reference", "planner_file")
 
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "site"))
-    yield {name: importlib.import_module(name) for name in ("pictures", "reference")}
-    for name in ("pictures", "reference"):
+    yield {name: importlib.import_module(name) for name in MODULES}
+    for name in MODULES:
         sys.modules.pop(name)
 
 
@@ -54,6 +58,36 @@ def test_names_with_their_meaning_become_a_table(site: dict[str, ModuleType]) ->
         *("What it is.", "", "| | |", "|---|---|"),
         *("| `first` | one thing and more of it |", "| `second` | another \\| thing |", "", "The end.", ""),
     ]
+
+
+def test_the_built_site_holds_the_planner_page_and_its_guide_links_to_it(
+    site: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `make docs` builds it, with one model instead of all. A link that leads nowhere would be an error."""
+    load_config = pytest.importorskip("mkdocs.config").load_config
+    build = pytest.importorskip("mkdocs.commands.build").build
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    monkeypatch.setattr(plan_page, "STATIC_MODELS", ("gpt-tiny",))
+    monkeypatch.setattr(site["planner_file"], "KEPT", tmp_path / "kept")
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"), strict=True))
+    page = (tmp_path / "site" / "planner-page.html").read_text()
+    assert page.count('<script type="application/json" id="model-') == 2
+    guide = (tmp_path / "site" / "planner.html").read_text()
+    assert '<a href="planner-page.html">the planner page</a>' in guide
+    assert '<a href="planner-page.html" class="md-nav__link">' in (tmp_path / "site" / "index.html").read_text()
+
+
+def test_the_planner_page_of_the_site_is_made_again_only_after_a_change(
+    site: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner_file, made = site["planner_file"], []
+    monkeypatch.setattr(planner_file, "KEPT", tmp_path)
+    monkeypatch.setattr(planner_file, "page_text", lambda: made.append("page") or f"page {len(made)}")
+    first = planner_file.planner_file()
+    assert planner_file.planner_file() == first
+    monkeypatch.setattr(planner_file, "sources_hash", lambda: "changed")
+    assert planner_file.planner_file().read_text() == "page 2"
+    assert [path.name for path in tmp_path.iterdir()] == ["changed.html"]
 
 
 def test_every_page_is_in_the_navigation() -> None:

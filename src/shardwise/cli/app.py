@@ -29,15 +29,22 @@ _FORMERLY = {"--nproc": "--ranks", "--strategies": "--strategy"}
 
 
 class _Commands(TyperGroup):
-    """Takes former spellings of options."""
+    """Takes former spellings of options, and --debug after the command as well as before it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, [_current(argument) for argument in args])
+        return super().parse_args(ctx, _debug_first([_current(argument) for argument in args]))
 
 
 def _current(argument: str) -> str:
     name, equals, value = argument.partition("=")
     return _FORMERLY.get(name, name) + equals + value
+
+
+def _debug_first(arguments: list[str]) -> list[str]:
+    """What follows `--` is no option."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    others = [argument for argument in arguments[:end] if argument != "--debug"]
+    return ["--debug"] * (len(others) < end) + others + arguments[end:]
 
 
 app = typer.Typer(
@@ -76,7 +83,9 @@ def options(
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; also after the command.")
+    ] = False,
 ) -> None:
     """Train PyTorch models with any strategy from DDP to FSDP: predict its cost, run it, verify the prediction."""
 
@@ -87,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments)
     except ShardwiseError as error:
-        if "--debug" in arguments:
+        if _debug_first(arguments)[:1] == ["--debug"]:
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)

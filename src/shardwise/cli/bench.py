@@ -30,14 +30,14 @@ _WIDTH_OF_FILES = 120
 def bench(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to train, as for `shardwise train`.")],
     strategy: Annotated[
-        str, typer.Option("--strategy", help=f"{','.join(STRATEGIES)}, all of these, or all,auto.")
+        str, typer.Option("--strategy", help=f"One or more of {','.join(STRATEGIES)}; all; or all,auto.")
     ] = "all",
     engines: Annotated[
         str,
         typer.Option(
             "--engines",
-            help="shardwise, captured, compiled, torch, torch-captured, torch-compiled, accelerate, lightning, "
-            "megatron-fsdp, megatron-fsdp-captured, deepspeed, or all.",
+            help="One or more of shardwise, captured, compiled, torch, torch-captured, torch-compiled, accelerate, "
+            "lightning, megatron-fsdp, megatron-fsdp-captured, deepspeed, or all.",
         ),
     ] = "shardwise",
     num_ranks: Annotated[

@@ -60,7 +60,7 @@ def inspect(
 
 @checkpoint.command()
 def verify(path: PathArgument) -> None:
-    """Check every file of a checkpoint, or of all checkpoints in a folder, against its checksum."""
+    """Compare all files of one or more checkpoints with their checksums."""
     from shardwise.checkpoint.folder import checkpoints_in
     from shardwise.checkpoint.verify import verify as verify_one
     from shardwise.errors import CheckpointError

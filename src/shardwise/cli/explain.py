@@ -22,7 +22,7 @@ def explain(
     ring: Annotated[bool, typer.Option("--ring", help="The ring all-reduce, chunk by chunk.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Draw one training step: what each rank holds after each operation."""
+    """Draw one training step and what each rank holds in it."""
     if ranks < 1:
         raise InvalidPlan(f"--ranks {ranks}: must be a whole number of at least 1")
     if replicate < 1 or ranks % replicate:

@@ -58,7 +58,9 @@ def plan(
         str | None, typer.Option("--budget", help=f"Memory to use per device, such as {SIZE_EXAMPLE} (default: all).")
     ] = None,
     optimizer: Annotated[str, typer.Option("--optimizer", help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
-    goal: Annotated[str, typer.Option("--goal", help="throughput or memory.")] = "throughput",
+    goal: Annotated[
+        str, typer.Option("--goal", help="What to prefer: throughput, or a small memory peak (memory).")
+    ] = "throughput",
     engine: Annotated[
         str, typer.Option("--engine", help="shardwise, or torch's own DDP and fully_shard.")
     ] = "shardwise",
@@ -83,7 +85,7 @@ def plan(
     here: Annotated[
         bool,
         typer.Option(
-            "--here", help="Measure this machine's CPU first (seconds); --cluster must describe this machine."
+            "--here", help="Measure this machine's CPU first (takes seconds); --cluster must describe this machine."
         ),
     ] = False,
     tokens: Annotated[

@@ -14,7 +14,7 @@ from shardwise.plan import Plan
 from shardwise.report.planner_page import planner_page
 from shardwise.report.planner_page.device_tables import offered_devices
 from shardwise.report.planner_page.model_laws import DEVICE_COUNTS, PER_NODE
-from shardwise.report.planner_page.planner_document import STATIC_MODELS, catalogue_model
+from shardwise.report.planner_page.planner_document import STATIC_MODELS, catalogue_models
 from shardwise.report.planner_page.planner_server import HOST, PlannerService, planner_server
 from shardwise.sources import Source
 
@@ -25,15 +25,19 @@ def write_page(path: Path, *, model: str | None, cluster: str | None) -> None:
     """The page as one file, which begins with this model and cluster."""
     if model is not None and model not in CATALOGUE:
         raise InvalidPlan(f"--page {path}: holds models of the catalogue only, and {model} is none; use --serve")
-    start = _start(model, cluster)
-    names = [*STATIC_MODELS, *([start["model"]] if start["model"] not in STATIC_MODELS else [])]
-    text = planner_page([catalogue_model(name) for name in names], start=start, server=None)
+    text = page_text(model=model, cluster=cluster)
     try:
         with atomic_write(path) as file:
             file.write(text.encode())
     except OSError as error:
         raise InvalidPlan(f"{path}: cannot be written ({error.strerror})") from error
     print(path)
+
+
+def page_text(*, model: str | None = None, cluster: str | None = None) -> str:
+    start = _start(model, cluster)
+    names = [*STATIC_MODELS, *([start["model"]] if start["model"] not in STATIC_MODELS else [])]
+    return planner_page(catalogue_models(names), start=start, server=None)
 
 
 def serve_page(*, model: str | None, cluster: str | None, seq: int | None, image: int | None, port: int) -> None:

@@ -23,9 +23,7 @@ _OPTIMIZERS = ("adamw", "adam", "sgd")
 def profile(
     model: Annotated[str, typer.Argument(help="A catalogue name, hf:DIR, timm:NAME, python:FILE.py:function.")],
     strategy: Annotated[str, typer.Option("--strategy", help=f"{', '.join(STRATEGIES)}, or all.")] = "all",
-    ranks: Annotated[
-        int, typer.Option("--ranks", help="Number of ranks of the job; one of them is rehearsed here.")
-    ] = 1,
+    ranks: Annotated[int, typer.Option("--ranks", help="Number of ranks in the job; only one of them runs here.")] = 1,
     micro_batch: Annotated[int, typer.Option("--micro-batch", help="Samples per rank per pass.")] = 1,
     seq: Annotated[int | None, typer.Option("--seq", help="Tokens per sample.")] = None,
     image: Annotated[int | None, typer.Option("--image", help="Width and height of an image in pixels.")] = None,
@@ -50,9 +48,9 @@ def profile(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Measure the memory and compute time of one rank, without starting the others.
+    """Measure memory and compute time of one rank of a job.
 
-    Memory is shown by category through one step, next to the prediction.
+    The other ranks are not started. Memory is shown by category through one step, next to the prediction.
     """
     _check(model, ranks=ranks, optimizer=optimizer)
     from shardwise.plan import Plan

@@ -12,6 +12,7 @@ from torch import nn
 import shardwise
 from shardwise.checkpoint import Checkpoints
 from shardwise.cli.app import main
+from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.models.catalogue import CATALOGUE
 from shardwise.plan import Plan
 
@@ -48,6 +49,18 @@ def test_a_bad_plan_in_a_real_process(tmp_path: Path) -> None:
         f"InvalidPlan: {tmp_path}/plan.toml: micro_batch = -3: must be a whole number of at least 1\n"
     )
     assert "Traceback" in run("--debug", "doctor", str(tmp_path / "plan.toml")).stderr
+
+
+def test_debug_is_taken_before_and_after_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.toml").write_text("micro_batch = -3\n")
+    for arguments in (("--debug", "doctor"), ("doctor", "--debug")):
+        with pytest.raises(InvalidPlan):
+            main([*arguments, str(tmp_path / "plan.toml")])
+    with pytest.raises(ShardwiseError, match="nothing"):
+        main(["plan", "gpt-tiny", "--cluster", "nothing", "--debug"])
+    # A file of that name.
+    assert exit_code("doctor", "--", "--debug") == 2
+    assert "--debug: " in capfd.readouterr().err
 
 
 def test_doctor_says_who_holds_what(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@
     axes.py                       round numbers for an axis
     bars.py plots.py lanes.py     the charts
     head.py memory.py speed.py training.py timeline.py forecast.py facts.py     the sections
-    anatomy.py frames.py captions.py anatomy.js     the anatomy of a step
+    anatomy.py frames.py captions.py anatomy.js anatomy_pictures.js     the anatomy of a step
     timeline.js                   zoom of the timelines
     document.py page.css          the whole in its order, its looks
     content_policy.py             what a page may do

@@ -1,8 +1,8 @@
 """The anatomy of a step: the recorded tape of each strategy, frame by frame, for the picture in the page.
 
 What the ranks hold comes from replaying the tape (frames.py), bytes come from the measured ledgers
-(bench/case_peak.py), and the rounds of the ring from report/text/ring_rounds.py. The script (anatomy.js) only draws. A
-tape that is not a step is left out, with a line that says why.
+(bench/case_peak.py), and the rounds of the ring from report/text/ring_rounds.py. The scripts (anatomy.js and
+anatomy_pictures.js) only draw. A tape that is not a step is left out, with a line that says why.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +30,10 @@ from shardwise.report.text.step_picture import OTHER_NAMES, in_words
 MAX_RANKS = 8
 """With more ranks, the first 7 and the last are drawn, and a ring of 8 stands for theirs."""
 
-SCRIPT = files("shardwise.report.page").joinpath("anatomy.js").read_text(encoding="utf-8")
+SCRIPT = "\n".join(
+    files("shardwise.report.page").joinpath(name).read_text(encoding="utf-8")
+    for name in ("anatomy_pictures.js", "anatomy.js")
+)
 STYLE = files("shardwise.report.page").joinpath("anatomy.css").read_text(encoding="utf-8")
 
 # The numbers by which frames name them.

@@ -10,10 +10,12 @@ Python exports what does not depend on a slider, as data; JavaScript computes th
     planner_server.py   `shardwise plan --serve`: the page, models on demand, dropped config.json files
 
     memory.js           storages → peaks: stream_peak.py and replay.py of planner/memory
+    ledger.js allocator.js  what the caching allocator reserves: allocations.py, allocator.py and reserved.py
     kernels.js          operations → seconds: kernel_model.py, borrowed.py and compute.py
     queues.js           instructions → the time of a step: collective.py and queues.py
     search.js           settings → candidates, the frontier and the recommendation: planner/search
-    charts.js page.js   what is drawn, and the controls
+    charts.js view.js   what is drawn
+    page.js             the controls
 
 A test holds both to the same numbers (tests/unit/report/planner_page/test_planner_numbers.py).
 """

@@ -1,10 +1,12 @@
-// What PyTorch's caching allocator reserves for a step: planner/memory/allocations.py, allocator.py and reserved.py.
+// What PyTorch's caching allocator reserves for a step: planner/memory/allocator.py and reserved.py.
 "use strict";
 
 const allocatorModel = (() => {
   const MIB = 2 ** 20, ROUND = 512, SMALL = MIB, LARGE_SEGMENT = 20 * MIB, LEAST_OWN = 10 * MIB, SEGMENT_ROUND = 2 * MIB;
-  const { ACTIVATION_DIED, COPY_DIED, GRADIENT_BORN, SCRATCH, COLUMN_SUM, CHANGE, MOVE } = memoryModel.codes;
+  const IS_SMALL = -1;
   const roundUp = (bytes, to) => Math.ceil(bytes / to) * to;
+
+  const segmentBytes = (size) => (size < LEAST_OWN ? LARGE_SEGMENT : roundUp(size, SEGMENT_ROUND));
 
   // Python's round: a half goes to the even number.
   function rounded(number) {
@@ -12,243 +14,237 @@ const allocatorModel = (() => {
     return Math.abs(number % 1) === 0.5 && whole % 2 !== 0 ? whole - 1 : whole;
   }
 
-  // A step as single allocations and releases, in order. `slots`: of each entry; `sizes`: −1 for a release, else the
-  // index of its size in `kinds`: {bytes}, {law} or {law, columns}.
-  class Ledger {
-    constructor(model, cut, { step, column, way }, cutStep) {
-      Object.assign(this, { slots: [], sizes: [], kinds: [], updateAt: 0, numSlots: 0 });
-      this.known = new Map();
-      this.buffers = new Map();
-      this.storages = new Map();
-      this.byLaw = new Map();
-      this.grads = new Map();
-      const number = (place) => { const value = step.columns[place]; return Array.isArray(value) ? value[column] : value; };
-      cut.rows.forEach((unit, row) => {
-        if (row === cut.update) this.updateAt = this.slots.length;
-        for (const change of cutStep.changes[row]) this.change(change, number);
-        const stored = cut.ways[way][row];
-        if (stored !== undefined) this.stream(unit, model.storages[stored]);
-      });
-      // Gradients go when the next step begins.
-      for (const [key, held] of this.buffers) if (key.startsWith(`${model.categories.indexOf("grads")} `)) held.forEach((slot) => this.release(slot));
-    }
-
-    kind(key, value) {
-      if (!this.known.has(key)) { this.known.set(key, this.kinds.length); this.kinds.push(value); }
-      return this.known.get(key);
-    }
-
-    allocate(kind) {
-      this.slots.push(++this.numSlots);
-      this.sizes.push(kind);
-      return this.numSlots;
-    }
-
-    release(slot) { this.slots.push(slot); this.sizes.push(-1); }
-
-    held(key) {
-      if (!this.buffers.has(key)) this.buffers.set(key, []);
-      return this.buffers.get(key);
-    }
-
-    change(change, number) {
-      if (change[0] === CHANGE) {
-        const bytes = number(change[2]);
-        if (bytes > 0) this.held(`${change[1]} ${bytes}`).push(this.allocate(this.kind(`b${bytes}`, { bytes })));
-        else { const slot = this.held(`${change[1]} ${-bytes}`).shift(); if (slot !== undefined) this.release(slot); }
-      } else if (change[0] === MOVE) {
-        const bytes = number(change[3]), slot = this.held(`${change[1]} ${bytes}`).shift();
-        if (slot !== undefined) this.held(`${change[2]} ${bytes}`).push(slot);
-      } else {
-        for (const slot of (this.grads.get(change[1]) ?? new Map()).values()) this.release(slot);
-        this.grads.delete(change[1]);
-      }
-    }
-
-    stream(unit, events) {
-      for (let index = 0; index < events.length; index += 4) {
-        const code = events[index], law = events[index + 1], extra = events[index + 2], ordinal = events[index + 3];
-        const key = 65536 * unit + ordinal;
-        if (code === ACTIVATION_DIED || code === COPY_DIED) this.died(unit, ordinal < 0 ? this.ofAnother(unit, law) : key, law);
-        else if (code === SCRATCH || code === COLUMN_SUM) {
-          const columns = code === COLUMN_SUM ? extra : 0;
-          this.release(this.allocate(this.kind(`l${law} ${columns}`, { law, columns })));
-        } else {
-          const slot = this.allocate(this.kind(`l${law} 0`, { law, columns: 0 }));
-          if (code === GRADIENT_BORN) {
-            const owner = extra < 0 ? unit : extra;
-            if (!this.grads.has(owner)) this.grads.set(owner, new Map());
-            this.grads.get(owner).set(key, slot);
-          } else {
-            this.storages.set(key, slot);
-            if (!this.byLaw.has(law)) this.byLaw.set(law, []);
-            this.byLaw.get(law).push(key);
-          }
-        }
-      }
-    }
-
-    // The last of that size, since backward goes back the way that forward came.
-    ofAnother(unit, law) {
-      const keys = this.byLaw.get(law) ?? [];
-      for (let index = keys.length - 1; index >= 0; index--) if (Math.floor(keys[index] / 65536) !== unit) return keys[index];
-      return undefined;
-    }
-
-    died(unit, key, law) {
-      const slot = key === undefined ? undefined : this.storages.get(key);
-      if (slot === undefined) return;
-      this.storages.delete(key);
-      const keys = this.byLaw.get(law);
-      keys.splice(keys.lastIndexOf(key), 1);
-      this.release(slot);
-    }
-  }
-
   // Blocks above 1 MiB, of one stream. The smallest free block that is large enough is taken, and split if enough is left.
+  // A block is its number, from 1 on; arrays hold its size, its neighbours in the segment (0: none) and whether it is
+  // free. `free`: the numbers of free blocks by (size, number), and `freeSizes` their sizes.
   class CachingAllocator {
-    constructor(limit) { Object.assign(this, { limit, reserved: 0, most: 0, allocated: 0, free: [], count: 0 }); }
+    constructor(limit, mostBlocks) {
+      Object.assign(this, { limit, isOver: false, reserved: 0, most: 0, allocated: 0, count: 0, numFree: 0 });
+      Object.assign(this, { size: new Float64Array(mostBlocks), before: new Int32Array(mostBlocks), after: new Int32Array(mostBlocks) });
+      Object.assign(this, { isFree: new Uint8Array(mostBlocks), free: new Int32Array(mostBlocks), freeSizes: new Float64Array(mostBlocks) });
+    }
 
     // Where (size, number) stands, or would stand, among the free blocks.
     place(size, number) {
-      let low = 0, high = this.free.length;
+      const { free, freeSizes } = this;
+      let low = 0, high = this.numFree;
       while (low < high) {
-        const middle = (low + high) >> 1, one = this.free[middle];
-        if (one.size < size || (one.size === size && one.number < number)) low = middle + 1; else high = middle;
+        const middle = (low + high) >> 1, one = freeSizes[middle];
+        if (one < size || (one === size && free[middle] < number)) low = middle + 1; else high = middle;
       }
       return low;
     }
 
-    insert(block) { block.isFree = true; this.free.splice(this.place(block.size, block.number), 0, block); }
+    put(block, place) {
+      this.free[place] = block;
+      this.freeSizes[place] = this.size[block];
+      this.isFree[block] = 1;
+    }
+
+    insert(block) {
+      const { free, freeSizes } = this, place = this.place(this.size[block], block);
+      for (let index = this.numFree++; index > place; index--) { free[index] = free[index - 1]; freeSizes[index] = freeSizes[index - 1]; }
+      this.put(block, place);
+    }
+
+    remove(place) {
+      const { free, freeSizes } = this, last = --this.numFree;
+      for (let index = place; index < last; index++) { free[index] = free[index + 1]; freeSizes[index] = freeSizes[index + 1]; }
+    }
+
+    // A block comes into the list and the one at `from` leaves it: only what lies between their places moves.
+    exchange(from, block) {
+      const { free, freeSizes } = this;
+      let to = this.place(this.size[block], block);
+      if (to > from) {
+        to -= 1;
+        for (let index = from; index < to; index++) { free[index] = free[index + 1]; freeSizes[index] = freeSizes[index + 1]; }
+      } else for (let index = from; index > to; index--) { free[index] = free[index - 1]; freeSizes[index] = freeSizes[index - 1]; }
+      this.put(block, to);
+    }
+
+    made(size, before, after) {
+      const block = ++this.count;
+      this.size[block] = size;
+      this.before[block] = before;
+      this.after[block] = after;
+      return block;
+    }
 
     allocate(bytes) {
-      const size = roundUp(bytes, ROUND), place = this.place(size, 0);
-      const block = place < this.free.length ? this.free.splice(place, 1)[0] : this.segment(size < LEAST_OWN ? LARGE_SEGMENT : roundUp(size, SEGMENT_ROUND));
-      if (block.size - size > SMALL) {
-        const rest = { size: block.size - size, number: ++this.count, before: block, after: block.after, isFree: true };
-        if (block.after) block.after.before = rest;
-        block.after = rest;
-        block.size = size;
-        this.insert(rest);
-      }
-      block.isFree = false;
-      this.allocated += block.size;
+      const size = roundUp(bytes, ROUND), place = this.place(size, 0), isThere = place < this.numFree;
+      const block = isThere ? this.free[place] : this.segment(segmentBytes(size)), left = this.size[block] - size;
+      if (left > SMALL) {
+        const after = this.after[block], rest = this.made(left, block, after);
+        if (after) this.before[after] = rest;
+        this.after[block] = rest;
+        this.size[block] = size;
+        if (isThere) this.exchange(place, rest); else this.insert(rest);
+      } else if (isThere) this.remove(place);
+      this.isFree[block] = 0;
+      this.allocated += this.size[block];
       return block;
+    }
+
+    // What an allocation of so many bytes would take; 0 where it would need a new segment.
+    taken(bytes) {
+      const size = roundUp(bytes, ROUND), place = this.place(size, 0);
+      if (place === this.numFree) return 0;
+      const whole = this.freeSizes[place];
+      return whole - size > SMALL ? size : whole;
     }
 
     // A new one; beyond the limit too, if giving back what is free is not enough.
     segment(size) {
-      if (this.limit !== null && this.reserved + size > this.limit) {
-        this.free = this.free.filter((block) => { const kept = block.before || block.after; if (!kept) this.reserved -= block.size; return kept; });
-      }
+      if (this.limit !== null && this.reserved + size > this.limit) this.giveBack();
       this.reserved += size;
       this.most = Math.max(this.most, this.reserved);
-      return { size, number: ++this.count, before: null, after: null, isFree: false };
+      this.isOver ||= this.limit !== null && this.reserved > this.limit;
+      return this.made(size, 0, 0);
+    }
+
+    // Free blocks that are whole segments.
+    giveBack() {
+      let kept = 0;
+      for (let index = 0; index < this.numFree; index++) {
+        const block = this.free[index];
+        if (this.before[block] || this.after[block]) {
+          this.free[kept] = block;
+          this.freeSizes[kept++] = this.size[block];
+        } else this.reserved -= this.size[block];
+      }
+      this.numFree = kept;
     }
 
     release(block) {
-      this.allocated -= block.size;
-      const { before, after } = block;
-      if (before && before.isFree) {
-        this.free.splice(this.place(before.size, before.number), 1);
-        block.size += before.size;
-        block.before = before.before;
-        if (block.before) block.before.after = block;
+      const { size, before, after, isFree } = this, left = before[block], right = after[block];
+      let from = -1;
+      this.allocated -= size[block];
+      if (left && isFree[left]) {
+        from = this.place(size[left], left);
+        size[block] += size[left];
+        before[block] = before[left];
+        if (before[block]) after[before[block]] = block;
       }
-      if (after && after.isFree) {
-        this.free.splice(this.place(after.size, after.number), 1);
-        block.size += after.size;
-        block.after = after.after;
-        if (block.after) block.after.before = block;
+      if (right && isFree[right]) {
+        const place = this.place(size[right], right);
+        if (from < 0) from = place; else { this.remove(place); if (place < from) from -= 1; }
+        size[block] += size[right];
+        after[block] = after[right];
+        if (after[block]) before[after[block]] = block;
       }
-      this.insert(block);
+      if (from < 0) this.insert(block); else this.exchange(from, block);
     }
   }
 
-  // The allocator at work. What is small is only counted: it shares segments.
+  // The allocator at work on a ledger. What is small is only counted: it shares segments.
   class Run {
-    constructor(limit) { Object.assign(this, { allocator: new CachingAllocator(limit), small: 0, mostSmall: 0, peak: 0, slack: 0, slackAtPeak: 0 }); }
+    constructor(ledger, { sizes, limit, abandons }) {
+      // Each allocation makes two blocks at most: a segment, and what is left of it.
+      const numAllocations = 3 * ledger.slots.length + ledger.first.length + ledger.moments.length + 3;
+      const allocator = new CachingAllocator(limit, 2 * numAllocations + 1);
+      Object.assign(this, { ledger, sizes, abandons, allocator, small: 0, mostSmall: 0, peak: 0, slack: 0, slackAtPeak: 0 });
+      // By slot its block (0: none), and its bytes.
+      Object.assign(this, { blocks: new Int32Array(ledger.numSlots + 1), bytes: new Float64Array(ledger.numSlots + 1) });
+    }
 
     allocate(bytes) {
       if (bytes <= SMALL) {
         this.small += bytes;
         this.mostSmall = Math.max(this.mostSmall, this.small);
-        return null;
+        return IS_SMALL;
       }
-      const block = this.allocator.allocate(bytes);
-      this.slack += block.size - bytes;
-      if (this.allocator.allocated > this.peak) {
-        this.peak = this.allocator.allocated;
-        this.slackAtPeak = this.slack;
-      }
+      const { allocator } = this, block = allocator.allocate(bytes);
+      this.slack += allocator.size[block] - bytes;
+      this.see(allocator.allocated, this.slack);
       return block;
     }
 
+    see(allocated, slack) {
+      if (allocated <= this.peak) return;
+      this.peak = allocated;
+      this.slackAtPeak = slack;
+    }
+
+    // Allocated and released at once, which leaves free blocks as they were.
+    pass(bytes) {
+      const { allocator } = this, taken = bytes <= SMALL ? 0 : allocator.taken(bytes);
+      if (bytes <= SMALL) this.mostSmall = Math.max(this.mostSmall, this.small + bytes);
+      else if (taken) this.see(allocator.allocated + taken, this.slack + taken - bytes);
+      else this.free(this.allocate(bytes), bytes);
+    }
+
     free(block, bytes) {
-      if (block === null) { this.small -= bytes; return; }
-      this.slack -= block.size - bytes;
+      if (block === IS_SMALL) { this.small -= bytes; return; }
+      this.slack -= this.allocator.size[block] - bytes;
       this.allocator.release(block);
     }
 
-    // Entries of a step from `from` to `to`. `held`: by slot its block (null: a small one; undefined: none), and its bytes.
-    go(ledger, sizes, from, to, held) {
-      for (let index = from; index < to; index++) {
-        const slot = ledger.slots[index], kind = ledger.sizes[index];
-        if (kind >= 0) {
-          held.blocks[slot] = this.allocate(sizes[kind]);
-          held.bytes[slot] = sizes[kind];
-        } else if (held.blocks[slot] !== undefined) {
-          this.free(held.blocks[slot], held.bytes[slot]);
-          held.blocks[slot] = undefined;
-        }
+    // Entries of a step from `from` to `to`.
+    go(from, to) {
+      const { allocator, blocks, bytes, sizes, abandons } = this, { slots, sizes: kinds } = this.ledger;
+      for (let index = from; index < to && !(abandons && allocator.isOver); index++) {
+        const slot = slots[index], kind = kinds[index];
+        if (slot === 0) this.pass(sizes[kind]);
+        else if (kind >= 0) {
+          bytes[slot] = sizes[kind];
+          blocks[slot] = this.allocate(sizes[kind]);
+        } else this.end(slot, slot);
       }
-      return held;
     }
 
     // Nothing of a step lasts. Slots are in the order in which they were allocated.
-    end(held) { held.blocks.forEach((block, slot) => { if (block !== undefined) this.free(block, held.bytes[slot]); }); }
+    end(from = 1, to = this.ledger.numSlots) {
+      for (let slot = from; slot <= to; slot++) {
+        if (this.blocks[slot] !== 0) this.free(this.blocks[slot], this.bytes[slot]);
+        this.blocks[slot] = 0;
+      }
+    }
   }
 
   // Three steps: the optimizer's state comes into being in the first, in memory that the first backward has left.
-  function run(ledger, { first, moments, sizes, workspace, limit }) {
-    const one = new Run(limit), length = ledger.slots.length;
-    const nothing = () => ({ blocks: new Array(ledger.numSlots + 1).fill(undefined), bytes: new Float64Array(ledger.numSlots + 1) });
-    for (const bytes of first) one.allocate(bytes);
+  // `abandons`: null as soon as more than the limit is reserved.
+  function run(ledger, { sizes, batchBytes, workspace, limit, abandons }) {
+    const one = new Run(ledger, { sizes, limit, abandons }), { length } = ledger.slots;
+    for (const bytes of ledger.first) one.allocate(bytes);
+    if (batchBytes) one.allocate(batchBytes);
     for (const bytes of [workspace / 2, workspace / 2]) one.allocate(bytes);
-    const held = one.go(ledger, sizes, 0, ledger.updateAt, nothing());
-    for (const bytes of moments) one.allocate(bytes);
-    one.end(one.go(ledger, sizes, ledger.updateAt, length, held));
-    one.end(one.go(ledger, sizes, 0, length, nothing()));
-    one.peak = 0;
-    one.end(one.go(ledger, sizes, 0, length, nothing()));
+    one.go(0, ledger.updateAt);
+    for (const bytes of ledger.moments) one.allocate(bytes);
+    one.go(ledger.updateAt, length);
+    for (let step = 2; step <= 3; step++) {
+      one.end();
+      if (step === 3) one.peak = 0;
+      one.go(0, length);
+    }
+    if (abandons && one.allocator.isOver) return null;
     return { reserved: one.allocator.most + roundUp(one.mostSmall, 2 * MIB), slack: one.slackAtPeak };
   }
 
-  // What a plan reserves at one batch, on a device that has no more than `limit` for tensors.
-  function reserve(model, { step, column, way, seq, batch, limit, workspace, ledgerOf }) {
-    const number = (place) => { const value = step.columns[place]; return Array.isArray(value) ? value[column] : value; };
-    const unfold = (groups) => groups.flatMap(([count, places]) => { const list = places.map(number); return Array.from({ length: count }, () => list).flat(); });
+  // What a plan reserves at one batch, on a device that has no more than `limit` for tensors. `abandons`: null where that
+  // is more than the limit.
+  function reserve(model, { step, column, way, seq, batch, limit, workspace, ledgerOf, abandons }) {
     const batchLine = memoryModel.lineOf(model.batch_bytes, seq), batchBytes = batchLine[0] + batchLine[1] * batch;
     const runs = model.cuts.map((cut, index) => {
-      const cutStep = step.cuts[index], ledger = ledgerOf(index, () => new Ledger(model, cut, { step, column, way }, cutStep));
-      const sizes = ledger.kinds.map(({ bytes, law, columns }) => {
+      const ledger = ledgerOf(index, () => new allocationLedger.Ledger(model, cut, { step, column, way }, step.cuts[index]));
+      const sizes = Float64Array.from(ledger.kinds, ({ bytes, law, columns }) => {
         if (law === undefined) return bytes;
         const line = memoryModel.lineOf(model.laws[law], seq), size = line[0] + line[1] * batch;
         return columns ? memoryModel.columnSumBytes(size, columns) : size;
       });
-      const first = unfold(cutStep.first);
-      if (batchBytes) first.push(batchBytes);
-      const given = { first, moments: unfold(cutStep.moments), sizes, workspace };
-      return (most) => run(ledger, { ...given, limit: most });
+      return (most) => run(ledger, { sizes, batchBytes, workspace, limit: most, abandons });
     });
     const longer = runs[runs.length - 1], more = model.num_units - model.cuts[runs.length - 1].num_units;
     if (!more) return longer(limit);
     const atShort = runs[0](null), atLonger = longer(null);
     const each = (atLonger.reserved - atShort.reserved) / (model.cuts[1].num_units - model.cuts[0].num_units);
+    const others = rounded(more * each);
     let reserved = rounded(atLonger.reserved + more * each);
     if (limit !== null && reserved > limit) {
       // On the cut model, what the limit leaves when the other units have theirs.
-      reserved = longer(Math.max(limit - rounded(more * each), 0)).reserved + rounded(more * each);
+      const limited = longer(Math.max(limit - others, 0));
+      if (limited === null) return null;
+      reserved = limited.reserved + others;
     }
     return { reserved, slack: atLonger.slack };
   }

@@ -80,17 +80,28 @@ const charts = (() => {
       if (last && last.kind === kind && start - last.end < total / 900) last.end = Math.max(end, last.end);
       else list.push({ kind, name, start, end });
     }
-    const drawn = [...rows].filter(([lane, list]) => list.length || lane === "compute").map(([lane, list]) => {
-      const rects = list.map(({ kind, name, start, end }) =>
-        svg("rect", { class: kind, x: percent(start / total), y: 0, width: percent((end - start) / total), height: 22 }, svg("title", {}, `${name}: ${seconds(end - start)}`)));
-      const back = svg("rect", { class: "lane", x: 0, y: 0, width: "100%", height: 22 });
-      const picture = svg("svg", { class: "track", height: 22, role: "img", "aria-label": `${lane}: busy ${percent(list.reduce((sum, one) => sum + one.end - one.start, 0) / total)}` }, back, ...rects);
-      return element("div", { class: "bar" }, element("div", { class: "label" }, lane), picture);
-    });
+    const drawn = [...rows].filter(([lane, list]) => list.length || lane === "compute")
+      .map(([lane, list]) => element("div", { class: "bar" }, element("div", { class: "label" }, lane), laneOf(lane, list, total)));
     const ticks = [0, 0.25, 0.5, 0.75, 1].map((share) =>
       svg("text", { class: "tick", x: percent(share), y: 12, "text-anchor": share === 0 ? "start" : share === 1 ? "end" : "middle" }, share === 0 ? "0" : seconds(share * total)));
     drawn.push(element("div", { class: "bar axis" }, element("span"), svg("svg", { class: "track", height: 16, "aria-hidden": "true" }, ...ticks)));
     home.replaceChildren(...drawn);
+  }
+
+  // One path for all of a kind: an element for each span would take the browser longer than the planner takes.
+  function laneOf(lane, list, total) {
+    const shapes = new Map(), place = (time) => ((1000 * time) / total).toFixed(2);
+    for (const { kind, start, end } of list) shapes.set(kind, `${shapes.get(kind) ?? ""}M${place(start)} 0V22H${place(end)}V0Z`);
+    const title = svg("title"), back = svg("rect", { class: "lane", x: 0, y: 0, width: 1000, height: 22 });
+    const label = `${lane}: busy ${percent(list.reduce((sum, one) => sum + one.end - one.start, 0) / total)}`;
+    const made = svg("svg", { class: "track", height: 22, viewBox: "0 0 1000 22", preserveAspectRatio: "none", role: "img", "aria-label": label },
+      title, back, ...[...shapes].map(([kind, d]) => svg("path", { class: kind, d })));
+    made.addEventListener("pointermove", (event) => {
+      const box = made.getBoundingClientRect(), at = (total * (event.clientX - box.left)) / box.width;
+      const under = list.find(({ start, end }) => start <= at && at <= end);
+      title.textContent = under ? `${under.name}: ${seconds(under.end - under.start)}` : "";
+    });
+    return made;
   }
 
   // Throughput against memory budget, as steps: points {budget, value, label}; value null where nothing fits.

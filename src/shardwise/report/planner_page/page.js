@@ -2,7 +2,7 @@
 "use strict";
 
 const plannerPage = (() => {
-  const { element, gib, significant, whole, seconds, fitWords } = charts;
+  const { element, gib, whole } = charts;
   const data = JSON.parse(document.getElementById("planner-data").textContent), { hardware, server } = data;
   const at = (id) => document.getElementById(id);
   const BATCHES = [null, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512];
@@ -95,7 +95,7 @@ const plannerPage = (() => {
     at("recompute").addEventListener("change", change((target) => { state.recompute = target.value; }));
     document.querySelector(".controls").addEventListener("submit", (event) => event.preventDefault());
     window.addEventListener("hashchange", () => { checked(fromHash()); update(); });
-    window.addEventListener("resize", () => shown && drawFrontier());
+    window.addEventListener("resize", () => shown && view.drawFrontier());
     at("download").addEventListener("click", () => save("plan.toml", plan()));
     at("copy").addEventListener("click", copyLink);
     at("apply").addEventListener("click", () => { Object.assign(state, shown.way.change.count ? { gpus: shown.way.change.count } : {}, shown.way.change.recompute ? { recompute: shown.way.change.recompute } : {}, "batch" in shown.way.change ? { batch: shown.way.change.batch } : {}); update(); });
@@ -143,14 +143,16 @@ const plannerPage = (() => {
     const began = performance.now(), asked = settings();
     show(planner, asked, planner.candidates(asked, { quick: true }), { isRough: true });
     shown.milliseconds = performance.now() - began;
-    settled = refine(planner, asked, ++turn);
+    settled = refine(planner, asked, { own: ++turn, began });
     await settled;
   }
 
   // First the tensors alone, at once; then, unless a control has moved, with the allocator's model, and the frontier.
   let turn = 0, settled = null;
-  const pause = () => new Promise((done) => setTimeout(done));
-  async function refine(planner, asked, own) {
+  // Lets the browser draw, and controls move. A message, since a chain of time-outs waits 4 ms at each.
+  const channel = new MessageChannel();
+  const pause = () => new Promise((done) => { channel.port1.onmessage = done; channel.port2.postMessage(null); });
+  async function refine(planner, asked, { own, began }) {
     const found = [], cluster = planner.cluster(asked);
     for (const strategy of STRATEGIES) {
       for (const mesh of planner.meshes(strategy, cluster)) {
@@ -159,9 +161,12 @@ const plannerPage = (() => {
         found.push(planner.cost(strategy, mesh, asked));
       }
     }
+    show(planner, asked, found, { isRough: false });
+    shown.milliseconds = performance.now() - began;
+    await pause();
+    if (own !== turn) return;
     // Only now: browsers are slow to change the address, and refuse to if it is asked too often.
     toHash();
-    show(planner, asked, found, { isRough: false });
     const points = [];
     for (const budget of planner.budgets(asked)) {
       await pause();
@@ -169,7 +174,7 @@ const plannerPage = (() => {
       points.push({ budget, best: planner.fastest(asked, budget) });
     }
     shown.frontier = points;
-    drawFrontier();
+    view.drawFrontier();
   }
 
   function show(planner, asked, found, { isRough }) {
@@ -184,34 +189,8 @@ const plannerPage = (() => {
 
   const plan = () => shown.planner.toml(shown.chosen, shown.asked, data.plan);
 
-  // ---- what is shown
-  const speed = (time) => (time.tokensPerSecondPerDevice === null ? [time.samplesPerSecond, "samples/s"] : [time.tokensPerSecondPerDevice, "tokens/s/GPU"]);
-  const share = (part) => `${(100 * part).toFixed(part < 0.0995 ? 1 : 0).replace(".0", "")}%`;
-  const title = () => hardware.devices[state.device].title || state.device;
-
-  function draw() {
-    const { planner, rows, chosen, found } = shown, { model } = planner;
-    showControls(model);
-    at("title").textContent = `${model.name} on ${state.gpus} × ${title()}`;
-    const size = model.num_params >= 1e9 ? `${significant(model.num_params / 1e9)} billion` : `${significant(model.num_params / 1e6)} million`;
-    const facts = [`${size} parameters`, "bf16", "AdamW", "predicted, not measured"];
-    at("facts").replaceChildren(...facts.map((fact) => element("span", {}, fact)));
-    drawVerdict();
-    drawNumbers();
-    // As `shardwise plan --save`, which writes no plan that does not fit.
-    at("download").disabled = chosen.fits === "no";
-    at("export").disabled = chosen.fits === "no";
-    const capacity = planner.capacity(shown.asked);
-    charts.key(at("memory-key"), [...model.categories.map((name) => [name]), ["unused", "reserved, unused"], ["context"]]);
-    charts.memoryBars(at("memory-chart"), { rows, categories: model.categories, capacity, chosen, onChoose: choose });
-    drawStep();
-    // It is computed later, and stays until then.
-    at("frontier-chart").classList.toggle("rough", shown.isRough);
-    charts.table(at("table"), ["strategy", "mesh", "micro-batch", "peak GiB", "fits", "step", speed(chosen.time)[1], "exposed comm.", "MFU"],
-      found.map((one) => ({ chosen: one === chosen, cells: [one.strategy, `${one.mesh.replicate}×${one.mesh.shard}`, `${one.batch}`, (one.device / GIB).toFixed(1), fitWords[one.fits],
-        seconds(one.time.seconds), significant(speed(one.time)[0]), share(one.time.exposed / one.time.seconds), one.time.mfu === null ? "–" : share(one.time.mfu)] })));
-    at("command").textContent = command();
-  }
+  const view = pageView({ hardware, choose, get state() { return state; }, get shown() { return shown; } });
+  const draw = () => { showControls(shown.planner.model); view.draw(); };
 
   function choose(row) {
     state.plan = shown.recommended && row.strategy === shown.recommended.best.strategy ? null : row.strategy;
@@ -219,90 +198,6 @@ const plannerPage = (() => {
     toHash();
     draw();
     document.querySelector(`#memory-chart [data-strategy="${row.strategy}"]`).focus();
-  }
-
-  function drawVerdict() {
-    const { recommended, way, planner, isRough } = shown, box = at("verdict"), heading = box.querySelector("h2");
-    // Announced when it is exact.
-    box.setAttribute("aria-busy", isRough);
-    for (const id of ["verdict", "numbers"]) at(id).classList.toggle("rough", isRough);
-    box.classList.toggle("refused", !recommended);
-    at("apply").hidden = !way;
-    if (!recommended) {
-      const [least] = [...shown.found].sort((one, other) => one.device - other.device);
-      heading.textContent = "Nothing fits with these settings";
-      at("why").textContent = `The smallest, ${least.strategy}, needs ${gib(least.device)} per GPU; ${gib(planner.capacity(shown.asked))} may be used.`;
-      at("also").textContent = isRough ? "" : way ? `It fits with ${changeText(way.change)}: ${way.best.strategy}, micro-batch ${way.best.batch}, ${gib(way.best.device)}.` : "It does not fit with recompute full on any number of GPUs of this page either.";
-      if (way) at("apply").textContent = `Use ${changeText(way.change)}`;
-      return;
-    }
-    const { best, first, fitting } = recommended, mesh = best.mesh.replicate > 1 ? ` on a ${best.mesh.replicate}×${best.mesh.shard} mesh` : "";
-    const doubt = best.fits === "tight" ? " It may not fit: the peak is within the error band of the limit." : "";
-    heading.replaceChildren("Use ", element("em", {}, best.strategy), `${mesh}, micro-batch ${best.batch}`);
-    const reason = first !== best ? `The simplest strategy within ${share(planner.hardware.pair_band)} of the fastest (${first.strategy}, ${share(first.time.samplesPerSecond / best.time.samplesPerSecond - 1)} faster).`
-      : fitting.length > 1 ? "The fastest strategy that fits." : "The only strategy that fits.";
-    at("why").textContent = `${reason} ${communicationText(best)}${doubt}`;
-    at("also").textContent = simplerText(best);
-  }
-
-  function changeText({ recompute, batch, count }) {
-    const parts = [count && `${count} GPUs`, recompute && recompute !== state.recompute && `recompute ${recompute}`, batch === null && state.batch !== null && "a smaller micro-batch", batch === 1 && state.batch !== 1 && "micro-batch 1"];
-    return parts.filter(Boolean).join(" and ");
-  }
-
-  function communicationText({ time }) {
-    if (state.gpus === 1) return "One GPU has nothing to communicate.";
-    const part = `${seconds(time.exposed)} of ${seconds(time.seconds)}`;
-    return time.exposed < 0.05 * time.seconds ? `Communication is hidden behind computation (${part} exposed).` : `${part} of each step are exposed communication.`;
-  }
-
-  // What a simpler strategy lost by.
-  function simplerText(best) {
-    const simpler = shown.rows.find((row) => STRATEGIES.indexOf(row.strategy) < STRATEGIES.indexOf(best.strategy));
-    if (!simpler) return "";
-    if (simpler.fits === "no" || (simpler.fits === "tight" && best.fits === "yes")) return `${simpler.strategy} needs ${gib(simpler.device)}; ${gib(shown.planner.capacity(shown.asked))} may be used.`;
-    return `${simpler.strategy} is ${share(1 - simpler.time.samplesPerSecond / best.time.samplesPerSecond)} slower${simpler.batch < best.batch ? ` with micro-batch ${simpler.batch}, the most that fits` : ""}.`;
-  }
-
-  function drawNumbers() {
-    const { chosen, planner } = shown, { time } = chosen, [rate, unit] = speed(time), capacity = planner.capacity(shown.asked);
-    const tile = (name, value, more) => element("div", {}, element("dt", {}, name), element("dd", {}, value, " ", element("small", {}, more)));
-    at("numbers").replaceChildren(
-      tile(`Throughput of ${chosen.strategy}`, significant(rate), unit),
-      tile("Step time", seconds(time.seconds), `± ${share(time.band)}`),
-      tile("Peak per GPU", gib(chosen.device), `of ${gib(capacity)}`),
-      tile("Global batch", whole.format(chosen.batch * state.gpus), state.seq === null ? "samples" : `× ${whole.format(state.seq)} tokens`),
-      tile("Model FLOPs utilisation", time.mfu === null ? "–" : share(time.mfu), ""),
-    );
-  }
-
-  function drawStep() {
-    const { chosen, planner, asked } = shown, spans = planner.timeline(chosen, asked);
-    const total = chosen.time.seconds, sends = new Set(spans.filter((span) => span[0] === stepTime.SENT).map((span) => span[1].split(" ")[0]));
-    at("step-title").textContent = `One step of ${chosen.label}`;
-    charts.key(at("step-key"), [["forward"], ["backward"], ["update", "optimizer update"], ["copy", "copies and casts"], ...(sends.has("gather") ? [["gather", "gather parameters"]] : []), ...(sends.has("reduce") ? [["reduce", "reduce gradients"]] : [])]);
-    at("step-chart").classList.add("lanes");
-    charts.lanes(at("step-chart"), { spans, total, kinds: stepTime });
-    const bound = chosen.time.cpuSeconds > 0.9 * chosen.time.seconds ? " The CPU that launches kernels bounds this step." : "";
-    at("step-note").textContent = `Exposed communication: ${seconds(chosen.time.exposed)} (${share(chosen.time.exposed / chosen.time.seconds)} of the step).${bound}`;
-  }
-
-  function drawFrontier() {
-    if (!shown.frontier) return;
-    const points = shown.frontier.map(({ budget, best }) => ({ budget, value: best ? speed(best.time)[0] : null,
-      label: best ? `${best.strategy}, recompute ${best.recompute}, micro-batch ${best.batch}` : "nothing fits" }));
-    const [, unit] = speed(shown.chosen.time);
-    charts.frontier(at("frontier-chart"), { points, unit, now: points[points.length - 1] });
-    charts.table(at("frontier-table"), ["budget", "plan", unit], points.map(({ budget, label, value }) => ({ cells: [gib(budget), label, value === null ? "–" : significant(value)] })));
-  }
-
-  function command() {
-    const { per_node: perNode } = hardware, nodes = state.gpus / perNode;
-    const cluster = nodes > 1 ? `${nodes}x${perNode}x${state.device}` : `${state.gpus}x${state.device}`;
-    const { model } = shown.planner;
-    const parts = ["shardwise plan", model.name, `--cluster ${cluster}`, state.recompute !== "none" && `--recompute ${state.recompute}`, state.batch !== null && `--micro-batch ${state.batch}`,
-      state.seq !== null && state.seq !== model.seq && `--seq ${state.seq}`, state.budget !== null && `--budget ${state.budget}GiB`, "--save plan.toml"];
-    return parts.filter(Boolean).join(" ");
   }
 
   // ---- files, links, the server

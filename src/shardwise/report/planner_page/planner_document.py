@@ -1,6 +1,11 @@
 """The planner page as one HTML file: without a server, and without asking the network for anything."""
 
-from collections.abc import Sequence
+import gc
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any
@@ -16,7 +21,10 @@ from shardwise.report.planner_page.device_tables import hardware_data, offered_d
 from shardwise.report.planner_page.model_laws import PAGE_PLAN, model_data
 from shardwise.sources import Source
 
-SCRIPTS = ("memory.js", "allocator.js", "kernels.js", "queues.js", "search.js", "charts.js", "page.js")
+MODEL_SCRIPTS = ("memory.js", "ledger.js", "allocator.js", "kernels.js", "queues.js", "search.js")
+"""What computes; the others need a document to show it in."""
+
+SCRIPTS = (*MODEL_SCRIPTS, "charts.js", "view.js", "page.js")
 
 STATIC_MODELS = (
     *("gpt2-124m", "gpt2-1.5b", "gpt-1.3b", "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"),
@@ -24,13 +32,38 @@ STATIC_MODELS = (
 )
 """Those that the file holds; a server offers all of the catalogue."""
 
+_FEW = 4
+
 _LONGEST = 131_072
 """Tokens that rotary positions are offered for."""
 
 
 def catalogue_model(name: str) -> dict[str, Any]:
     """The data of a model of the catalogue."""
-    return model_data(Source(name).spec_for, name=name, longest=longest_sample(name))
+    with _collector_paused():
+        return model_data(Source(name).spec_for, name=name, longest=longest_sample(name))
+
+
+def catalogue_models(names: Sequence[str]) -> list[dict[str, Any]]:
+    """The data of several, made in one process per core unless they are few: a process takes a second to start."""
+    num_workers = os.cpu_count() or 1
+    if num_workers == 1 or len(names) < _FEW:
+        return [catalogue_model(name) for name in names]
+    with ProcessPoolExecutor(min(num_workers, len(names)), mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(catalogue_model, names))
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """The planner keeps all jobs of a model. The garbage collector would look through them again and again, which takes
+    a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def longest_sample(name: str) -> int | None:

@@ -35,7 +35,7 @@ from shardwise.planner.time.step_time import timeline
 from shardwise.report.planner_page import planner_page
 from shardwise.report.planner_page.device_tables import hardware_data, offered_devices
 from shardwise.report.planner_page.model_laws import WAYS
-from shardwise.report.planner_page.planner_document import SCRIPTS, catalogue_model
+from shardwise.report.planner_page.planner_document import MODEL_SCRIPTS, catalogue_model
 
 NODE = shutil.which("node")
 ONE = """
@@ -110,7 +110,7 @@ def in_chromium(script: str, cases: list[Any], *, folder: Path) -> Any:
 def in_node(script: str, cases: list[Any], *, folder: Path) -> Any:
     assert NODE is not None
     source = files("shardwise.report.planner_page")
-    texts = [source.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS[:5]]
+    texts = [source.joinpath(name).read_text(encoding="utf-8") for name in MODEL_SCRIPTS]
     data = {"hardware": hardware_data(offered_devices()), "models": models_of(cases), "cases": cases}
     (folder / "data.json").write_text(json.dumps(data))
     run = f"""

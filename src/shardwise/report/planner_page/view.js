@@ -1,0 +1,125 @@
+// What the page shows: verdict, numbers, charts and tables. `page`: {hardware, state, shown, choose(row)}.
+"use strict";
+
+const pageView = (page) => {
+  const { element, gib, significant, whole, seconds, fitWords } = charts;
+  const at = (id) => document.getElementById(id);
+  const GIB = 2 ** 30;
+  const speed = (time) => (time.tokensPerSecondPerDevice === null ? [time.samplesPerSecond, "samples/s"] : [time.tokensPerSecondPerDevice, "tokens/s/GPU"]);
+  const share = (part) => `${(100 * part).toFixed(part < 0.0995 ? 1 : 0).replace(".0", "")}%`;
+  const title = () => page.hardware.devices[page.state.device].title || page.state.device;
+
+  function draw() {
+    const { planner, rows, chosen, found } = page.shown, { model } = planner;
+    at("title").textContent = `${model.name} on ${page.state.gpus} × ${title()}`;
+    const size = model.num_params >= 1e9 ? `${significant(model.num_params / 1e9)} billion` : `${significant(model.num_params / 1e6)} million`;
+    const facts = [`${size} parameters`, "bf16", "AdamW", "predicted, not measured"];
+    at("facts").replaceChildren(...facts.map((fact) => element("span", {}, fact)));
+    drawVerdict();
+    drawNumbers();
+    // As `shardwise plan --save`, which writes no plan that does not fit.
+    at("download").disabled = chosen.fits === "no";
+    at("export").disabled = chosen.fits === "no";
+    const capacity = planner.capacity(page.shown.asked);
+    charts.key(at("memory-key"), [...model.categories.map((name) => [name]), ["unused", "reserved, unused"], ["context"]]);
+    charts.memoryBars(at("memory-chart"), { rows, categories: model.categories, capacity, chosen, onChoose: page.choose });
+    drawStep();
+    // It is computed later, and stays until then.
+    at("frontier-chart").classList.toggle("rough", page.shown.isRough);
+    charts.table(at("table"), ["strategy", "mesh", "micro-batch", "peak GiB", "fits", "step", speed(chosen.time)[1], "exposed comm.", "MFU"],
+      found.map((one) => ({ chosen: one === chosen, cells: [one.strategy, `${one.mesh.replicate}×${one.mesh.shard}`, `${one.batch}`, (one.device / GIB).toFixed(1), fitWords[one.fits],
+        seconds(one.time.seconds), significant(speed(one.time)[0]), share(one.time.exposed / one.time.seconds), one.time.mfu === null ? "–" : share(one.time.mfu)] })));
+    at("command").textContent = command();
+  }
+
+  function drawVerdict() {
+    const { recommended, way, planner, isRough } = page.shown, box = at("verdict"), heading = box.querySelector("h2");
+    // Announced when it is exact.
+    box.setAttribute("aria-busy", isRough);
+    for (const id of ["verdict", "numbers"]) at(id).classList.toggle("rough", isRough);
+    box.classList.toggle("refused", !recommended);
+    at("apply").hidden = !way;
+    if (!recommended) {
+      const [least] = [...page.shown.found].sort((one, other) => one.device - other.device);
+      heading.textContent = "Nothing fits with these settings";
+      at("why").textContent = `The smallest, ${least.strategy}, needs ${gib(least.device)} per GPU; ${gib(planner.capacity(page.shown.asked))} may be used.`;
+      at("also").textContent = isRough ? "" : way ? `It fits with ${changeText(way.change)}: ${way.best.strategy}, micro-batch ${way.best.batch}, ${gib(way.best.device)}.` : "It does not fit with recompute full on any number of GPUs of this page either.";
+      if (way) at("apply").textContent = `Use ${changeText(way.change)}`;
+      return;
+    }
+    const { best, first, fitting } = recommended, mesh = best.mesh.replicate > 1 ? ` on a ${best.mesh.replicate}×${best.mesh.shard} mesh` : "";
+    const doubt = best.fits === "tight" ? " It may not fit: the peak is within the error band of the limit." : "";
+    heading.replaceChildren("Use ", element("em", {}, best.strategy), `${mesh}, micro-batch ${best.batch}`);
+    const reason = first !== best ? `The simplest strategy within ${share(planner.hardware.pair_band)} of the fastest (${first.strategy}, ${share(first.time.samplesPerSecond / best.time.samplesPerSecond - 1)} faster).`
+      : fitting.length > 1 ? "The fastest strategy that fits." : "The only strategy that fits.";
+    at("why").textContent = `${reason} ${communicationText(best)}${doubt}`;
+    at("also").textContent = simplerText(best);
+  }
+
+  function changeText({ recompute, batch, count }) {
+    const parts = [count && `${count} GPUs`, recompute && recompute !== page.state.recompute && `recompute ${recompute}`, batch === null && page.state.batch !== null && "a smaller micro-batch", batch === 1 && page.state.batch !== 1 && "micro-batch 1"];
+    return parts.filter(Boolean).join(" and ");
+  }
+
+  function communicationText({ time }) {
+    if (page.state.gpus === 1) return "One GPU has nothing to communicate.";
+    const part = `${seconds(time.exposed)} of ${seconds(time.seconds)}`;
+    return time.exposed < 0.05 * time.seconds ? `Communication is hidden behind computation (${part} exposed).` : `${part} of each step are exposed communication.`;
+  }
+
+  // What a simpler strategy lost by.
+  function simplerText(best) {
+    const simpler = page.shown.rows.find((row) => STRATEGIES.indexOf(row.strategy) < STRATEGIES.indexOf(best.strategy));
+    if (!simpler) return "";
+    if (simpler.fits === "no" || (simpler.fits === "tight" && best.fits === "yes")) return `${simpler.strategy} needs ${gib(simpler.device)}; ${gib(page.shown.planner.capacity(page.shown.asked))} may be used.`;
+    return `${simpler.strategy} is ${share(1 - simpler.time.samplesPerSecond / best.time.samplesPerSecond)} slower${simpler.batch < best.batch ? ` with micro-batch ${simpler.batch}, the most that fits` : ""}.`;
+  }
+
+  function drawNumbers() {
+    const { chosen, planner } = page.shown, { time } = chosen, [rate, unit] = speed(time), capacity = planner.capacity(page.shown.asked);
+    const tile = (name, value, more) => element("div", {}, element("dt", {}, name), element("dd", {}, value, " ", element("small", {}, more)));
+    at("numbers").replaceChildren(
+      tile(`Throughput of ${chosen.strategy}`, significant(rate), unit),
+      tile("Step time", seconds(time.seconds), `± ${share(time.band)}`),
+      tile("Peak per GPU", gib(chosen.device), `of ${gib(capacity)}`),
+      tile("Global batch", whole.format(chosen.batch * page.state.gpus), page.state.seq === null ? "samples" : `× ${whole.format(page.state.seq)} tokens`),
+      tile("Model FLOPs utilisation", time.mfu === null ? "–" : share(time.mfu), ""),
+    );
+  }
+
+  // The step that is drawn: exact numbers mostly follow rough ones with the same.
+  let drawnStep = "";
+  function drawStep() {
+    const { chosen, planner, asked } = page.shown, step = JSON.stringify([planner.model.name, asked, chosen.label, chosen.batch]);
+    if (step === drawnStep) return;
+    drawnStep = step;
+    const spans = planner.timeline(chosen, asked);
+    const total = chosen.time.seconds, sends = new Set(spans.filter((span) => span[0] === stepTime.SENT).map((span) => span[1].split(" ")[0]));
+    at("step-title").textContent = `One step of ${chosen.label}`;
+    charts.key(at("step-key"), [["forward"], ["backward"], ["update", "optimizer update"], ["copy", "copies and casts"], ...(sends.has("gather") ? [["gather", "gather parameters"]] : []), ...(sends.has("reduce") ? [["reduce", "reduce gradients"]] : [])]);
+    at("step-chart").classList.add("lanes");
+    charts.lanes(at("step-chart"), { spans, total, kinds: stepTime });
+    const bound = chosen.time.cpuSeconds > 0.9 * chosen.time.seconds ? " The CPU that launches kernels bounds this step." : "";
+    at("step-note").textContent = `Exposed communication: ${seconds(chosen.time.exposed)} (${share(chosen.time.exposed / chosen.time.seconds)} of the step).${bound}`;
+  }
+
+  function drawFrontier() {
+    if (!page.shown.frontier) return;
+    const points = page.shown.frontier.map(({ budget, best }) => ({ budget, value: best ? speed(best.time)[0] : null,
+      label: best ? `${best.strategy}, recompute ${best.recompute}, micro-batch ${best.batch}` : "nothing fits" }));
+    const [, unit] = speed(page.shown.chosen.time);
+    charts.frontier(at("frontier-chart"), { points, unit, now: points[points.length - 1] });
+    charts.table(at("frontier-table"), ["budget", "plan", unit], points.map(({ budget, label, value }) => ({ cells: [gib(budget), label, value === null ? "–" : significant(value)] })));
+  }
+
+  function command() {
+    const { per_node: perNode } = page.hardware, nodes = page.state.gpus / perNode;
+    const cluster = nodes > 1 ? `${nodes}x${perNode}x${page.state.device}` : `${page.state.gpus}x${page.state.device}`;
+    const { model } = page.shown.planner;
+    const parts = ["shardwise plan", model.name, `--cluster ${cluster}`, page.state.recompute !== "none" && `--recompute ${page.state.recompute}`, page.state.batch !== null && `--micro-batch ${page.state.batch}`,
+      page.state.seq !== null && page.state.seq !== model.seq && `--seq ${page.state.seq}`, page.state.budget !== null && `--budget ${page.state.budget}GiB`, "--save plan.toml"];
+    return parts.filter(Boolean).join(" ");
+  }
+
+  return { draw, drawFrontier };
+};
