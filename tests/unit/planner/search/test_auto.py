@@ -170,7 +170,9 @@ def test_an_auto_plan_is_not_yet_a_plan() -> None:
 @pytest.mark.parametrize("largest", [200, 191, 20, 1, 0])
 def test_a_dial_gives_up_about_as_many_samples_as_the_allocator_asks_for(largest: int) -> None:
     """Also where the tensors need hardly more with each sample, and the allocator much more."""
-    dial = Dial(root="ddp", choices=(), mesh=Mesh(shard=1), prefetch=1, batch=200, accumulate=1, accumulate_reduced=False)
+    dial = Dial(
+        root="ddp", choices=(), mesh=Mesh(shard=1), prefetch=1, batch=200, accumulate=1, accumulate_reduced=False
+    )
     costs = SimpleNamespace(
         tensor_bytes=lambda dial: 10**9 + dial.batch,
         device_bytes=lambda dial, limit_bytes: limit_bytes + 10**6 * (dial.batch - largest),
