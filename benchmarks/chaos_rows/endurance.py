@@ -56,7 +56,7 @@ class Ran:
 def many_steps(rank: int, strategy: str, num_units: int, num_steps: int) -> Ran:
     torch.manual_seed(0)
     model = nn.Sequential(*(Unit() for _ in range(num_units)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     shardwise.prepare(model, optimizer, Plan(strategy=strategy, units="class:Unit"))
     x = torch.randn(2, WIDTH)
     after_warm_up = held_now()

@@ -102,6 +102,8 @@ class TestRestart:
 class TestSignals:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
     def test_a_signal_lets_the_ranks_save_and_ends_with_0(self, tmp_path: Path, number: signal.Signals) -> None:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            pytest.skip("these tests run under nohup, and ranks leave a signal ignored that was so when they started")
         # The second is one too many, and is not passed on.
         with signalled(number, number, folder=tmp_path):
             assert run_light("saves", tmp_path, max_restarts=3) == 0
