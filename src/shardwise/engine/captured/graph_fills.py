@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-# Longer ones take longer than the wait around them.
+# Longer ones are few, and are left to the driver: the kernel has a thread for every word.
 _MOST_BYTES = 2**20
 _WORD = 4
 _THREADS = 256
