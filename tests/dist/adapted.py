@@ -93,7 +93,7 @@ class HalfBase(nn.Module):
         self.adapter = nn.Linear(64, 64, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.base(x.bfloat16()).float() + self.adapter(x)
+        return x + self.base(x.bfloat16()).float() + self.adapter(x.to(self.adapter.weight.dtype))
 
 
 def make_half() -> Any:

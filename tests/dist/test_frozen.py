@@ -113,17 +113,53 @@ def test_adapters_in_fp32_on_a_base_in_bf16_train_bit_equal_in_native_precision(
     assert_equal(run_ranks(on_ranks, num_ranks=2, args=(case, plan, True)), one_process(case, num_ranks=2))
 
 
-def half_bytes(rank: int, strategy: str) -> dict[str, int]:
+def half_bytes(rank: int, strategy: str, precision: str) -> int:
+    """Of parameters and masters."""
     model, _ = make_half()
     optimizer = adamw(model.parameters())
-    shardwise.prepare(model, optimizer, Plan(strategy=strategy, units="class:HalfBase", precision="native"))
-    return held_bytes(model, optimizer)
+    shardwise.prepare(model, optimizer, Plan(strategy=strategy, units="class:HalfBase", precision=precision))
+    held = held_bytes(model, optimizer)
+    return held["params"] + held["optim"]
 
 
 def test_of_a_frozen_base_in_bf16_nothing_is_held_in_fp32() -> None:
     numel = 2 * 64 * 64
-    assert run_ranks(half_bytes, num_ranks=2, args=("ddp",))[0]["params"] == (2 + 4) * numel
-    assert run_ranks(half_bytes, num_ranks=2, args=("fsdp",))[0]["params"] == (2 + 4) * numel // 2
+    # Of the base and of the adapters; under bf16 adapters compute in bf16 and have masters.
+    expected = {("ddp", "native"): 2 + 4, ("fsdp", "native"): 3, ("ddp", "bf16"): 2 + (2 + 4), ("fsdp", "bf16"): 3}
+    for (strategy, precision), size in expected.items():
+        held = run_ranks(half_bytes, num_ranks=2, args=(strategy, precision))
+        assert held == [size * numel] * 2, (strategy, precision)
+
+
+def thawed_half(rank: int, plan: Plan, given: torch.dtype) -> dict[str, Tensor]:
+    """Two steps, then two in which a part of the base is trained too; whether it was given in bf16 or fp32."""
+    torch.manual_seed(7)
+    model, batch = make_half()
+    for module in model:
+        module.base.to(given)
+    optimizer = adamw(model.parameters())
+    shardwise.prepare(model, optimizer, plan, collectives=make_collectives(late=True, rank=rank))
+    for step in range(4):
+        if step == 2:
+            model[1].base.requires_grad_(True)
+            if given is torch.bfloat16:
+                said = line(lambda: model(batch(step, rank)[0]))  # noqa: B023
+                assert said.startswith("1.base.weight is trained now and has no fp32 master"), said
+                assert "shardwise.extend(model)" in said
+                shardwise.extend(model)
+        squares(model, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.float() for name, value in shardwise.full_state_dict(model, optimizer)["model"].items()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_a_part_of_it_that_is_thawed_gets_masters_and_trains_as_if_it_had_had_them(strategy: str) -> None:
+    plan = Plan(strategy=strategy, units="class:HalfBase", precision="bf16")
+    expected = run_ranks(thawed_half, num_ranks=2, args=(plan, torch.float32))[0]
+    for weights in run_ranks(thawed_half, num_ranks=2, args=(plan, torch.bfloat16)):
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 # Several passes
@@ -277,3 +313,33 @@ def test_checkpoints_go_between_plans_and_between_buffers_that_are_cut_otherwise
     order = [("fsdp", False), ("ddp", True), ("zero2", False), ("zero1", True), ("shard_grad_op", False)]
     plans = [(by_name[name], thawed) for name, thawed in order]
     run_ranks(carried_over, num_ranks=2, args=(str(tmp_path), plans))
+
+
+def carried_half(rank: int, folder: str) -> None:
+    """Between a base that is held in bf16 and one that is held in fp32, both ways."""
+    checkpoints = Checkpoints(folder)
+    weights = {}
+    for number, (strategy, given) in enumerate(
+        [("fsdp", torch.bfloat16), ("ddp", torch.float32), ("zero2", torch.bfloat16)]
+    ):
+        torch.manual_seed(number)
+        model, batch = make_half()
+        for module in model:
+            module.base.to(given)
+        optimizer = adamw(model.parameters())
+        shardwise.prepare(model, optimizer, Plan(strategy=strategy, units="class:HalfBase", precision="bf16"))
+        if number:
+            checkpoints.load(checkpoints.latest(), model, optimizer)
+            found = shardwise.full_state_dict(model, optimizer)["model"]
+            assert all(torch.equal(found[name].float(), weights[name].float()) for name in weights)
+        squares(model, batch(number, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpoints.save(model, optimizer, step=number)
+        weights = shardwise.full_state_dict(model, optimizer)["model"]
+        assert weights["0.base.weight"].dtype == given
+    checkpoints.close()
+
+
+def test_checkpoints_go_between_a_base_in_bf16_and_one_in_fp32(tmp_path: Path) -> None:
+    run_ranks(carried_half, num_ranks=2, args=(str(tmp_path),))

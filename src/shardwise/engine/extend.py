@@ -2,7 +2,7 @@
 
 Buffers whose parameters are still there stay as they are, and so does what optimizers hold of them. New parameters get
 buffers of their own, with rank 0's values. A buffer that has lost some of its parameters is laid out again for the
-others, one buffer at a time.
+others, one buffer at a time; so is one without masters of which something is trained by now.
 """
 
 from dataclasses import replace
@@ -40,7 +40,8 @@ def extend(model: nn.Module) -> None:
         optimizer.add_param_group({"params": model.head.parameters()})
 
     New parameters have rank 0's values. What is still there keeps its values and its optimizer's state; what is gone
-    leaves its optimizer. Gradients are cleared.
+    leaves its optimizer. Gradients are cleared. A base that was frozen in bf16 is held without fp32 masters: after
+    requires_grad_(True) it gets them here.
     """
     engine = engine_of(model)
     runner = engine.runner
@@ -98,7 +99,8 @@ def _spec_now(model: nn.Module, engine: Engine) -> ModelSpec:
         flat, index = place
         if not any(flat is own for own in engine.runner.units[unit].flats):
             raise InvalidModel(f"{_NAME}: {found.name} is shared between units that did not share it before")
-        return replace(by_name[flat.names[index]], name=found.name, aliases=found.aliases)
+        kept = replace(by_name[flat.names[index]], name=found.name, aliases=found.aliases)
+        return replace(kept, trainable=True, switched=False) if flat.unstepped and found.trainable else kept
 
     fresh = model_spec(model, policy=engine.plan.units)
     return replace(
@@ -164,21 +166,19 @@ class _Extension:
         flats = []
         for flat in unit.flats:
             left = [param for param in params if self._place(param) is flat]
-            gone = len(left) < len(flat.params)
+            stays = len(left) == len(flat.params) and not (flat.unstepped and any(one.trainable for one in left))
             # In the order in which they lie there.
             left.sort(key=lambda param: self._known[id(self._parameters[param.name])][1])
             flat.names = [self._names.get(name, name) for name in flat.names]
-            if not gone:
+            if stays:
                 flats.append(flat)
-            elif left:
-                (spec,) = flat_specs(replace(self._spec.unit(unit.name), params=tuple(left)), plan=self._engine.plan)
-                flats.append(self._laid_out_again(flat, spec, unit=unit))
             else:
-                self._forget_states(flat)
-        new = tuple(param for param in params if self._place(param) is None)
-        for spec in flat_specs(replace(self._spec.unit(unit.name), params=new), plan=self._engine.plan):
-            flats.append(self._filled(spec, unit=unit))
-        return flats
+                flats += self._laid_out_again(flat, left, unit=unit)
+        new = [param for param in params if self._place(param) is None]
+        return flats + [self._filled(spec, unit=unit) for spec in self._specs(new, unit=unit)]
+
+    def _specs(self, params: list[TensorSpec], *, unit: Unit) -> tuple[FlatSpec, ...]:
+        return flat_specs(replace(self._spec.unit(unit.name), params=tuple(params)), plan=self._engine.plan)
 
     def _place(self, param: TensorSpec) -> FlatParams | None:
         place = self._known.get(id(self._parameters[param.name]))
@@ -207,21 +207,25 @@ class _Extension:
         self._take_in(flat)
         return flat
 
-    def _laid_out_again(self, old: FlatParams, spec: FlatSpec, *, unit: Unit) -> FlatParams:
-        """A buffer of those parameters of an old one that are left, and what optimizers keep for them."""
-        flat = self._make(spec, unit=unit)
+    def _laid_out_again(self, old: FlatParams, left: list[TensorSpec], *, unit: Unit) -> list[FlatParams]:
+        """Buffers of those parameters of an old one that are left, and what optimizers keep for them."""
+        if not left:
+            self._forget_states(old)
+            return []
         values = dict(zip(map(id, old.params), old.views(old.full_master()), strict=True))
-        for index, parameter in enumerate(flat.params):
-            flat.fill(index, values[id(parameter)])
         optimizers = list(self._engine.owned.group_names)
         states = [whole_states(optimizer, flats=[old], matrices=()) for optimizer in optimizers]
         # First: a replicated parameter may be what the optimizer steps, before and after.
         self._forget_states(old)
-        for optimizer, whole in zip(optimizers, states, strict=True):
-            left = {name: whole[name] for name in flat.names if name in whole}
-            optimizer.state.update(own_states(left, flats=[flat], matrices=()))
-        self._take_in(flat)
-        return flat
+        flats = [self._make(spec, unit=unit) for spec in self._specs(left, unit=unit)]
+        for flat in flats:
+            for index, parameter in enumerate(flat.params):
+                flat.fill(index, values[id(parameter)])
+            for optimizer, whole in zip(optimizers, states, strict=True):
+                kept = {name: whole[name] for name in flat.names if name in whole}
+                optimizer.state.update(own_states(kept, flats=[flat], matrices=()))
+            self._take_in(flat)
+        return flats
 
     def _take_in(self, flat: FlatParams) -> None:
         """The module's parameters become views of a buffer, and optimizers know what stands for them."""

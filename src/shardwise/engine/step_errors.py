@@ -47,6 +47,14 @@ def thawed_in_forward(name: str) -> InvalidModel:
     )
 
 
+def thawed_without_master(name: str, *, dtype: object) -> InvalidModel:
+    """The error for training a parameter that an optimizer would have to step in half precision."""
+    return InvalidModel(
+        f"{name} is trained now and has no fp32 master: it was frozen, in {dtype}, when the model was prepared. Call "
+        "shardwise.extend(model) after requires_grad_(True), on every rank, and it gets one"
+    )
+
+
 def backward_raised() -> InvalidData:
     """The error for an update by the gradients of a backward that raised. They differ between ranks."""
     return InvalidData(

@@ -22,12 +22,14 @@ class FlatSpec:
     """Parameters of one unit that compute and are stepped in the same dtypes: they share one buffer.
 
     Those that are frozen have one of their own, of which nothing is reduced and nothing changes in an update.
+    `unstepped`: frozen, and given in the dtype that they compute in: nobody steps them, so they have no wider master.
     """
 
     params: tuple[TensorSpec, ...]
     compute_dtype: str
     master_dtype: str
     reduce_dtype: str
+    unstepped: bool = False
 
     def layout(self, *, num_slices: int, alignment: int = ALIGNMENT) -> Layout:
         return _layout(tuple(param.shape for param in self.params), num_slices, alignment)
@@ -80,15 +82,18 @@ def _flat_specs(
             compute_dtype=computes,
             master_dtype=stepped,
             reduce_dtype=reduce_dtype(stepped, planned=plan.reduce_dtype),
+            unstepped=stepped != master_dtype(params[0].dtype, precision=precision),
         )
         for ((computes, stepped), _), params in together.items()
     )
 
 
 def param_dtypes(param: TensorSpec, *, plan: Plan) -> tuple[str, str]:
-    """(What a parameter computes in, what the optimizer steps)."""
+    """(What a parameter computes in, what the optimizer steps); of a frozen one, what it is held in."""
     kept = param.keep_fp32 or any(plan.keeps_fp32(name) for name in (param.name, *param.aliases))
     computes = compute_dtype(param.dtype, precision=plan.precision, keep_fp32=kept)
+    if not param.starts_trainable and param.dtype == computes:
+        return computes, computes
     return computes, master_dtype(param.dtype, precision=plan.precision)
 
 

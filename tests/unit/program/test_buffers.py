@@ -61,6 +61,24 @@ ADAPTED = unit(
 )
 
 
+@pytest.mark.parametrize(
+    ("precision", "master"), [("bf16", "bfloat16"), ("native", "bfloat16"), ("fp32", "float32"), ("fp16", "float32")]
+)
+def test_a_frozen_parameter_that_computes_as_it_was_given_has_no_wider_master(precision: str, master: str) -> None:
+    base = TensorSpec(name="base", shape=(64,), dtype="bfloat16", trainable=False)
+    trained = TensorSpec(name="trained", shape=(64,), dtype="bfloat16")
+    (frozen, other) = flat_specs(unit(base, trained), plan=Plan(precision=precision))
+    assert frozen.master_dtype == master
+    assert other.master_dtype == ("bfloat16" if precision == "native" else "float32")
+    assert (frozen.unstepped, other.unstepped) == (precision == "bf16", False)
+    # What was given in fp32 keeps its digits, and what is frozen later its master.
+    (wide, switched) = flat_specs(
+        unit(TensorSpec(name="wide", shape=(64,), trainable=False), trained.trained_now(False)),
+        plan=Plan(precision="bf16"),
+    )
+    assert wide.master_dtype == switched.master_dtype == "float32"
+
+
 def test_frozen_parameters_lie_in_a_buffer_of_their_own_of_which_nothing_is_reduced() -> None:
     plan = Plan(strategy="zero2", precision="bf16")
     flats = flat_specs(ADAPTED, plan=plan)

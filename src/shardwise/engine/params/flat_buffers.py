@@ -61,6 +61,7 @@ class FlatBuffers:
         compute_dtype, self.master_dtype = torch_dtype(spec.compute_dtype), torch_dtype(spec.master_dtype)
         self.reduce_dtype = torch_dtype(spec.reduce_dtype)
         self.has_gradients = spec.has_gradients
+        self.unstepped = spec.unstepped
         self.alignment = alignment
         self.layout = spec.layout(num_slices=groups.gather.size, alignment=alignment)
         self._cut = self.layout.cut()

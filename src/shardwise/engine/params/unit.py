@@ -16,6 +16,7 @@ from shardwise.engine.step_errors import (
     forward_called_directly,
     frozen_was_stepped,
     thawed_in_forward,
+    thawed_without_master,
 )
 from shardwise.engine.tape import Tape
 from shardwise.placement import SHARDED, Placement
@@ -214,8 +215,14 @@ class Unit:
                 flat.drop_stale_grads()
         if self.grads.expected != before:
             for flat in self.flats:
+                self._check_thawed(flat)
                 for part in flat.owned:
                     part.parameter.requires_grad_(self.is_trainable(flat, part.index))
+
+    def _check_thawed(self, flat: FlatParams) -> None:
+        for index, name in enumerate(flat.names):
+            if flat.unstepped and self.is_trainable(flat, index):
+                raise thawed_without_master(name, dtype=flat.master_dtype)
 
     @property
     def used_all(self) -> bool:

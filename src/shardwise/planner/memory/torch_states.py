@@ -4,7 +4,7 @@ Read from torch 2.11 to 2.13: torch/csrc/distributed/c10d/reducer.cpp and torch/
 torch_engine/prepare.py sets them up.
 """
 
-from shardwise.dtypes import BYTES_PER_ELEMENT, PRECISIONS
+from shardwise.dtypes import BYTES_PER_ELEMENT, PRECISIONS, master_dtype
 from shardwise.placement import Placement
 from shardwise.plan import Plan
 from shardwise.planner.memory.constants import MemoryRules
@@ -91,7 +91,7 @@ def _compute_bytes(param: TensorSpec, *, plan: Plan) -> int:
 
 
 def _master_bytes(param: TensorSpec, *, plan: Plan) -> int:
-    return BYTES_PER_ELEMENT[param_dtypes(param, plan=plan)[1]]
+    return BYTES_PER_ELEMENT[master_dtype(param.dtype, precision=plan.precision)]
 
 
 def _shard_elements(param: TensorSpec, *, num_slices: int) -> int:
