@@ -6,6 +6,7 @@ benchmarks/results/hugging_face_peers_h200.json, after every model.
 
     default          ours as `shardwise train` runs it: `fsdp`, and captured where that is safe; `default ddp` likewise
     fsdp, ddp        ours with capture = "off"
+    … lean, compiled with `shardwise.lean_loss(model)`, and with units compiled by Inductor
     fully_shard      torch's own, cut into the same units
     torch_ddp        torch's DistributedDataParallel under autocast
     accelerate       Accelerate's FSDP2 (transformer_based_wrap), without gradient checkpointing
@@ -37,6 +38,7 @@ ENGINES = {
 RATIOS = (
     *(("default", "accelerate"), ("default", "torch_ddp"), ("fsdp", "fully_shard"), ("ddp", "torch_ddp")),
     *(("default ddp", "accelerate"), ("default ddp", "torch_ddp"), ("fsdp", "accelerate")),
+    *((f"default{words}", "accelerate") for words in (" lean", " ddp lean", " ddp lean compiled")),
 )
 # A block of steps lasts about so long.
 BLOCK_SECONDS = 0.4
@@ -62,9 +64,16 @@ def step_of(engine: str, model: Any, batch: tuple[Any, Any], *, tell: Callable[[
             model, optimizer, Plan(strategy=strategy, precision="bf16", engine="torch", capture="off")
         )
     else:
-        strategy = "ddp" if engine.endswith("ddp") else "fsdp"
-        plan = Plan(strategy=strategy, precision="bf16", capture="auto" if captures else "off")
+        words = engine.split()
+        plan = Plan(
+            strategy="ddp" if "ddp" in words else "fsdp",
+            precision="bf16",
+            compile="inductor" if "compiled" in words else "none",
+            capture="auto" if captures else "off",
+        )
         shardwise.prepare(model, optimizer, plan)
+        if "lean" in words:
+            shardwise.lean_loss(model)
 
     def step(ids: Any, mask: Any) -> Any:
         loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss

@@ -17,7 +17,8 @@ from captured_models import MODELS, machine
 from hugging_face_peers import join_alone, measure
 
 RESULTS = Path(__file__).parent / "results" / "lora_peers_h200.json"
-ENGINES = ("default", "default ddp", "fsdp", "ddp", "accelerate", "torch_ddp")
+_CAPTURED = ("default", "default ddp", "default lean", "default ddp lean", "default ddp lean compiled")
+ENGINES = (*_CAPTURED, "fsdp", "ddp", "accelerate", "torch_ddp")
 RANK, SAMPLES, TOKENS = 16, 4, 1024
 _TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 
@@ -57,7 +58,7 @@ def main() -> None:
     row = measure(lambda: build(device=device), engines=asked.engines, blocks=asked.blocks)
     dist.destroy_process_group()
     for engine, seconds in row["step_seconds"].items():
-        print(f"{engine:12} {1e3 * seconds:8.2f} ms, peak {row['peak_bytes'][engine] / 2**30:6.2f} GiB")
+        print(f"{engine:26} {1e3 * seconds:8.2f} ms, peak {row['peak_bytes'][engine] / 2**30:6.2f} GiB")
     print(row["ratios"], row["failed"] or "", row["told"])
     out = asked.out or (None if asked.tiny else RESULTS)
     if out is not None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         whole,
     )
     from shardwise.errors import ShardwiseError
+    from shardwise.integrations.lean_causal_loss import lean_loss
     from shardwise.integrations.pretrained import from_pretrained, save_pretrained
     from shardwise.mesh import Mesh
     from shardwise.placement import STRATEGIES, Placement
@@ -68,6 +69,7 @@ _HOME = {
     "full_state_dict": "shardwise.engines",
     "grad_norms": "shardwise.engines",
     "join": "shardwise.engines",
+    "lean_loss": "shardwise.integrations.lean_causal_loss",
     "load_full_state_dict": "shardwise.engines",
     "load_task": "shardwise.tasks",
     "mean_count": "shardwise.engines",
@@ -106,6 +108,7 @@ __all__ = [
     "full_state_dict",
     "grad_norms",
     "join",
+    "lean_loss",
     "load_full_state_dict",
     "load_task",
     "mean_count",
