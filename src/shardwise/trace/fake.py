@@ -1,5 +1,6 @@
 """Parameters, buffers and batches without storage: the same shapes, strides and ties, on a `cpu` that holds nothing."""
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
+
+from shardwise.engine.params.carried import carried_tensors
 
 COMPUTE_DTYPES: dict[str, torch.dtype | None] = {
     "fp32": torch.float32,
@@ -59,7 +62,26 @@ def _fake_of(tensor: Tensor, *, mode: FakeTensorMode, dtype: torch.dtype | None)
     chosen = dtype if dtype is not None and is_parameter and tensor.is_floating_point() else tensor.dtype
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=chosen, device="cpu")
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+        if not is_parameter:
+            return fake
+        parameter = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        if carried_tensors(tensor):
+            # Of a quantised weight, what tells how to read it.
+            vars(parameter).update(_fake_inside(vars(tensor), mode=mode))
+        return parameter
+
+
+def _fake_inside(attributes: dict[str, Any], *, mode: FakeTensorMode) -> dict[str, Any]:
+    """The same attributes, and those of objects in them, with fakes for tensors."""
+    found = {}
+    for name, value in attributes.items():
+        if isinstance(value, Tensor):
+            value = _fake_of(value, mode=mode, dtype=None)
+        elif any(isinstance(inner, Tensor) for inner in getattr(value, "__dict__", {}).values()):
+            value, inside = copy.copy(value), vars(value)
+            vars(value).update(_fake_inside(inside, mode=mode))
+        found[name] = value
+    return found
 
 
 def fake_batch(batch: Any, *, mode: FakeTensorMode) -> Any:

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.engine.params.carried import carried_tensors
 from shardwise.errors import InvalidModel
 from shardwise.policy import UnitPolicy
-from shardwise.spec import ANNOUNCED, ModelSpec
+from shardwise.spec import ANNOUNCED, ModelSpec, TensorSpec, UnitSpec
 from shardwise.spec.law import Law, fit
 from shardwise.spec.step import Run, StepRow, StepTrace
 from shardwise.trace.cut import CannotCutError, find_runs
@@ -40,7 +41,7 @@ def trace_model(
     three lengths of sample; the laws then hold for other lengths too.
     """
     task = _task(model, loss=loss, name=name, policy=policy)
-    spec = model_spec(model, policy=policy, name=task.name)
+    spec = _with_carried(model_spec(model, policy=policy, name=task.name), model=model)
     for way in ways:
         spec = trace_step(spec, task=task, make_batch=make_batch, way=way, batches=batches)
     return spec
@@ -107,6 +108,26 @@ def _is_periodic(rows: Sequence[StepRow], *, run: Run) -> bool:
     return len(second) == 4 and [(row.trigger, row.stream) for row in second] == [
         (row.trigger, row.stream) for row in third
     ]
+
+
+def _with_carried(spec: ModelSpec, *, model: nn.Module) -> ModelSpec:
+    """What parameters carry, such as the scales of quantised weights, is held whole, as buffers are."""
+    parameters = dict(model.named_parameters())
+
+    def carried(unit: UnitSpec) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(
+                name=f"{param.name}.{path}",
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                trainable=False,
+                persistent=False,
+            )
+            for param in unit.params
+            for path, tensor in carried_tensors(parameters[param.name])
+        )
+
+    return replace(spec, units=tuple(replace(unit, buffers=(*unit.buffers, *carried(unit))) for unit in spec.units))
 
 
 def _task(model: nn.Module, *, loss: Loss, name: str | None, policy: UnitPolicy | str) -> TracedTask:

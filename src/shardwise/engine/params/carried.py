@@ -29,6 +29,16 @@ def describe_carried(model: nn.Module) -> list[str]:
     ]
 
 
+def carried_tensors(parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
+    """(path, tensor) of what a parameter carries; not what is its own memory by another name."""
+    found = [(path, value) for path, value in _carried(parameter) if isinstance(value, Tensor)]
+    if not found or parameter.is_meta:
+        return found
+    with torch._C.DisableTorchFunctionSubclass():
+        own = parameter.data_ptr()
+    return [(path, tensor) for path, tensor in found if tensor.data_ptr() != own]
+
+
 def is_packed(parameter: nn.Parameter) -> bool:
     """Whether its elements are no numbers of their own but bits that a state says how to read."""
     return (
