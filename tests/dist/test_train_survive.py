@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from train_tasks import assert_same_end, config, lines, trained
+from train_tasks import assert_same_end, config, lines, reference, trained
 from whole import whole
 
 from shardwise.plan import Plan
@@ -68,6 +68,33 @@ def test_a_run_that_ran_out_is_the_run_that_was_resumed_under_the_smaller_plan(p
     run_ranks(trained, num_ranks=2, args=(asked,))
     assert [line["step"] for line in lines(other)] == [1, 2, 3, 4]
     assert_same_end(tmp_path / "one", other)
+
+
+# Nothing is left but to split a pass.
+SMALLEST = {"strategy": "fsdp", "recompute": "full", "offload_activations": True, "offload_states": True}
+
+
+@pytest.mark.parametrize("length", [{"steps": NUM_STEPS}, *whole({"epochs": 1})])
+def test_where_no_plan_needs_less_the_batch_is_split_as_if_it_had_been_accumulated_from_that_step_on(
+    length: Any, tmp_path: Path
+) -> None:
+    def asked(folder: Path, plan: dict[str, Any]) -> TrainConfig:
+        task = {"model": reference("noisy_gpt")}
+        return asked_for(folder, plan, task=task, train={**length, "survive": 1})
+
+    one, other = tmp_path / "one", tmp_path / "other"
+    # Under full recompute a linear runs twice with gradients: in the forward of its pass, and in the backward.
+    said, _ = run_ranks(runs_out, num_ranks=2, args=(asked(one, SMALLEST), 2 * 2 * 2 * 8 + 12))
+    assert "rank 1 ran out of memory in step 3" in said
+    assert "runs again with micro_batch = 1, accumulate = 4" in said
+    assert "the same samples in 4 passes instead of 2; predicted" in said
+    split = Plan.load(one / "plan.toml")
+    assert (split.micro_batch, split.accumulate) == (1, 4)
+    run_ranks(trained, num_ranks=2, args=(asked(other, SMALLEST), 3))
+    run_ranks(trained, num_ranks=2, args=(asked(other, split.to_dict()),))
+    written = lines(one)
+    assert [line["num_samples"] for line in written[:NUM_STEPS]] == [8] * NUM_STEPS
+    assert_same_end(one, other)
 
 
 def full_update(rank: int, asked: TrainConfig, at: int) -> list[str]:

@@ -34,6 +34,27 @@ def gpt() -> Task:
     return replace(token_task(GPT, dataset="random"), eval_dataset=Numbers(256, length=9))
 
 
+def noisy_gpt() -> Task:
+    """Each sample is drawn anew whenever it is read."""
+    return replace(gpt(), dataset=Noise(256, length=36))
+
+
+class Noise(Dataset[tuple[Tensor, Tensor]]):
+    """A sample's own token, and random ones after it."""
+
+    def __init__(self, num_values: int, *, length: int) -> None:
+        self._num_values = num_values
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(self._num_values, (9,))
+        tokens[0] = index
+        return tokens[:-1], tokens[1:]
+
+
 class Numbers(Dataset[tuple[Tensor, Tensor]]):
     """A few samples of tokens."""
 

@@ -42,9 +42,14 @@ def replannable(plan: Plan) -> Iterator[Plan]:
 
     asked = replace(plan, micro_batch=plan.micro_batch or 1)
     for changed in changes(asked):
-        passes = (changed.micro_batch, changed.accumulate, changed.accumulate_reduced, changed.precision)
-        if passes == (asked.micro_batch, plan.accumulate, plan.accumulate_reduced, plan.precision):
+        if changed.precision == plan.precision and keeps_passes(changed, of=asked):
             yield replace(changed, micro_batch=plan.micro_batch)
+
+
+def keeps_passes(changed: Plan, *, of: Plan) -> bool:
+    """Whether a step has as many passes, of as many samples, whose gradients are summed up in the same order."""
+    passes, before = ((plan.micro_batch, plan.accumulate, plan.accumulate_reduced) for plan in (changed, of))
+    return passes == before
 
 
 def _is_possible(engine: Engine, plan: Plan) -> bool:

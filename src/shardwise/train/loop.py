@@ -55,6 +55,8 @@ class Training:
     nonfinite: FirstNonFinite | None = None
     # Whether a rank may run out of memory in a step (surviving_update.py).
     guard: NoGuard = field(default_factory=NoGuard)
+    # Where one may: the random states before the batches of this step were read.
+    before_read: dict[str, Any] | None = None
     # Shows a line to the user, on rank 0.
     tell: Callable[[str], None] = lambda line: None
 
@@ -117,9 +119,6 @@ Update = Callable[["Training", tuple[float, ...], list[Any]], tuple[Tensor, Tens
 
 def take_step(training: Training) -> Taken:
     """One optimizer step, of all the passes that make it; nothing in here waits for the device, but for fp16."""
-    sharing = training.sharing
-    share = sharing.share(samples_seen(training.sampler))
-    assert share is not None
     training.step += 1
     lr = lr_at(
         training.step,
@@ -128,21 +127,17 @@ def take_step(training: Training) -> Taken:
         num_steps=training.num_steps,
     )
     set_lr(training.optimizer, lr)
-    batches = [next(training.batches) for _ in share.counts]
-    if training.config.plan.capture != "off" and training.device.type == "cuda":
-        # A graph's inputs are copied from device to device; a pass by itself brings its own batch.
-        batches = to_device(batches, training.device)
-    weights = tuple(share.weight(count, num_ranks=sharing.num_ranks) for count in share.counts)
+    passes = next_passes(training)
     with CompileClock() as clock:
-        loss, grad_norm = training.update(training, weights, batches)
+        loss, grad_norm = training.update(training, passes.weights, passes.batches)
     captured, capture_note = _reported(training.update)
-    tokens = tokens_per_sample(batches[0])
-    training.sampler.advance(share.num_samples)
+    tokens = tokens_per_sample(passes.batches[0])
+    training.sampler.advance(passes.num_samples)
     return Taken(
         step=training.step,
         lr=lr,
-        num_samples=share.num_samples,
-        num_tokens=None if tokens is None else tokens * share.num_samples,
+        num_samples=passes.num_samples,
+        num_tokens=None if tokens is None else tokens * passes.num_samples,
         epoch=training.sampler.epoch,
         position=training.sampler.position,
         loss=loss,
@@ -151,6 +146,29 @@ def take_step(training: Training) -> Taken:
         captured=captured,
         capture_note=capture_note,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPasses:
+    """The weight and the batch of each pass of a step on this rank, and the samples of all ranks together."""
+
+    weights: tuple[float, ...]
+    batches: list[Any]
+    num_samples: int
+
+
+def next_passes(training: Training) -> StepPasses:
+    """Read the batches of the step that comes next; the sampler stays where it is."""
+    sharing = training.sharing
+    share = sharing.share(samples_seen(training.sampler))
+    assert share is not None
+    training.before_read = random_states(training.device) if training.guard.undoes else None
+    batches = [next(training.batches) for _ in share.counts]
+    if training.config.plan.capture != "off" and training.device.type == "cuda":
+        # A graph's inputs are copied from device to device; a pass by itself brings its own batch.
+        batches = to_device(batches, training.device)
+    weights = tuple(share.weight(count, num_ranks=sharing.num_ranks) for count in share.counts)
+    return StepPasses(weights=weights, batches=batches, num_samples=share.num_samples)
 
 
 def _reported(update: Update) -> tuple[bool, str | None]:

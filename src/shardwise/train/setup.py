@@ -101,6 +101,11 @@ def open_data(training: Training) -> None:
         else options.steps
     )
     check_size(training.sampler, sharing=training.sharing)
+    open_batches(training)
+
+
+def open_batches(training: Training) -> None:
+    """Read on from where the sampler stands."""
     training.batches = batches_of(
         cast(Any, training.task.dataset),
         training.sampler,

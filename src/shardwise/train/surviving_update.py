@@ -2,7 +2,8 @@
 
 In forward and backward the run continues (engine/prepared/survive.py). In an update it ends, with the smaller plan in
 the run folder: the next start resumes under it. What was chosen as `auto` is solved again with less memory; a fixed
-plan is changed as little as possible.
+plan is changed as little as possible. Either may split the passes of a step (undercut.py): then the samples of the step
+are read again.
 """
 
 from collections.abc import Callable
@@ -17,21 +18,18 @@ from shardwise.comm.join import Place
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.prepared.survive import StepGuard, StepUndone
-from shardwise.engine.smaller_plan import replannable
 from shardwise.engine.surviving import NotSurvived, Surviving
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
-from shardwise.planner.search.auto import AutoRequest, NoPlanFits, solve_plan
-from shardwise.planner.search.candidates import Candidate, cost
 from shardwise.sources import Source
 from shardwise.train import run_folder
 from shardwise.train.auto_plan import ChosenPlan
-from shardwise.train.loop import Training, update
+from shardwise.train.loop import Training, next_passes, update
 from shardwise.train.randomness import random_states, restore_random_states
+from shardwise.train.setup import open_batches
+from shardwise.train.undercut import Undercutting
 from shardwise.train.what_fits import optimizer_rule
 
-# What a plan must at least be undercut by.
-_LESS = 0.9
 _MOST_IF_AUTO = 3
 
 
@@ -71,28 +69,19 @@ class SmallerPlans:
         kind = self.place.device.type
         source = Source(config.task.model, seq=config.task.seq, image=config.task.image, kernels=kind)
         cluster = job_cluster(self.place.device, num_ranks=self.place.num_ranks)
-        rule = optimizer_rule(config.optimizer, device=kind)
-
-        def costed(plan: Plan) -> Candidate:
-            return cost(source.spec_for(plan), plan=plan, cluster=cluster, optimizer=rule)
-
-        before = costed(config.plan)
-        most = int(_LESS * before.memory.device_bytes)
-        if self.chosen.given.plan.is_auto:
-            # Each pass stays as it is.
-            given = replace(config.plan, mesh=self.chosen.given.plan.mesh)
-            request = AutoRequest(plan=given, cluster=cluster, optimizer=rule, budget_bytes=most, goal=config.auto.goal)
-            try:
-                found: Candidate | None = solve_plan(source.spec_for, request=request).candidate
-            except NoPlanFits:
-                found = None
-        else:
-            changed = (costed(plan) for plan in replannable(config.plan))
-            found = next((one for one in changed if one.memory.device_bytes <= most), None)
-        if found is None:
+        undercutting = Undercutting(
+            spec_for=source.spec_for,
+            cluster=cluster,
+            optimizer=optimizer_rule(config.optimizer, device=kind),
+            goal=config.auto.goal,
+            mesh=self.chosen.given.plan.mesh,
+            solves=self.chosen.given.plan.is_auto,
+        )
+        undercut = undercutting.of(config.plan)
+        if undercut.found is None:
             raise NotSurvived("there is no plan that needs less memory, so the job ends")
-        self.cost = _predicted(before, found)
-        return found.plan
+        self.cost = undercut.cost
+        return undercut.found.plan
 
     def note(self) -> None:
         """Into the run folder: the plan that a later start uses."""
@@ -100,12 +89,19 @@ class SmallerPlans:
         self.chosen.note()
 
 
-def _predicted(before: Candidate, found: Candidate) -> str:
-    share = found.memory.device_bytes / before.memory.device_bytes
-    memory = f"predicted {share:.2f} × the memory"
-    if before.time is None or found.time is None:
-        return f"{memory}, "
-    return f"{memory} and {found.time.samples_per_s / before.time.samples_per_s:.2f} × the speed, "
+def read_again(training: Training, *, plan: Plan) -> tuple[tuple[float, ...], list[Any]]:
+    """The weights and batches of the step that is under way, shared out into the passes of another plan.
+
+    The samples are the same. Those that were read ahead for later steps are read again, too.
+    """
+    assert plan.micro_batch is not None
+    assert training.before_read is not None
+    training.sharing = replace(training.sharing, micro_batch=plan.micro_batch, accumulate=plan.accumulate)
+    # Datasets may draw random numbers.
+    restore_random_states(training.before_read, device=training.device)
+    open_batches(training)
+    passes = next_passes(training)
+    return passes.weights, passes.batches
 
 
 class SurvivingUpdate:
@@ -122,10 +118,12 @@ class SurvivingUpdate:
             try:
                 return update(training, weights, batches)
             except StepUndone as undone:
-                plan = self._surviving.shrink(undone)
+                before, plan = training.config.plan, self._surviving.shrink(undone)
                 training.config = replace(training.config, plan=plan)
                 if self._plans.place.rank == 0:
                     self._plans.note()
+                if (plan.micro_batch, plan.accumulate) != (before.micro_batch, before.accumulate):
+                    weights, batches = read_again(training, plan=plan)
             except torch.OutOfMemoryError as error:
                 error.add_note(f"  {self._leave_smaller()}")
                 raise

@@ -32,7 +32,9 @@ class StepUndone(ShardwiseError):  # noqa: N818
 
 
 class NoGuard:
-    """Steps whose errors end the job."""
+    """Steps whose errors end the job. `undoes`: whether a step may be undone, and run again."""
+
+    undoes = False
 
     def begin(self) -> None: ...
 
@@ -44,6 +46,8 @@ class NoGuard:
 
 class StepGuard(NoGuard):
     """The steps of one model."""
+
+    undoes = True
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
