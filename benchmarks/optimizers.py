@@ -38,7 +38,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 
 def optimizers() -> dict[str, Make]:
-    import optimizers as own
+    import given_optimizers as own
 
     found: dict[str, Make] = {
         f"`torch.optim.{name}`": partial(getattr(torch.optim, name), lr=1e-2)

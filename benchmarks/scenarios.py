@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# The tests first: benchmarks/ has an optimizers.py of its own.
 sys.path[:0] = [str(ROOT / "tests" / "dist"), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402

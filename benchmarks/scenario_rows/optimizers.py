@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import optimizers as own
+import given_optimizers as own
 import torch
 from scenario_rows.networks import WIDTH, Net, TiedNet
 from scenario_rows.runners import Runner

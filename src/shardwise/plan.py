@@ -39,6 +39,7 @@ _LEAST: Mapping[str, int] = {
     "bucket_bytes": 1,
 }
 _OPTIONAL = ("micro_batch",)
+_OWNED_MOVE = "parameters that one rank owns get new memory in each update"
 _SWITCHES = ("accumulate_reduced", "offload_activations", "offload_states", "dynamic")
 
 
@@ -175,16 +176,13 @@ class Plan:
             )
         if self.is_auto and (self.overrides or self.recompute_overrides):
             raise InvalidPlan("strategy = 'auto' chooses for each unit: leave overrides and recompute_overrides out")
-        for setting, is_set in (
-            ("offload_states = true", self.offload_states),
-            ("precision = 'fp16'", self.is_fp16),
-            ("capture = 'on'", self.captures),
-        ):
-            if self.owned and is_set:
-                raise InvalidPlan(
-                    f"owned with {setting}: what one rank steps whole has no memory of its own between updates; leave "
-                    "one of them out, or use strategy = 'ddp'"
-                )
+        if self.owned and self.offload_states:
+            raise InvalidPlan(
+                "owned with offload_states = true: what one rank steps whole is stepped on the device, with its state; "
+                "leave one of them out"
+            )
+        if self.owned and self.captures:
+            raise InvalidPlan(f"owned with capture = 'on': {_OWNED_MOVE}; set capture = 'auto' or 'off'")
         if self.precision == "native" and self.keep_fp32:
             raise InvalidPlan("keep_fp32 with precision = 'native': native leaves every module's dtypes alone")
 
@@ -220,7 +218,7 @@ class Plan:
         if self.offload_activations:
             return "offload_activations = true"
         if self.owned:
-            return "parameters that one rank owns get new memory in each update"
+            return _OWNED_MOVE
         return "" if self.collectives == "backend" else f"collectives = {self.collectives!r}"
 
     def placements(self, unit_names: Iterable[str]) -> dict[str, Placement]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import optimizers as own
+import given_optimizers as own
 import pytest
 import torch
 from cases import MODELS

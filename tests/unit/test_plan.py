@@ -113,6 +113,8 @@ def test_equal_policies_in_other_words_make_equal_plans() -> None:
         {"capture": True, "dynamic": True},
         {"capture": True, "offload_states": True},
         {"capture": True, "precision": "fp16"},
+        {"capture": True, "owned": ("*",)},
+        {"offload_states": True, "owned": ("*",)},
         {"engine": "torch", "collectives": "ring"},
     ],
 )

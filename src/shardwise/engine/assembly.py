@@ -11,6 +11,7 @@ from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import MeshGroups
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
+from shardwise.engine.optimizer.any_step import look_after
 from shardwise.engine.optimizer.known import Stepped
 from shardwise.engine.optimizer.matrices import OwnedMatrices
 from shardwise.engine.optimizer.owned import AroundSteps, OwnedParameters
@@ -142,6 +143,7 @@ def make_owned(
     flats: list[FlatParams], *, before: list[list[nn.Parameter]], runner: Runner, any_optimizer: bool
 ) -> OwnedParameters:
     owned = OwnedParameters(around_steps(runner), any_optimizer=any_optimizer, flats=flats)
+    look_after(owned)
     for flat, old_params in zip(flats, before, strict=True):
         parts = {part.index: part.parameter for part in flat.owned}
         stepped = Stepped(sharded=flat.placement.optim is SHARDED, dtype=flat.master_dtype)

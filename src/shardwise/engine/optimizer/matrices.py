@@ -113,12 +113,17 @@ class OwnedMatrices:
             if matrix.flat not in matrix.unit.trained_flats and not matrix.unit.sharded:
                 raise frozen_was_stepped([matrix.name])
 
+    def slices(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """What this rank holds of an optimizer's matrices between updates, where their gradients are."""
+        return [
+            part.parameter for matrix in self.of(optimizer) for part in matrix.flat.owned if part.index == matrix.index
+        ]
+
     def zero_grads(self, optimizer: Optimizer) -> None:
         """Fill the gradients of an optimizer's matrices with zeros, as they lie in slices."""
-        for matrix in self.of(optimizer):
-            for part in matrix.flat.owned:
-                if part.index == matrix.index and part.parameter.grad is not None:
-                    part.parameter.grad.zero_()
+        for parameter in self.slices(optimizer):
+            if parameter.grad is not None:
+                parameter.grad.zero_()
 
     def _moving(self, unit: str) -> Iterator[list[OwnedMatrix]]:
         """The matrices of a unit that move, those of one dtype together."""

@@ -1,23 +1,20 @@
 """An optimizer that steps what the rank owns.
 
 Its param groups are rewritten in place: the module's parameters go, the owned slices come. An optimizer that is
-made after `prepare`, or was not handed to it, is recognised at its first step by the parameters that it holds.
+made after `prepare`, or was not handed to it, is recognised at its first step by the parameters that it holds
+(any_step.py).
 """
 
-import itertools
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.comm.agreement import agree, meet
 from shardwise.comm.rank_progress import PROGRESS, UPDATE
@@ -33,7 +30,8 @@ from shardwise.engine.optimizer.known import (
     tell_owned,
 )
 from shardwise.engine.optimizer.matrices import OwnedMatrices
-from shardwise.engine.optimizer.scaler import GradScaler
+from shardwise.engine.optimizer.numbered_state import load_numbered, numbered_state
+from shardwise.engine.optimizer.scaler import called_by_torchs, foreign_scaler
 from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
 from shardwise.engine.params.flat import FlatParams
 from shardwise.errors import InvalidPlan
@@ -71,7 +69,6 @@ class OwnedParameters:
         # Whether any of them is stepped in slices.
         self._steps_slices: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._any_optimizer = any_optimizer
-        _REGISTRY.add(self)
 
     def add(self, parameter: nn.Parameter, *, name: str, owned: nn.Parameter | None, stepped: Stepped) -> None:
         """`owned` stands for `parameter`; None where this rank owns no element of it."""
@@ -243,14 +240,8 @@ class OwnedParameters:
         optimizer = held()
         assert optimizer is not None
         meet("optimizer.state_dict", limit_seconds=self.limit_seconds)
-        state = type(optimizer).state_dict(optimizer)
         states = whole_states(optimizer, flats=self._flats, matrices=self.around.matrices.of(optimizer))
-        groups = numbered(self.group_names[optimizer])
-        of_none = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-        state["state"] = {n: states[name] for group in groups for n, name in group.items() if name in states} | of_none
-        for group, numbers in zip(state["param_groups"], groups, strict=True):
-            group["params"] = list(numbers)
-        return state
+        return numbered_state(optimizer, states=states, names=self.group_names[optimizer])
 
     def _load_state_dict(self, held: "weakref.ref[Optimizer]", state_dict: Mapping[str, Any]) -> None:
         """The optimizer's own, given this rank's slices of full states: torch's numbers or full names."""
@@ -258,24 +249,13 @@ class OwnedParameters:
         assert optimizer is not None
         states = named_states(state_dict, groups=self.group_names[optimizer])
         own = own_states(states, flats=self._flats, matrices=self.around.matrices.of(optimizer))
-        groups = numbered([group["params"] for group in optimizer.param_groups])
-        known = {name for group in self.group_names[optimizer] for name in group}
-        local: dict[str, Any] = {
-            **state_dict,
-            "state": {n: own[p] for group in groups for n, p in group.items() if p in own}
-            | {key: value for key, value in states.items() if key not in known},
-            "param_groups": [
-                {**saved, "params": list(numbers)}
-                for saved, numbers in zip(state_dict["param_groups"], groups, strict=True)
-            ],
-        }
-        type(optimizer).load_state_dict(optimizer, local)
+        load_numbered(optimizer, state_dict, states=states, own=own, names=self.group_names[optimizer])
 
     def before_step(self, optimizer: Optimizer | None) -> None:
         """Each rank's GradScaler sees its own slices only: one would skip a step that the others take."""
         assert optimizer is not None
-        if self._steps_slices[optimizer] and _called_by_torchs_grad_scaler():
-            raise _foreign_scaler()
+        if self._steps_slices[optimizer] and called_by_torchs():
+            raise foreign_scaler()
         self.around.matrices.begin_step(optimizer)
         self.around.before_step()
         PROGRESS.phase = UPDATE
@@ -284,65 +264,5 @@ class OwnedParameters:
         closure.end()
         self.around.after_step()
 
-    def has_matrices(self, optimizer: Optimizer) -> bool:
-        """Whether ranks own matrices of an optimizer; the same answer on all of them."""
-        return bool(self.around.matrices.of(optimizer))
-
     def adopted(self, optimizer: Optimizer) -> bool:
         return optimizer in self.group_names
-
-
-def numbered(groups: Iterable[Sequence[Any]]) -> list[dict[int, Any]]:
-    """Each group's members under numbers that count through all groups, as torch's state dicts do."""
-    count = itertools.count()
-    return [{next(count): member for member in group} for group in groups]
-
-
-def _foreign_scaler() -> InvalidPlan:
-    return InvalidPlan(
-        "torch's GradScaler cannot see an overflow in another rank's slice: use shardwise.GradScaler, or "
-        "precision = 'bf16', which needs no scaling"
-    )
-
-
-def _called_by_torchs_grad_scaler() -> bool:
-    frame = sys._getframe(1)
-    for _ in range(12):
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
-            return not isinstance(frame.f_locals.get("self"), GradScaler)
-    return False
-
-
-_REGISTRY: weakref.WeakSet[OwnedParameters] = weakref.WeakSet()
-
-
-def _before_any_step(optimizer: Optimizer, arguments: Any, options: Any) -> None:
-    for owner in list(_REGISTRY):
-        if not owner.adopted(optimizer) and owner.concerns(optimizer):
-            # The hooks that it registers are called for this step already.
-            owner.adopt_alike(optimizer)
-
-
-_HOOK = register_optimizer_step_pre_hook(_before_any_step)
-
-
-# torch's scaler looks at gradients here on every rank, also on one that then skips its step for an overflow.
-_TORCHS_UNSCALE = torch.amp.GradScaler._unscale_grads_
-
-
-@wraps(_TORCHS_UNSCALE)
-def _unscale_grads(scaler: torch.amp.GradScaler, optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
-    if not isinstance(scaler, GradScaler) and any(owner.in_slices(optimizer) for owner in list(_REGISTRY)):
-        raise _foreign_scaler()
-    if any(owner.has_matrices(optimizer) for owner in list(_REGISTRY)):
-        raise InvalidPlan(
-            "GradScaler with parameters that are OWNED, whose gradients are in no param group before the step: use "
-            "precision = 'bf16', which needs no scaling, or strategy = 'ddp'"
-        )
-    return _TORCHS_UNSCALE(scaler, optimizer, *arguments, **options)
-
-
-torch.amp.GradScaler._unscale_grads_ = _unscale_grads  # type: ignore[assignment, method-assign]

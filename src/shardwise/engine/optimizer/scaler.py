@@ -1,11 +1,14 @@
 """fp16: gradients that would vanish are scaled up, and a step in which they overflow is skipped, on every rank."""
 
+import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+
+from shardwise.errors import InvalidPlan
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -47,3 +50,22 @@ def _plain(value: Tensor) -> Tensor:
     """torch's `fully_shard` finds in DTensors, which add up by themselves when they are made whole."""
     whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return whole
+
+
+def called_by_torchs() -> bool:
+    """Whether the step that is going on was called by torch's own scaler, and not by ours."""
+    frame = sys._getframe(1)
+    for _ in range(12):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            return not isinstance(frame.f_locals.get("self"), GradScaler)
+    return False
+
+
+def foreign_scaler() -> InvalidPlan:
+    return InvalidPlan(
+        "torch's GradScaler cannot see an overflow in another rank's slice: use shardwise.GradScaler, or "
+        "precision = 'bf16', which needs no scaling"
+    )

@@ -64,6 +64,7 @@ def test_true_and_false_are_on_and_off_and_auto_is_the_default() -> None:
         ({"offload_states": True}, "with offload_states = true a step waits for the device"),
         ({"offload_activations": True}, "offload_activations = true"),
         ({"collectives": "ring"}, "collectives = 'ring'"),
+        ({"owned": ("*",)}, "parameters that one rank owns get new memory in each update"),
         ({}, ""),
     ],
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import optimizers as own
+import given_optimizers as own
 import pytest
 import torch
 from torch import nn
