@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from shardwise.categories import ACTIVATIONS, CATEGORIES, GATHERED, REDUCE
 from shardwise.planner.memory.column_sum import ColumnSum
@@ -52,7 +53,8 @@ MemoryChange = Change | TakeGrads | Recategorize
 class MemoryRow:
     """A row of the step: what the engine does then, and what the model does after it, up to which `peak`.
 
-    `repeats`: what is left behind counts as often; the rows of one unit in one phase repeat together.
+    `repeats`: what is left behind counts as often, once all rows of the unit in this phase are over: what its backward
+    brings is there for one unit at a time.
     """
 
     label: str
@@ -149,12 +151,22 @@ class _Replay:
             unit = owner or row.unit
             self.pending[unit] = self.pending.get(unit, 0) + num_bytes
 
-    def repeat(self, peak: StreamPeak, times: int) -> None:
-        """What one more unit like this leaves of activations; gradients are the engine's business."""
-        self.const[_ACTIVATIONS] += times * peak.end[0]
-        self.per_sample[_ACTIVATIONS] += times * peak.end[1]
-        self.const[_GATHERED] += times * peak.end[2]
-        self.per_sample[_GATHERED] += times * peak.end[3]
+    def follow(self, left_out: Iterable[Change | tuple[StreamPeak, int]]) -> None:
+        """The units that are left out come after the one that stands for them: what they leave behind.
+
+        No peak is taken in between: what each brings and what it takes away belong together.
+        """
+        for one in left_out:
+            if isinstance(one, Change):
+                self.const[_INDEX[one.category]] += one.const
+                self.per_sample[_INDEX[one.category]] += one.per_sample
+                continue
+            # Of activations; gradients are the engine's business.
+            peak, times = one
+            self.const[_ACTIVATIONS] += times * peak.end[0]
+            self.per_sample[_ACTIVATIONS] += times * peak.end[1]
+            self.const[_GATHERED] += times * peak.end[2]
+            self.per_sample[_GATHERED] += times * peak.end[3]
 
 
 def _add(const: list[int], per_sample: list[int], point: tuple[int, int, int, int, int]) -> None:
@@ -169,15 +181,20 @@ def replay(rows: Iterable[MemoryRow], *, at_rest: Sequence[Line]) -> Replayed:
     """Go through a step that follows on a step, from what is held between steps."""
     state = _Replay(const=[line.const for line in at_rest], per_sample=[line.per_sample for line in at_rest])
     timeline = []
-    for row in rows:
-        state.row_peak = (sum(state.const), sum(state.per_sample))
-        for change in row.changes:
-            state.change(row, change)
-        if row.peak is not None:
-            state.flow(row, row.peak)
-            if row.repeats > 1:
-                state.repeat(row.peak, row.repeats - 1)
-        timeline.append((row.label, Line(*state.row_peak)))
+    for _, phase in groupby(rows, key=lambda row: row.unit):
+        left_out: list[Change | tuple[StreamPeak, int]] = []
+        for row in phase:
+            state.row_peak = (sum(state.const), sum(state.per_sample))
+            for change in row.changes:
+                if isinstance(change, Change) and change.is_beside:
+                    left_out.append(change)
+                else:
+                    state.change(row, change)
+            if row.peak is not None:
+                state.flow(row, row.peak)
+                left_out.append((row.peak, row.repeats - 1))
+            timeline.append((row.label, Line(*state.row_peak)))
+        state.follow(left_out)
     if not state.peaks:
         # Nothing is known to come on top.
         state.see("at rest", state.const, state.per_sample)
