@@ -159,6 +159,8 @@ def main() -> None:
 
     from shardwise.comm.join import joined
 
+    # Or a class that was compiled for one workload would be compiled for any size at the next one, which is slower.
+    torch._dynamo.config.automatic_dynamic_shapes = False
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     rows = json.loads(options.out.read_text())["rows"] if options.append and options.out.exists() else []

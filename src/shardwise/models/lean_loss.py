@@ -47,10 +47,14 @@ class _LeanCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         num_rows = logits.shape[0]
-        total = _zero_like(logits)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        total = torch.zeros((), dtype=dtype, device=logits.device)
         for part, wanted in zip(logits.chunk(_NUM_PARTS), targets.chunk(_NUM_PARTS), strict=True):
-            found, grad = _loss_and_grad(part, wanted, dtype=total.dtype)
-            total -= found.sum()
+            log_probs = F.log_softmax(part, -1, dtype=dtype)
+            places = wanted[:, None]
+            total -= log_probs.gather(1, places).sum()
+            grad = log_probs.exp_()
+            grad.scatter_add_(1, places, torch.full_like(places, -1.0, dtype=grad.dtype))
             torch.mul(grad, 1 / num_rows, out=part)
         # Not saved for backward: autograd would rightly say that it was written into.
         ctx.grad = logits
@@ -65,31 +69,19 @@ class _LeanOfSome(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """`weights`: what each row counts for, in fp32."""
-        total, ctx.grad = _zero_like(logits), torch.empty_like(logits)
-        pieces = (tensor.chunk(_NUM_PARTS_KEPT) for tensor in (logits, targets, weights, ctx.grad))
-        for part, wanted, weight, out in zip(*pieces, strict=True):
-            found, grad = _loss_and_grad(part, wanted, dtype=total.dtype)
-            total -= (found * weight[:, None]).sum()
-            torch.mul(grad, weight[:, None], out=out)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        total, ctx.grad = torch.zeros((), dtype=dtype, device=logits.device), torch.empty_like(logits)
+        columns = (logits, targets[:, None], weights[:, None], ctx.grad)
+        for part, places, weight, out in zip(*(each.chunk(_NUM_PARTS_KEPT) for each in columns), strict=True):
+            probs = F.log_softmax(part, -1, dtype=dtype)
+            total -= (probs.gather(1, places) * weight).sum()
+            probs.exp_().scatter_add_(1, places, torch.full_like(places, -1.0, dtype=dtype))
+            torch.mul(probs, weight, out=out)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return _used_up(ctx).mul_(grads[0]), None, None
-
-
-def _zero_like(logits: Tensor) -> Tensor:
-    return torch.zeros((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
-
-
-def _loss_and_grad(logits: Tensor, targets: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The targets' log-probabilities, and softmax − one-hot."""
-    log_probs = F.log_softmax(logits, -1, dtype=dtype)
-    places = targets[:, None]
-    found = log_probs.gather(1, places)
-    grad = log_probs.exp_()
-    grad.scatter_add_(1, places, torch.full_like(places, -1.0, dtype=grad.dtype))
-    return found, grad
 
 
 def _used_up(ctx: Any) -> Tensor:

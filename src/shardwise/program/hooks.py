@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -126,7 +127,7 @@ class StepHooks(Generic[UnitT]):
         # The root last, so that its hooks are the outermost where one of several models in it is a unit as well.
         for unit, module in reversed(list(self.modules.items())):
             before = partial(_before_forward, self, unit)
-            after = partial(_after_forward, self, unit, [own.__dict__ for own in _own_modules(module, modules)])
+            after = partial(_after_forward, self, unit, [_Attributes(own) for own in _own_modules(module, modules)])
             for called in called_modules(module):
                 self.handles.append(called.register_forward_pre_hook(before, prepend=True))
                 self.handles.append(called.register_forward_hook(after, prepend=first))
@@ -239,7 +240,7 @@ def _before_forward(hooks: StepHooks[UnitT], unit: UnitT, module: nn.Module, inp
 def _after_forward(
     hooks: StepHooks[UnitT],
     unit: UnitT,
-    attributes: list[dict[str, Any]],
+    attributes: "list[_Attributes]",
     module: nn.Module,
     inputs: Any,
     output: Any,
@@ -257,8 +258,8 @@ def _after_forward(
                 backward = ANNOUNCED if backward is NONE else backward
         elif not isinstance(leaf, _PLAIN) and hooks.grads[unit].expected:
             backward = UNANNOUNCED
-    for values in attributes:
-        for value in _kept(values):
+    for of_module in attributes:
+        for value in of_module.kept():
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 # A loss that is fetched from the module comes back by this way, and perhaps before the outputs.
                 hooks.announce(value, unit)
@@ -266,15 +267,42 @@ def _after_forward(
     hooks.listener.after_forward(unit, backward=backward)
 
 
-def _kept(attributes: dict[str, Any]) -> Iterator[Any]:
-    """What a module keeps on itself, also in lists, tuples and dicts; less what is nn.Module's own."""
-    for name, value in attributes.items():
-        if type(value) in _NO_TENSORS or name in _OF_EVERY_MODULE:
-            continue
-        if isinstance(value, list | tuple | dict):
-            yield from _leaves(value)
-        else:
-            yield value
+class _Attributes:
+    """What a module keeps on itself, less what is nn.Module's own.
+
+    Looked at after every forward of every unit, so the usual case, that no tensor can be among it, is fast.
+    """
+
+    __slots__ = ("_attributes", "_num", "_values")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes = module.__dict__
+        self._learn()
+
+    def _learn(self) -> None:
+        self._num = len(self._attributes)
+        names = [name for name in self._attributes if name not in _OF_EVERY_MODULE]
+        # Two that every module has: of less than two, an itemgetter makes no tuple.
+        self._values = itemgetter("training", "training", *names)
+
+    def kept(self) -> list[Any]:
+        """What may be a tensor; also what lists, tuples and dicts hold."""
+        if len(self._attributes) != self._num:
+            self._learn()
+        try:
+            values = self._values(self._attributes)
+        except KeyError:
+            self._learn()
+            values = self._values(self._attributes)
+        if _NO_TENSORS.issuperset(map(type, values)):
+            return []
+        found: list[Any] = []
+        for value in values:
+            if isinstance(value, list | tuple | dict):
+                found += _leaves(value)
+            elif type(value) not in _NO_TENSORS:
+                found.append(value)
+        return found
 
 
 def _leaves(output: Any) -> list[Any]:

@@ -58,11 +58,12 @@ def fake_model(
 
 
 def _fake_of(tensor: Tensor, *, mode: FakeTensorMode, dtype: torch.dtype | None) -> Tensor:
-    is_parameter = isinstance(tensor, nn.Parameter)
-    chosen = dtype if dtype is not None and is_parameter and tensor.is_floating_point() else tensor.dtype
+    chosen = tensor.dtype
+    if dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+        chosen = dtype
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=chosen, device="cpu")
-        if not is_parameter:
+        if not isinstance(tensor, nn.Parameter):
             return fake
         parameter = nn.Parameter(fake, requires_grad=tensor.requires_grad)
         if carried_tensors(tensor):

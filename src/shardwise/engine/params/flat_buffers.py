@@ -84,6 +84,7 @@ class FlatBuffers:
         self.followed = False
         # Made while there is storage behind them: a view of freed storage can be kept, but not made.
         self.full_views = self.views(self.full)
+        self._own_full = own_slice(self.full, group=groups.gather)
         self.gathering: Work | None = None
         # As ranks know it when they compare what they have issued; its unit's.
         self.gathers = FOR_STATE
@@ -192,7 +193,7 @@ class FlatBuffers:
         """Start to make the full buffer whole from the owned slices."""
         self.make_room()
         if not self.aliased:
-            own_slice(self.full, group=self.groups.gather).copy_(self.staged, non_blocking=True)
+            self._own_full.copy_(self.staged, non_blocking=True)
         self.groups.gather.log.name = self.gathers
         self.gathering = self.collectives.all_gather(self.full, group=self.groups.gather)
 
@@ -238,7 +239,7 @@ class FlatBuffers:
 
     def let_go(self) -> None:
         """Its parameters lie in other buffers now: the memory of these goes, whoever still knows of them."""
-        self.full = self.master = self.staged = self.full.new_empty(0)
+        self.full = self.master = self.staged = self._own_full = self.full.new_empty(0)
         self.writes = MasterWrites(self.master)
         self.owned, self.full_views = [], []
 
