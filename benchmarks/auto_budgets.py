@@ -1,7 +1,9 @@
 """Auto plans against fixed ones within memory budgets, on one GPU.
 
     python benchmarks/auto_budgets.py solve    plans.json     chooses the plans; needs no GPU
-    python benchmarks/auto_budgets.py measure  plans.json     runs them; writes results/auto_budgets_h200.json
+    python benchmarks/auto_budgets.py measure  plans.json     runs them, each in a process of its own; writes
+                                                              results/auto_budgets_h200.json
+    … measure plans.json --kinds auto --append                some of them; the rows of the others stay
 
 For each model the budget is 40, 60 and 80% of what it is predicted to need at a reference batch if nothing is
 recomputed. Within it run: the auto plan; of the fixed plans (strategy × recompute, each at the largest micro-batch that
@@ -19,6 +21,8 @@ import argparse
 import gc
 import json
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -27,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from captured_models import CONFIGS, MODELS, used_bytes
+from captured_models import CONFIGS, MODELS, machine, used_bytes
 from hugging_face_peers import join_alone, on_accelerate
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.absent import AbsentCollectives, absent_group
 from shardwise.hardware import Cluster, cluster_of
@@ -158,27 +162,29 @@ def _speed(candidate: Candidate) -> float:
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """One plan, on this GPU; memory that it has left is given back first."""
+    """One plan, on this GPU, which this process has not used before."""
     import shardwise
 
-    _release()
     plan = Plan.from_dict(case["plan"])
     assert plan.micro_batch is not None
     num_ranks = case["num_ranks"]
-    if num_ranks == 1 and not dist.is_initialized():
+    if num_ranks == 1:
         join_alone(device="cuda")
     with absent_group(num_ranks) if num_ranks > 1 else nullcontext():
-        task = task_of(case["model"], device="cuda")
+        # Ours fills it straight into shards.
+        task = task_of(case["model"], device="cuda" if case["kind"] == "accelerate" else "meta")
         optimizer: Any = torch.optim.AdamW(task.model.parameters(), lr=1e-4, fused=True)
         backward: Callable[[Any], None] = Tensor.backward
         if case["kind"] == "accelerate":
             model, optimizer, backward = on_accelerate(task.model, optimizer, checkpointing=True)
         else:
             collectives = AbsentCollectives() if num_ranks > 1 else None
-            model, optimizer = shardwise.prepare(task.model, optimizer, plan, collectives=collectives)
-        # What the whole model took before it was prepared.
-        _release()
-        batch = task.make_batch(plan.micro_batch)
+            model, optimizer = shardwise.prepare(task.model, optimizer, plan, device="cuda:0", collectives=collectives)
+        # What was there before it was prepared.
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        batch = tree_map_only(Tensor, _drawn, task.make_batch(plan.micro_batch))
 
         def step() -> None:
             backward(task.loss(model, batch))
@@ -187,17 +193,29 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
         seconds = _timed(step)
     return {
-        **case,
         "samples_per_s": plan.micro_batch * num_ranks / seconds,
         "device_bytes": torch.cuda.max_memory_reserved() + used_bytes() - torch.cuda.memory_reserved(),
         "allocated_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "machine": machine(),
     }
 
 
-def _release() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+def _drawn(tensor: Tensor) -> Tensor:
+    """Random values, below the smallest vocabulary, for a batch that may be on the meta device."""
+    if tensor.is_floating_point():
+        return torch.randn(tensor.shape, device="cuda", dtype=tensor.dtype)
+    return torch.randint(5, 1000, tensor.shape, device="cuda")
+
+
+def measured_alone(case: dict[str, Any]) -> dict[str, Any]:
+    """In a process of its own: what kernels and libraries leave on the device is then this plan's."""
+    command = [sys.executable, __file__, "case", json.dumps(case)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = [line for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
+    if ended.returncode or not found:
+        return {**case, "failed": (ended.stderr.strip() or "no output").splitlines()[-1][-300:]}
+    return {**case, **json.loads(found[0].removeprefix("RESULT "))}
 
 
 def _timed(step: Callable[[], None]) -> float:
@@ -228,27 +246,40 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def _what(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[key] for key in ("model", "num_ranks", "share", "kind", "plan"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("solve", "measure"))
-    parser.add_argument("file", type=Path)
+    parser.add_argument("action", choices=("solve", "measure", "case"))
+    parser.add_argument("file", help="of plans")
+    parser.add_argument("--kinds", default="auto,best,random,accelerate")
+    parser.add_argument("--append", action="store_true", help="keep the rows of the file that are not measured again")
     parser.add_argument("--models", default=",".join(dict.fromkeys(name for name, _ in BATCHES)))
     parser.add_argument("--out", type=Path, default=RESULTS / "auto_budgets_h200.json")
     asked = parser.parse_args()
+    if asked.action == "case":
+        print("RESULT " + json.dumps(measure(json.loads(asked.file))))
+        return
+    file = Path(asked.file)
     if asked.action == "solve":
         cases: list[dict[str, Any]] = []
         for name, num_ranks in BATCHES:
             cases += solve(name, num_ranks=num_ranks) if name in asked.models.split(",") else []
-            asked.file.write_text(json.dumps(cases, indent=1) + "\n")
+            file.write_text(json.dumps(cases, indent=1) + "\n")
         return
-    rows = []
-    for case in json.loads(asked.file.read_text()):
-        try:
-            rows.append(measure(case))
-        except (torch.OutOfMemoryError, TypeError) as error:
-            # Accelerate's FSDP2 does not take every model.
-            rows.append({**case, "failed": str(error).splitlines()[0]})
-        row = rows[-1]
+    kinds = asked.kinds.split(",")
+    wanted = sorted(
+        (case for case in json.loads(file.read_text()) if case["kind"] in kinds),
+        key=lambda case: kinds.index(case["kind"]),
+    )
+    rows = json.loads(asked.out.read_text())["rows"] if asked.append else []
+    used: dict[str, Any] = {}
+    for case in wanted:
+        row = measured_alone(case)
+        used = row.pop("machine", used)
+        rows = [one for one in rows if _what(one) != _what(case)] + [row]
         what = " ".join(str(row["plan"][key]) for key in ("strategy", "recompute", "micro_batch"))
         print(
             f"{row['model']} {row['num_ranks']} {row['share']:.0%} {row['kind']} {what}: "
@@ -257,8 +288,7 @@ def main() -> None:
             flush=True,
         )
         data = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
+            "machine": used,
             "summary": summary(rows),
             "rows": rows,
         }
