@@ -25,6 +25,7 @@ class Row:
     per_s          None where nothing is known of its time
     ran            False: it ran out of memory
     peak_bytes     of memory, allocated, where it is known
+    split_as       (model, length, recompute) by which the split goes, where the row was read otherwise when it was made
     """
 
     table: str
@@ -42,6 +43,7 @@ class Row:
     foreign: str = ""
     ran: bool = True
     peak_bytes: float | None = None
+    split_as: tuple[str, int, str] | None = None
 
     def __str__(self) -> str:
         seq = f" x {self.seq or self.length}" if self.seq or self.length else ""
@@ -57,13 +59,13 @@ class Row:
         """Whether no constant may be fitted to it: a half of all trainings, by the hash of what was run.
 
         Repeated measurements of one training stay together. What a reader assumes (links, software) does not count, so
-        that no assumption moves a row from one half to the other.
+        that no assumption moves a row from one half to the other; nor does a better reading.
         """
         plan = self.plan
         devices = self.cluster.partition("@")[0]
-        model = self.model.rpartition(":")[2]
-        length = self.seq or self.length
-        how = (plan.strategy, plan.precision, plan.micro_batch, plan.accumulate, plan.recompute, plan.captures)
+        as_read = (self.model.rpartition(":")[2], self.seq or self.length, plan.recompute)
+        model, length, recompute = self.split_as or as_read
+        how = (plan.strategy, plan.precision, plan.micro_batch, plan.accumulate, recompute, plan.captures)
         key = " ".join(map(str, (self.table, model, devices, length, *how, self.is_compiled, self.matmul)))
         return sha256(key.encode()).digest()[0] % 2 == 1
 
@@ -82,9 +84,9 @@ def csv_rows(path: Path) -> Iterator[dict[str, str]]:
         yield from csv.DictReader(file)
 
 
-def own_model(function: str) -> str:
-    """The reference of a model of published_models.py."""
-    return f"python:{MODELS}:{function}"
+def own_model(function: str, *, file: Path = MODELS) -> str:
+    """The reference of a model of published_models.py, or of another file."""
+    return f"python:{file}:{function}"
 
 
 def cluster_text(kind: str, *, num_gpus: int, fabric: str, per_node: int = 8) -> str:

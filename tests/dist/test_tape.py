@@ -13,10 +13,12 @@ from training import model_units
 from shardwise.comm.collectives import BackendCollectives
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engine.prepare import prepare
+from shardwise.engine.tape import TapeEntry
 from shardwise.mesh import Mesh
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
-from shardwise.program import Kind, build
+from shardwise.program import Kind, StepProgram, build
+from shardwise.program.first_step import first_step
 from shardwise.tasks import cross_entropy
 
 
@@ -32,9 +34,12 @@ def compare_with_program(rank: int, model_name: str, plans: list[Plan]) -> int:
                 optimizer.step()
                 optimizer.zero_grad()
                 entries = recorded.take()
+                spec = engine_of(model).runner.spec
+                program = build(spec, plan=plan)
                 if step == 0:
+                    _compare_buffers(entries, first_step(program, spec=spec, plan=plan))
                     continue
-                expected = list(build(engine_of(model).runner.spec, plan=plan).operations())
+                expected = list(program.operations())
                 assert [str(entry) for entry in entries] == [str(operation) for operation in expected], plan
                 for entry, operation in zip(entries, expected, strict=True):
                     assert entry.stream == operation.kind.stream
@@ -42,6 +47,16 @@ def compare_with_program(rank: int, model_name: str, plans: list[Plan]) -> int:
                     assert operation.num_bytes <= entry.num_bytes or entry.kind is Kind.BROADCAST
                 compared += len(entries)
     return compared
+
+
+def _compare_buffers(entries: list[TapeEntry], program: StepProgram) -> None:
+    """Of a first step: when buffers come and go."""
+    kinds = (Kind.GATHER, Kind.FORWARD, Kind.FREE, Kind.BACKWARD, Kind.TAKE_GRADS, Kind.WAIT_REDUCE, Kind.UPDATE)
+    issued, expected = (
+        [str(operation) for operation in operations if operation.kind in kinds]
+        for operations in (entries, program.operations())
+    )
+    assert issued == expected
 
 
 @pytest.mark.parametrize("model", ["gpt", "resnet"])

@@ -21,6 +21,7 @@ from shardwise.planner.memory.states import OptimizerRule, UnitStates
 from shardwise.planner.memory.stream_peak import StreamPeak, stream_peak
 from shardwise.planner.trace_order import Key
 from shardwise.program import StepProgram, build
+from shardwise.program.first_step import first_step
 from shardwise.spec import ModelSpec
 from shardwise.spec.law import Line
 from shardwise.spec.step import StepRow, StepTrace, Stream
@@ -53,8 +54,16 @@ class Job:
 
     @cached_property
     def ledger(self) -> Ledger:
+        return self._ledger(self.memory_rows)
+
+    @cached_property
+    def first_ledger(self) -> Ledger:
+        """That of a first step."""
+        return self._ledger(self.first_rows) if self.in_order else self.ledger
+
+    def _ledger(self, rows: Iterable[MemoryRow]) -> Ledger:
         ledger = Ledger(seq=self.spec.seq, grads_leave_at_once=self.engine.grads_leave_at_once)
-        ledger.write(self.memory_rows)
+        ledger.write(rows)
         return ledger
 
     @cached_property
@@ -119,8 +128,18 @@ class Job:
     @cached_property
     def memory_rows(self) -> Sequence[MemoryRow]:
         """The step, as the plan's engine runs it."""
+        return self._memory_rows(self.program)
+
+    @cached_property
+    def first_rows(self) -> Sequence[MemoryRow]:
+        """The first step: our engine learns in it which units it gathers when."""
+        if not self.in_order:
+            return self.memory_rows
+        return self._memory_rows(first_step(self.program, spec=self.short.spec, plan=self.plan))
+
+    def _memory_rows(self, program: StepProgram) -> Sequence[MemoryRow]:
         found = memory_rows(
-            self.program,
+            program,
             self._memory(),
             peaks=self.stream_peaks(),
             in_order=self.in_order,

@@ -1,7 +1,7 @@
 """One forward, loss and backward under the recorder, with a mark wherever the step program has a row."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.activations.recompute import recompute_unit
@@ -71,7 +72,7 @@ def observe(task: TracedTask, *, way: Way, batch_size: int, runs: Sequence[Run])
         batch = fake_batch(made, mode=mode)
         values.know(batch, made)
         batch_bytes = _ignore_what_is_there(task, batch, recorder=recorder)
-        stack.enter_context(_recomputing(task, how=way.recompute, kernels=kernels))
+        stack.enter_context(_recomputing(task, how=way.recompute))
         stack.enter_context(skipper.at_work())
         stack.enter_context(_casting(task.model, way=way))
         stack.enter_context(answers_as_eager())
@@ -103,7 +104,7 @@ def _run(task: TracedTask, batch: Any, *, recorder: OpRecorder) -> None:
     try:
         loss = task.loss(task.model, batch)
         recorder.in_backward = True
-        loss.backward()  # type: ignore[no-untyped-call]
+        _backward(loss)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise InvalidModel(
             f"{task.name} cannot be traced: {error.func} depends on the data; plan its states alone "
@@ -117,6 +118,18 @@ def _run(task: TracedTask, batch: Any, *, recorder: OpRecorder) -> None:
     recorder.mark(BACKWARD_DONE, ROOT)
     for parameter in task.model.parameters():
         parameter.grad = None
+
+
+def _backward(loss: Tensor) -> None:
+    """loss.backward(), but with the kernels of a GPU also in what it computes again.
+
+    A function mode is off within the calls that it sees, and `backward` is one of them.
+    """
+    if loss.numel() != 1:
+        raise ValueError(f"the loss must be a scalar; it has the shape {tuple(loss.shape)}")
+    _engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _line(error: Exception) -> str:
@@ -209,19 +222,10 @@ def _casting(model: nn.Module, *, way: Way) -> Iterator[None]:
 
 
 @contextmanager
-def _recomputing(task: TracedTask, *, how: str, kernels: AbstractContextManager[Any]) -> Iterator[None]:
-    """Every unit but the root runs its forward again in backward, where `kernels` would be off if it did not ask."""
-
-    def with_kernels(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def again(*args: Any, **options: Any) -> Any:
-            with kernels:
-                return forward(*args, **options)
-
-        return again
-
+def _recomputing(task: TracedTask, *, how: str) -> Iterator[None]:
+    """Every unit but the root runs its forward again in backward."""
     with ExitStack() as stack:
         for name, module in task.units.items():
             if name != ROOT and how != "none":
-                stack.enter_context(replaced_forward(module, with_kernels))
                 stack.callback(recompute_unit(module, mode=how))
         yield

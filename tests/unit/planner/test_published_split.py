@@ -38,6 +38,14 @@ def test_what_was_measured_and_what_is_assumed_do_not_move_a_row(rows: ModuleTyp
         assert row.is_held_out == other.is_held_out  # type: ignore[attr-defined]
 
 
+def test_a_row_that_is_read_in_another_way_stays_in_its_half(rows: ModuleType) -> None:
+    for size in range(1, 20):
+        row = _row(rows, micro_batch=size)
+        plan = Plan(micro_batch=size, recompute="full")
+        other = replace(row, model="python:other.py:model", length=7, plan=plan, split_as=("m", None, "none"))  # type: ignore[type-var]
+        assert row.is_held_out == other.is_held_out  # type: ignore[attr-defined]
+
+
 def test_the_split_is_the_one_that_was_there_before_anything_was_fitted(rows: ModuleType) -> None:
     held = [size for size in range(1, 17) if _row(rows, micro_batch=size).is_held_out]  # type: ignore[attr-defined]
     assert held == [1, 6, 7, 8, 9, 10, 11, 12, 13, 15]

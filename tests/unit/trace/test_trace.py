@@ -1,18 +1,21 @@
 """A trace holds every storage and every operation of a step, and costs the same for a hundred equal blocks as for five."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import InvalidModel
+from shardwise.models.llama import Llama
 from shardwise.models.shapes import GPTShape, LlamaShape
 from shardwise.spec import ROOT, ModelSpec
 from shardwise.spec.shipped import ready_spec
 from shardwise.spec.step import Act, StepTrace, What
-from shardwise.tasks import cross_entropy, cross_entropy_of_tokens, token_task
+from shardwise.tasks import Task, cross_entropy, cross_entropy_of_tokens, token_task
 from shardwise.trace.observe import Way
 from shardwise.trace.ship import make_ready_spec
 from shardwise.trace.trace import trace_model
@@ -98,6 +101,22 @@ def test_recomputation_saves_less_and_computes_more() -> None:
         for trace in (none, selective, full)
     ]
     assert flops[0] == flops[1] < flops[2] < 1.5 * flops[0]
+
+
+def test_a_model_that_recomputes_its_blocks_itself_gives_the_trace_of_the_plan_that_does() -> None:
+    shape = LlamaShape(num_layers=6, width=64, num_heads=4, num_kv_heads=2, ffn_width=128, vocab_size=256, max_seq=32)
+    task = token_task(shape, device="meta")
+    by_plan, by_itself = (_operations(task, way) for way in (Way(recompute="full"), Way()))
+    assert by_itself != by_plan
+    assert isinstance(task.model, Llama)
+    for block in task.model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    assert _operations(task, Way()) == by_plan
+
+
+def _operations(task: Task, way: Way) -> list[tuple[str, str, str]]:
+    spec = trace_model(task.model, loss=task.loss, make_batch=task.make_batch, name="model", ways=(way,))
+    return [(row.trigger, row.unit, op.name) for row in spec.traces[0].expand() for op in row.stream.ops]
 
 
 def test_the_flops_of_a_step_are_six_a_parameter_and_token() -> None:

@@ -18,12 +18,16 @@ AllocationEntry = tuple[int, Line | ColumnSum | None, str]
 
 @dataclass(slots=True)
 class Ledger:
-    """The entries of a step, without those of the optimizer's first; `update_at` is where those would stand."""
+    """The entries of a step, without those of the optimizer's first; `update_at` is where those would stand.
+
+    `first_grad_at`: after the first gradient of a parameter, which is of the first product of backward as a rule.
+    """
 
     seq: int | None
     grads_leave_at_once: bool
     entries: list[AllocationEntry] = field(default_factory=list)
     update_at: int = 0
+    first_grad_at: int = 0
     _num_slots: int = 0
     # Buffers of the engine by category and size, oldest first.
     _buffers: dict[tuple[str, int, int], deque[list[int]]] = field(default_factory=lambda: defaultdict(deque))
@@ -42,6 +46,11 @@ class Ledger:
                 for event in row.peak.stream.events:
                     self._event(row.unit, event)
         self._zero_grad()
+
+    def parts(self) -> tuple[list[AllocationEntry], list[AllocationEntry], list[AllocationEntry]]:
+        """The entries: up to the first gradient, up to the update, and those after it."""
+        first, update = self.first_grad_at, self.update_at
+        return self.entries[:first], self.entries[first:update], self.entries[update:]
 
     def _allocate(self, size: Line | ColumnSum, *, stream: str = "") -> int:
         self._num_slots += 1
@@ -96,6 +105,7 @@ class Ledger:
         key = (unit, event.ordinal)
         if event.what is What.GRADIENT:
             self._grads[event.owner or unit][key] = slot
+            self.first_grad_at = self.first_grad_at or len(self.entries)
             return
         self._storages[key] = slot
         self._by_law[event.num_bytes].append(key)

@@ -1,7 +1,9 @@
 """What the caching allocator reserves for a plan: its steps, storage by storage, through the allocator's model.
 
 The optimizer's state comes into being in the first step, in memory that the first backward has left; so three steps are
-run. Of many equal units a moderate number is run, and what each further one adds is taken to be the same.
+run. The first one gathers in another order (program/first_step.py), which decides where that state comes to lie.
+
+Of many equal units a moderate number is run, and what each further one adds is taken to be the same.
 
 A model that was made on the device, and not on the meta device or the host, leaves its parameters' memory when it is
 prepared; ordinary steps use that. What is captured does not: the allocator gives it back before.
@@ -70,21 +72,28 @@ def _run(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device
     for size in _first(job, batch=batch):
         run.allocate(size, "first" if job.plan.captures else "")
     run.end(made)
-    for size in [job.rules.workspace_bytes // 2] * 2:
-        run.allocate(size)
-    ledger = job.ledger
-    moments = [size for states in job.states.values() for size in states.moments]
-    held = run.go(ledger.entries[: ledger.update_at], {})
-    for size in moments:
-        run.allocate(size)
-    run.end(run.go(ledger.entries[ledger.update_at :], held))
-    run.end(run.go(ledger.entries, {}))
+    _first_step(run, job)
+    entries = job.ledger.entries
+    run.end(run.go(entries, {}))
     for size in [size for states in job.states.values() for size in states.samples]:
         run.allocate(size, "samples")
     run.peak = 0
-    run.end(run.go(ledger.entries, {}))
+    run.end(run.go(entries, {}))
     small = -(-run.most_small // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
     return Reserved(reserved_bytes=run.allocator.most_reserved_bytes + small, slack_bytes=run.slack_at_peak)
+
+
+def _first_step(run: "_Run", job: Job) -> None:
+    """What stays of it: a workspace for forward's thread, one for backward's at its first product, and the moments."""
+    ledger, workspace = job.first_ledger, job.rules.workspace_bytes // 2
+    forward, backward, after = ledger.parts()
+    run.allocate(workspace)
+    held = run.go(forward, {})
+    run.allocate(workspace)
+    held = run.go(backward, held)
+    for size in (size for states in job.states.values() for size in states.moments):
+        run.allocate(size)
+    run.end(run.go(after, held))
 
 
 def _first(job: Job, *, batch: int) -> list[int]:

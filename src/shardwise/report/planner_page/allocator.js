@@ -137,15 +137,15 @@ const allocatorModel = (() => {
     }
   }
 
-  // The allocator at work on a ledger. What is small is only counted: it shares segments.
+  // The allocator at work on steps: {ledger, sizes of its kinds}. What is small is only counted: it shares segments.
   class Run {
-    constructor(ledger, { sizes, limit, abandons }) {
+    constructor({ first, later }, { limit, abandons }) {
       // Each allocation makes two blocks at most: a segment, and what is left of it.
-      const numAllocations = 3 * ledger.slots.length + ledger.first.length + ledger.moments.length + 3;
-      const allocator = new CachingAllocator(limit, 2 * numAllocations + 1);
-      Object.assign(this, { ledger, sizes, abandons, allocator, small: 0, mostSmall: 0, peak: 0, slack: 0, slackAtPeak: 0 });
+      const numAllocations = first.ledger.slots.length + 2 * later.ledger.slots.length + first.ledger.first.length + first.ledger.moments.length + 3;
+      const allocator = new CachingAllocator(limit, 2 * numAllocations + 1), numSlots = Math.max(first.ledger.numSlots, later.ledger.numSlots);
+      Object.assign(this, { numSlots, abandons, allocator, small: 0, mostSmall: 0, peak: 0, slack: 0, slackAtPeak: 0 });
       // By slot its block (0: none), and its bytes.
-      Object.assign(this, { blocks: new Int32Array(ledger.numSlots + 1), bytes: new Float64Array(ledger.numSlots + 1) });
+      Object.assign(this, { blocks: new Int32Array(numSlots + 1), bytes: new Float64Array(numSlots + 1) });
     }
 
     allocate(bytes) {
@@ -181,8 +181,8 @@ const allocatorModel = (() => {
     }
 
     // Entries of a step from `from` to `to`.
-    go(from, to) {
-      const { allocator, blocks, bytes, sizes, abandons } = this, { slots, sizes: kinds } = this.ledger;
+    go({ ledger, sizes }, from, to) {
+      const { allocator, blocks, bytes, abandons } = this, { slots, sizes: kinds } = ledger;
       for (let index = from; index < to && !(abandons && allocator.isOver); index++) {
         const slot = slots[index], kind = kinds[index];
         if (slot === 0) this.pass(sizes[kind]);
@@ -194,7 +194,7 @@ const allocatorModel = (() => {
     }
 
     // Nothing of a step lasts. Slots are in the order in which they were allocated.
-    end(from = 1, to = this.ledger.numSlots) {
+    end(from = 1, to = this.numSlots) {
       for (let slot = from; slot <= to; slot++) {
         if (this.blocks[slot] !== 0) this.free(this.blocks[slot], this.bytes[slot]);
         this.blocks[slot] = 0;
@@ -202,23 +202,33 @@ const allocatorModel = (() => {
     }
   }
 
-  // Three steps: the optimizer's state comes into being in the first, in memory that the first backward has left.
-  // `abandons`: null as soon as more than the limit is reserved.
-  function run(ledger, { sizes, batchBytes, workspace, limit, abandons }) {
-    const one = new Run(ledger, { sizes, limit, abandons }), { length } = ledger.slots;
+  // Three steps: the optimizer's state comes into being in the first, in memory that the first backward has left, and so
+  // does the workspace of backward. `abandons`: null as soon as more than the limit is reserved.
+  function run(steps, { batchBytes, workspace, limit, abandons }) {
+    const one = new Run(steps, { limit, abandons }), { first, later } = steps, { ledger } = first;
     for (const bytes of ledger.first) one.allocate(bytes);
     if (batchBytes) one.allocate(batchBytes);
-    for (const bytes of [workspace / 2, workspace / 2]) one.allocate(bytes);
-    one.go(0, ledger.updateAt);
+    one.allocate(workspace / 2);
+    one.go(first, 0, ledger.firstGradAt);
+    one.allocate(workspace / 2);
+    one.go(first, ledger.firstGradAt, ledger.updateAt);
     for (const bytes of ledger.moments) one.allocate(bytes);
-    one.go(ledger.updateAt, length);
+    one.go(first, ledger.updateAt, ledger.slots.length);
     for (let step = 2; step <= 3; step++) {
       one.end();
       if (step === 3) one.peak = 0;
-      one.go(0, length);
+      one.go(later, 0, later.ledger.slots.length);
     }
     if (abandons && one.allocator.isOver) return null;
     return { reserved: one.allocator.most + roundUp(one.mostSmall, 2 * MIB), slack: one.slackAtPeak };
+  }
+
+  function sizesOf(model, ledger, { seq, batch }) {
+    return Float64Array.from(ledger.kinds, ({ bytes, law, columns }) => {
+      if (law === undefined) return bytes;
+      const line = memoryModel.lineOf(model.laws[law], seq), size = line[0] + line[1] * batch;
+      return columns ? memoryModel.columnSumBytes(size, columns) : size;
+    });
   }
 
   // What a plan reserves at one batch, on a device that has no more than `limit` for tensors. `abandons`: null where that
@@ -226,13 +236,14 @@ const allocatorModel = (() => {
   function reserve(model, { step, column, way, seq, batch, limit, workspace, ledgerOf, abandons }) {
     const batchLine = memoryModel.lineOf(model.batch_bytes, seq), batchBytes = batchLine[0] + batchLine[1] * batch;
     const runs = model.cuts.map((cut, index) => {
-      const ledger = ledgerOf(index, () => new allocationLedger.Ledger(model, cut, { step, column, way }, step.cuts[index]));
-      const sizes = Float64Array.from(ledger.kinds, ({ bytes, law, columns }) => {
-        if (law === undefined) return bytes;
-        const line = memoryModel.lineOf(model.laws[law], seq), size = line[0] + line[1] * batch;
-        return columns ? memoryModel.columnSumBytes(size, columns) : size;
+      const made = (isFirst) => new allocationLedger.Ledger(model, cut, { step, column, way }, step.cuts[index], isFirst);
+      const ledgers = ledgerOf(index, () => {
+        const later = made(false);
+        return { first: step.cuts[index].first_changes.length ? made(true) : later, later };
       });
-      return (most) => run(ledger, { sizes, batchBytes, workspace, limit: most, abandons });
+      const sized = (ledger) => ({ ledger, sizes: sizesOf(model, ledger, { seq, batch }) });
+      const later = sized(ledgers.later), first = ledgers.first === ledgers.later ? later : sized(ledgers.first);
+      return (most) => run({ first, later }, { batchBytes, workspace, limit: most, abandons });
     });
     const longer = runs[runs.length - 1], more = model.num_units - model.cuts[runs.length - 1].num_units;
     if (!more) return longer(limit);

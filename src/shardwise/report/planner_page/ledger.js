@@ -6,10 +6,11 @@ const allocationLedger = (() => {
 
   // A step as single allocations and releases, in order. `slots`: of each entry, 0 for what is released at once; `sizes`:
   // −1 for a release, else the index of its size in `kinds`: {bytes}, {law} or {law, columns}. `first`, `moments`: sizes
-  // of what is allocated before the first step and in its update.
+  // of what is allocated before the first step and in its update. `firstGradAt`: after the first gradient of a parameter.
+  // `isFirst`: the entries are those of the first step, which gathers in another order.
   class Ledger {
-    constructor(model, cut, { step, column, way }, cutStep) {
-      Object.assign(this, { slots: [], sizes: [], kinds: [], updateAt: 0, numSlots: 0 });
+    constructor(model, cut, { step, column, way }, cutStep, isFirst = false) {
+      Object.assign(this, { slots: [], sizes: [], kinds: [], updateAt: 0, firstGradAt: 0, numSlots: 0 });
       this.known = new Map();
       this.buffers = new Map();
       this.storages = new Map();
@@ -18,9 +19,10 @@ const allocationLedger = (() => {
       const number = (place) => { const value = step.columns[place]; return Array.isArray(value) ? value[column] : value; };
       const unfold = (groups) => groups.flatMap(([count, places]) => { const list = places.map(number); return Array.from({ length: count }, () => list).flat(); });
       Object.assign(this, { first: unfold(cutStep.first), moments: unfold(cutStep.moments) });
+      const others = new Map(isFirst ? cutStep.first_changes : []);
       cut.rows.forEach((unit, row) => {
         if (row === cut.update) this.updateAt = this.slots.length;
-        for (const change of cutStep.changes[row]) this.change(change, number);
+        for (const change of others.get(row) ?? cutStep.changes[row]) this.change(change, number);
         const stored = cut.ways[way][row];
         if (stored !== undefined) this.stream(unit, model.storages[stored]);
       });
@@ -76,6 +78,7 @@ const allocationLedger = (() => {
             const owner = extra < 0 ? unit : extra;
             if (!this.grads.has(owner)) this.grads.set(owner, new Map());
             this.grads.get(owner).set(key, slot);
+            this.firstGradAt ||= this.slots.length;
           } else {
             this.storages.set(key, slot);
             if (!this.byLaw.has(law)) this.byLaw.set(law, []);

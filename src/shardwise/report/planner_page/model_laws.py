@@ -232,12 +232,18 @@ def _step(spec: ModelSpec, plan: Plan, mesh: Mesh, *, cluster: Cluster, tables: 
 
 def _cut_step(job: Job, step: NumberedStep, tables: _Tables) -> dict[str, Any]:
     """first: sizes of single allocations before the first step, moments: of those in its update; both as
-    [how many units, sizes of each], and then those that are of no unit.
+    [how many units, sizes of each], and then those that are of no unit. first_changes: the rows of the first step that
+    are not as in later ones, as [row, its changes].
     """
     states = [(tuple(size for size in (*one.held, one.buffers) if size), one.moments) for one in job.states.values()]
     groups = [(key, len(list(group))) for key, group in groupby(states)]
     return {
         "changes": [[_change(one, step, tables) for one in row.changes] for row in job.memory_rows],
+        "first_changes": [
+            [index, [_change(one, step, tables) for one in row.changes]]
+            for index, (row, later) in enumerate(zip(job.first_rows, job.memory_rows, strict=True))
+            if row.changes != later.changes
+        ],
         "first": [
             *([count, list(map(step.note, held))] for (held, _), count in groups),
             [1, [step.note(size) for size in job.buffers_at_rest() if size]],
