@@ -73,7 +73,7 @@ def _run(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device
     for size in [job.rules.workspace_bytes // 2] * 2:
         run.allocate(size)
     ledger = job.ledger
-    moments = [size for states in job.states.values() for size in states.moments]
+    moments = [*(size for states in job.states.values() for size in states.moments), *job.owned_moments]
     held = run.go(ledger.entries[: ledger.update_at], {})
     for size in moments:
         run.allocate(size)
