@@ -10,8 +10,6 @@ from train_tasks import assert_same_end, config, curve, trained
 
 from shardwise.train.config import TrainConfig
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*are OWNED")
-
 
 def asked(folder: Path, *, steps: int = 4, **plan: Any) -> TrainConfig:
     return config(

@@ -45,6 +45,10 @@ def with_owners(spec: ModelSpec, *, plan: Plan, optimizer: OptimizerRule) -> Pla
         return plan
     if not block_matrices(spec):
         raise InvalidModel(f"optimizer muon: {spec.name} has no matrix in a layer of a numbered block; use adamw")
+    if plan.captures:
+        raise InvalidPlan(
+            "optimizer muon with capture = 'on': its steps are not captured; set capture = 'auto' or 'off'"
+        )
     sharded = frozenset(unit.name for unit in spec.units if plan.placement(unit.name).optim is SHARDED)
     if sharded and plan.engine == "torch":
         raise InvalidPlan(

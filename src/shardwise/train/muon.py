@@ -20,6 +20,9 @@ _UPDATES: Mapping[str, type[Optimizer]] = {"muon": torch.optim.Muon, "adamw": to
 class MuonWithAdamW(Optimizer):
     """A param group's `update` says which of torch's optimizers steps it; options and states are those of that one."""
 
+    # Whoever asks for it knows: nobody has to be told.
+    takes_whole_matrices = True
+
     def __init__(
         self,
         matrices: Iterable[nn.Parameter],
