@@ -250,19 +250,21 @@ class TimeExecutor:
         for unit in job.short.spec.units:
             sizes, weight = self.sizes[unit.name], job.short.weights.get(unit.name, 1)
             in_matrices, num_matrices = matrix_sizes(unit, optimizer=job.optimizer)
-            elements, tensors = sizes.trainable - in_matrices, sizes.tensors - num_matrices
-            clipped += weight * sizes.trainable // (job.num_slices if job.placements[unit.name].optim is SHARDED else 1)
+            elements, tensors, grads = sizes.trainable - in_matrices, sizes.tensors - num_matrices, sizes.trainable
             if job.placements[unit.name].optim is SHARDED:
                 elements, tensors = elements // job.num_slices, min(tensors, tensors // job.num_slices + 1)
+                grads //= job.num_slices
             elif self.overhead.refreshes and sizes.is_cast:
                 # The parameters in the dtype that computes are made again.
                 refreshed += weight * (sizes.grad_bytes + MASTER_BYTES * sizes.trainable)
             num_elements, num_tensors = num_elements + weight * elements, num_tensors + weight * tensors
+            clipped += weight * grads
         if self.clips:
             yield from self._clip(MASTER_BYTES * clipped)
         launch, kernel = self._update_seconds(num_elements, num_tensors)
-        more_launch, more_kernel = self._matrices_seconds()
-        yield self._work("update", launch + more_launch + self.overhead.step, kernel + more_kernel)
+        yield self._work("update", launch + self.overhead.step, kernel)
+        if job.optimizer.matrices is not None:
+            yield self._work("update matrices", *self._matrices_seconds())
         if refreshed:
             yield self._copy("refresh", refreshed)
 
@@ -277,8 +279,6 @@ class TimeExecutor:
 
     def _matrices_seconds(self) -> tuple[float, float]:
         """Of what is stepped by a rule for matrices, on the rank that takes the longest: all wait for it."""
-        if self.job.optimizer.matrices is None:
-            return 0.0, 0.0
         ranks = (self.job.whole.on(rank) for rank in range(self.job.num_slices))
         return max((muon_seconds(matrices, device=self.cluster.device) for matrices in ranks), key=sum)
 
