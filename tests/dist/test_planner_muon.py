@@ -15,8 +15,9 @@ from whole import whole
 from shardwise.comm.absent import AbsentCollectives, absent_group
 from shardwise.engines import prepare
 from shardwise.plan import Plan
-from shardwise.planner import estimate
+from shardwise.planner import MemoryEstimate, estimate
 from shardwise.planner.memory.peak import job_of
+from shardwise.sources import Source
 from shardwise.tasks import Task, load_task
 from shardwise.train.muon import MuonWithAdamW, split_off_matrices
 from shardwise.units import model_spec
@@ -65,22 +66,25 @@ def test_the_state_of_rank_0_is_predicted_to_the_byte(name: str, num_ranks: int)
         assert in_slices + sum(job.owned_moments) == num_bytes, strategy
 
 
-def measured(rank: int, name: str, plans: list[Plan]) -> list[tuple[int, int]]:
+def measured(rank: int, name: str, plans: list[Plan], batch: int) -> list[tuple[int, int]]:
     with alike_ranks():
-        return [
-            step_bytes(partial(task_of, name, device="cpu"), plan=plan, batch=SHAPES[name][1], optimizer=muon)
-            for plan in plans
-        ]
+        return [step_bytes(partial(made, name, "cpu"), plan=plan, batch=batch, optimizer=muon) for plan in plans]
 
 
-@pytest.mark.parametrize("name", ["gpt", *whole("llama")])
-def test_the_peak_is_predicted_to_a_hundredth(name: str) -> None:
+def predicted(name: str, plan: Plan, *, batch: int) -> MemoryEstimate:
+    spec = spec_of(name, "fp32") if name in SHAPES else Source(name, seq=16, kernels="cpu").spec_for(plan)
+    return estimate(spec, plan=plan, num_ranks=2, batch=batch, optimizer="muon-loop", device="cpu")
+
+
+@pytest.mark.parametrize(("name", "batch"), [("gpt-tiny", 1), *whole(("gpt", 4), ("llama", 4))])
+def test_the_peak_is_predicted_to_a_hundredth(name: str, batch: int) -> None:
+    """In backward; with one short sample, in the update, where matrices are whole."""
     plans = [Plan(strategy=strategy) for strategy in STRATEGIES]
-    found = run_ranks(measured, num_ranks=2, args=(name, plans))[0]
+    found = run_ranks(measured, num_ranks=2, args=(name, plans, batch))[0]
     for plan, (peak, rest) in zip(plans, found, strict=True):
-        predicted = estimate(
-            spec_of(name, "fp32"), plan=plan, num_ranks=2, batch=SHAPES[name][1], optimizer="muon-loop", device="cpu"
-        )
-        what = (plan.strategy, predicted.peak_at, predicted.breakdown_bytes)
-        assert predicted.at_rest_bytes == pytest.approx(rest, rel=0.01), what
-        assert predicted.allocated_bytes == pytest.approx(peak, rel=0.01), what
+        memory = predicted(name, plan, batch=batch)
+        what = (plan.strategy, memory.peak_at, memory.breakdown_bytes, peak)
+        assert memory.at_rest_bytes == pytest.approx(rest, rel=0.01), what
+        assert memory.allocated_bytes == pytest.approx(peak, rel=0.01), what
+        if name == "gpt-tiny" and plan.strategy != "ddp":
+            assert memory.peak_at == "after step (root)"

@@ -160,6 +160,7 @@ class Job:
             update_bytes=self.update_bytes,
             num_params=sum(len(unit.params) for unit in self.spec.units),
             num_slices=self.num_slices,
+            owned=self.whole.owned_bytes(0),
         )
         return self.engine.memory(self.program, setting)
 

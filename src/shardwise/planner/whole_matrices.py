@@ -4,6 +4,7 @@ An optimizer like Muon takes the matrices of blocks whole. Where every rank hold
 where state is sharded, each is OWNED: one rank steps it, and holds its state.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,6 +24,7 @@ from shardwise.spec.block_matrices import block_matrices, is_block_matrix
 class WholeMatrix:
     """`num_bytes`: as it is stepped."""
 
+    unit: str
     param: TensorSpec
     num_bytes: int
 
@@ -37,6 +39,13 @@ class WholeMatrices:
     def on(self, rank: int) -> tuple[WholeMatrix, ...]:
         """What a rank of the shard axis steps."""
         return (*self.on_all, *self.owned[rank])
+
+    def owned_bytes(self, rank: int) -> Counter[str]:
+        """What a rank owns, by unit."""
+        found: Counter[str] = Counter()
+        for matrix in self.owned[rank]:
+            found[matrix.unit] += matrix.num_bytes
+        return found
 
 
 def with_owners(spec: ModelSpec, *, plan: Plan, optimizer: OptimizerRule) -> Plan:
@@ -96,7 +105,7 @@ def whole_matrices(
 
 def _trained(unit: UnitSpec, *, plan: Plan) -> list[WholeMatrix]:
     return [
-        WholeMatrix(param=param, num_bytes=flat.master_bytes * param.num_elements)
+        WholeMatrix(unit=unit.name, param=param, num_bytes=flat.master_bytes * param.num_elements)
         for flat in flat_specs(unit, plan=plan)
         for param in flat.params
         if flat.is_trained and param.trainable and param.num_elements

@@ -1,6 +1,7 @@
 """Matrices that are stepped whole: who owns them, and what that takes in bytes and seconds."""
 
 from dataclasses import replace
+from itertools import accumulate
 from math import prod
 
 import pytest
@@ -14,6 +15,7 @@ from shardwise.plan import Plan
 from shardwise.planner import estimate
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import job_of
+from shardwise.planner.memory.replay import Change
 from shardwise.planner.memory.states import optimizer_of
 from shardwise.planner.time.muon_update import muon_seconds
 from shardwise.planner.time.step_time import estimate_time, timeline
@@ -71,9 +73,25 @@ def test_both_ways_are_rows_of_the_program_and_are_sent() -> None:
     assert more == pytest.approx(3 * 4 * IN_BLOCKS / 8 * 7 / 8, rel=0.001)
 
 
+def test_both_ways_take_time_and_memory() -> None:
+    plan = Plan(strategy="zero2", precision="bf16", micro_batch=1)
+    spans = timeline(SPEC, plan=plan, cluster=cluster_of("8xh100-80gb"), optimizer="muon")
+    names = [span.name for span in spans if span.queue == "gather"]
+    for kind in (Kind.TO_OWNERS, Kind.FROM_OWNERS):
+        assert any(name.startswith(f"gather {kind.value} blocks.0") for name in names), names
+    (last,) = [row for row in job("zero2").memory_rows if row.label.startswith("after step")]
+    changes = [change for change in last.changes if isinstance(change, Change) and change.category == "other"]
+    # All that comes goes: values and gradients of an eighth.
+    assert sum(change.const for change in changes) == 0
+    highest = max(accumulate(change.const for change in changes))
+    assert highest > 2 * 4 * IN_BLOCKS / 8
+
+
 def test_an_update_takes_the_products_of_newton_and_schulz() -> None:
     device = cluster_of("1xh100-80gb").device
-    matrix = WholeMatrix(param=TensorSpec(name="blocks.0.a.weight", shape=(16384, 4096)), num_bytes=4 * 16384 * 4096)
+    matrix = WholeMatrix(
+        unit="blocks.0", param=TensorSpec(name="blocks.0.a.weight", shape=(16384, 4096)), num_bytes=4 * 16384 * 4096
+    )
     launch, kernel = muon_seconds([matrix], device=device)
     num_flops = 5 * (2 * 2 * 4096**2 * 16384 + 2 * 4096**3)
     at_peak = num_flops / kernel_model_of(device).peak("bf16")
