@@ -11,6 +11,9 @@ from scenario_rows.runners import Runner
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.train.config import OptimizerSection
+from shardwise.train.optimizers import make_optimizer
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=0.05),
     "SGD, Nesterov momentum, weight decay": partial(
@@ -51,16 +54,46 @@ def by_optimizer(runner: Runner, name: str) -> dict[str, Tensor]:
     return runner.weights(model)
 
 
+def two_optimizers(model: nn.Module) -> tuple[Optimizer, Optimizer]:
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "blocks" in name]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
+
+
 def muon(runner: Runner) -> dict[str, Tensor]:
     """Matrices inside by Muon, all else by AdamW: two optimizers, as its authors use it."""
     model = Net()
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "blocks" in name]
-    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
-    one, other = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
+    one, other = two_optimizers(model)
     called = runner.prepare(model, one, other)
     for step in range(4):
         both = Both(one, other)
         runner.step(both, lambda share, step=step: called(inputs(step, share)).square().mean())
+    return runner.weights(model)
+
+
+def muon_by_name(runner: Runner) -> dict[str, Tensor]:
+    """One optimizer, as `shardwise train` makes it."""
+    model = Net()
+    optimizer = make_optimizer(model, OptimizerSection(name="muon", lr=0.01))
+    called = runner.prepare(model, optimizer)
+    for step in range(4):
+        runner.step(optimizer, lambda share, step=step: called(inputs(step, share)).square().mean())
+    return runner.weights(model)
+
+
+def scaled_muon(runner: Runner) -> dict[str, Tensor]:
+    """Scaled gradients, which overflow in the second step on the second rank."""
+    model = Net()
+    made = two_optimizers(model)
+    called = runner.prepare(model, *made)
+    scaler = runner.scaler()
+
+    def loss(share: int, step: int) -> Tensor:
+        found = called(inputs(step, share)).square().mean()
+        return scaler.scale(found * float("inf") if (step, share) == (1, 1) else found)
+
+    for step in range(4):
+        runner.step(Scaled(scaler, *made), lambda share, step=step: loss(share, step))
     return runner.weights(model)
 
 
@@ -81,6 +114,19 @@ class Both:
     def zero_grad(self) -> None:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
+
+
+class Scaled(Both):
+    """They are stepped by a scaler, unless a gradient has overflowed."""
+
+    def __init__(self, scaler: torch.amp.GradScaler, *optimizers: Optimizer) -> None:
+        super().__init__(*optimizers)
+        self._scaler = scaler
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            self._scaler.step(optimizer)
+        self._scaler.update()
 
 
 def sparse(runner: Runner) -> dict[str, Tensor]:
@@ -121,6 +167,8 @@ def lbfgs(runner: Runner) -> dict[str, Tensor]:
 ROWS: dict[str, Callable[[Runner], dict[str, Tensor]]] = {
     **{name: partial(by_optimizer, name=name) for name in OPTIMIZERS},
     "Muon for matrices, AdamW for the rest": muon,
+    "the same as one optimizer (`muon` of `shardwise train`)": muon_by_name,
+    "Muon and a GradScaler, with an overflow on one rank": scaled_muon,
     "SparseAdam for a sparse embedding": sparse,
     "LBFGS, with a closure": lbfgs,
 }

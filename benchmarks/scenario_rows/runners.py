@@ -80,6 +80,9 @@ class Runner:
         with torch.no_grad():
             yield
 
+    def scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
     def average(self, model: nn.Module, decay: float) -> "Average":
         return Average(model, decay)
 
@@ -165,6 +168,9 @@ class Ours(OnRanks):
     def whole(self, model: nn.Module, *, write: bool = False) -> Iterator[None]:
         with shardwise.whole(model, write=write), torch.no_grad():
             yield
+
+    def scaler(self) -> torch.amp.GradScaler:
+        return shardwise.GradScaler("cpu", init_scale=2.0**10)
 
     def average(self, model: nn.Module, decay: float) -> Any:
         return OurAverage(model, decay)

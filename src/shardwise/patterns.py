@@ -59,6 +59,8 @@ def short_patterns(names: Sequence[str], *, among: Sequence[str]) -> tuple[str, 
     found: dict[str, None] = {}
     for name in names:
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        if pattern in found:
+            continue
         matches_others = any(fnmatchcase(other, pattern) for other in among if other not in chosen)
         found[name if matches_others else pattern] = None
     return tuple(found)

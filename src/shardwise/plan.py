@@ -279,7 +279,7 @@ class Plan:
         budget_bytes  memory to use per device (default: all that it has)
         global_batch  samples per step on all ranks (default: plan.accumulate passes of the best micro-batch)
         goal          `throughput`, or `memory` for the smallest peak
-        optimizer     adamw, adam or sgd
+        optimizer     adamw, adam, sgd or muon
 
         Collective: in a job every rank calls it, and gets the plan that rank 0 found.
         """

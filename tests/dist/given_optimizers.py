@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.train.muon import MuonWithAdamW
+
 
 class Stepping(Optimizer):
     """The loop that all of these share: `update` changes one parameter in place, given its state and options."""
@@ -197,6 +199,15 @@ class Shampoo(Stepping):
 def muon(parameters: Any) -> Optimizer:
     """Of the matrices; nobody trains the rest."""
     return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=2e-2)
+
+
+def muon_with_adamw(parameters: Any) -> Optimizer:
+    """As train makes it, in three param groups."""
+    parameters = list(parameters)
+    matrices = [p for p in parameters if p.dim() == 2]
+    vectors = [p for p in parameters if p.dim() == 1]
+    others = [{"params": vectors[::2]}, {"params": vectors[1::2], "weight_decay": 0.0}]
+    return MuonWithAdamW(matrices, others, lr=1e-2, muon={"weight_decay": 0.2}, adamw={"betas": (0.8, 0.9)})
 
 
 def lars(parameters: Any) -> Optimizer:

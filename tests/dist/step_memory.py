@@ -44,7 +44,18 @@ def wait_for_backend(tensors: list[torch.Tensor]) -> None:
         time.sleep(0.001)
 
 
-def step_bytes(make_task: Callable[[], Task], *, plan: Plan, batch: int) -> tuple[int, int]:
+def adamw(model: Any) -> torch.optim.Optimizer:
+    # foreach=False: on a CPU that is torch's choice, but it changes from version to version.
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+
+def step_bytes(
+    make_task: Callable[[], Task],
+    *,
+    plan: Plan,
+    batch: int,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+) -> tuple[int, int]:
     """(peak of a step, what is left after it): the least of several steps.
 
     They are equal but for what the backend's threads free unseen; that only adds.
@@ -52,11 +63,10 @@ def step_bytes(make_task: Callable[[], Task], *, plan: Plan, batch: int) -> tupl
     with LiveTensors() as live:
         task = make_task()
         model: Any = task.model
-        # foreach=False: on a CPU that is torch's choice, but it changes from version to version.
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        made = optimizer(model)
         originals = [parameter.data for parameter in model.parameters()]
         own = plan.engine == "shardwise"
-        model, optimizer = prepare(model, optimizer, plan, collectives=Silent() if own else None)
+        model, made = prepare(model, made, plan, collectives=Silent() if own else None)
         if own:
             wait_for_backend(originals)
         else:
@@ -69,8 +79,8 @@ def step_bytes(make_task: Callable[[], Task], *, plan: Plan, batch: int) -> tupl
                     with accumulate(model, enabled=number < plan.accumulate):
                         loss = task.loss(model, samples)
                         loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                made.step()
+                made.zero_grad()
             del loss
     warm = range(1, NUM_STEPS)
     return min(live.peak_bytes("step", run=run) for run in warm), min(live.end_bytes("step", run=run) for run in warm)

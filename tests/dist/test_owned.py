@@ -29,6 +29,7 @@ SLICED = ["zero1", "zero2", "fsdp"]
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "muon": own.muon,
+    "muon with adamw": own.muon_with_adamw,
     "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
     "lamb": own.Lamb,
     "lars": own.lars,
@@ -44,6 +45,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "name",
     [
         "muon",
+        "muon with adamw",
         pytest.param("cautious lion", marks=pytest.mark.ledger("optimizer-cautious", outcome="right")),
         pytest.param("lars", marks=pytest.mark.ledger("optimizer-subclass", outcome="right")),
         pytest.param("large blocks", marks=pytest.mark.ledger("optimizer-8bit", outcome="right")),
@@ -141,7 +143,7 @@ def same(one: Any, other: Any) -> None:
             assert value == other[key], key
 
 
-@pytest.mark.parametrize("name", ["adafactor", *whole("muon", "shampoo", "by dimensions")])
+@pytest.mark.parametrize("name", ["adafactor", *whole("muon", "muon with adamw", "shampoo", "by dimensions")])
 def test_full_states_go_out_and_in_under_any_strategy(name: str) -> None:
     expected = run_ranks(states, num_ranks=2, args=(name, "ddp"))[0]
     longer = run_ranks(states, num_ranks=2, args=(name, "ddp", expected))[0]
@@ -175,7 +177,7 @@ def checkpointed(rank: int, folder: str, name: str, strategy: str, save: bool) -
     return shardwise.full_state_dict(model, optimizer)
 
 
-@pytest.mark.parametrize("name", ["adafactor", *whole("muon", "shampoo")])
+@pytest.mark.parametrize("name", ["adafactor", "muon with adamw", *whole("muon", "shampoo")])
 def test_a_checkpoint_of_two_ranks_is_resumed_on_one_and_three_and_under_another_strategy(
     name: str, tmp_path: Any
 ) -> None:

@@ -108,6 +108,7 @@ def test_scaled_gradients_of_whole_matrices_give_the_bits_of_one_process(name: s
                 assert torch.equal(found[key], value), f"{strategy}: {key}"
 
 
+@pytest.mark.whole
 def test_an_overflow_on_one_of_three_ranks_makes_all_skip_the_step() -> None:
     for scales, _ in run_ranks(on_ranks, num_ranks=3, args=("fsdp", "muon", 2)):
         assert scales == [2.0**10, 2.0**10, 2.0**9, 2.0**9, 2.0**9]

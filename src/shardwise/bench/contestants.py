@@ -16,6 +16,7 @@ from shardwise.patterns import Patterns
 from shardwise.placement import AUTO, SHARDED, Placement, placement_of, strategy_of
 from shardwise.plan import Plan
 from shardwise.train.config import TrainConfig
+from shardwise.train.config_section import InvalidConfig
 
 # Settings of a plan that other libraries do not have, or that are not set up for them here.
 _NOT_BY_PEERS = (
@@ -25,8 +26,8 @@ _NOT_BY_PEERS = (
 _PLAIN = Plan()
 # Engines of which the solver knows the costs; it has no captured or compiled steps to choose from.
 _AUTO_ENGINES = ("shardwise",)
-# Optimizers that count their steps on the host, so that they cannot be captured.
-_NOT_CAPTURABLE = ("sgd", "adagrad")
+# Optimizers that count their steps, or read their rates, on the host, so that they cannot be captured.
+_NOT_CAPTURABLE = ("sgd", "adagrad", "muon")
 STAGES: Mapping[str, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
 """Strategies → the number by which Megatron-FSDP and DeepSpeed call what is sharded."""
 
@@ -71,8 +72,10 @@ def why_not(engine: str, strategy: str, config: TrainConfig) -> str:
         return f"auto plans are run by {' and '.join(_AUTO_ENGINES)}"
     try:
         config = replace(config, plan=plan_for(engine, strategy, config.plan))
-    except InvalidPlan as error:
+    except (InvalidPlan, InvalidConfig) as error:
         return str(error)
+    if config.optimizer.name == "muon" and contestant.package and strategy != "ddp":
+        return f"{engine} would give Muon slices of matrices"
     if contestant.package and find_spec(contestant.package) is None:
         return f"{contestant.package} is not installed: pip install {contestant.install}"
     return (_graph(config, engine=engine) if mode_of(engine) != "eager" else "") or contestant.refuses(config)

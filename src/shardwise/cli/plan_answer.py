@@ -8,6 +8,7 @@ from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster
 from shardwise.placement import AUTO
 from shardwise.plan import Plan
+from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.auto import AutoRequest, NoPlanFits, solve_plan, with_budget
 from shardwise.planner.search.candidates import Candidate, candidates, cost, way_out
 from shardwise.planner.search.chosen_text import chosen_text
@@ -138,6 +139,9 @@ def _captured(question: PlanQuestion, best: Candidate | None) -> Candidate | Non
         return None
     plan = best.plan
     if plan.engine != "shardwise" or question.foreign or plan.capture != "auto" or plan.why_not_captured():
+        return None
+    if needs_whole_matrices(question.optimizer):
+        # Their steps are not captured.
         return None
     captured = replace(plan, capture="on")
     spec = question.source.spec_for(captured)

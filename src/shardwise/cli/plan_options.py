@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardwise.hardware import Cluster
 
 GOALS = ("throughput", "memory")
-OPTIMIZERS = ("adamw", "adam", "sgd")
+OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 

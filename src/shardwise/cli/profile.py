@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardwise.profile.compare import Profile
     from shardwise.profile.rehearsal import Rehearsal
 
-_OPTIMIZERS = ("adamw", "adam", "sgd")
+_OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
 
 
 def profile(

@@ -17,9 +17,10 @@ from shardwise.planner.memory.constants import MemoryRules
 from shardwise.planner.memory.events import memory_rows
 from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
 from shardwise.planner.memory.replay import MemoryRow, Replayed, replay
-from shardwise.planner.memory.states import OptimizerRule, UnitStates
+from shardwise.planner.memory.states import OptimizerRule, UnitStates, moment_bytes
 from shardwise.planner.memory.stream_peak import StreamPeak, stream_peak
 from shardwise.planner.trace_order import Key
+from shardwise.planner.whole_matrices import WholeMatrices, update_bytes, whole_matrices
 from shardwise.program import StepProgram, build
 from shardwise.program.first_step import first_step
 from shardwise.spec import ModelSpec
@@ -111,10 +112,29 @@ class Job:
         return sum(states.owned * weights.get(name, 1) for name, states in self.states.items())
 
     @cached_property
+    def whole(self) -> WholeMatrices:
+        """What is stepped whole."""
+        return whole_matrices(
+            ((unit, self.short.weights.get(unit.name, 1)) for unit in self.short.spec.units),
+            plan=self.plan,
+            placements=self.placements,
+            optimizer=self.optimizer,
+            num_slices=self.num_slices,
+        )
+
+    @cached_property
+    def owned_moments(self) -> tuple[int, ...]:
+        """The single allocations of the state of what rank 0 owns."""
+        steps = [(matrix.param, matrix.num_bytes) for matrix in self.whole.owned[0]]
+        return moment_bytes(steps, optimizer=self.optimizer, rules=self.rules)
+
+    @cached_property
     def update_bytes(self) -> int:
         """What the optimizer makes for a while."""
         largest = max(states.largest for states in self.states.values())
-        return self.optimizer.copies * self.owned_bytes + self.optimizer.largest * largest
+        return update_bytes(
+            self.whole.on(0), optimizer=self.optimizer, in_slices=self.owned_bytes, largest_slice=largest
+        )
 
     @cached_property
     def program(self) -> StepProgram:
@@ -159,6 +179,7 @@ class Job:
             update_bytes=self.update_bytes,
             num_params=sum(len(unit.params) for unit in self.spec.units),
             num_slices=self.num_slices,
+            owned=self.whole.owned_bytes(0),
         )
         return self.engine.memory(self.program, setting)
 
@@ -210,6 +231,7 @@ class Job:
             totals["params"] += weight * states.params
             totals["optim"] += weight * states.optim
             totals["other"] += weight * (states.buffers + sum(states.samples))
+        totals["optim"] += sum(self.owned_moments)
         totals["other"] += self.rules.workspace_bytes
         for name, num_bytes in self._memory().at_rest().items():
             totals[name] += num_bytes

@@ -53,6 +53,7 @@ class TracedStep:
             self._cursor.end_backward()
         elif trigger is Trigger.AFTER_STEP:
             self._cursor.before_step()
+            self._cursor.to_owners()
             self._cursor.after_step()
         else:
             self._cursor.reach(trigger, unit, call)

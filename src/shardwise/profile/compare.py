@@ -19,8 +19,8 @@ SpecFor = Callable[[Plan], ModelSpec]
 
 # The planner's rule for the optimizer kernels that rehearsal_process.py chooses.
 _OPTIMIZERS = {
-    "cpu": {"adamw": "adamw-loop", "adam": "adamw-loop", "sgd": "sgd"},
-    "cuda": {"adamw": "adamw-fused", "adam": "adam-fused", "sgd": "sgd"},
+    "cpu": {"adamw": "adamw-loop", "adam": "adamw-loop", "sgd": "sgd", "muon": "muon-loop"},
+    "cuda": {"adamw": "adamw-fused", "adam": "adam-fused", "sgd": "sgd", "muon": "muon-fused"},
 }
 _UNCUT = 2**62
 _MOST_RANKS = 1024

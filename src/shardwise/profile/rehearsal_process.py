@@ -31,6 +31,7 @@ from shardwise.profile.rehearsal import Measured, Rehearsal
 from shardwise.spec import ModelSpec
 from shardwise.tasks import Task
 from shardwise.trace.foreign import task_of
+from shardwise.train.muon import MuonWithAdamW, split_off_matrices
 from shardwise.units import model_spec, unit_modules
 
 
@@ -156,6 +157,10 @@ def _optimizer(name: str, model: nn.Module, *, device: torch.device) -> Optimize
     fused, foreach = (True if on_gpu else None), (None if on_gpu else False)
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, foreach=foreach)
+    if name == "muon":
+        matrices, others = split_off_matrices(model)
+        groups: list[dict[str, Any]] = [{"params": others}]
+        return MuonWithAdamW(matrices, groups, lr=1e-4, muon={}, adamw={"fused": fused, "foreach": foreach})
     kind = torch.optim.Adam if name == "adam" else torch.optim.AdamW
     return kind(model.parameters(), lr=1e-4, fused=fused, foreach=foreach)
 

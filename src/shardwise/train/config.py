@@ -28,8 +28,10 @@ OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "adagrad": ("eps", "fused"),
     "rmsprop": ("eps", "momentum"),
     "sgd": ("momentum", "nesterov", "fused"),
+    "muon": ("betas", "eps", "fused", "momentum", "nesterov", "ns_steps"),
 }
-"""Name → its options besides lr and weight_decay. Each steps every element by itself, so state may be sharded."""
+"""Name → its options besides lr and weight_decay. Each but muon steps every element by itself; muon (train/muon.py)
+steps whole matrices, which one rank each owns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,21 +65,22 @@ class OptimizerSection(ConfigSection):
     lr: float = key(1e-3, "the highest learning rate of the schedule", above=0)
     weight_decay: float | None = key(None, "of matrices (see decay_vectors)", least=0)
     decay_vectors: bool = key(False, "biases and norms decay too")
-    betas: tuple[float, float] | None = key(None, "adamw, adam, nadam, radam", least=0, below=1)
-    eps: float | None = key(None, "all but sgd", above=0)
-    momentum: float | None = key(None, "sgd, rmsprop", least=0, below=1)
-    nesterov: bool | None = key(None, "sgd")
-    fused: bool | None = key(None, "one kernel per step: adamw, adam, adagrad, sgd")
+    betas: tuple[float, float] | None = key(None, "adamw, adam, nadam, radam, muon's AdamW", least=0, below=1)
+    eps: float | None = key(None, "all but sgd; of muon, its AdamW's", above=0)
+    momentum: float | None = key(None, "sgd, rmsprop, muon", least=0, below=1)
+    nesterov: bool | None = key(None, "sgd, muon")
+    ns_steps: int | None = key(None, "muon: Newton-Schulz iterations", least=1, most=99)
+    fused: bool | None = key(None, "one kernel per step: adamw, adam, adagrad, sgd, muon's AdamW")
 
     def __post_init__(self) -> None:
         ConfigSection.__post_init__(self)
-        for option in ("betas", "eps", "momentum", "nesterov", "fused"):
+        for option in ("betas", "eps", "momentum", "nesterov", "ns_steps", "fused"):
             if getattr(self, option) is not None and option not in OPTIMIZERS[self.name]:
                 has = [other for other, options in OPTIMIZERS.items() if option in options]
                 raise InvalidConfig(
                     f"optimizer.{option} = {getattr(self, option)}: {self.name} has no {option}, only {', '.join(has)}"
                 )
-        if self.nesterov and not self.momentum:
+        if self.nesterov and not self.momentum and not (self.name == "muon" and self.momentum is None):
             raise InvalidConfig("optimizer.nesterov = true needs optimizer.momentum above 0")
 
     def options(self) -> dict[str, Any]:
@@ -191,6 +194,11 @@ class TrainConfig:
             )
         if self.plan.micro_batch is None and not self.plan.is_auto:
             raise InvalidConfig("plan.micro_batch is missing: samples per rank per pass")
+        if self.optimizer.name == "muon" and self.plan.engine == "torch" and self.plan.strategy != "ddp":
+            raise InvalidConfig(
+                f"optimizer.name = 'muon' with plan.engine = 'torch' under {self.plan.strategy}: fully_shard gives "
+                "Muon slices of matrices; set plan.engine = 'shardwise', or plan.strategy = 'ddp'"
+            )
         if self.train.nonfinite == "skip" and self.plan.captures:
             raise InvalidConfig(
                 "train.nonfinite = 'skip': a captured step cannot be skipped; "

@@ -1,10 +1,13 @@
 """[optimizer] → a torch optimizer."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from shardwise.errors import InvalidModel
 from shardwise.train.config import OptimizerSection
+from shardwise.train.muon import MuonWithAdamW, split_off_matrices
 
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -22,14 +25,31 @@ def make_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.O
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise InvalidModel(f"{type(model).__name__} has no parameter that is trained")
-    groups = [{"params": trained}]
+    if section.name == "muon":
+        return _muon(model, section)
+    groups = _groups(trained, section)
+    return _CLASSES[section.name](groups, lr=section.lr, **section.options())  # type: ignore[call-arg]
+
+
+def _groups(trained: list[nn.Parameter], section: OptimizerSection) -> list[dict[str, Any]]:
+    """By whether they decay."""
+    groups: list[dict[str, Any]] = [{"params": trained}]
     if not section.decay_vectors:
         groups = [
             {"params": [parameter for parameter in trained if parameter.dim() >= 2]},
-            {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},  # type: ignore[dict-item]
+            {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
         ]
-    groups = [group for group in groups if group["params"]]
-    return _CLASSES[section.name](groups, lr=section.lr, **section.options())  # type: ignore[call-arg]
+    return [group for group in groups if group["params"]]
+
+
+def _muon(model: nn.Module, section: OptimizerSection) -> MuonWithAdamW:
+    matrices, others = split_off_matrices(model)
+    given = section.options()
+    muon = {
+        name: value for name, value in given.items() if name in ("weight_decay", "momentum", "nesterov", "ns_steps")
+    }
+    adamw = {name: value for name, value in given.items() if name in ("weight_decay", "betas", "eps", "fused")}
+    return MuonWithAdamW(matrices, _groups(others, section), lr=section.lr, muon=muon, adamw=adamw)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

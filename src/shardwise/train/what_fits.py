@@ -80,9 +80,10 @@ def optimizer_rule(section: OptimizerSection, *, device: str) -> str:
     """
     if section.name == "sgd":
         return "sgd" if section.momentum else "sgd-plain"
-    if section.name not in ("adamw", "adam"):
-        raise UnknownName.of("optimizer of the planner", section.name, known=("adamw", "adam", "sgd"))
-    return "adamw-fused" if section.fused else "adamw-loop" if device == "cpu" else "adamw-foreach"
+    if section.name not in ("adamw", "adam", "muon"):
+        raise UnknownName.of("optimizer of the planner", section.name, known=("adamw", "adam", "sgd", "muon"))
+    kernels = "fused" if section.fused else "loop" if device == "cpu" else "foreach"
+    return f"muon-{kernels}" if section.name == "muon" else f"adamw-{kernels}"
 
 
 def main() -> None:

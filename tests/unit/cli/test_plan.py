@@ -126,6 +126,18 @@ def test_options_change_what_is_planned(capfd: pytest.CaptureFixture[str]) -> No
     assert peak("--engine", "torch") != plain
 
 
+def test_muon_is_planned_with_less_state_and_a_longer_update(capfd: pytest.CaptureFixture[str]) -> None:
+    muon, adamw = (
+        as_json(capfd, "gpt2-124m", "--cluster", "8xh100-80gb", "--micro-batch", "4", "--optimizer", optimizer)
+        for optimizer in ("muon", "adamw")
+    )
+    assert muon["captured"] is None
+    for one, other in zip(muon["candidates"], adamw["candidates"], strict=True):
+        assert one["breakdown_bytes"]["optim"] < other["breakdown_bytes"]["optim"]
+        assert one["step_seconds"] > other["step_seconds"]
+        assert (one["comm_bytes_per_step"] > other["comm_bytes_per_step"]) == (one["strategy"] != "ddp")
+
+
 def test_a_number_of_parameters_is_planned_without_activations(capfd: pytest.CaptureFixture[str]) -> None:
     data = as_json(capfd, "params:60b", "--cluster", "64xh100-80gb", "--strategy", "fsdp")
     assert data["candidates"][0]["breakdown_bytes"]["activations"] is None
@@ -149,6 +161,15 @@ def test_a_number_of_parameters_is_planned_without_activations(capfd: pytest.Cap
         ),
         (["gpt2-124m", "--cluster", "8xh100", "--goal", "speed"], "unknown goal 'speed'"),
         (["gpt2-124m", "--cluster", "8xh100", "--optimizer", "lion"], "unknown optimizer 'lion'"),
+        (
+            ["gpt2-124m", "--cluster", "8xh100", "--optimizer", "muon", "--engine", "torch", "--strategy", "fsdp"],
+            "fully_shard gives Muon slices of matrices; use engine = 'shardwise', or strategy = 'ddp'",
+        ),
+        (["resnet50", "--cluster", "8xh100", "--optimizer", "muon"], "has no matrix in a layer of a numbered block"),
+        (
+            ["gpt2-124m", "--cluster", "8xh100", "--optimizer", "muon", "--capture", "on", "--strategy", "ddp"],
+            "optimizer muon with capture = 'on': its steps are not captured; set capture = 'auto' or 'off'",
+        ),
         (["gpt2-124m", "--cluster", "8xh100", "--precision", "fp8"], "precision = 'fp8': must be one of"),
         (["gpt2-124m", "--cluster", "8xh100", "--micro-batch", "0"], "micro_batch = 0"),
         (["gpt2-124m", "--cluster", "8xh100", "--image", "3"], "--image has no meaning"),

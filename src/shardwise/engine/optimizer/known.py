@@ -126,7 +126,9 @@ def check_reach(optimizer: Optimizer, *, verdicts: Mapping[int, Verdict]) -> Non
 
 
 def tell_owned(optimizer: Optimizer, *, num_owned: int, num_held: int) -> None:
-    """Say so where an optimizer steps whole parameters, which have to move."""
+    """Say so where an optimizer steps whole parameters, which have to move; unless its class says that it does."""
+    if getattr(optimizer, "takes_whole_matrices", False):
+        return
     warnings.warn(
         f"{name_of(optimizer)} looks at whole parameters in its update (tried on a small tensor, whole and cut): "
         f"{num_owned} of its {num_held} parameters are OWNED, each stepped whole by one rank, to which its slices move "

@@ -23,10 +23,11 @@ from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.quantities import bytes_text
 
-# The planner's rule for torch's own optimizers: (fused, one tensor after the other, all at once).
+# The planner's rule for torch's own optimizers, and train's: (fused, one tensor after the other, all at once).
 _RULES = {
     "Adam": ("adam-fused", "adamw-loop", "adamw-foreach"),
     "AdamW": ("adamw-fused", "adamw-loop", "adamw-foreach"),
+    "MuonWithAdamW": ("muon-fused", "muon-loop", "muon-foreach"),
 }
 _MODELS: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
@@ -144,7 +145,7 @@ def _rule(optimizer: Optimizer | None, *, device: torch.device) -> str | None:
     """The planner's name for an optimizer; None for one that it has no rule for."""
     if optimizer is None:
         return None
-    name, options = type(optimizer).__name__, optimizer.defaults
+    name, options = type(optimizer).__name__, {**optimizer.defaults, **optimizer.param_groups[-1]}
     if name in _RULES:
         fused, one_by_one, at_once = _RULES[name]
         return fused if options.get("fused") else one_by_one if device.type == "cpu" else at_once

@@ -23,6 +23,7 @@ from shardwise.planner.memory.replay import Replayed
 from shardwise.planner.memory.reserved import Reserved, reserve
 from shardwise.planner.memory.states import optimizer_of
 from shardwise.planner.memory.stream_peak import StreamPeak
+from shardwise.planner.whole_matrices import with_owners
 from shardwise.spec import ROOT, ModelSpec
 from shardwise.spec.step import StepTrace
 
@@ -138,7 +139,7 @@ def _replayed(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, de
     if key not in known:
         mesh = plan.mesh or Mesh(shard=num_ranks)
         mesh.check_ranks(num_ranks)
-        whole = replace(plan, micro_batch=None, mesh=mesh)
+        whole = with_owners(spec, plan=replace(plan, micro_batch=None, mesh=mesh), optimizer=optimizer_of(optimizer))
         known[key] = _replay(spec, plan=whole, optimizer=optimizer, device=device)
     return known[key]
 

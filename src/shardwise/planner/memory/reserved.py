@@ -91,7 +91,7 @@ def _first_step(run: "_Run", job: Job) -> None:
     held = run.go(forward, {})
     run.allocate(workspace)
     held = run.go(backward, held)
-    for size in (size for states in job.states.values() for size in states.moments):
+    for size in [*(size for states in job.states.values() for size in states.moments), *job.owned_moments]:
         run.allocate(size)
     run.end(run.go(after, held))
 

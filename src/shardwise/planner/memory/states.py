@@ -3,7 +3,7 @@
 The flat buffers are those that the engine allocates (program/buffers.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ from shardwise.plan import Plan
 from shardwise.planner.memory.constants import MemoryRules
 from shardwise.program.buffers import SAMPLED_EVERY, FlatSpec, flat_specs
 from shardwise.spec import TensorSpec, UnitSpec
+from shardwise.spec.block_matrices import is_block_matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +26,26 @@ class OptimizerRule:
     has_steps     a counter for each parameter tensor
     copies        what an update makes for a while, in copies of all parameters
     largest       the same, in copies of the largest parameter
+    squares       the same, in squares of that one's shorter side
+    matrices      the rule of the matrices inside blocks, where they have another one: these are stepped whole
     """
 
     num_moments: int
     has_steps: bool = False
     copies: int = 0
     largest: int = 0
+    squares: int = 0
+    matrices: "OptimizerRule | None" = None
+
+    def of(self, param: TensorSpec) -> "OptimizerRule":
+        """The rule of one parameter."""
+        takes = self.matrices is not None and is_block_matrix(param.name, param.shape)
+        return self.matrices if takes and self.matrices is not None else self
+
+
+# torch/optim/_muon.py: of a matrix, what is stepped in fp32, and two of the iteration in bf16; of what the iteration
+# squares, two in bf16.
+_MUON = OptimizerRule(num_moments=1, largest=2, squares=1)
 
 
 OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
@@ -44,11 +59,15 @@ OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
         # As it is mostly used: with momentum.
         "sgd": OptimizerRule(num_moments=1),
         "sgd-plain": OptimizerRule(num_moments=0),
+        # train/muon.py: AdamW but for the matrices of blocks.
+        "muon-fused": OptimizerRule(num_moments=2, has_steps=True, matrices=_MUON),
+        "muon-foreach": OptimizerRule(num_moments=2, copies=1, matrices=_MUON),
+        "muon-loop": OptimizerRule(num_moments=2, has_steps=True, largest=2, matrices=_MUON),
     }
 )
 """By name; where several kernels do the same update, by kernel. An `-foreach` of Adam keeps its counters on the CPU."""
 
-_ALIASES = {"adamw": "adamw-fused", "adam": "adam-fused"}
+_ALIASES = {"adamw": "adamw-fused", "adam": "adam-fused", "muon": "muon-fused"}
 
 
 def optimizer_of(name: str) -> OptimizerRule:
@@ -56,6 +75,11 @@ def optimizer_of(name: str) -> OptimizerRule:
         return OPTIMIZERS[_ALIASES.get(name, name)]
     except KeyError:
         raise UnknownName.of("optimizer", name, known=(*_ALIASES, *OPTIMIZERS)) from None
+
+
+def needs_whole_matrices(name: str) -> bool:
+    """Whether an optimizer takes matrices whole, so that one rank owns each where state is sharded."""
+    return optimizer_of(name).matrices is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +91,7 @@ class UnitStates:
     optim     the fp32 master where it is apart, and the moments
     reduce    the buffer in which gradients are reduced; `reduce_slice` of it, what this rank gets
     grads     gradients that the optimizer reads
-    owned     what the optimizer steps; `largest` of its tensors
+    owned     what the optimizer steps, less what it steps by a rule for matrices, or whole; `largest` of its tensors
     buffers   the module's
     moments   of `optim`, the single allocations of the optimizer's own state
     held      the single allocations of the rest of `params` and `optim`
@@ -144,8 +168,14 @@ def _flat_states(
     separate = params_sharded or flat.compute_dtype != flat.master_dtype
     # A slice that computes as it is stepped is the parameter itself; a separate fp32 master is the optimizer's.
     is_the_parameter = params_sharded and flat.compute_dtype == flat.master_dtype
-    trainable = [count for param, count in _owned(flat, layout, sharded=placement.optim is SHARDED) if param.trainable]
-    moments = moment_bytes([count * stepped for count in trainable], optimizer=optimizer, rules=rules)
+    sharded = placement.optim is SHARDED
+    steps = [(param, count) for param, count in _owned(flat, layout, sharded=sharded) if param.trainable]
+    trainable = [count for _, count in steps]
+    if sharded and plan.owned:
+        # What one rank owns, it has whole (whole_matrices.py).
+        steps = [(param, count) for param, count in steps if not plan.owns(param.name)]
+    moments = moment_bytes([(param, count * stepped) for param, count in steps], optimizer=optimizer, rules=rules)
+    elementwise = [count * stepped for param, count in steps if optimizer.of(param) is optimizer]
     any_trainable = any(param.trainable for param in flat.params)
     reduce = rounded(num_elements * reduces, rules=rules) if any_trainable else 0
     reduce_slice = rounded(num_elements // num_slices * reduces, rules=rules) if any_trainable else 0
@@ -162,20 +192,25 @@ def _flat_states(
         "reduce": reduce,
         "reduce_slice": reduce_slice,
         "grads": grads if any_trainable else 0,
-        "owned": 0 if on_host else sum(count * stepped for count in trainable),
-        "largest": 0 if on_host else max((count * stepped for count in trainable), default=0),
+        "owned": 0 if on_host else sum(elementwise),
+        "largest": 0 if on_host else max(elementwise, default=0),
         "moments": moments,
         "held": tuple(size for size in (0 if params_sharded else full, held) if size),
         "samples": tuple(rounded(-(-count // SAMPLED_EVERY) * stepped, rules=rules) for count in trainable),
     }
 
 
-def moment_bytes(sizes: Sequence[int], *, optimizer: OptimizerRule, rules: MemoryRules) -> tuple[int, ...]:
-    """The optimizer's own state of tensors of these sizes, allocation by allocation."""
-    counters = (rounded(4, rules=rules),) if optimizer.has_steps and rules.steps_on_device else ()
-    return tuple(
-        num_bytes for size in sizes for num_bytes in (*counters, *[rounded(size, rules=rules)] * optimizer.num_moments)
-    )
+def moment_bytes(
+    steps: Iterable[tuple[TensorSpec, int]], *, optimizer: OptimizerRule, rules: MemoryRules
+) -> tuple[int, ...]:
+    """The optimizer's own state of so many bytes of each parameter, allocation by allocation."""
+    found: list[int] = []
+    for param, size in steps:
+        rule = optimizer.of(param)
+        if rule.has_steps and rules.steps_on_device:
+            found.append(rounded(4, rules=rules))
+        found += [rounded(size, rules=rules)] * rule.num_moments
+    return tuple(found)
 
 
 def _owned(flat: FlatSpec, layout: Layout, *, sharded: bool) -> list[tuple[TensorSpec, int]]:

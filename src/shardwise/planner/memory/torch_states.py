@@ -24,9 +24,11 @@ def ddp_states(
 ) -> UnitStates:
     """DDP: parameters as the optimizer steps them, and a bucket's place for each gradient."""
     params = [(param, param.num_elements * _master_bytes(param, plan=plan)) for param in unit.params]
-    trainable = [size for param, size in params if param.trainable]
+    steps = [(param, size) for param, size in params if param.trainable]
+    trainable = [size for _, size in steps]
+    elementwise = [size for param, size in steps if optimizer.of(param) is optimizer]
     held = tuple(rounded(size, rules=rules) for _, size in params)
-    moments = moment_bytes(trainable, optimizer=optimizer, rules=rules)
+    moments = moment_bytes(steps, optimizer=optimizer, rules=rules)
     return UnitStates(
         full=0,
         params=sum(held),
@@ -35,8 +37,8 @@ def ddp_states(
         held=held,
         reduce=0,
         grads=sum(trainable),
-        owned=sum(trainable),
-        largest=max(trainable, default=0),
+        owned=sum(elementwise),
+        largest=max(elementwise, default=0),
         buffers=sum(rounded(buffer.num_bytes, rules=rules) for buffer in unit.buffers),
         gradients=tuple(rounded(size, rules=rules) for size in trainable),
     )
@@ -61,7 +63,8 @@ def fully_shard_states(
     reduced = sum(count for param, count in shards if param.trainable) * reduce_bytes
     whole = [param.num_elements * reduce_bytes for param in unit.params if param.trainable]
     held = tuple(rounded(size, rules=rules) for _, size in stepped)
-    moments = moment_bytes(trainable, optimizer=optimizer, rules=rules)
+    steps = [(param, size) for param, size in stepped if param.trainable]
+    moments = moment_bytes(steps, optimizer=optimizer, rules=rules)
     outputs = tuple(rounded(num_slices * count * size, rules=rules) for count, size in computes)
     in_shard = sum(count * size for count, size in computes)
     flat, copy_in = rounded(num_slices * in_shard, rules=rules), rounded(in_shard, rules=rules)

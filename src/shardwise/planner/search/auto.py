@@ -13,6 +13,7 @@ from shardwise.mesh import Mesh
 from shardwise.patterns import Patterns
 from shardwise.placement import AUTO, SHARDED, STRATEGIES
 from shardwise.plan import Plan
+from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.candidates import Candidate, SpecFor, capacity_bytes, cost, meshes
 from shardwise.planner.search.dial import Choice, Dial
 from shardwise.planner.search.dial_cost import DialCosts
@@ -256,7 +257,7 @@ def _offloaded(costs: DialCosts, *, request: AutoRequest) -> Solved | None:
     rows = request.rows or strategies_of(request.plan.engine)
     sharded = [row for row in rows if STRATEGIES[row].grads is SHARDED]
     for activations, states in ((True, False), (False, True), (True, True)):
-        if states and (request.plan.captures or not sharded):
+        if states and (request.plan.captures or not sharded or needs_whole_matrices(request.optimizer)):
             continue
         plan = replace(request.plan, offload_activations=activations, offload_states=states)
         own = replace(request, plan=plan, rows=tuple(sharded) if states else tuple(rows))

@@ -7,6 +7,7 @@ from math import inf
 from shardwise.engine_limits import LIMITS, strategies_of
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
+from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost
 
 # What a plan that has failed although it should fit must at least be undercut by.
@@ -25,6 +26,9 @@ def nearest_fit(
     most = _LESS * this.memory.device_bytes if this.fits in ("yes", "unknown") else inf
     for changed in changes(plan):
         if LIMITS[plan.engine].why_not(changed) is not None:
+            continue
+        # What is owned stays on the device, and only our engine has owners.
+        if needs_whole_matrices(optimizer) and (changed.offload_states or plan.engine == "torch"):
             continue
         found = cost(spec_for(changed), plan=changed, cluster=cluster, optimizer=optimizer)
         if found.fits in ("yes", "unknown") and found.memory.device_bytes <= most:

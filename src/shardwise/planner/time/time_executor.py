@@ -12,7 +12,9 @@ from shardwise.planner.overhead import Overhead
 from shardwise.planner.sizes import MASTER_BYTES, UnitSizes
 from shardwise.planner.time.collective import Ring, Rings
 from shardwise.planner.time.compute import copy_seconds, update_seconds
+from shardwise.planner.time.muon_update import muon_seconds
 from shardwise.planner.time.queues import CALL, COMPUTE, SEND, WAIT, Instruction, Work
+from shardwise.planner.whole_matrices import matrix_sizes
 from shardwise.program import Kind, Operation, Row, Trigger
 from shardwise.program.run import Action
 
@@ -244,27 +246,41 @@ class TimeExecutor:
         return sum(self.sizes[unit].reduce_bytes for unit in units)
 
     def _update(self) -> Iterator[Instruction]:
-        job, num_elements, num_tensors, refreshed = self.job, 0, 0, 0
+        job, num_elements, num_tensors, refreshed, clipped = self.job, 0, 0, 0, 0
         for unit in job.short.spec.units:
             sizes, weight = self.sizes[unit.name], job.short.weights.get(unit.name, 1)
-            elements, tensors = sizes.trainable, sizes.tensors
+            in_matrices, num_matrices = matrix_sizes(unit, optimizer=job.optimizer)
+            elements, tensors, grads = sizes.trainable - in_matrices, sizes.tensors - num_matrices, sizes.trainable
             if job.placements[unit.name].optim is SHARDED:
                 elements, tensors = elements // job.num_slices, min(tensors, tensors // job.num_slices + 1)
+                grads //= job.num_slices
             elif self.overhead.refreshes and sizes.is_cast:
                 # The parameters in the dtype that computes are made again.
                 refreshed += weight * (sizes.grad_bytes + MASTER_BYTES * sizes.trainable)
             num_elements, num_tensors = num_elements + weight * elements, num_tensors + weight * tensors
+            clipped += weight * grads
         if self.clips:
-            yield from self._clip(MASTER_BYTES * num_elements)
+            yield from self._clip(MASTER_BYTES * clipped)
         launch, kernel = self._update_seconds(num_elements, num_tensors)
         yield self._work("update", launch + self.overhead.step, kernel)
+        if job.optimizer.matrices is not None:
+            yield self._work("update matrices", *self._matrices_seconds())
         if refreshed:
             yield self._copy("refresh", refreshed)
 
     def _update_seconds(self, num_elements: int, num_tensors: int) -> tuple[float, float]:
         return update_seconds(
-            num_elements=num_elements, num_tensors=num_tensors, optimizer=self.optimizer, device=self.cluster.device
+            num_elements=num_elements,
+            num_tensors=num_tensors,
+            # What is in no matrix is AdamW's.
+            optimizer=self.optimizer.replace("muon", "adamw"),
+            device=self.cluster.device,
         )
+
+    def _matrices_seconds(self) -> tuple[float, float]:
+        """Of what is stepped by a rule for matrices, on the rank that takes the longest: all wait for it."""
+        ranks = (self.job.whole.on(rank) for rank in range(self.job.num_slices))
+        return max((muon_seconds(matrices, device=self.cluster.device) for matrices in ranks), key=sum)
 
     def _clip(self, num_bytes: int) -> Iterator[Instruction]:
         """The norm reads the rank's gradients, is summed over what is sharded, and scales them."""

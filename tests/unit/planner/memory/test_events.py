@@ -175,6 +175,7 @@ def test_every_kind_of_operation_is_handled_or_refused(name: str, kind: Kind) ->
         update_bytes=0,
         num_params=3,
         num_slices=2,
+        owned={},
     )
     executor = job.engine.memory(job.program, setting)
     row = Row(trigger=Trigger.BEFORE_FORWARD, unit=ROOT, call=0, operations=())

@@ -47,10 +47,9 @@ class OurMemory:
             case Kind.WAIT_SLICE:
                 return partial(self._deliver, name)
             case Kind.TO_OWNERS:
-                return partial(self._own, name, operation.num_bytes)
+                return partial(self._to_owners, name, operation.num_bytes)
             case Kind.FROM_OWNERS:
-                # The gradients have gone there too.
-                return partial(self._own, name, -2 * operation.num_bytes)
+                return partial(self._from_owners, name, operation.num_bytes)
             case Kind.UPDATE:
                 return self._update
             case Kind.WAIT_GATHER | Kind.BACKWARD | Kind.REDUCE | Kind.REDUCE_FLAGS | Kind.BROADCAST:
@@ -202,11 +201,29 @@ class OurMemory:
 
     # The update, and what all do
 
+    def _to_owners(self, unit: str, num_bytes: int) -> None:
+        """Slices of values and gradients are sent; what is received of all ranks is put together, and goes."""
+        owned, sent = 2 * self.setting.owned.get(unit, 0), num_bytes // self.setting.num_slices
+        received = owned // self.setting.weight(unit)
+        self._change("other", received)
+        self._for_a_while(sent)
+        self._own(unit, owned)
+        self._change("other", -received)
+
+    def _from_owners(self, unit: str, num_bytes: int) -> None:
+        """New values are sent, and received in slices; what was whole goes."""
+        owned = self.setting.owned.get(unit, 0)
+        self._for_a_while(owned // self.setting.weight(unit) + num_bytes // self.setting.num_slices)
+        self._own(unit, -2 * owned)
+
     def _own(self, unit: str, num_bytes: int) -> None:
-        """An owner's matrices come and go, with their gradients; owners have about as much as each other."""
-        share = num_bytes // self.setting.num_slices
-        self._change("other", share)
-        self._change("other", self.setting.left_out(unit) * share, is_beside=True)
+        one = num_bytes // self.setting.weight(unit)
+        self._change("other", one)
+        self._change("other", num_bytes - one, is_beside=True)
+
+    def _for_a_while(self, num_bytes: int) -> None:
+        self._change("other", num_bytes)
+        self._change("other", -num_bytes)
 
     def _update(self) -> None:
         self.changes += update_changes(self.setting.update_bytes)

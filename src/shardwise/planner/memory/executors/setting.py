@@ -31,6 +31,7 @@ class MemorySetting:
     """What an executor has to know: where everything lives, in bytes, and how often each unit counts.
 
     Of all units, also those that are left out: `update_bytes`, what the optimizer makes for a while, and `num_params`.
+    `owned`: of a unit and those that it stands for, the matrices that rank 0 owns.
     """
 
     plan: Plan
@@ -41,6 +42,7 @@ class MemorySetting:
     update_bytes: int
     num_params: int
     num_slices: int
+    owned: Mapping[str, int]
 
     def weight(self, unit: str) -> int:
         return self.weights.get(unit, 1)

@@ -1,0 +1,138 @@
+"""Matrices that are stepped whole: those that one rank each owns, and those that an optimizer has another rule for.
+
+An optimizer like Muon takes the matrices of blocks whole. Where every rank holds all state, each steps all of them;
+where state is sharded, each is OWNED: one rank steps it, and holds its state.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from shardwise.errors import InvalidModel, InvalidPlan
+from shardwise.patterns import short_patterns
+from shardwise.placement import SHARDED, Placement
+from shardwise.plan import Plan
+from shardwise.planner.memory.states import OptimizerRule
+from shardwise.program.buffers import flat_specs
+from shardwise.program.owners import assign_owners
+from shardwise.spec import ModelSpec, TensorSpec, UnitSpec
+from shardwise.spec.block_matrices import block_matrices, is_block_matrix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeMatrix:
+    """`num_bytes`: as it is stepped."""
+
+    unit: str
+    param: TensorSpec
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeMatrices:
+    """`on_all`: what every rank steps whole by a rule for matrices; `owned`: of each rank, what it alone steps."""
+
+    on_all: tuple[WholeMatrix, ...]
+    owned: tuple[tuple[WholeMatrix, ...], ...]
+
+    def on(self, rank: int) -> tuple[WholeMatrix, ...]:
+        """What a rank of the shard axis steps."""
+        return (*self.on_all, *self.owned[rank])
+
+    def owned_bytes(self, rank: int) -> Counter[str]:
+        """What a rank owns, by unit."""
+        found: Counter[str] = Counter()
+        for matrix in self.owned[rank]:
+            found[matrix.unit] += matrix.num_bytes
+        return found
+
+
+def with_owners(spec: ModelSpec, *, plan: Plan, optimizer: OptimizerRule) -> Plan:
+    """The plan that is run with an optimizer: `prepare` gives owners to the matrices that it needs whole."""
+    if optimizer.matrices is None:
+        return plan
+    if not block_matrices(spec):
+        raise InvalidModel(f"optimizer muon: {spec.name} has no matrix in a layer of a numbered block; use adamw")
+    if plan.captures:
+        raise InvalidPlan(
+            "optimizer muon with capture = 'on': its steps are not captured; set capture = 'auto' or 'off'"
+        )
+    sharded = frozenset(unit.name for unit in spec.units if plan.placement(unit.name).optim is SHARDED)
+    if sharded and plan.engine == "torch":
+        raise InvalidPlan(
+            f"optimizer muon with engine = 'torch' under {plan.strategy}: fully_shard gives Muon slices of matrices; "
+            "use engine = 'shardwise', or strategy = 'ddp'"
+        )
+    patterns = _patterns(spec, sharded)
+    return replace(plan, owned=tuple(dict.fromkeys((*plan.owned, *patterns)))) if patterns else plan
+
+
+@lru_cache(maxsize=256)
+def _patterns(spec: ModelSpec, sharded: frozenset[str]) -> tuple[str, ...]:
+    """Of the matrices of these units."""
+    inside = {param.name for unit in spec.units if unit.name in sharded for param in unit.params}
+    names = [name for name in block_matrices(spec) if name in inside]
+    return short_patterns(names, among=[param.name for unit in spec.units for param in unit.params])
+
+
+def whole_matrices(
+    units: Iterable[tuple[UnitSpec, int]],
+    *,
+    plan: Plan,
+    placements: Mapping[str, Placement],
+    optimizer: OptimizerRule,
+    num_slices: int,
+) -> WholeMatrices:
+    """Of these units, each of which counts so many times."""
+    on_all: list[WholeMatrix] = []
+    to_own: list[WholeMatrix] = []
+    if plan.owned or optimizer.matrices is not None:
+        for unit, count in units:
+            is_sharded = placements[unit.name].optim is SHARDED
+            for matrix in _trained(unit, plan=plan):
+                if is_sharded and plan.owns(matrix.param.name):
+                    to_own += [matrix] * count
+                elif not is_sharded and optimizer.of(matrix.param) is not optimizer:
+                    on_all += [matrix] * count
+    owners = assign_owners([matrix.param.shape for matrix in to_own], num_ranks=num_slices) if to_own else []
+    owned = tuple(
+        tuple(matrix for matrix, owner in zip(to_own, owners, strict=True) if owner == rank)
+        for rank in range(num_slices)
+    )
+    return WholeMatrices(on_all=tuple(on_all), owned=owned)
+
+
+def _trained(unit: UnitSpec, *, plan: Plan) -> list[WholeMatrix]:
+    return [
+        WholeMatrix(unit=unit.name, param=param, num_bytes=flat.master_bytes * param.num_elements)
+        for flat in flat_specs(unit, plan=plan)
+        for param in flat.params
+        if flat.is_trained and param.trainable and param.num_elements
+    ]
+
+
+def update_bytes(
+    matrices: Sequence[WholeMatrix], *, optimizer: OptimizerRule, in_slices: int, largest_slice: int
+) -> int:
+    """What an optimizer makes for a while to step these, and what is in slices; first by its rule for matrices."""
+    by_own_rule = [matrix.num_bytes for matrix in matrices if optimizer.of(matrix.param) is optimizer]
+    at_once = optimizer.copies * (in_slices + sum(by_own_rule))
+    most = at_once + optimizer.largest * max(largest_slice, *by_own_rule, 0)
+    if optimizer.matrices is None:
+        return most
+    by_another = [matrix for matrix in matrices if optimizer.of(matrix.param) is not optimizer]
+    return max(most, *(_update_bytes(matrix, rule=optimizer.matrices) for matrix in by_another), 0)
+
+
+def _update_bytes(matrix: WholeMatrix, *, rule: OptimizerRule) -> int:
+    squared = min(matrix.param.shape) ** 2 * matrix.num_bytes // matrix.param.num_elements
+    return rule.largest * matrix.num_bytes + rule.squares * squared
+
+
+def matrix_sizes(unit: UnitSpec, *, optimizer: OptimizerRule) -> tuple[int, int]:
+    """(elements, tensors) of what is trained of a unit by the rule for matrices."""
+    if optimizer.matrices is None:
+        return 0, 0
+    found = [p.num_elements for p in unit.params if p.trainable and is_block_matrix(p.name, p.shape)]
+    return sum(found), len(found)

@@ -1,0 +1,84 @@
+"""Muon for the matrices of blocks and AdamW for all else, as one optimizer.
+
+torch.optim.Muon takes matrices alone. Embeddings, head and vectors are AdamW's, with the same learning rate: Muon's
+updates are scaled to the size of AdamW's (`match_rms_adamw`; Liu et al. 2025, "Muon is Scalable for LLM Training").
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.errors import InvalidModel
+from shardwise.spec.block_matrices import is_block_matrix
+
+_UPDATES: Mapping[str, type[Optimizer]] = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
+
+
+class MuonWithAdamW(Optimizer):
+    """A param group's `update` says which of torch's optimizers steps it; options and states are those of that one."""
+
+    # Whoever asks for it knows: nobody has to be told.
+    takes_whole_matrices = True
+
+    def __init__(
+        self,
+        matrices: Iterable[nn.Parameter],
+        others: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        muon: Mapping[str, Any],
+        adamw: Mapping[str, Any],
+    ) -> None:
+        # These check the options, and write all of them into their groups.
+        parts: dict[str, Optimizer] = {
+            "muon": torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw", **muon)
+        }
+        rest = list(others)
+        if rest:
+            parts["adamw"] = torch.optim.AdamW(rest, lr=lr, **adamw)
+        groups = [{**group, "update": name} for name, part in parts.items() for group in part.param_groups]
+        # What torch reads of an optimizer as a whole.
+        super().__init__(groups, {"differentiable": False})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        try:
+            for name, kind in _UPDATES.items():
+                self.param_groups = [group for group in groups if group["update"] == name]
+                _without_hooks(kind)(self)
+        finally:
+            self.param_groups = groups
+        return loss
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
+        """Called by either step, for the states of a group."""
+        found: bool = _UPDATES[group["update"]]._init_group(self, group, *lists)  # type: ignore[attr-defined]
+        return found
+
+
+def _without_hooks(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """A class's step, without the hooks of optimizers, which are called for the step that this one is part of."""
+    step: Any = kind.step
+    found: Callable[[Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return found
+
+
+def split_off_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(the trained matrices of blocks, all else that is trained)."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    matrices = [parameter for name, parameter in trained if is_block_matrix(name, tuple(parameter.shape))]
+    if not matrices:
+        raise InvalidModel(
+            f"optimizer muon: {type(model).__name__} has no matrix in a layer of a numbered block (such as "
+            "blocks.0.attention.weight) that is trained; use adamw"
+        )
+    others = [parameter for name, parameter in trained if not is_block_matrix(name, tuple(parameter.shape))]
+    return matrices, others
