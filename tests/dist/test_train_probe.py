@@ -118,6 +118,20 @@ def test_a_rehearsal_that_runs_out_on_one_rank_gives_all_ranks_a_smaller_plan(tm
 
 
 @pytest.mark.whole
+def test_where_the_plan_cannot_change_a_peak_is_told_and_running_out_ends_the_run(tmp_path: Path) -> None:
+    def asked(folder: str) -> TrainConfig:
+        # One rank owns the optimizer's state of each.
+        plan = {"strategy": "auto", "precision": "fp32", "owned": ["blocks.*.weight"]}
+        return asked_for(tmp_path / folder, plan, auto={"budget": "220KiB"})
+
+    said, _ = run_ranks(probed, num_ranks=2, args=(asked("peak"), 10_000))
+    assert ": the plan stays, since it cannot change under a model with parameters that are OWNED" in said
+    for said in run_ranks(probed, num_ranks=2, args=(asked("out"), 0, True)):
+        assert said.startswith("ended: rank 1 ran out of memory in step 1, forward")
+        assert "parameters that are OWNED" in said
+
+
+@pytest.mark.whole
 def test_a_peak_beyond_the_budget_that_no_plan_can_meet_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
     one, other = run_ranks(probed, num_ranks=2, args=(auto(tmp_path / "run", budget="300KiB"), 400_000))
     assert one.startswith("ended: Rehearsed: ")

@@ -20,7 +20,7 @@ from shardwise.comm.join import Place
 from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.prepared.survive import StepGuard, StepUndone
-from shardwise.engine.replan import replan
+from shardwise.engine.replan import fixed_by, replan
 from shardwise.engine.surviving import Surviving
 from shardwise.launch.failure import during
 from shardwise.plan import Plan
@@ -129,6 +129,10 @@ class _Probe:
             training.tell(found)
             return plan
         found = f"{found} ({measured / predicted:.2f} ×)"
+        trait = fixed_by(engine_of(training.model), plan=plan)
+        if trait:
+            training.tell(f"{found}: the plan stays, since it cannot change under a model with {trait}")
+            return plan
         if self.num_solved == _MOST_MOVES:
             training.tell(f"{found}: it was solved again {_MOST_MOVES} times, so this plan stays")
             return plan
