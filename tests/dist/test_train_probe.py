@@ -107,6 +107,7 @@ def test_a_peak_above_the_prediction_on_one_rank_gives_all_ranks_the_same_smalle
     assert len(lines(folder)) == NUM_STEPS + 1
 
 
+@pytest.mark.whole
 def test_a_rehearsal_that_runs_out_on_one_rank_gives_all_ranks_a_smaller_plan(tmp_path: Path) -> None:
     said, _ = run_ranks(probed, num_ranks=2, args=(auto(tmp_path / "one"), 0, True))
     assert "rank 1 ran out of memory in step 1, forward" in said
