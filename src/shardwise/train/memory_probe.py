@@ -64,13 +64,17 @@ def _budget_to_probe(chosen: ChosenPlan, *, place: Place) -> int | None:
 
 @dataclass(slots=True, kw_only=True)
 class _Probe:
-    """`ratio`: the largest of measured to predicted so far, and `num_solved`, how often that was solved; on rank 0."""
+    """`ratio`: the largest of measured to predicted so far, and `num_solved`, how often that was solved; on rank 0.
+
+    `ran_out`: a rehearsal has; then less is free than the budget says, and the solver could come back to that plan.
+    """
 
     training: Training
     plans: SmallerPlans
     budget_bytes: int
     ratio: float = 1.0
     num_solved: int = 0
+    ran_out: bool = False
 
     def run(self) -> ChosenPlan:
         training, plans = self.training, self.plans
@@ -90,6 +94,7 @@ class _Probe:
                     replan(training.model, plan)
                     plans.chosen = plans.chosen.with_plan(plan)
             except StepUndone as undone:
+                self.ran_out = True
                 plan = surviving.shrink(undone)
             follow_plan(training, plan=plan)
         restore_random_states(drawn, device=training.device)
@@ -133,8 +138,9 @@ class _Probe:
         if trait:
             training.tell(f"{found}: the plan stays, since it cannot change under a model with {trait}")
             return plan
-        if self.num_solved == _MOST_MOVES:
-            training.tell(f"{found}: it was solved again {_MOST_MOVES} times, so this plan stays")
+        if self.num_solved == _MOST_MOVES or self.ran_out:
+            why = "a larger plan ran out of memory" if self.ran_out else f"it was solved again {_MOST_MOVES} times"
+            training.tell(f"{found}: {why}, so this plan stays")
             return plan
         self.num_solved += 1
         self.ratio = max(self.ratio, measured / predicted)
