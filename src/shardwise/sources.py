@@ -66,6 +66,10 @@ class Source:
             self._spec = self._with(missing)
         return self._spec
 
+    def release(self) -> None:
+        """Keep the spec alone, not the model that was traced for it: another trace makes it again."""
+        self._task = None
+
     def _first_spec(self) -> ModelSpec:
         if self.reference.startswith("params:"):
             if self._seq is not None or self._image is not None:

@@ -130,10 +130,16 @@ def test_a_step_with_collectives_of_its_own_is_not_survived_and_says_so() -> Non
 
 
 def allocated(rank: int) -> None:
-    for name in ("groups", "adamw fused", "adam foreach", "rmsprop"):
-        run = Run("gpt", name, Plan(), [], rank=rank)
+    # Under bf16 the statistics' scales stay in fp32, where the optimizer steps the module's own parameters.
+    kept_fp32 = ("resnet", "groups", Plan(strategy="ddp", precision="bf16"))
+    owned = ("gpt", "groups", Plan(owned=("blocks.*.weight",)))
+    fsdp = [("gpt", name, Plan()) for name in ("groups", "adamw fused", "adam foreach", "rmsprop")]
+    for model, name, plan in (*fsdp, kept_fp32, owned):
+        run = Run(model, name, plan, [], rank=rank)
         for group in run.optimizer.param_groups:
             assert all(run.optimizer.state[parameter] for parameter in group["params"])
+        if plan.owned:
+            assert run.take(0) > 0
 
 
 def test_optimizer_state_is_there_before_the_first_step() -> None:

@@ -55,6 +55,12 @@ class Noise(Dataset[tuple[Tensor, Tensor]]):
         return tokens[:-1], tokens[1:]
 
 
+def resnet() -> Task:
+    """With BatchNorm, whose statistics a forward changes."""
+    shape = CATALOGUE["resnet-digits"]
+    return image_task(shape, dataset="digits")
+
+
 class Numbers(Dataset[tuple[Tensor, Tensor]]):
     """A few samples of tokens."""
 

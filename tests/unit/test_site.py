@@ -18,7 +18,7 @@ from shardwise.cli.app import app
 ROOT = Path(__file__).parents[2]
 REFERENCE = {"reference/python.md", "reference/command-line.md"}
 GENERATED = {"index.md", "contributing.md", "changes.md", "planner-page.html", *REFERENCE}
-MODULES = ("pictures", "reference", "planner_file")
+MODULES = ("pictures", "frontier_picture", "reference", "planner_file")
 
 
 @pytest.fixture
@@ -33,6 +33,13 @@ def test_pictures_are_those_that_the_command_draws(site: dict[str, ModuleType]) 
     for name, draw in site["pictures"].PICTURES.items():
         drawn = (ROOT / "docs" / "images" / name).read_text()
         assert drawn == draw(), f"docs/images/{name} is old: run `python scripts/site/pictures.py`"
+
+
+@pytest.mark.whole
+def test_the_picture_of_the_frontier_is_the_one_that_the_command_draws(site: dict[str, ModuleType]) -> None:
+    module = site["frontier_picture"]
+    drawn = (ROOT / "docs" / "images" / "frontier.svg").read_text()
+    assert drawn == module.picture(module.points()), "it is old: run `python scripts/site/frontier_picture.py`"
 
 
 def test_the_reference_has_every_public_name_with_its_text(site: dict[str, ModuleType]) -> None:

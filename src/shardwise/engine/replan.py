@@ -85,13 +85,9 @@ def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
                 f"{_WHAT} with {item.name} = {now!r}, but the model was prepared with {then!r}: it changes where "
                 "things live and when they move, not what is computed; save a checkpoint and prepare again"
             )
-    for trait, found in (
-        ("parameters that are OWNED (stepped whole by one rank each)", bool(runner.matrices.of(None) or plan.owned)),
-        ("an optimizer of blocks of elements", any(flat.alignment != ALIGNMENT for flat in engine.flats)),
-        ("weights of which a module keeps the memory (bitsandbytes int8)", any(flat.followed for flat in engine.flats)),
-    ):
-        if found:
-            raise InvalidModel(f"{_WHAT} with {trait}: save a checkpoint and prepare the model again")
+    trait = fixed_by(engine, plan=plan)
+    if trait:
+        raise InvalidModel(f"{_WHAT} with {trait}: save a checkpoint and prepare the model again")
     placements = check_plan(plan, spec=runner.spec, mesh=mesh, device=engine.device)
     if plan.dynamic and runner.executor.holds_grads:
         raise InvalidPlan(f"{_WHAT} with dynamic = true in the middle of an accumulation: do it after the step")
@@ -105,6 +101,18 @@ def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
         engine.owned.check(optimizer, sharded=sharded)
     _settle(engine)
     return "\n".join(f"{name} = {value}" for name, value in plan.to_dict().items())
+
+
+def fixed_by(engine: Engine, *, plan: Plan) -> str:
+    """What keeps a model under the plan that it has, whatever the other one is; "" if nothing does."""
+    traits = {
+        "parameters that are OWNED (stepped whole by one rank each)": bool(
+            engine.runner.matrices.of(None) or plan.owned
+        ),
+        "an optimizer of blocks of elements": any(flat.alignment != ALIGNMENT for flat in engine.flats),
+        "weights of which a module keeps the memory (bitsandbytes int8)": any(flat.followed for flat in engine.flats),
+    }
+    return next((trait for trait, found in traits.items() if found), "")
 
 
 def _settle(engine: Engine) -> None:

@@ -48,11 +48,15 @@ class Surviving:
         if self._count == self._most:
             raise NotSurvived(f"{undone}; it has happened more than {self._most} times, so the job ends") from undone
         self._count += 1
-        before, plan = engine_of(self._model).plan, self._smaller()
-        if plan is None:
-            raise NotSurvived(f"{undone}; there is no plan that needs less memory, so the job ends") from undone
-        began = time.monotonic()
-        replan(self._model, plan)
+        before = engine_of(self._model).plan
+        try:
+            plan = self._smaller()
+            if plan is None:
+                raise NotSurvived("there is no plan that needs less memory, so the job ends")
+            began = time.monotonic()
+            replan(self._model, plan)
+        except ShardwiseError as error:
+            raise NotSurvived(f"{undone}; {error}") from undone
         if dist.get_rank() == 0:
             changed = ", ".join(f"{name} = {value!r}" for name, value in _changes(before, plan).items())
             self._tell(

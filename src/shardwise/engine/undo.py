@@ -35,6 +35,11 @@ class WrittenTensors:
         if self._tensors:
             torch._foreach_copy_(self._tensors, self._copies)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the copies."""
+        return sum(copy.nbytes for copy in self._copies)
+
 
 class StepStart:
     """An ordinary step's start: the model's buffers, where random numbers stood, and the gradients there were."""
@@ -47,14 +52,22 @@ class StepStart:
         self.learned, self._called = engine.runner.learned, engine.runner.called
         self._grads = _GradsBefore(engine)
 
-    def undo(self) -> None:
-        """After the last pass, before anything of the update."""
+    @property
+    def copied_bytes(self) -> int:
+        """What it has taken of the device's memory itself, where the step begins without gradients."""
+        return self._written.num_bytes
+
+    def undo(self, *, keeps_order: bool = False) -> None:
+        """After the last pass, before anything of the update. `keeps_order`: all ranks have called all that they call,
+        so that what a first step has learned of it stays.
+        """
         runner = self._engine.runner
         self._written.undo()
         _restore(self._random, device=self._engine.device)
         self._grads.undo()
-        # A rank that failed has not called all that it would have called.
-        runner.learned = self.learned
+        if not keeps_order:
+            # A rank that failed has not called all that it would have called.
+            runner.learned = self.learned
         runner.called = self._called
         runner.forwards = 0
 

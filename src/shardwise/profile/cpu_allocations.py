@@ -11,6 +11,7 @@ profiler follows this thread and autograd's: what a backend's thread allocates i
 frees is noticed only when its address is given out again. `end_bytes` of two equal steps tells whether that matters.
 """
 
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from shardwise.profile.memory_ledger import FOREVER, Allocation
 
 _MARK = "shardwise/"
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 class LiveBytes:
@@ -42,7 +44,8 @@ class LiveBytes:
         self._totals: list[int] = []
 
     def __enter__(self) -> Self:
-        self._profile.__enter__()
+        with _without_log():
+            self._profile.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -91,6 +94,18 @@ class LiveBytes:
         changes.sort()
         self._moments = [moment for moment, _ in changes]
         self._totals = list(accumulate(num_bytes for _, num_bytes in changes))
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """The profiler's library reads once what it is to log: without this, each start and stop, to standard error."""
+    before = os.environ.get(_LOG_LEVEL)
+    os.environ.setdefault(_LOG_LEVEL, "99")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LOG_LEVEL]
 
 
 def _flatten(events: Iterable[Any]) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """The plan that a run has: the config's; with `plan.strategy = "auto"`, as an earlier start chose, or chosen now.
 
-auto.json in the run folder holds what was asked, of which devices, and the plan that was chosen. A start that asks the
+auto.json in the run folder holds what was asked, of which devices, and the plan that was chosen; the memory that is
+predicted for it, and, once a step was rehearsed, the measured one (memory_probe.py). A start that asks the
 same uses that plan; with another question, other devices or another number of them, it is chosen again. `--replan`
 chooses again in any case, also where the config's plan is a fixed one: a step keeps its number of samples.
 """
@@ -29,11 +30,15 @@ FILE = "auto.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenPlan:
-    """The config with its plan, and as it was given; on rank 0 of an auto run, what auto.json is to hold."""
+    """The config with its plan, and as it was given; on rank 0 of an auto run, what auto.json is to hold.
+
+    `source`: the model as the planner sees it, once it was asked for; plans that are solved later trace nothing again.
+    """
 
     config: TrainConfig
     given: TrainConfig
     record: dict[str, Any] | None = None
+    source: Source | None = None
 
     @property
     def sentence(self) -> str:
@@ -46,11 +51,31 @@ class ChosenPlan:
             with atomic_write(self.config.folder / FILE) as file:
                 file.write(json.dumps(self.record, indent=1).encode() + b"\n")
 
-    def replaced(self, plan: Plan, *, place: Place) -> "ChosenPlan":
+    @property
+    def predicted_bytes(self) -> int | None:
+        """Of the memory that a rank allocates; None where it is not known, and on other ranks than 0."""
+        return None if self.record is None else self.record.get("predicted_bytes")
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a step of the plan has been rehearsed."""
+        return self.record is not None and "measured_bytes" in self.record
+
+    def with_plan(self, plan: Plan) -> "ChosenPlan":
+        """On another rank than 0, which has no more to know of it."""
+        return replace(self, config=replace(self.config, plan=plan))
+
+    def measured(self, num_bytes: int) -> "ChosenPlan":
+        """A step of the plan was rehearsed, with this peak: a later start need not do it again."""
+        if self.record is None:
+            return self
+        return replace(self, record={**self.record, "measured_bytes": num_bytes})
+
+    def replaced(self, plan: Plan, *, place: Place, predicted_bytes: int | None) -> "ChosenPlan":
         """The run continues under another plan, and so does a later start that asks the same."""
         asked = _asked(self.given, cluster=job_cluster(place.device, num_ranks=place.num_ranks))
         said = f"{plan.strategy}, recompute {plan.recompute}: an earlier plan ran out of memory"
-        record = {"asked": asked, "plan": plan.to_dict(), "said": said}
+        record = {"asked": asked, "plan": plan.to_dict(), "said": said, "predicted_bytes": predicted_bytes}
         return replace(self, config=replace(self.config, plan=plan), record=record)
 
 
@@ -60,63 +85,81 @@ def choose_plan(config: TrainConfig, *, place: Place, fresh: bool, replan: bool 
     first = place.restarts == 0
     chooses = config.plan.is_auto or (replan and first)
     record: dict[str, Any] | None = None
+    source: Source | None = None
 
     def choose() -> Plan:
-        nonlocal record
+        nonlocal record, source
         if chooses or (config.folder / FILE).exists():
             cluster = job_cluster(place.device, num_ranks=place.num_ranks)
             asked = _asked(config, cluster=cluster)
             record = None if (fresh or replan) and first else _kept(config.folder, asked)
             if record is None and chooses:
-                solver = _Solver(config=config, cluster=cluster)
-                plan = solver.solve()
-                record = {"asked": asked, "plan": plan.to_dict(), "said": solver.said}
+                source = source_of(config, cluster=cluster)
+                record = _solved(config, source, cluster=cluster, budget_bytes=config.auto.budget_bytes)
         return config.plan if record is None else Plan.from_dict(record["plan"])
 
     plan = solved_by_rank_0(choose)
-    return ChosenPlan(config=replace(config, plan=plan), given=config, record=record)
+    return ChosenPlan(config=replace(config, plan=plan), given=config, record=record, source=source)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Solver:
-    """`said`: what was chosen, in one sentence."""
+def solve_again(chosen: ChosenPlan, *, place: Place, budget_bytes: int) -> ChosenPlan:
+    """On rank 0: the same question with another budget. NoPlanFits, if there is no answer."""
+    cluster = job_cluster(place.device, num_ranks=place.num_ranks)
+    source = chosen.source or source_of(chosen.config, cluster=cluster)
+    record = _solved(chosen.given, source, cluster=cluster, budget_bytes=budget_bytes)
+    config = replace(chosen.config, plan=Plan.from_dict(record["plan"]))
+    return replace(chosen, config=config, record=record, source=source)
 
-    config: TrainConfig
-    cluster: Cluster
-    said: str = ""
 
-    def solve(self) -> Plan:
-        config, kind = self.config, "cpu" if self.cluster.device.name == "cpu" else "cuda"
-        source = Source(config.task.model, seq=config.task.seq, image=config.task.image, kernels=kind)
-        plan, global_batch = self._question()
-        request = AutoRequest(
-            plan=plan,
-            cluster=self.cluster,
-            optimizer=optimizer_rule(config.optimizer, device=kind),
-            budget_bytes=config.auto.budget_bytes,
-            global_batch=global_batch,
-            goal=config.auto.goal,
-        )
-        plan = solve_plan(source.spec_for, request=request).candidate.plan
-        self.said = chosen_text(plan, names=[unit.name for unit in source.spec_for(plan).units])
-        return plan
+def source_of(config: TrainConfig, *, cluster: Cluster) -> Source:
+    """A config's model, for the planner."""
+    task = config.task
+    return Source(task.model, seq=task.seq, image=task.image, kernels=_kind(cluster))
 
-    def _question(self) -> tuple[Plan, int | None]:
-        """What is given, and the samples of a step: of a fixed plan, as many as the run had."""
-        config = self.config
-        if config.plan.is_auto:
-            return config.plan, config.auto.global_batch
-        before = samples_of_step(config.folder)
-        if before is None:
-            assert config.plan.micro_batch is not None
-            before = config.plan.micro_batch * config.plan.accumulate * self.cluster.num_ranks
-        given = replace(config.plan, mesh=None, micro_batch=None, accumulate=1)
-        return given, config.auto.global_batch or before
+
+def _kind(cluster: Cluster) -> str:
+    return "cpu" if cluster.device.name == "cpu" else "cuda"
+
+
+def _solved(config: TrainConfig, source: Source, *, cluster: Cluster, budget_bytes: int | None) -> dict[str, Any]:
+    """What auto.json is to hold."""
+    given, global_batch = _question(config, cluster=cluster)
+    request = AutoRequest(
+        plan=given,
+        cluster=cluster,
+        optimizer=optimizer_rule(config.optimizer, device=_kind(cluster)),
+        budget_bytes=budget_bytes,
+        global_batch=global_batch,
+        goal=config.auto.goal,
+    )
+    found = solve_plan(source.spec_for, request=request).candidate
+    names = [unit.name for unit in source.spec_for(found.plan).units]
+    source.release()
+    return {
+        "asked": _asked(config, cluster=cluster),
+        "plan": found.plan.to_dict(),
+        "said": chosen_text(found.plan, names=names),
+        "predicted_bytes": found.memory.allocated_bytes,
+    }
+
+
+def _question(config: TrainConfig, *, cluster: Cluster) -> tuple[Plan, int | None]:
+    """What is given, and the samples of a step: of a fixed plan, as many as the run had."""
+    if config.plan.is_auto:
+        return config.plan, config.auto.global_batch
+    before = samples_of_step(config.folder)
+    if before is None:
+        assert config.plan.micro_batch is not None
+        before = config.plan.micro_batch * config.plan.accumulate * cluster.num_ranks
+    given = replace(config.plan, mesh=None, micro_batch=None, accumulate=1)
+    return given, config.auto.global_batch or before
 
 
 def _asked(config: TrainConfig, *, cluster: Cluster) -> dict[str, Any]:
     """All that the plan follows from, in JSON's own types."""
     sections = config.to_dict()
+    # Whether it is rehearsed does not change what is asked.
+    del sections["auto"]["probe"]
     asked = {
         **{name: sections[name] for name in ("plan", "auto", "optimizer", "task")},
         "cluster": str(cluster),

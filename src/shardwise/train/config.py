@@ -167,6 +167,9 @@ class AutoSection(ConfigSection):
     goal: str = key(
         "throughput", "the fastest plan, or the one with the smallest peak", choices=("throughput", "memory")
     )
+    probe: bool = key(
+        True, "rehearse a step before training: if it needs more memory than was predicted, solve with a smaller budget"
+    )
 
     @property
     def budget_bytes(self) -> int | None:

@@ -180,7 +180,7 @@ def _reported(update: Update) -> tuple[bool, str | None]:
 def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -> tuple[Tensor, Tensor | None]:
     """All passes and the optimizer's step: this rank's part of the loss, times the number of ranks; and the norm."""
     training.guard.begin()
-    total = _passes(training, weights, batches, guard=training.guard)
+    total = run_passes(training, weights, batches, guard=training.guard)
     training.guard.agree()
     grad_norm = None
     options = training.config.train
@@ -200,7 +200,7 @@ def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -
     return total, grad_norm
 
 
-def _passes(training: Training, weights: tuple[float, ...], batches: list[Any], *, guard: NoGuard) -> Tensor:
+def run_passes(training: Training, weights: tuple[float, ...], batches: list[Any], *, guard: NoGuard) -> Tensor:
     """Forward and backward of each pass: this rank's part of the loss, times the number of ranks."""
     total = torch.zeros((), device=training.device)
     for number, (weight, batch) in enumerate(zip(weights, batches, strict=True)):
@@ -226,7 +226,7 @@ def _find_first_nonfinite(training: Training, weights: tuple[float, ...], batche
         step=training.step,
         batches=batches,
         device=training.device,
-        run_again=lambda: _passes(training, weights, batches, guard=NoGuard()),
+        run_again=lambda: run_passes(training, weights, batches, guard=NoGuard()),
     )
 
 

@@ -23,6 +23,7 @@ from shardwise.train.auto_plan import ChosenPlan, choose_plan
 from shardwise.train.config import TrainConfig
 from shardwise.train.loop import Training, run_steps
 from shardwise.train.memory_advice import advised
+from shardwise.train.memory_probe import probe_memory
 from shardwise.train.metrics import JsonLines, MetricsRecorder, StepMetrics, TensorBoard, Writer
 from shardwise.train.preemption import preemption
 from shardwise.train.progress import progress_on, say
@@ -110,7 +111,8 @@ class _RankJob:
             )
             _resume(training, checkpoints, place=place)
             _tell_start(training, place=place, notes=notes, chosen=self.chosen)
-            let_survive(training, chosen=self.chosen, place=place, tell=partial(console.print, highlight=False))
+            chosen = probe_memory(training, chosen=self.chosen, place=place)
+            let_survive(training, chosen=chosen, place=place, tell=partial(console.print, highlight=False))
             recorder = MetricsRecorder(_writers(training, place=place, console=console), on_step=on_step)
             with closing(recorder):
                 preempted = run_steps(training, checkpoints=checkpoints, request=request, recorder=recorder)

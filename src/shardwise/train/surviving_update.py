@@ -21,9 +21,8 @@ from shardwise.engine.prepared.survive import StepGuard, StepUndone
 from shardwise.engine.surviving import NotSurvived, Surviving
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
-from shardwise.sources import Source
 from shardwise.train import run_folder
-from shardwise.train.auto_plan import ChosenPlan
+from shardwise.train.auto_plan import ChosenPlan, source_of
 from shardwise.train.loop import Training, next_passes, update
 from shardwise.train.randomness import random_states, restore_random_states
 from shardwise.train.setup import open_batches
@@ -35,11 +34,14 @@ _MOST_IF_AUTO = 3
 
 @dataclass(slots=True, kw_only=True)
 class SmallerPlans:
-    """The plans of a run, each smaller than the one before. `cost`: what is predicted of the last one."""
+    """The plans of a run, each smaller than the one before. Of the last one: `cost`, what is predicted in words, and
+    `predicted_bytes`; on the rank that found it.
+    """
 
     chosen: ChosenPlan
     place: Place
     cost: str = ""
+    predicted_bytes: int | None = None
 
     @property
     def most(self) -> int:
@@ -53,7 +55,7 @@ class SmallerPlans:
     def next(self) -> Plan:
         """On every rank, as rank 0 finds it; NotSurvived if there is none. Collective."""
         plan = solved_by_rank_0(self.find)
-        self.chosen = self.chosen.replaced(plan, place=self.place)
+        self.chosen = self.chosen.replaced(plan, place=self.place, predicted_bytes=self.predicted_bytes)
         return plan
 
     def find(self) -> Plan:
@@ -66,21 +68,22 @@ class SmallerPlans:
 
     def _find(self) -> Plan:
         config = self.chosen.config
-        kind = self.place.device.type
-        source = Source(config.task.model, seq=config.task.seq, image=config.task.image, kernels=kind)
         cluster = job_cluster(self.place.device, num_ranks=self.place.num_ranks)
+        source = self.chosen.source or source_of(config, cluster=cluster)
+        self.chosen = replace(self.chosen, source=source)
         undercutting = Undercutting(
             spec_for=source.spec_for,
             cluster=cluster,
-            optimizer=optimizer_rule(config.optimizer, device=kind),
+            optimizer=optimizer_rule(config.optimizer, device=self.place.device.type),
             goal=config.auto.goal,
             mesh=self.chosen.given.plan.mesh,
             solves=self.chosen.given.plan.is_auto,
         )
         undercut = undercutting.of(config.plan)
+        source.release()
         if undercut.found is None:
             raise NotSurvived("there is no plan that needs less memory, so the job ends")
-        self.cost = undercut.cost
+        self.cost, self.predicted_bytes = undercut.cost, undercut.found.memory.allocated_bytes
         return undercut.found.plan
 
     def note(self) -> None:
@@ -89,19 +92,12 @@ class SmallerPlans:
         self.chosen.note()
 
 
-def read_again(training: Training, *, plan: Plan) -> tuple[tuple[float, ...], list[Any]]:
-    """The weights and batches of the step that is under way, shared out into the passes of another plan.
-
-    The samples are the same. Those that were read ahead for later steps are read again, too.
-    """
+def follow_plan(training: Training, *, plan: Plan) -> None:
+    """From here on the passes are those of the plan. The samples of the step that is under way are read again."""
     assert plan.micro_batch is not None
-    assert training.before_read is not None
+    training.config = replace(training.config, plan=plan)
     training.sharing = replace(training.sharing, micro_batch=plan.micro_batch, accumulate=plan.accumulate)
-    # Datasets may draw random numbers.
-    restore_random_states(training.before_read, device=training.device)
     open_batches(training)
-    passes = next_passes(training)
-    return passes.weights, passes.batches
 
 
 class SurvivingUpdate:
@@ -123,7 +119,12 @@ class SurvivingUpdate:
                 if self._plans.place.rank == 0:
                     self._plans.note()
                 if (plan.micro_batch, plan.accumulate) != (before.micro_batch, before.accumulate):
-                    weights, batches = read_again(training, plan=plan)
+                    assert training.before_read is not None
+                    # Datasets may draw random numbers.
+                    restore_random_states(training.before_read, device=training.device)
+                    follow_plan(training, plan=plan)
+                    passes = next_passes(training)
+                    weights, batches = passes.weights, passes.batches
             except torch.OutOfMemoryError as error:
                 error.add_note(f"  {self._leave_smaller()}")
                 raise
@@ -132,7 +133,8 @@ class SurvivingUpdate:
         """On the rank that failed, whatever the others do: they cannot be asked any more."""
         plans = self._plans
         try:
-            plans.chosen = plans.chosen.replaced(plans.find(), place=plans.place)
+            plan = plans.find()
+            plans.chosen = plans.chosen.replaced(plan, place=plans.place, predicted_bytes=plans.predicted_bytes)
             plans.note()
         except (ShardwiseError, OSError) as failed:
             return f"no smaller plan was left in the run folder: {failed}"

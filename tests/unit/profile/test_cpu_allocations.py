@@ -1,5 +1,9 @@
 """LiveBytes counts what torch's allocator hands out and takes back."""
 
+import subprocess
+import sys
+
+import pytest
 import torch
 
 from shardwise.profile.cpu_allocations import LiveBytes
@@ -54,3 +58,10 @@ def test_autograds_allocations_are_seen_and_freed() -> None:
     # The product, and at least one gradient of its size.
     assert live.peak_bytes("step") >= 2 * weight.nbytes
     assert live.end_bytes("step") == 0
+
+
+@pytest.mark.whole
+def test_a_recording_logs_nothing() -> None:
+    code = "from shardwise.profile.cpu_allocations import LiveBytes\nfor _ in range(2):\n    with LiveBytes():\n        pass"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""

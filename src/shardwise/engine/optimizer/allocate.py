@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engine.optimizer.known import ELEMENTWISE
+from shardwise.engine.params.guard import unguarded
 
 
 def allocate_states(optimizer: Optimizer) -> None:
@@ -20,13 +21,15 @@ def allocate_states(optimizer: Optimizer) -> None:
         return
     # The group, and lists for what the update will use.
     num_lists = len(signature(initialise).parameters) - 1
-    for group in optimizer.param_groups:
-        without = [p for p in group["params"] if p.grad is None and p.requires_grad and not optimizer.state.get(p)]
-        for parameter in without:
-            parameter.grad = _no_gradient(parameter)
-        initialise(group, *([] for _ in range(num_lists)))
-        for parameter in without:
-            parameter.grad = None
+    # A matrix that a rank owns is at rest between updates, and has its shape, which is all that is asked of it.
+    with unguarded():
+        for group in optimizer.param_groups:
+            without = [p for p in group["params"] if p.grad is None and p.requires_grad and not optimizer.state.get(p)]
+            for parameter in without:
+                parameter.grad = _no_gradient(parameter)
+            initialise(group, *([] for _ in range(num_lists)))
+            for parameter in without:
+                parameter.grad = None
 
 
 def _no_gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -225,9 +225,10 @@ class FlatParams(FlatBuffers):
     def drop_grads(self, indices: Collection[int]) -> None:
         """Forget the gradients of these parameters."""
         self._reduced.difference_update(indices)
-        for part in self.owned:
-            if part.index in indices:
-                part.parameter.grad = None
         with unguarded():
+            for part in self.owned:
+                if part.index in indices:
+                    # It may be the parameter itself, at rest, which would come back here.
+                    part.parameter.grad = None
             for index in indices:
                 self.params[index].grad = self.shown[index] = None

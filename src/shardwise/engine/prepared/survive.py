@@ -95,6 +95,16 @@ class StepGuard(NoGuard):
         self._start.undo()
         raise StepUndone(failures)
 
+    def drop(self) -> None:
+        """Undo a step in which no rank has failed, instead of its update: it was only a rehearsal."""
+        assert self._start is not None
+        self._start.undo(keeps_order=True)
+
+    @property
+    def copied_bytes(self) -> int:
+        """What it holds of the device's memory, so that a step can be undone."""
+        return self._start.copied_bytes if self._start is not None else 0
+
 
 def _told(error: torch.OutOfMemoryError) -> str:
     """The first line of what the engine knows of it (out_of_memory.py)."""

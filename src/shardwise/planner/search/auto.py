@@ -257,7 +257,8 @@ def _offloaded(costs: DialCosts, *, request: AutoRequest) -> Solved | None:
     rows = request.rows or strategies_of(request.plan.engine)
     sharded = [row for row in rows if STRATEGIES[row].grads is SHARDED]
     for activations, states in ((True, False), (False, True), (True, True)):
-        if states and (request.plan.captures or not sharded or needs_whole_matrices(request.optimizer)):
+        whole = request.plan.owned or needs_whole_matrices(request.optimizer)
+        if states and (request.plan.captures or whole or not sharded):
             continue
         plan = replace(request.plan, offload_activations=activations, offload_states=states)
         own = replace(request, plan=plan, rows=tuple(sharded) if states else tuple(rows))

@@ -1,5 +1,6 @@
 """The frontier: the best speed for every memory budget, of the solver's plan and of the fixed strategies. No torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shardwise.engine_limits import strategies_of
@@ -9,22 +10,25 @@ from shardwise.planner.search.candidates import Candidate, SpecFor, candidates, 
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.quantities import SIZE_EXAMPLE
 
-_NUM_BUDGETS = 8
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """At one budget: the solver's plan, and the fastest that has one strategy and one recompute for all units.
+    """At one budget: the solver's plan, and of each strategy that fits the fastest with one recompute for all units.
 
-    None where nothing fits; `auto` is not given either where only offloading would fit, whose time is not predicted.
+    `auto` is None where nothing fits, or only with offloading, whose time is not predicted.
     """
 
     budget_bytes: int
     auto: Candidate | None
-    fixed: Candidate | None
+    by_strategy: Mapping[str, Candidate]
+
+    @property
+    def fixed(self) -> Candidate | None:
+        """The fastest that has one strategy."""
+        return max(self.by_strategy.values(), key=_speed, default=None)
 
 
-def frontier(spec_for: SpecFor, *, request: AutoRequest) -> list[FrontierPoint]:
+def frontier(spec_for: SpecFor, *, request: AutoRequest, num_budgets: int = 8) -> list[FrontierPoint]:
     """Points at equal distances up to the budget, or to what the device has; with tensors alone, as `--scale`."""
     capacity = capacity_bytes(with_budget(request.cluster, budget_bytes=request.budget_bytes))
     if capacity is None:
@@ -32,12 +36,14 @@ def frontier(spec_for: SpecFor, *, request: AutoRequest) -> list[FrontierPoint]:
             f"--frontier: the device's capacity is not known; say it with --budget, such as {SIZE_EXAMPLE}"
         )
     costs = costs_of(spec_for, request=request)
-    budgets = [capacity * number // _NUM_BUDGETS for number in range(1, _NUM_BUDGETS + 1)]
+    budgets = [capacity * number // num_budgets for number in range(1, num_budgets + 1)]
     found = []
     for budget in budgets:
         own = replace(request, budget_bytes=budget, quick=True)
         found.append(
-            FrontierPoint(budget_bytes=budget, auto=_auto(costs, request=own), fixed=_fixed(spec_for, request=own))
+            FrontierPoint(
+                budget_bytes=budget, auto=_auto(costs, request=own), by_strategy=_by_strategy(spec_for, request=own)
+            )
         )
     return found
 
@@ -50,7 +56,7 @@ def _auto(costs: DialCosts, *, request: AutoRequest) -> Candidate | None:
     return found if found.time is not None else None
 
 
-def _fixed(spec_for: SpecFor, *, request: AutoRequest) -> Candidate | None:
+def _by_strategy(spec_for: SpecFor, *, request: AutoRequest) -> dict[str, Candidate]:
     found = [
         one
         for recompute in request.recomputes
@@ -66,7 +72,8 @@ def _fixed(spec_for: SpecFor, *, request: AutoRequest) -> Candidate | None:
         )
         if one.fits == "yes" and one.time is not None
     ]
-    return max(found, key=_speed, default=None)
+    # The fastest of each comes last, and stays.
+    return {one.plan.strategy: one for one in sorted(found, key=_speed)}
 
 
 def _speed(candidate: Candidate) -> float:

@@ -51,7 +51,7 @@ def changes(plan: Plan) -> Iterator[Plan]:
     largest_to_least = (plan, most_sharded, least, *_smaller(least))
     if not any(setting.key == "offload_states" for setting in LIMITS[plan.engine].settings):
         yield from (replace(one, offload_activations=True) for one in largest_to_least)
-        yield from (replace(one, offload_states=True) for one in largest_to_least if not one.captures)
+        yield from (replace(one, offload_states=True) for one in largest_to_least if not (one.captures or one.owned))
     if plan.precision == "fp32":
         yield from (replace(one, precision="bf16") for one in largest_to_least)
 

@@ -145,6 +145,12 @@ def test_states_go_to_the_host_only_if_nothing_else_fits() -> None:
     assert found.fits == "yes"
 
 
+def test_states_that_one_rank_owns_do_not_go_to_the_host() -> None:
+    owned = replace(PLAN, micro_batch=1, owned=("blocks.*",))
+    with pytest.raises(NoPlanFits):
+        solve(llama(), "8xh100-80gb", budget_bytes=4 * GIBI, plan=owned, quick=True)
+
+
 def test_what_cannot_fit_is_one_line_with_what_it_would_need() -> None:
     with pytest.raises(NoPlanFits, match=r"no plan for 8xh100-80gb fits into 4.00 GiB.*the smallest needs") as caught:
         solve(llama(), "8xh100-80gb", budget_bytes=4 * GIBI)

@@ -84,3 +84,9 @@ def test_an_engine_is_not_told_to_do_what_it_cannot() -> None:
     assert found
     assert not any(one.offload_states or one.offload_activations for one in found)
     assert {one.strategy for one in found} <= {"ddp", "shard_grad_op", "fsdp"}
+
+
+def test_states_that_one_rank_owns_are_not_to_be_offloaded() -> None:
+    found = list(changes(Plan(micro_batch=2, owned=("blocks.*",))))
+    assert any(one.offload_activations for one in found)
+    assert not any(one.offload_states for one in found)

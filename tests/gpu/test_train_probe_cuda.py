@@ -1,0 +1,42 @@
+"""The step that is rehearsed before an auto run trains, on a GPU: its peak is as predicted, and it leaves no trace."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shardwise.train.config import TrainConfig
+from shardwise.train.rank_run import train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
+
+
+def run(folder: Path, *, probe: bool) -> tuple[str, list[float]]:
+    asked = TrainConfig.from_dict(
+        {
+            "task": {"model": "gpt2-124m", "dataset": "random", "seq": 256},
+            "plan": {"strategy": "auto", "precision": "bf16", "micro_batch": 8, "capture": "off"},
+            "auto": {"budget": "40GiB", "probe": probe},
+            "train": {"steps": 3, "log_every": 1, "eval_every": 0},
+            "run": {"folder": str(folder), "device": "cuda", "tensorboard": False},
+        }
+    )
+    console = Console(record=True, file=io.StringIO(), width=400)
+    train(asked, console=console)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return console.export_text(), [json.loads(line)["loss"] for line in lines]
+
+
+def test_a_rehearsed_step_is_within_its_prediction_and_changes_no_loss(tmp_path: Path) -> None:
+    said, losses = run(tmp_path / "with", probe=True)
+    print(said)
+    assert said.count("Rehearsed: ") == 1
+    record = json.loads((tmp_path / "with" / "auto.json").read_text())
+    # The update, which is not rehearsed, may be where the predicted peak is.
+    assert 0.5 * record["predicted_bytes"] < record["measured_bytes"] < 1.03 * record["predicted_bytes"]
+    without, expected = run(tmp_path / "without", probe=False)
+    assert "Rehears" not in without
+    assert losses[0] == expected[0]
+    assert losses == pytest.approx(expected, rel=1e-3)
