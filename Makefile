@@ -13,7 +13,7 @@ BARE := $(VENV)/.bare-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 READY := $(VENV)/.ready-$(shell echo '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)'
 
-.PHONY: setup demo wheel test test-unit test-jobs test-ranks slurm-test reliability chaos chaos-long check format bench docs docs-pages planner-docs clean
+.PHONY: setup demo wheel compiled test test-unit test-jobs test-ranks slurm-test reliability chaos chaos-long check format bench docs docs-pages planner-docs clean
 
 setup: $(READY)
 
@@ -41,8 +41,12 @@ demo: $(BARE)
 	@$(BIN)/shardwise report runs/demo
 	@echo 'Open it in a browser. Then plan a model of your own size: $(BIN)/shardwise plan llama-3.1-8b --cluster 8xh100-80gb'
 
+# Bytecode, also where PYTHONDONTWRITEBYTECODE is set: there each process that a test starts would compile all modules again.
+compiled: setup
+	@$(BIN)/python -m compileall -q src tests benchmarks
+
 # Ranks mostly wait for each other, so three parts run side by side; with ARGS, whatever these say.
-test: setup
+test: compiled
 ifeq ($(strip $(ARGS)),)
 	@$(MAKE) --no-print-directory --jobs 3 --keep-going test-unit test-ranks test-jobs
 else
@@ -54,8 +58,8 @@ SLOWEST := --durations=12 --durations-min=3
 
 # Tests that start whole jobs; those that go with the unit tests, so that the parts take about equally long; and the others,
 # whose ranks come from a pool.
-JOBS := $(sort $(wildcard $(patsubst %,tests/dist/test_%*.py,bench checkpoint integration kills launch profile train)))
-WITH_UNIT := $(wildcard $(patsubst %,tests/dist/test_%.py,ema frozen grad_values misuse pretrained weight_stream whole))
+JOBS := $(sort $(wildcard $(patsubst %,tests/dist/test_%*.py,accelerate autopsy bench checkpoint integration kills launch profile train)))
+WITH_UNIT := $(wildcard $(patsubst %,tests/dist/test_%.py,ema frozen grad_values misuse pretrained recompute weight_stream whole written))
 
 test-unit:
 	@$(BIN)/python -m pytest $(SLOWEST) tests/unit tests/gpu $(WITH_UNIT)

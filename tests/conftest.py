@@ -1,10 +1,10 @@
 """Fixtures for every test: nothing may leak from one into the next."""
 
 import os
-import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from reliability.ledger import claims
@@ -14,6 +14,11 @@ from reliability.said import take
 # Examples are the same on every run, and no deadline depends on the machine's load.
 settings.register_profile("shardwise", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("shardwise")
+
+# Tests are small, and the machine is busy with their processes: threads would wait for each other, turning, many times
+# longer than one computes. The variable is for processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 
 # What one run of the tests has traced or measured is not for the next; tests of the cache turn it on.
 os.environ["SHARDWISE_CACHE"] = "off"
@@ -33,9 +38,8 @@ def _nothing_leaks() -> Iterator[None]:
         if before.get(name) != os.environ.get(name) and not name.startswith(_SET_BY_LIBRARIES)
     }
     assert not changed, f"the test leaks environment variables: {sorted(changed)}"
-    if "torch.distributed" in sys.modules:
-        distributed = sys.modules["torch.distributed"]
-        assert not (distributed.is_available() and distributed.is_initialized()), "the test leaks a process group"
+    distributed = torch.distributed
+    assert not (distributed.is_available() and distributed.is_initialized()), "the test leaks a process group"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,9 +68,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in in_ledger])
         items[:] = in_ledger
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked:
-        import torch
-
-        if not torch.cuda.is_available():
-            for item in marked:
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    if marked and not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

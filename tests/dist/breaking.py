@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from shardwise.checkpoint.disk import Disk
 from shardwise.tasks import Task
 
-POINT = os.environ.get("POINT") if os.environ["RANK"] == os.environ.get("RANK_TO_BREAK") else None
+POINT = os.environ.get("POINT") if os.environ.get("RANK") == os.environ.get("RANK_TO_BREAK") else None
 
 
 def break_at(point: str) -> None:
@@ -68,11 +68,12 @@ class Model(nn.Module):
 
 
 def make() -> Task:
-    disk_errors = {"a full disk": errno.ENOSPC, "a bad disk": errno.EIO}
-    if POINT in disk_errors and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    # By the number of restarts: the disk is full in the first start, fails in the second, and is good in the third.
+    disk_error = {"0": errno.ENOSPC, "1": errno.EIO}.get(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""))
+    if POINT == "the disk" and disk_error is not None:
 
         def fail(self: Disk, *args: Any, **kwargs: Any) -> None:
-            raise OSError(disk_errors[POINT], os.strerror(disk_errors[POINT]))
+            raise OSError(disk_error, os.strerror(disk_error))
 
         Disk.write = fail  # type: ignore[method-assign]
     if POINT == "the optimizer":

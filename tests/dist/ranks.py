@@ -3,8 +3,8 @@
     run_ranks ──▶ a pool of num_ranks processes, kept for the whole session: each has joined one Gloo group,
                   waits for a body, runs it, sends back what it returned and said, and cleans up
 
-Importing torch takes longer than most tests, so it is done once: in multiprocessing's fork server, which then forks
-a worker in milliseconds. A pool in which anything went wrong is killed, and the next call starts a fresh one.
+Importing torch and Shardwise takes longer than most tests, so it is done once: in multiprocessing's fork server, which
+then forks a worker in milliseconds. A pool in which anything went wrong is killed, and the next call starts a fresh one.
 A body is a function of a module, `body(rank, *args)`; arguments and results are pickled. It runs on a process's
 main thread with the random numbers seeded again; groups that it makes are destroyed for it.
 """
@@ -40,8 +40,11 @@ import torch.distributed as dist
 from reliability.said import say, take
 from shardwise.comm.groups import Group
 
-# torch imports dynamo at the first optimizer; here it is paid for once instead of by each worker.
-_PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis")
+# Imported once, in the fork server, instead of by each worker; torch imports dynamo at the first optimizer.
+_PRELOAD = (
+    *("torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis"),
+    *("shardwise.engines", "shardwise.train.rank_run"),
+)
 # For what is not the body: the start of a process, the import of a test's module, the clean-up.
 _OVERHEAD_SECONDS = 60.0
 # Ranks that fail at about the same moment all get to report, so that the earliest can be told.

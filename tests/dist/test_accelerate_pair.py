@@ -75,7 +75,7 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
     process = subprocess.Popen(
         words,
         cwd=ROOT,
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -11,7 +11,7 @@ from cases import MODELS, adamw
 from ranks import run_ranks, shut_down
 from torch import Tensor, nn
 from training import Case, Result, assert_equal, line, make_collectives
-from whole import whole
+from whole import strategies, whole
 
 import shardwise
 from shardwise.engine.engine import engine_of, tape
@@ -23,6 +23,14 @@ from shardwise.tasks import cross_entropy
 PASSES = 3
 GPT = Case(make=MODELS["gpt"], optimizer=adamw, num_steps=3)
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+# Each strategy one way, and one of them both.
+each_strategy_and_way = pytest.mark.parametrize(
+    ("strategy", "reduced"),
+    [
+        *(("ddp", True), ("zero1", False), ("zero2", True), ("shard_grad_op", False), ("fsdp", False), ("fsdp", True)),
+        *whole(("ddp", False), ("zero1", True), ("zero2", False), ("shard_grad_op", True)),
+    ],
+)
 
 
 def micro_batches(batch: Callable[[int, int], Any], *, step: int, rank: int) -> list[Any]:
@@ -89,8 +97,7 @@ def sum_of(tensors: list[Tensor]) -> Tensor:
     return total
 
 
-@each_strategy
-@pytest.mark.parametrize("reduced", [False, True], ids=["unreduced", "reduced"])
+@each_strategy_and_way
 def test_accumulated_gradients_are_bit_equal_to_one_process(strategy: str, reduced: bool) -> None:
     (expected,) = run_ranks(in_one_process, num_ranks=1, args=(2, reduced))
     plan = Plan(strategy=strategy, accumulate_reduced=reduced, bucket_bytes=4000)
@@ -144,8 +151,7 @@ def issued(rank: int, strategy: str, reduced: bool) -> None:
         assert last == list(map(str, build(spec, plan=plan).operations()))
 
 
-@each_strategy
-@pytest.mark.parametrize("reduced", [False, True], ids=["unreduced", "reduced"])
+@each_strategy_and_way
 def test_a_pass_issues_what_its_program_says(strategy: str, reduced: bool) -> None:
     run_ranks(issued, num_ranks=2, args=(strategy, reduced))
 
@@ -206,7 +212,7 @@ def cleared(rank: int, strategy: str, how: str) -> None:
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", strategies("zero2", "fsdp"))
 @pytest.mark.parametrize("how", ["model", "optimizer", "zeros"])
 def test_zero_grad_clears_what_is_accumulated(strategy: str, how: str) -> None:
     run_ranks(cleared, num_ranks=2, args=(strategy, how))
@@ -232,7 +238,7 @@ def fails_half_way(rank: int, strategy: str) -> None:
     assert again.state_dict().keys() == model.state_dict().keys()
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", strategies("ddp", "fsdp"))
 def test_a_backward_that_fails_half_way_asks_for_the_step_to_begin_again(strategy: str) -> None:
     run_ranks(fails_half_way, num_ranks=2, args=(strategy,))
 

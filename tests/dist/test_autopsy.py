@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 import torch._C._distributed_c10d as c10d
 from ports import free_port
-from test_launch_train import broken_at
 from test_watch import started
 
 from shardwise.autopsy.findings import DISAGREE, FAILED, NO_RECORD, STOPPED, Finding, verdict
 from shardwise.autopsy.record_folder import read_records
-from shardwise.cli.app import main
 
 HANGS = """
 import os, sys, time
@@ -132,19 +130,3 @@ def test_an_own_loop_that_raises_leaves_a_record_where_the_environment_says(tmp_
     first, *_ = verdict(read_records(records))
     assert (first.kind, first.ranks) == (FAILED, (0,))
     assert first.text.startswith("rank 0 failed (ValueError: my own mistake): at step 2, backward")
-
-
-def test_a_rank_that_raises_in_training_is_named_from_its_run_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert broken_at("forward", tmp_path) == 1
-    first, *others = verdict(read_records(tmp_path / "run"))
-    assert (first.kind, first.ranks) == (FAILED, (1,))
-    assert first.text.startswith(
-        "rank 1 failed (ValueError: broken in forward): at step 3, forward, in forward blocks.1; next in its step program: "
-    )
-    assert any("rank 0 waited in" in other.text or "rank 0 waits for it" in other.text for other in others)
-    capsys.readouterr()
-    with pytest.raises(SystemExit, match="0"):
-        main(["autopsy", str(tmp_path / "run")])
-    assert first.text in capsys.readouterr().out

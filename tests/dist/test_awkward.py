@@ -12,7 +12,7 @@ from ranks import run_ranks, shut_down
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Case, Result, assert_close, assert_equal, make_collectives, model_units, on_ranks, one_process
-from whole import whole
+from whole import strategies, whole
 
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engine.prepare import prepare
@@ -30,7 +30,7 @@ def case_of(name: str, *, double: bool = False) -> Case:
 
 
 @each_model
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp", *whole("ddp", "zero1", "shard_grad_op")])
+@pytest.mark.parametrize("strategy", strategies("zero2", "fsdp"))
 def test_an_awkward_model_is_bit_equal_to_one_process(name: str, strategy: str) -> None:
     plan = Plan(strategy=strategy, units=awkward.MODELS[name][1], bucket_bytes=600)
     results = run_ranks(on_ranks, num_ranks=2, args=(case_of(name), plan, True))
@@ -52,7 +52,7 @@ def test_an_awkward_model_agrees_with_one_process_on_more_ranks(name: str, num_r
 
 
 @pytest.mark.parametrize("name", ["ranks take different branches", "ranks call units differently often"])
-@each_strategy
+@pytest.mark.parametrize("strategy", strategies("zero1", "fsdp"))
 def test_ranks_that_agree_on_each_gather_need_no_order(name: str, strategy: str) -> None:
     plan = Plan(strategy=strategy, units=awkward.MODELS[name][1], dynamic=True)
     results = run_ranks(on_ranks, num_ranks=2, args=(case_of(name), plan, True))
@@ -99,7 +99,7 @@ def torchs_ddp(rank: int, case: Case) -> Result:
 
 
 @pytest.mark.parametrize("name", [name for name in awkward.MODELS if "branch" in name or "unused" in name])
-@each_strategy
+@pytest.mark.parametrize("strategy", strategies("ddp", "zero2", "fsdp"))
 def test_unused_parameters_train_as_under_torchs_ddp(name: str, strategy: str) -> None:
     case = case_of(name)
     expected = run_ranks(torchs_ddp, num_ranks=2, args=(case,))
@@ -153,7 +153,7 @@ def thawed(rank: int, strategy: str, prepared: bool) -> list[float]:
     return losses
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", strategies("ddp", "zero2", "fsdp"))
 def test_parameters_may_be_frozen_and_thawed_between_steps(strategy: str) -> None:
     (expected,) = run_ranks(thawed, num_ranks=1, args=(strategy, False))
     assert run_ranks(thawed, num_ranks=2, args=(strategy, True)) == [expected, expected]
@@ -213,7 +213,7 @@ def follows_the_program(rank: int, name: str, strategy: str) -> None:
         "the first units are frozen",
     ],
 )
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", *whole("ddp")])
 def test_an_awkward_model_issues_what_its_program_says(name: str, strategy: str) -> None:
     run_ranks(follows_the_program, num_ranks=2, args=(name, strategy))
 

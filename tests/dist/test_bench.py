@@ -4,9 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,8 +16,9 @@ import pytest
 from processes import left_with
 from ranks import run_ranks
 
+from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import load_bench
-from shardwise.bench.run_files import BenchRun, Found
+from shardwise.bench.run_files import ASKED, BenchRun, Found
 from shardwise.bench.worker import run_rank
 from shardwise.cli.app import main
 from shardwise.engine.grads.bucket import ReduceBucket
@@ -26,9 +28,8 @@ from shardwise.tasks import Task, load_task
 OPTIONS = ("--ranks", "2", "--rounds", "1", "--steps", "2", "--warm-up", "3")
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny.toml"
+def write_config(folder: Path) -> Path:
+    path = folder / "tiny.toml"
     path.write_text(
         '[task]\nmodel = "gpt-tiny"\ndataset = "random"\nseq = 8\n[plan]\nmicro_batch = 2\n[train]\nsteps = 5\n'
         '[run]\ndevice = "cpu"\n'
@@ -36,45 +37,116 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.timeout(300)
-def test_the_command_measures_each_strategy_in_fresh_processes_and_says_which_to_use(config: Path) -> None:
-    out = config.parent / "out"
-    command = ["bench", str(config), *OPTIONS, "--strategy", "fsdp,ddp", "--out", str(out), "--name", "<b>"]
-    mark = f"BENCH_TEST={config.parent}"
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A bench as it was typed: what it printed, what it left running, its folder, and how long it took."""
+
+    result: subprocess.CompletedProcess[str]
+    left: list[str]
+    out: Path
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    folder = tmp_path_factory.mktemp("bench")
+    out, began = folder / "out", time.monotonic()
+    command = ["bench", str(write_config(folder)), *OPTIONS, "--strategy", "fsdp", "--out", str(out), "--name", "<b>"]
     result = subprocess.run(
         [sys.executable, "-m", "shardwise", *command],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "BENCH_TEST": str(config.parent)},
+        env={**os.environ, "BENCH_TEST": str(folder)},
         timeout=240,
     )
     assert result.returncode == 0, result.stderr
-    assert left_with(mark) == []
-    assert [line.split(" ", 1)[1] for line in result.stderr.splitlines()] == [
+    return Ended(result=result, left=left_with(f"BENCH_TEST={folder}"), out=out, seconds=time.monotonic() - began)
+
+
+def check_measured(case: CaseResult) -> None:
+    assert len(case.losses) == 5
+    assert case.step_seconds is not None
+    assert len(case.step_seconds.values) == 2
+    assert case.silent_seconds is not None
+    assert case.ledgers
+    assert case.tape
+    assert case.memory_error is not None
+
+
+@pytest.mark.timeout(300)
+def test_the_command_measures_a_strategy_in_fresh_processes_with_and_without_communication(typed: Ended) -> None:
+    assert typed.left == []
+    assert [line.split(" ", 1)[1] for line in typed.result.stderr.splitlines()] == [
+        "round 1: fsdp",
+        "silent: fsdp",
+        "done",
+    ]
+    assert typed.result.stdout.splitlines()[-1] == f"next: shardwise report {typed.out}"
+    found = load_bench(typed.out)
+    assert (found.name, found.num_ranks, found.step_samples, found.step_tokens) == ("<b>", 2, 4, 32)
+    (case,) = found.cases
+    assert case.name == "fsdp"
+    check_measured(case)
+    asked = json.loads((typed.out / "runs" / "round-1-shardwise-fsdp" / ASKED).read_text())
+    assert BenchRun.from_data(asked).config.plan.strategy == "fsdp"
+
+
+def check_silent(folder: Path, *, limit_seconds: float) -> None:
+    """What the ranks of a silent run have left in its folder."""
+    asked = BenchRun.from_data(json.loads((folder / ASKED).read_text()))
+    first, second = (Found.load(folder, rank=rank) for rank in range(2))
+    assert len(first.block_seconds) == asked.blocks
+    assert min(first.block_seconds) > 0
+    assert first.block_seconds == second.block_seconds
+    assert 0 < first.first_step_seconds < limit_seconds
+    assert first.losses == first.grad_norms == first.tape == ()
+    assert first.ledger is None
+
+
+@pytest.mark.timeout(300)
+def test_a_silent_run_gives_times_and_nothing_else(typed: Ended) -> None:
+    check_silent(typed.out / "runs" / "silent-shardwise-fsdp", limit_seconds=typed.seconds)
+
+
+def as_asked(rank: int, data: dict[str, Any]) -> Found:
+    return run_rank(BenchRun.from_data(data))
+
+
+def test_strategies_that_train_the_same_agree_and_one_of_them_is_recommended(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On ranks of the pool, where a silent run is one more with communication."""
+
+    def run(wanted: BenchRun, folder: Path, *, num_ranks: int) -> list[Found]:
+        return run_ranks(as_asked, num_ranks=num_ranks, args=(wanted.to_data(),))
+
+    monkeypatch.setattr("shardwise.bench.benchmark.run_ranks", run)
+    out = config.parent / "out"
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", str(config), *OPTIONS, "--strategy", "fsdp,ddp", "--out", str(out)])
+    assert caught.value.code == 0
+    shown, progress = capfd.readouterr()
+    assert [line.split(" ", 1)[1] for line in progress.splitlines()] == [
         "round 1: ddp",
         "round 1: fsdp",
         "silent: fsdp",
         "silent: ddp",
         "done",
     ]
-    assert "Same training: both agree" in result.stdout
-    assert result.stdout.splitlines()[-1] == f"next: shardwise report {out}"
+    assert "Same training: both agree" in shown
     found = load_bench(out)
+    ddp, fsdp = found.cases
     assert [case.name for case in found.cases] == ["ddp", "fsdp"]
     assert found.recommended is not None
-    assert (found.name, found.num_ranks, found.step_samples, found.step_tokens) == ("<b>", 2, 4, 32)
-    for case in found.cases:
-        assert len(case.losses) == 5
-        assert case.step_seconds is not None
-        assert len(case.step_seconds.values) == 2
-        assert case.silent_seconds is not None
-        assert case.ledgers
-        assert case.tape
-        assert case.memory_error is not None
-    assert found.cases[1].peak_bytes < found.cases[0].peak_bytes
-    asked = json.loads((out / "runs" / "round-1-shardwise-fsdp" / "asked.json").read_text())
-    assert BenchRun.from_data(asked).config.plan.strategy == "fsdp"
+    check_measured(ddp)
+    check_measured(fsdp)
+    assert fsdp.peak_bytes < ddp.peak_bytes
 
 
 BIAS = "blocks.1.feed_forward.down.bias"

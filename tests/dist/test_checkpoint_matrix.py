@@ -181,7 +181,11 @@ EACH = [(num_ranks, list(kinds(num_ranks))) for num_ranks in RANKS]
 """441 pairs: 21 checkpoints, each into 21 jobs."""
 
 
-@pytest.mark.parametrize(("num_ranks", "into"), [*EACH[:2], (3, ["fsdp"]), (4, ["zero2", "hybrid"]), *whole(*EACH[2:])])
+# Every checkpoint into each strategy on some number of ranks, and into hybrid.
+SOME = [(1, ["zero1"]), (2, ["ddp", "shard_grad_op"]), (3, ["fsdp"]), (4, ["zero2", "hybrid"])]
+
+
+@pytest.mark.parametrize(("num_ranks", "into"), [*SOME, *whole(*EACH)])
 def test_every_checkpoint_loads_under_every_strategy_and_trains_on(saved: Any, num_ranks: int, into: list[str]) -> None:
     folder, states = saved
     assert len(states) == 21

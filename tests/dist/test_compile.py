@@ -74,6 +74,7 @@ def test_a_compiled_unit_trains_the_same(strategy: str, form: str, when: str) ->
     run_ranks(compiled, num_ranks=2, args=(strategy, "aot_eager", form, when))
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_unit_compiled_by_inductor_trains_the_same() -> None:
     run_ranks(compiled, num_ranks=2, args=("fsdp", "inductor", "in place", "before"))
@@ -101,9 +102,17 @@ def compiled_by_plans(rank: int, plans: list[Plan]) -> None:
         assert num_graphs == 1, plan
 
 
-def test_a_plan_that_compiles_trains_the_same_on_both_engines_and_compiles_blocks_of_a_class_once() -> None:
-    plans = [Plan(compile="aot_eager"), Plan(compile="aot_eager", recompute="full")]
-    plans += [Plan(compile="aot_eager", engine="torch", strategy=strategy) for strategy in ("ddp", "fsdp")]
+@pytest.mark.parametrize(
+    "plans",
+    [
+        [Plan(compile="aot_eager", recompute="full"), Plan(compile="aot_eager", engine="torch", strategy="ddp")],
+        *whole([Plan(compile="aot_eager"), Plan(compile="aot_eager", engine="torch", strategy="fsdp")]),
+    ],
+    ids=["some", "others"],
+)
+def test_a_plan_that_compiles_trains_the_same_on_both_engines_and_compiles_blocks_of_a_class_once(
+    plans: list[Plan],
+) -> None:
     run_ranks(compiled_by_plans, num_ranks=2, args=(plans,))
 
 

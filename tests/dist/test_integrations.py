@@ -2,16 +2,20 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from ranks import run_ranks
 
 COMMAND = Path(__file__).parents[2] / "benchmarks" / "integrations.py"
+ROWS = COMMAND.with_name("integration_rows")
 
 
 def needs(package: str) -> None:
@@ -36,23 +40,63 @@ def rows_of(group: str, strategies: tuple[str, ...]) -> dict[str, Any]:
         raise
     assert process.returncode == 0, stderr
     rows: dict[str, Any] = json.loads(stdout)[group]["rows"]
+    check(rows, strategies)
+    return rows
+
+
+def check(rows: dict[str, Any], strategies: tuple[str, ...]) -> None:
     for row in rows.values():
         assert set(row["distance"]) == set(strategies)
         assert all(distance <= row["bound"] for distance in row["distance"].values())
-    return rows
+
+
+def run_script(rank: int, script: str, num_ranks: int, folder: str, strategies: tuple[str, ...]) -> None:
+    """A script of rows on a rank of the pool, as torchrun would have started it."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    variables = {"HF_HUB_OFFLINE": "1", **{name: str(number) for name, number in place.items()}}
+    with (
+        patch.dict(os.environ, variables),
+        patch.object(sys, "argv", [script, folder, *strategies]),
+        patch.object(sys, "path", [str(ROWS), *sys.path]),
+    ):
+        try:
+            runpy.run_path(str(ROWS / script), run_name="__main__")
+        finally:
+            # Accelerate's own, of the whole process: a test after this one begins without them.
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
 
 
 STRATEGIES = [pytest.param(("fsdp",)), pytest.param(("ddp", "zero2"), marks=pytest.mark.whole)]
 
 
+def check_hf(rows: dict[str, Any]) -> None:
+    exact = [name for name, row in rows.items() if row["bound"] == 0]
+    assert (len(rows), len(exact)) == (6, 3)
+
+
+@pytest.mark.timeout(180)
+def test_transformers_trainer_and_an_accelerate_loop_train_under_fsdp_as_under_their_own_ddp(tmp_path: Path) -> None:
+    needs("transformers")
+    needs("accelerate")
+    rows: dict[str, Any] = {}
+    for script, num_ranks in (("hf_rows.py", 2), ("hf_one_rank.py", 1)):
+        args = (script, num_ranks, str(tmp_path), ("fsdp",))
+        run_ranks(run_script, num_ranks=num_ranks, args=args, timeout_seconds=150.0)
+        rows |= json.loads((tmp_path / "found.json").read_text())
+    check(rows, ("fsdp",))
+    check_hf(rows)
+
+
+@pytest.mark.whole
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("strategies", STRATEGIES)
 def test_transformers_trainer_and_an_accelerate_loop_train_as_under_their_own_ddp(strategies: tuple[str, ...]) -> None:
     needs("transformers")
     needs("accelerate")
-    rows = rows_of("hf", strategies)
-    assert len(rows) == 6
-    assert len([name for name, row in rows.items() if row["bound"] == 0]) == 3
+    check_hf(rows_of("hf", strategies))
 
 
 @pytest.mark.whole

@@ -29,13 +29,17 @@ def check_one_job(found: list[dict[str, Any]]) -> None:
     assert {address for rank in found for address, _ in rank["listening"]} <= LOOPBACK
 
 
-def test_under_srun_the_tasks_are_one_job(tmp_path: Path) -> None:
-    """Processes of their own, from start to end."""
-    step = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "1"}
+def srun_variables() -> dict[str, str]:
+    return {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "1"}
+
+
+@pytest.mark.whole
+def test_under_srun_tasks_that_are_processes_of_their_own_from_start_to_end_are_one_job(tmp_path: Path) -> None:
+    step = srun_variables()
     tasks = [
         subprocess.Popen(
             [sys.executable, PREPARES, tmp_path, "shardwise", str(rank)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            env=os.environ | step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -56,6 +60,11 @@ def started_with(rank: int, variables: dict[str, str], engine: str) -> dict[str,
     del os.environ["GLOO_SOCKET_IFNAME"]
     os.environ.update({name: value.format(rank=rank) for name, value in variables.items()})
     return take_step(engine, rank)
+
+
+def test_under_srun_the_tasks_are_one_job() -> None:
+    variables = srun_variables() | {"SLURM_PROCID": "{rank}", "SLURM_LOCALID": "{rank}"}
+    check_one_job(run_ranks(started_with, num_ranks=2, args=(variables, "shardwise")))
 
 
 def test_under_torchruns_variables_the_ranks_are_one_job_on_torchs_engine_too() -> None:

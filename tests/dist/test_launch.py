@@ -224,8 +224,8 @@ def launch_one(rank: int, folder: str) -> int:
 
 
 def test_launches_at_once_do_not_collide_and_listen_on_loopback_only(tmp_path: Path) -> None:
-    assert run_ranks(launch_one, num_ranks=3, args=(str(tmp_path),)) == [0, 0, 0]
-    for job in range(3):
+    assert run_ranks(launch_one, num_ranks=2, args=(str(tmp_path),)) == [0, 0]
+    for job in range(2):
         found = results(tmp_path / str(job), num_ranks=1 + job)
         assert [rank["total"] for rank in found] == [sum(range(2 + job))] * (1 + job)
         for rank in found:

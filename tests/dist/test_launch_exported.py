@@ -75,7 +75,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 def started(command: list[str], *, folder: Path, **variables: str) -> str:
     """What a command printed that ended well."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
+    environment = {**os.environ, "PATH": path, "GLOO_SOCKET_IFNAME": "lo", **variables}
     ended = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
     )

@@ -2,6 +2,8 @@
 
 import os
 import time
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
@@ -10,6 +12,9 @@ from processes import left_with
 from whole import whole
 
 from reliability.said import say
+from shardwise.autopsy.findings import FAILED, verdict
+from shardwise.autopsy.record_folder import read_records
+from shardwise.cli.app import main
 from shardwise.launch.launch import launch
 
 CONFIG = f"""
@@ -61,7 +66,8 @@ def check_broken(point: str, folder: Path, *, code: int, errors: str) -> None:
     assert left_with(f"POINT_FOLDER={folder}") == []
 
 
-@pytest.mark.parametrize("point", ["the data", "forward", *whole("the model", "backward", "the optimizer")])
+# A rank that breaks in forward is also that of the test below, which runs out of memory there.
+@pytest.mark.parametrize("point", ["the data", *whole("the model", "forward", "backward", "the optimizer")])
 def test_a_rank_that_breaks_in_training_is_the_one_that_is_shown(
     point: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,11 +75,20 @@ def test_a_rank_that_breaks_in_training_is_the_one_that_is_shown(
     check_broken(point, tmp_path, code=code, errors=capfd.readouterr().err)
 
 
+@pytest.fixture(scope="module")
+def out_of_memory(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A job of which rank 1 runs out of memory in the forward of step 3: its folder, and what the user saw."""
+    folder = tmp_path_factory.mktemp("memory")
+    with redirect_stderr(StringIO()) as errors:
+        assert broken_at("memory", folder) == 1
+    assert left_with(f"POINT_FOLDER={folder}") == []
+    return folder, errors.getvalue()
+
+
 def test_a_rank_that_runs_out_of_memory_tells_what_was_held_what_was_predicted_and_what_to_change(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    out_of_memory: tuple[Path, str],
 ) -> None:
-    assert broken_at("memory", tmp_path) == 1
-    first, *_, ledger, held, _, predicted, fits, below = capfd.readouterr().err.splitlines()
+    first, *_, ledger, held, _, predicted, fits, below = out_of_memory[1].splitlines()
     assert first.startswith("rank 1 failed first (step 3, blocks.1): OutOfMemoryError: CUDA out of memory.")
     assert ledger == "rank 1 ran out of memory in step 3, forward, in forward blocks.1"
     assert held.startswith("  held then: params ")
@@ -81,26 +96,53 @@ def test_a_rank_that_runs_out_of_memory_tells_what_was_held_what_was_predicted_a
     assert "activations " in predicted
     assert fits.startswith("  needs less: plan.")
     assert below.startswith("what each rank wrote: ")
-    assert left_with(f"POINT_FOLDER={tmp_path}") == []
+
+
+def test_the_autopsy_of_its_run_folder_names_a_rank_that_raised_in_training(
+    out_of_memory: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = out_of_memory[0] / "run"
+    first, *others = verdict(read_records(run))
+    assert (first.kind, first.ranks) == (FAILED, (1,))
+    assert first.text.startswith("rank 1 failed (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB): ")
+    assert ": at step 3, forward, in forward blocks.1; next in its step program: " in first.text
+    assert any("rank 0 waited in" in other.text or "rank 0 waits for it" in other.text for other in others)
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="0"):
+        main(["autopsy", str(run)])
+    assert first.text in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def failing_disk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A job whose disk is full in its first start and fails in its second: its run folder, and what the user saw."""
+    folder = tmp_path_factory.mktemp("disk")
+    with redirect_stderr(StringIO()) as errors:
+        assert broken_at("the disk", folder) == 0
+    return folder / "run", errors.getvalue()
 
 
 @pytest.mark.parametrize(
-    ("point", "error"),
+    ("error", "restart"),
     [
-        pytest.param("a full disk", "[Errno 28] No space left", marks=pytest.mark.ledger("disk-full", outcome="right")),
         pytest.param(
-            "a bad disk", "[Errno 5] Input/output error", marks=pytest.mark.ledger("disk-error", outcome="right")
+            "[Errno 28] No space left on device", 1, marks=pytest.mark.ledger("disk-full", outcome="right"), id="full"
+        ),
+        pytest.param(
+            "[Errno 5] Input/output error", 2, marks=pytest.mark.ledger("disk-error", outcome="right"), id="bad"
         ),
     ],
 )
 def test_a_disk_that_fails_in_a_save_starts_the_ranks_again_and_leaves_nothing_half_written(
-    point: str, error: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    error: str, restart: int, failing_disk: tuple[Path, str]
 ) -> None:
-    assert broken_at(point, tmp_path) == 0
-    errors = capfd.readouterr().err
+    run, errors = failing_disk
+    first, second = (line for line in errors.splitlines() if "DiskFailed" in line)
     # All ranks raise it, and whose is the first differs from run to run.
-    say(next(line for line in errors.splitlines() if "DiskFailed" in line).partition(" failed first: ")[2])
-    assert f"DiskFailed: the checkpoint of step 2 was not written: rank 1: OSError: {error}" in errors
-    assert "; restart 1 of 3" in errors
-    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    shown = say((first, second)[restart - 1].partition(" failed first: ")[2])
+    assert (
+        shown
+        == f"DiskFailed: the checkpoint of step 2 was not written: rank 1: OSError: {error}; restart {restart} of 3"
+    )
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["step-00000006", "step-00000008"]

@@ -11,7 +11,7 @@ from shardwise.planner import estimate
 from shardwise.trace.observe import Way
 from shardwise.trace.trace import trace_model
 
-USUAL = ("mixtral", "unet")
+USUAL = ("mixtral",)
 PLANS = [Plan(strategy=strategy) for strategy in ("ddp", "fsdp")]
 
 

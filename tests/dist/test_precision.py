@@ -9,7 +9,7 @@ from cases import MODELS, adamw, sgd
 from ranks import run_ranks, shut_down
 from torch import Tensor, nn
 from training import Case, make_collectives, on_ranks
-from whole import whole
+from whole import strategies, whole
 
 import shardwise
 from shardwise.engine.engine import engine_of
@@ -90,7 +90,7 @@ def kept_in_fp32(rank: int, strategy: str) -> None:
     assert sorted(str(flat.full.dtype) for flat in engine_of(model).flats) == ["torch.bfloat16", "torch.float32"]
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", strategies("ddp", "zero2", "fsdp"))
 def test_modules_that_are_kept_in_fp32_compute_in_it_and_hand_on_the_plans_dtype(strategy: str) -> None:
     run_ranks(kept_in_fp32, num_ranks=2, args=(strategy,))
 
@@ -108,7 +108,7 @@ def native_dtypes(rank: int, strategy: str) -> None:
     assert {p.dtype for p in optimizer.param_groups[0]["params"]} == {torch.float32, torch.float64}
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", strategies("ddp", "zero2", "fsdp"))
 def test_native_leaves_every_dtype_alone(strategy: str) -> None:
     run_ranks(native_dtypes, num_ranks=2, args=(strategy,))
 
@@ -163,8 +163,10 @@ def check_scaled(told: list[list[tuple[float, float, int]]], *, planted: bool) -
     assert told[0][-1][2] == (4 if planted else 5)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
-@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+@pytest.mark.parametrize(
+    ("strategy", "fused"),
+    [("zero1", True), ("zero2", False), ("fsdp", True), *whole(("zero1", False), ("zero2", True), ("fsdp", False))],
+)
 def test_an_overflow_in_one_ranks_slice_makes_all_four_ranks_skip_the_step(strategy: str, fused: bool) -> None:
     plan = Plan(strategy=strategy, precision="fp16")
     check_scaled(run_ranks(scaled, num_ranks=4, args=(plan, 2, fused)), planted=True)
@@ -198,7 +200,7 @@ def overflowed_in_forward(rank: int, strategy: str) -> tuple[float, bool]:
     return scaler.get_scale(), unchanged
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", strategies("ddp", "zero1", "fsdp"))
 def test_a_gradient_that_overflows_on_one_of_four_ranks_is_skipped_by_all(strategy: str) -> None:
     assert run_ranks(overflowed_in_forward, num_ranks=4, args=(strategy,)) == [(2.0**9, True)] * 4
 
@@ -225,6 +227,6 @@ def norms(rank: int, strategy: str) -> None:
 
 
 @each_strategy
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [4, *whole(2)])
 def test_every_norm_is_of_the_whole_gradient_also_where_a_rank_owns_nothing(strategy: str, num_ranks: int) -> None:
     run_ranks(norms, num_ranks=num_ranks, args=(strategy,))

@@ -1,11 +1,9 @@
 """Rehearsals on a CPU: what was measured is what was predicted, and what is sharded falls as 1/N."""
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
@@ -49,14 +47,6 @@ class Deep(nn.Module):
 def task():
     return Task(model=Deep(), loss=lambda model, x: model(x).square().mean(), make_batch=lambda size: torch.ones(size, 32))
 """
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

@@ -13,13 +13,12 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from training import make_collectives
+from whole import strategies
 
 from shardwise.engine.prepare import prepare
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
 from shardwise.tasks import cross_entropy
 
-each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 MODES = ("none", "full", "selective")
 # Selective learns in the first what it need not keep; the second runs by the program.
 NUM_STEPS = 2
@@ -62,7 +61,7 @@ def with_dropout(rank: int, strategy: str) -> list[float]:
     return expected[0]
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", strategies("ddp", "zero2", "fsdp"))
 def test_dropout_is_the_same_in_a_recomputation_and_another_on_each_rank(strategy: str) -> None:
     first, second = run_ranks(with_dropout, num_ranks=2, args=(strategy,))
     assert first[0] != second[0]
@@ -158,6 +157,6 @@ def rich_units(rank: int, strategy: str) -> None:
         assert_same(result, results[0])
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", strategies("ddp", "shard_grad_op", "fsdp"))
 def test_a_unit_may_be_called_twice_with_keywords_and_containers_and_gone_back_through_twice(strategy: str) -> None:
     run_ranks(rich_units, num_ranks=2, args=(strategy,))

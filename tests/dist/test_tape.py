@@ -9,6 +9,7 @@ from cases import MODELS
 from late import LateCollectives
 from ranks import run_ranks
 from training import model_units
+from whole import whole
 
 from shardwise.comm.collectives import BackendCollectives
 from shardwise.engine.engine import engine_of, tape
@@ -68,12 +69,18 @@ def test_the_tape_of_every_strategy_and_prefetch_is_the_program(model: str) -> N
     assert min(run_ranks(compare_with_program, num_ranks=2, args=(model, plans))) > 500
 
 
-def test_the_tape_on_every_mesh_and_with_overrides_is_the_program() -> None:
+REPLICAS, HYBRID = Mesh(replicate=4), Mesh(replicate=2, shard=2)
+MIXED = {"blocks.0": "ddp", "blocks.1": "fsdp", "(root)": "zero2"}
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [[(REPLICAS, {}), (HYBRID, MIXED)], *whole([(REPLICAS, MIXED), (HYBRID, {})])],
+    ids=["overrides of a hybrid mesh", "overrides of replicas"],
+)
+def test_the_tape_on_every_mesh_and_with_overrides_is_the_program(ways: list[tuple[Mesh, dict[str, str]]]) -> None:
     plans = [
-        Plan(strategy=strategy, mesh=mesh, overrides=overrides)
-        for strategy in STRATEGIES
-        for mesh in (Mesh(replicate=4), Mesh(replicate=2, shard=2))
-        for overrides in ({}, {"blocks.0": "ddp", "blocks.1": "fsdp", "(root)": "zero2"})
+        Plan(strategy=strategy, mesh=mesh, overrides=overrides) for strategy in STRATEGIES for mesh, overrides in ways
     ]
     assert min(run_ranks(compare_with_program, num_ranks=4, args=("gpt", plans))) > 500
 

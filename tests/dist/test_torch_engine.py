@@ -17,6 +17,7 @@ from cases import MODELS, adamw, sgd
 from ranks import run_ranks, shut_down
 from torch import Tensor, nn
 from training import Case, Result, assert_close, build
+from whole import whole
 
 from shardwise.engine.optimizer.known import StaleOptimizer
 from shardwise.engines import clip_grad_norm_, full_state_dict, load_full_state_dict, prepare
@@ -79,7 +80,7 @@ def assert_same_bits(ours: Result, torchs: Result) -> None:
         assert torch.equal(ours.weights[name], weight), name
 
 
-@pytest.mark.parametrize("case", [GPT, RESNET], ids=["gpt", "resnet"])
+@pytest.mark.parametrize("case", [GPT, *whole(RESNET)], ids=["gpt", "resnet"])
 def test_on_two_ranks_every_bit_is_torchs(case: Case) -> None:
     plans = [DDP, Plan(strategy="shard_grad_op"), Plan(strategy="fsdp")]
     plans += [MIXED] if case is GPT else []

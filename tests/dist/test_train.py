@@ -50,7 +50,8 @@ def test_resnet_passes_95_percent_on_digits_under_every_strategy(tmp_path: Path,
     assert accuracy(run(asked)) > 0.95
 
 
-@pytest.mark.parametrize("strategy", ["ddp", *whole("fsdp")])
+@pytest.mark.whole
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_vit_passes_95_percent_on_digits(tmp_path: Path, strategy: str) -> None:
     asked = config(
         tmp_path,
@@ -64,8 +65,10 @@ def test_a_vit_passes_95_percent_on_digits(tmp_path: Path, strategy: str) -> Non
     assert accuracy(run(asked)) > 0.95
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny"])
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [("gpt-tiny", "fsdp"), ("llama-tiny", "ddp"), *whole(("gpt-tiny", "ddp"), ("llama-tiny", "fsdp"))],
+)
 def test_the_loss_of_language_models_falls_on_stdlib(tmp_path: Path, model: str, strategy: str) -> None:
     """From ln 256 = 5.5, a guess, to about what bytes of Python give that are guessed by their frequency alone."""
     asked = config(

@@ -1,7 +1,6 @@
 """`shardwise train` as it is typed: one real start of two ranks; what is refused before any rank is started."""
 
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -36,7 +35,6 @@ def test_the_command_starts_two_ranks_that_train_what_was_set(path: Path, tmp_pa
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr
     starting, building, first, took, *others = result.stdout.splitlines()

@@ -10,6 +10,7 @@ from cases import MODELS, adamw, sgd
 from ranks import run_ranks
 from torch import Tensor, nn
 from training import make_collectives
+from whole import strategies, whole
 
 import shardwise
 from shardwise.errors import ShardwiseError
@@ -73,7 +74,7 @@ def per_token_in_one_process(rank: int, passes: int) -> dict[str, Tensor]:
 
 
 @each_strategy
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", [2, *whole(1)])
 def test_a_loss_per_token_is_the_mean_over_all_ranks_tokens(strategy: str, passes: int) -> None:
     (expected,) = run_ranks(per_token_in_one_process, num_ranks=1, args=(passes,))
     for weights in run_ranks(per_token, num_ranks=NUM_RANKS, args=(strategy, passes)):
@@ -96,7 +97,7 @@ def summed(rank: int, strategy: str) -> None:
     torch.testing.assert_close(norm, expected)
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", strategies("ddp", "zero2", "fsdp"))
 def test_a_summed_loss_is_averaged_over_ranks_as_it_is(strategy: str) -> None:
     run_ranks(summed, num_ranks=NUM_RANKS, args=(strategy,))
 
@@ -155,7 +156,7 @@ def joined_in_one_process(rank: int, weighted: bool) -> tuple[int, dict[str, Ten
     return num_steps, dict(model.state_dict())
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", strategies("ddp", "zero1", "fsdp"))
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
 def test_ranks_that_run_out_of_batches_go_on_without_counting(strategy: str, weighted: bool) -> None:
     ((num_steps, expected),) = run_ranks(joined_in_one_process, num_ranks=1, args=(weighted,))
@@ -179,7 +180,7 @@ def not_even_nan(rank: int, strategy: str) -> None:
     assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", strategies("zero2", "fsdp"))
 def test_what_a_rank_without_batches_computes_does_not_count_be_it_nan(strategy: str) -> None:
     run_ranks(not_even_nan, num_ranks=NUM_RANKS, args=(strategy,))
 

@@ -160,6 +160,7 @@ def test_a_pause_that_all_ranks_make_ends_no_job(strategy: str, tmp_path: Path) 
         assert "shardwise [" not in rank.output
 
 
+@pytest.mark.whole
 def test_our_launcher_tells_of_the_rank_that_stopped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,6 @@
 """`shardwise profile`, as it is typed."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,17 +19,11 @@ def run(*arguments: str) -> int:
 
 
 @pytest.fixture
-def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rehearsals in this process, which is faster than one for each."""
-    import torch
-
     from shardwise.profile.rehearsal_process import rehearse
 
     monkeypatch.setattr("shardwise.profile.rehearsal.rehearse_apart", rehearse)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.ledger("import-from-here", outcome="right")
