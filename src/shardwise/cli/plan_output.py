@@ -5,6 +5,7 @@ from typing import Any
 
 from shardwise.cli.plan_answer import PlanAnswer
 from shardwise.hardware.host_here import host_is_probed
+from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.time.step_time import why_not_timed
 from shardwise.quantities import GIB, fixed_text, step_seconds_text
 from shardwise.report.text.budgets import frontier_data, frontier_table, training_data, training_table
@@ -84,6 +85,8 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
         else f"times {shown_first.time_band}; comm = exposed communication"
     )
     yield f"Predicted, not measured; {fits}{time}."
+    if unknown is None and needs_whole_matrices(shown.question.optimizer):
+        yield "The time of Muon's update is computed from its matrix products; it was not compared with measurements."
     if shown.captured is not None and shown.captured.time is not None:
         yield (
             f"In CUDA graphs, as `shardwise train` runs a step where it can, {shown.captured.name} takes "

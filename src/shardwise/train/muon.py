@@ -53,7 +53,8 @@ class MuonWithAdamW(Optimizer):
         try:
             for name, kind in _UPDATES.items():
                 self.param_groups = [group for group in groups if group["update"] == name]
-                _without_hooks(kind)(self)
+                if self.param_groups:
+                    _without_hooks(kind)(self)
         finally:
             self.param_groups = groups
         return loss

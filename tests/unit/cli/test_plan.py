@@ -136,6 +136,8 @@ def test_muon_is_planned_with_less_state_and_a_longer_update(capfd: pytest.Captu
         assert one["breakdown_bytes"]["optim"] < other["breakdown_bytes"]["optim"]
         assert one["step_seconds"] > other["step_seconds"]
         assert (one["comm_bytes_per_step"] > other["comm_bytes_per_step"]) == (one["strategy"] != "ddp")
+    assert run("gpt2-124m", "--cluster", "8xh100-80gb", "--micro-batch", "4", "--optimizer", "muon") == 0
+    assert "The time of Muon's update is computed from its matrix products" in capfd.readouterr().out
 
 
 def test_a_number_of_parameters_is_planned_without_activations(capfd: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,16 @@ def test_a_closure_and_hooks_are_called_once_per_step() -> None:
     assert called == ["before", "closure", "after"]
 
 
+def test_a_model_of_matrices_alone_has_no_adamw() -> None:
+    model = nn.ModuleList(nn.Sequential(nn.Linear(4, 4, bias=False)) for _ in range(2))
+    optimizer = make_optimizer(model, OptimizerSection(name="muon"))
+    assert [group["update"] for group in optimizer.param_groups] == ["muon"]
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(4, 4)
+    optimizer.step()
+    assert all(set(state) == {"momentum_buffer"} for state in optimizer.state.values())
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "takes"),
     [
