@@ -208,13 +208,18 @@ def _drawn(tensor: Tensor) -> Tensor:
     return torch.randint(5, 1000, tensor.shape, device="cuda")
 
 
-def measured_alone(case: dict[str, Any]) -> dict[str, Any]:
+def waiting() -> subprocess.Popen[str]:
+    """A process that has imported all that it needs, and waits for a case."""
+    command, pipe = [sys.executable, __file__, "case", "-"], subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def measured_alone(case: dict[str, Any], *, process: subprocess.Popen[str]) -> dict[str, Any]:
     """In a process of its own: what kernels and libraries leave on the device is then this plan's."""
-    command = [sys.executable, __file__, "case", json.dumps(case)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = [line for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
-    if ended.returncode or not found:
-        return {**case, "failed": (ended.stderr.strip() or "no output").splitlines()[-1][-300:]}
+    output, errors = process.communicate(json.dumps(case))
+    found = [line for line in output.splitlines() if line.startswith("RESULT ")]
+    if process.returncode or not found:
+        return {**case, "failed": (errors.strip() or "no output").splitlines()[-1][-300:]}
     return {**case, **json.loads(found[0].removeprefix("RESULT "))}
 
 
@@ -260,7 +265,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "auto_budgets_h200.json")
     asked = parser.parse_args()
     if asked.action == "case":
-        print("RESULT " + json.dumps(measure(json.loads(asked.file))))
+        import accelerate  # noqa: F401
+        import transformers  # noqa: F401
+
+        print("RESULT " + json.dumps(measure(json.loads(sys.stdin.read()))))
         return
     file = Path(asked.file)
     if asked.action == "solve":
@@ -276,8 +284,10 @@ def main() -> None:
     )
     rows = json.loads(asked.out.read_text())["rows"] if asked.append else []
     used: dict[str, Any] = {}
+    ahead = waiting()
     for case in wanted:
-        row = measured_alone(case)
+        process, ahead = ahead, waiting()
+        row = measured_alone(case, process=process)
         used = row.pop("machine", used)
         rows = [one for one in rows if _what(one) != _what(case)] + [row]
         what = " ".join(str(row["plan"][key]) for key in ("strategy", "recompute", "micro_batch"))
@@ -293,6 +303,7 @@ def main() -> None:
             "rows": rows,
         }
         asked.out.write_text(json.dumps(data, indent=1) + "\n")
+    ahead.kill()
     print(json.dumps(summary(rows), indent=1))
 
 
