@@ -61,6 +61,11 @@ class ChosenPlan:
         """Whether a step of the plan has been rehearsed."""
         return self.record is not None and "measured_bytes" in self.record
 
+    @property
+    def ran_out(self) -> bool:
+        """Whether it is in the place of a larger plan that ran out of memory."""
+        return self.record is not None and "ran_out" in self.record
+
     def with_plan(self, plan: Plan) -> "ChosenPlan":
         """On another rank than 0, which has no more to know of it."""
         return replace(self, config=replace(self.config, plan=plan))
@@ -75,7 +80,13 @@ class ChosenPlan:
         """The run continues under another plan, and so does a later start that asks the same."""
         asked = _asked(self.given, cluster=job_cluster(place.device, num_ranks=place.num_ranks))
         said = f"{plan.strategy}, recompute {plan.recompute}: an earlier plan ran out of memory"
-        record = {"asked": asked, "plan": plan.to_dict(), "said": said, "predicted_bytes": predicted_bytes}
+        record = {
+            "asked": asked,
+            "plan": plan.to_dict(),
+            "said": said,
+            "predicted_bytes": predicted_bytes,
+            "ran_out": True,
+        }
         return replace(self, config=replace(self.config, plan=plan), record=record)
 
 

@@ -42,7 +42,8 @@ _REHEARSALS = 2
 
 def probe_memory(training: Training, *, chosen: ChosenPlan, place: Place) -> ChosenPlan:
     """The plan that training begins with: the chosen one, or one that needs less. Collective."""
-    if training.step >= training.num_steps or not is_prepared(training.model):
+    is_auto, is_over = chosen.given.plan.is_auto, training.step >= training.num_steps
+    if not is_auto or is_over or not is_prepared(training.model):
         return chosen
     # Only rank 0 knows what was predicted, and whether an earlier start has measured it.
     budget = exchange(_budget_to_probe(chosen, place=place))[0]
@@ -64,17 +65,13 @@ def _budget_to_probe(chosen: ChosenPlan, *, place: Place) -> int | None:
 
 @dataclass(slots=True, kw_only=True)
 class _Probe:
-    """`ratio`: the largest of measured to predicted so far, and `num_solved`, how often that was solved; on rank 0.
-
-    `ran_out`: a rehearsal has; then less is free than the budget says, and the solver could come back to that plan.
-    """
+    """`ratio`: the largest of measured to predicted so far, and `num_solved`, how often that was solved; on rank 0."""
 
     training: Training
     plans: SmallerPlans
     budget_bytes: int
     ratio: float = 1.0
     num_solved: int = 0
-    ran_out: bool = False
 
     def run(self) -> ChosenPlan:
         training, plans = self.training, self.plans
@@ -94,7 +91,6 @@ class _Probe:
                     replan(training.model, plan)
                     plans.chosen = plans.chosen.with_plan(plan)
             except StepUndone as undone:
-                self.ran_out = True
                 plan = surviving.shrink(undone)
             follow_plan(training, plan=plan)
         restore_random_states(drawn, device=training.device)
@@ -138,8 +134,10 @@ class _Probe:
         if trait:
             training.tell(f"{found}: the plan stays, since it cannot change under a model with {trait}")
             return plan
-        if self.num_solved == _MOST_MOVES or self.ran_out:
-            why = "a larger plan ran out of memory" if self.ran_out else f"it was solved again {_MOST_MOVES} times"
+        # Less is free than the budget says, and the solver could come back to what ran out.
+        ran_out = plans.chosen.ran_out
+        if self.num_solved == _MOST_MOVES or ran_out:
+            why = "a larger plan ran out of memory" if ran_out else f"it was solved again {_MOST_MOVES} times"
             training.tell(f"{found}: {why}, so this plan stays")
             return plan
         self.num_solved += 1
