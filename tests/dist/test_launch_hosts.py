@@ -5,18 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hosts import Host, NoNamespaces, two_hosts
-from ranks import run_ranks
 from test_launch_train import CONFIG
 
-from shardwise.train.config import TrainConfig
-from shardwise.train.rank_run import train
+from shardwise.launch.launch import launch
 
 HERE = Path(__file__).parent
 
@@ -39,7 +35,7 @@ def run_on(hosts: tuple[Host, Host], *program: object, max_restarts: int = 0) ->
     processes = [
         subprocess.Popen(
             host.command(*torchrun, *program),
-            env=environment,
+            env=environment | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -65,22 +61,15 @@ def test_ranks_on_two_hosts_join_also_after_a_restart(hosts: tuple[Host, Host], 
     assert [(rank["num_ranks"], rank["local_rank"], rank["total"]) for rank in found] == [(2, 0, 3), (2, 0, 3)]
 
 
-def trained_here(rank: int, folder: Path) -> None:
-    """The body of a rank of the pool, with the kernels of a rank that is started."""
-    asked = tomllib.loads(CONFIG)
-    torch._C._set_mkldnn_enabled(True)
-    try:
-        train(TrainConfig.from_dict({**asked, "run": {**asked["run"], "folder": str(folder)}}))
-    finally:
-        torch._C._set_mkldnn_enabled(False)
-
-
-def test_training_on_two_hosts_gives_the_losses_of_one(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_training_on_two_hosts_gives_the_losses_of_one(
+    hosts: tuple[Host, Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config, one, two = (tmp_path / name for name in ("config.toml", "one", "two"))
     config.write_text(CONFIG)
     # Not --run: torchrun takes any option that begins like one of its own.
     run_on(hosts, "-m", "shardwise", "train", config, "--set", f"run.folder={two}")
-    run_ranks(trained_here, num_ranks=2, args=(one,))
+    assert launch(["train", str(config), "--run", str(one)], num_ranks=2, max_restarts=0, folder=one) == 0
     losses = [
         [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
         for folder in (one, two)
