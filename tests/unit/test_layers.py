@@ -27,7 +27,7 @@ ROWS: list[set[str]] = [
     {"torch_engine"},
     {"engines"},
     {"train_step"},
-    {"data", "models"},
+    {"data", "models", "muon"},
     {"tasks"},
     {"checkpoint"},
     {"trace"},

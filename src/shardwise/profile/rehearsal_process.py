@@ -25,13 +25,13 @@ from shardwise.comm.job_environment import Start
 from shardwise.comm.join import joined
 from shardwise.engines import prepare
 from shardwise.errors import ShardwiseError
+from shardwise.muon import MuonWithAdamW, split_off_matrices
 from shardwise.profile.cuda_allocations import AllocatorHistory
 from shardwise.profile.recording import WARM_UP_STEPS, Recording, StepRecording, allocations_on
 from shardwise.profile.rehearsal import Measured, Rehearsal
 from shardwise.spec import ModelSpec
 from shardwise.tasks import Task
 from shardwise.trace.foreign import task_of
-from shardwise.train.muon import MuonWithAdamW, split_off_matrices
 from shardwise.units import model_spec, unit_modules
 
 

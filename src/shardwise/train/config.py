@@ -30,7 +30,7 @@ OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "sgd": ("momentum", "nesterov", "fused"),
     "muon": ("betas", "eps", "fused", "momentum", "nesterov", "ns_steps"),
 }
-"""Name → its options besides lr and weight_decay. Each but muon steps every element by itself; muon (train/muon.py)
+"""Name → its options besides lr and weight_decay. Each but muon steps every element by itself; muon (muon.py)
 steps whole matrices, which one rank each owns."""
 
 

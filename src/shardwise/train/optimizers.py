@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import InvalidModel
+from shardwise.muon import MuonWithAdamW, split_off_matrices
 from shardwise.train.config import OptimizerSection
-from shardwise.train.muon import MuonWithAdamW, split_off_matrices
 
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,

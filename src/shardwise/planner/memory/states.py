@@ -59,7 +59,7 @@ OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
         # As it is mostly used: with momentum.
         "sgd": OptimizerRule(num_moments=1),
         "sgd-plain": OptimizerRule(num_moments=0),
-        # train/muon.py: AdamW but for the matrices of blocks.
+        # muon.py: AdamW but for the matrices of blocks.
         "muon-fused": OptimizerRule(num_moments=2, has_steps=True, matrices=_MUON),
         "muon-foreach": OptimizerRule(num_moments=2, copies=1, matrices=_MUON),
         "muon-loop": OptimizerRule(num_moments=2, has_steps=True, largest=2, matrices=_MUON),
