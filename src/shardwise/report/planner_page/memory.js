@@ -99,12 +99,20 @@ const memoryModel = (() => {
       fixed[ACTIVATIONS] += times * height[0]; each[ACTIVATIONS] += times * height[1];
       fixed[GATHERED] += times * height[2]; each[GATHERED] += times * height[3];
     };
+    // What the units that are left out leave behind, once all rows of the one that stands for them are over.
+    let last = -1, leftOut = [];
+    const follow = () => { leftOut.forEach((leave) => leave()); leftOut = []; };
     model.rows.forEach(([label, unit, repeats], row) => {
+      if (unit !== last) follow();
+      last = unit;
       for (const change of step.changes[row]) {
         if (change[0] === CHANGE) {
-          const bytes = number(change[2]);
-          fixed[change[1]] += bytes;
-          if (bytes > 0) see(label);
+          const bytes = number(change[2]), isLeftOut = change[3] === 1;
+          if (isLeftOut) leftOut.push(() => { fixed[change[1]] += bytes; });
+          else {
+            fixed[change[1]] += bytes;
+            if (bytes > 0) see(label);
+          }
         } else if (change[0] === MOVE) {
           const bytes = number(change[3]);
           fixed[change[1]] -= bytes;
@@ -125,8 +133,8 @@ const memoryModel = (() => {
         const of = owner === -1 ? unit : owner;
         pending.set(of, (pending.get(of) ?? 0) + bytes);
       }
-      // What further units like this one leave of activations; gradients are the engine's business.
-      if (repeats > 1) add(peak.end, repeats - 1);
+      // Of activations; gradients are the engine's business.
+      leftOut.push(() => add(peak.end, repeats - 1));
     });
     if (groups.size === 0) see("at rest");
     return [...groups.values()].flat();

@@ -255,7 +255,8 @@ def _cut_step(job: Job, step: NumberedStep, tables: _Tables) -> dict[str, Any]:
 def _change(change: MemoryChange, step: NumberedStep, tables: _Tables) -> list[Any]:
     if isinstance(change, Change):
         assert change.per_sample == 0
-        return [_CHANGE, CATEGORIES.index(change.category), step.note(change.const)]
+        noted = [_CHANGE, CATEGORIES.index(change.category), step.note(change.const)]
+        return [*noted, 1] if change.is_beside else noted
     if isinstance(change, Recategorize):
         places = CATEGORIES.index(change.before), CATEGORIES.index(change.after)
         return [_MOVE, *places, step.note(change.num_bytes)]
