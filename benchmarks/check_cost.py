@@ -59,7 +59,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check(owner=Writes, attribute="settled"),
     ),
     "reads of freed parameters": (Check(owner=unit, attribute="rest"), Check(owner=unit, attribute="wake")),
-    "torch's GradScaler": (Check(owner=owned, attribute="_called_by_torchs_grad_scaler", off=lambda *_, **__: False),),
+    "torch's GradScaler": (Check(owner=owned, attribute="called_by_torchs", off=lambda: False),),
 }
 
 # The function itself, also while its calls are timed.

@@ -74,7 +74,7 @@ def why_not(engine: str, strategy: str, config: TrainConfig) -> str:
         config = replace(config, plan=plan_for(engine, strategy, config.plan))
     except (InvalidPlan, InvalidConfig) as error:
         return str(error)
-    if config.optimizer.name == "muon" and contestant.package and strategy != "ddp":
+    if config.optimizer.name == "muon" and contestant.package and placement_of(strategy).optim is SHARDED:
         return f"{engine} would give Muon slices of matrices"
     if contestant.package and find_spec(contestant.package) is None:
         return f"{contestant.package} is not installed: pip install {contestant.install}"

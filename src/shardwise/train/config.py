@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 
 from shardwise.atomic import atomic_write
 from shardwise.errors import InvalidPlan, ShardwiseError
+from shardwise.placement import SHARDED, placement_of
 from shardwise.plan import Plan
 from shardwise.quantities import SIZE_EXAMPLE, byte_count
 from shardwise.toml_file import read_toml
@@ -197,7 +198,8 @@ class TrainConfig:
             )
         if self.plan.micro_batch is None and not self.plan.is_auto:
             raise InvalidConfig("plan.micro_batch is missing: samples per rank per pass")
-        if self.optimizer.name == "muon" and self.plan.engine == "torch" and self.plan.strategy != "ddp":
+        may_slice = self.plan.is_auto or placement_of(self.plan.strategy).optim is SHARDED
+        if self.optimizer.name == "muon" and self.plan.engine == "torch" and may_slice:
             raise InvalidConfig(
                 f"optimizer.name = 'muon' with plan.engine = 'torch' under {self.plan.strategy}: fully_shard gives "
                 "Muon slices of matrices; set plan.engine = 'shardwise', or plan.strategy = 'ddp'"
