@@ -19,7 +19,7 @@ class Change:
 
     pieces      the sizes of the single allocations, where there are several
     stream      the stream whose memory it is; "" is the one that computes
-    is_beside   of units that a shortened model leaves out
+    is_left_out of units that a shortened model leaves out
     """
 
     category: str
@@ -27,7 +27,7 @@ class Change:
     per_sample: int = 0
     pieces: tuple[int, ...] = ()
     stream: str = ""
-    is_beside: bool = False
+    is_left_out: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +186,7 @@ def replay(rows: Iterable[MemoryRow], *, at_rest: Sequence[Line]) -> Replayed:
         for row in phase:
             state.row_peak = (sum(state.const), sum(state.per_sample))
             for change in row.changes:
-                if isinstance(change, Change) and change.is_beside:
+                if isinstance(change, Change) and change.is_left_out:
                     left_out.append(change)
                 else:
                     state.change(row, change)

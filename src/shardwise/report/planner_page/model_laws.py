@@ -256,7 +256,7 @@ def _change(change: MemoryChange, step: NumberedStep, tables: _Tables) -> list[A
     if isinstance(change, Change):
         assert change.per_sample == 0
         noted = [_CHANGE, CATEGORIES.index(change.category), step.note(change.const)]
-        return [*noted, 1] if change.is_beside else noted
+        return [*noted, 1] if change.is_left_out else noted
     if isinstance(change, Recategorize):
         places = CATEGORIES.index(change.before), CATEGORIES.index(change.after)
         return [_MOVE, *places, step.note(change.num_bytes)]

@@ -79,7 +79,7 @@ class DdpMemory:
         if kept:
             self.changes += (
                 Change("grads", -kept),
-                Change("grads", -self.setting.left_out(unit) * kept, is_beside=True),
+                Change("grads", -self.setting.left_out(unit) * kept, is_left_out=True),
             )
 
     def _update(self) -> None:

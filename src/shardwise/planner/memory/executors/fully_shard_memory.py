@@ -110,7 +110,7 @@ class FullyShardMemory:
         self._fill_flat(unit)
         self._drop_left()
         self._copy_out(unit)
-        self._change(self._kept_of_others(unit), is_beside=True)
+        self._change(self._kept_of_others(unit), is_left_out=True)
         self._left = unit
 
     def _arrive_in_backward(self, unit: str) -> None:
@@ -133,16 +133,16 @@ class FullyShardMemory:
         if unit in self._whole:
             self._whole.remove(unit)
             self._change(-self.setting.states[unit].full)
-            self._change(-self._kept_of_others(unit), is_beside=True)
+            self._change(-self._kept_of_others(unit), is_left_out=True)
 
     def _kept_of_others(self, unit: str) -> int:
         """What units that are left out keep gathered between forward and backward."""
         kept = unit != ROOT and not self.setting.placements[unit].reshard_after_forward
         return self.setting.left_out(unit) * self.setting.states[unit].full if kept else 0
 
-    def _change(self, num_bytes: int, *, stream: str = "", is_beside: bool = False) -> None:
+    def _change(self, num_bytes: int, *, stream: str = "", is_left_out: bool = False) -> None:
         if num_bytes:
-            self.changes.append(Change("gathered", num_bytes, stream=stream, is_beside=is_beside))
+            self.changes.append(Change("gathered", num_bytes, stream=stream, is_left_out=is_left_out))
 
     # Gradients
 
@@ -153,7 +153,7 @@ class FullyShardMemory:
             return
         # Added to those of earlier passes, which go into the buffer.
         self.changes += (TakeGrads(unit=unit), buffer, Change("grads", -kept))
-        self.changes.append(Change("grads", -self.setting.left_out(unit) * kept, is_beside=True))
+        self.changes.append(Change("grads", -self.setting.left_out(unit) * kept, is_left_out=True))
 
     def _reduce(self, bucket: str) -> None:
         for unit in self._members[bucket]:
@@ -164,7 +164,7 @@ class FullyShardMemory:
                 # Added to those of earlier passes, and let go.
                 self.changes.append(Change("grads", -num_bytes))
             else:
-                self.changes.append(Change("grads", more, is_beside=True))
+                self.changes.append(Change("grads", more, is_left_out=True))
 
     def _wait_reduce(self, bucket: str) -> None:
         num_bytes = sum(self.setting.states[unit].reduce for unit in self._members[bucket])

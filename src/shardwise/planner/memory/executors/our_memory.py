@@ -93,13 +93,13 @@ class OurMemory:
         if self.setting.placements[unit].params is SHARDED and unit not in self._whole:
             self._whole.add(unit)
             self._change("gathered", self.setting.states[unit].full)
-            self._change("gathered", self._kept_of_others(unit), is_beside=True)
+            self._change("gathered", self._kept_of_others(unit), is_left_out=True)
 
     def _free(self, unit: str) -> None:
         if unit in self._whole:
             self._whole.remove(unit)
             self._change("gathered", -self.setting.states[unit].full)
-            self._change("gathered", -self._kept_of_others(unit), is_beside=True)
+            self._change("gathered", -self._kept_of_others(unit), is_left_out=True)
 
     def _free_unused(self, unit: str) -> None:
         if unit not in self._called:
@@ -121,7 +121,7 @@ class OurMemory:
                 self._change("reduce", self._reduce_bytes(bucket))
             if not self._is_sharded(bucket):
                 more = self.setting.left_out(unit) * self.setting.states[unit].reduce
-                self._change("reduce", more, is_beside=True)
+                self._change("reduce", more, is_left_out=True)
         self.changes.append(TakeGrads(unit=unit))
 
     def _wait_reduce(self, bucket: str) -> None:
@@ -141,13 +141,13 @@ class OurMemory:
         more = sum(self.setting.left_out(unit) * states[unit].grads for unit in units)
         if self._is_sharded(bucket):
             self._deliver_slices(bucket, new=new)
-            self._change("grads", more, is_beside=True)
+            self._change("grads", more, is_left_out=True)
         else:
             self._deliver_whole(bucket, new=new, more=more)
         if plan.accumulate > 1 and plan.accumulate_reduced:
             # Added to what is there, and let go.
             self._change("grads", -new)
-            self._change("grads", -more, is_beside=True)
+            self._change("grads", -more, is_left_out=True)
 
     def _deliver_slices(self, bucket: str, *, new: int) -> None:
         crossed = self._slice_bytes(bucket)
@@ -165,21 +165,21 @@ class OurMemory:
         buffer, more_reduce = self._reduce_bytes(bucket), self._more_reduce(bucket)
         if self.setting.plan.reduce_dtype != "fp32":
             self._change("grads", new)
-            self._change("grads", more, is_beside=True)
+            self._change("grads", more, is_left_out=True)
             if not self._is_kept(bucket):
                 self._change("reduce", -buffer)
-                self._change("reduce", -more_reduce, is_beside=True)
+                self._change("reduce", -more_reduce, is_left_out=True)
         elif not self._is_kept(bucket):
             # The buffer itself becomes the gradients.
             self.changes.append(Recategorize(before="reduce", after="grads", num_bytes=buffer))
-            self._change("reduce", -more_reduce, is_beside=True)
-            self._change("grads", more_reduce, is_beside=True)
+            self._change("reduce", -more_reduce, is_left_out=True)
+            self._change("grads", more_reduce, is_left_out=True)
 
     def _let_buffer_go(self, bucket: str) -> None:
         """Of sharded gradients, of which the slice has been copied."""
         self._change("reduce", -self._reduce_bytes(bucket))
         if self._waits_for_grads:
-            self._change("reduce", -self._more_reduce(bucket), is_beside=True)
+            self._change("reduce", -self._more_reduce(bucket), is_left_out=True)
 
     def _is_sharded(self, bucket: str) -> bool:
         return self.setting.placements[self._members[bucket][0]].grads is SHARDED
@@ -219,7 +219,7 @@ class OurMemory:
     def _own(self, unit: str, num_bytes: int) -> None:
         one = num_bytes // self.setting.weight(unit)
         self._change("other", one)
-        self._change("other", num_bytes - one, is_beside=True)
+        self._change("other", num_bytes - one, is_left_out=True)
 
     def _for_a_while(self, num_bytes: int) -> None:
         self._change("other", num_bytes)
@@ -228,6 +228,6 @@ class OurMemory:
     def _update(self) -> None:
         self.changes += update_changes(self.setting.update_bytes)
 
-    def _change(self, category: str, num_bytes: int, *, is_beside: bool = False) -> None:
+    def _change(self, category: str, num_bytes: int, *, is_left_out: bool = False) -> None:
         if num_bytes:
-            self.changes.append(Change(category, num_bytes, is_beside=is_beside))
+            self.changes.append(Change(category, num_bytes, is_left_out=is_left_out))
