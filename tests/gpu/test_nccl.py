@@ -1,11 +1,10 @@
 """On NCCL every strategy gives the losses that it gives on Gloo; several ranks share one GPU for this."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from sharing_ranks import run_script
 
 from shardwise.placement import STRATEGIES
 
@@ -13,22 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 def losses(folder: Path, *, num_ranks: int, device: str) -> dict[str, list[float]]:
-    script = Path(__file__).with_name("nccl_rank.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(num_ranks), str(folder), device],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), outputs
+    run_script("nccl_rank.py", num_ranks=num_ranks, folder=folder, device=device)
     return json.loads((folder / f"losses-{device}-{num_ranks}.json").read_text())
 
 

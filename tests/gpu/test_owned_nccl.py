@@ -4,12 +4,9 @@ Two numbers have the same sum in any order, and the kernels are those that give 
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from sharing_ranks import run_script
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 NUM_RANKS = 2
@@ -18,24 +15,8 @@ NUM_RANKS = 2
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """Of each rank: name of a case → what is wrong in it."""
-    folder, here = tmp_path_factory.mktemp("owned"), Path(__file__).parent
-    paths = (str(here), str(here.parent / "dist"), os.environ.get("PYTHONPATH"))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(here / "owned_rank.py"), str(rank), str(NUM_RANKS), str(folder), "cuda"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(NUM_RANKS)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=250)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), outputs
+    folder = tmp_path_factory.mktemp("owned")
+    run_script("owned_rank.py", num_ranks=NUM_RANKS, folder=folder)
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(NUM_RANKS)]
 
 

@@ -1,36 +1,17 @@
 """Ranks on NCCL outlive a full GPU, wherever in forward or backward it is full; two ranks share one GPU for this."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sharing_ranks import run_script
 
 NUM_RANKS = 2
 
 
 def found_by_ranks(folder: Path, *, device: str) -> list[dict[str, Any]]:
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent / "dist"), str(here.parent), os.environ.get("PYTHONPATH", "")])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(here / "survive_rank.py"), str(rank), str(NUM_RANKS), str(folder), device],
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(NUM_RANKS)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=150)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(outputs)
+    run_script("survive_rank.py", num_ranks=NUM_RANKS, folder=folder, device=device, timeout_s=150)
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(NUM_RANKS)]
 
 
