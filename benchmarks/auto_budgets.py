@@ -1,38 +1,51 @@
 """Auto plans against fixed ones within memory budgets, on one GPU.
 
     python benchmarks/auto_budgets.py solve    plans.json     chooses the plans; needs no GPU
-    python benchmarks/auto_budgets.py measure  plans.json     runs them, each in a process of its own; writes
-                                                              results/auto_budgets_h200.json
+    python benchmarks/auto_budgets.py measure  plans.json     runs them; writes results/auto_budgets_h200.json
     … measure plans.json --kinds auto --append                some of them; the rows of the others stay
 
 For each model the budget is 40, 60 and 80% of what it is predicted to need at a reference batch if nothing is
-recomputed. Within it run: the auto plan; of the fixed plans (strategy × recompute, each at the largest micro-batch that
-fits) the three that are predicted to be fastest; two others, drawn at random; and, of Hugging Face models, what
-Accelerate's FSDP2 does by default with gradient checkpointing, at the largest micro-batch that is predicted to fit.
-On one NCCL rank sharding frees next to nothing, so what there is to choose is recompute and micro-batch. Llama-8B is
-rehearsed as rank 0 of 8 and of 64 without the others, and solved for links that cost nothing, since a rehearsal has
-none. Weights are random; bf16, fused AdamW, no capture.
+recomputed. Within it run:
 
-    samples_per_s    of steps that follow on each other, after warm-up
+    auto        the solver's plan with compile = "auto": it may have units compiled
+    plain       the solver's plan without compiled units
+    best        of the fixed plans (strategy × recompute, each at the largest micro-batch that fits) the three that are
+                predicted to be fastest; without compiled units, as they are by default
+    random      two other fixed plans
+    accelerate  of Hugging Face models, what Accelerate's FSDP2 does by default with gradient checkpointing, at the
+                largest micro-batch that is predicted to fit
+
+Steps of ours are captured as CUDA graphs, as `shardwise train` does where it can. On one NCCL rank sharding frees next
+to nothing, so what there is to choose is recompute, micro-batch and compiled units. Llama-8B is rehearsed as rank 0 of
+8 and of 64 without the others, and solved for links that cost nothing, since a rehearsal has none. Weights are random;
+bf16, fused AdamW.
+
+    samples_per_s    the median of steps that follow on each other, after warm-up
     device_bytes     the peak of what is reserved, and what else is in use on the device: context, communicators
+
+The solver's plans and Accelerate's run in a process each; the solver's are kept to the budget, as `shardwise train`
+does. Fixed plans of one model share a process and have the whole device: of these only the speed counts.
 """
 
 import argparse
 import gc
 import json
+import os
 import random
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from captured_models import CONFIGS, MODELS, machine, used_bytes
-from hugging_face_peers import join_alone, on_accelerate
+from hugging_face_peers import on_accelerate
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -53,10 +66,13 @@ SHARES = (0.4, 0.6, 0.8)
 # (model, ranks) → the batch at which the peak without recompute is taken. Rehearsals come before a job is joined.
 BATCHES = {("llama-8b", 8): 4, ("llama-8b", 64): 4, ("llama-1b", 1): 8, ("vit-large", 1): 128, ("bert-large", 1): 64}
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
-BASE = Plan(precision="bf16", capture="off")
+BASE = Plan(precision="bf16", capture="on")
 OPTIMIZER = "adamw-fused"
 _SECONDS, _MOST_STEPS = 0.8, 12
-KINDS = (("fixed", ("best", "random")), ("accelerate", ("accelerate",)))
+# Ordinary steps, the one that is captured, and a replay.
+_WARM_UP = 6
+KINDS = (("plain", ("plain",)), ("fixed", ("best", "random")), ("accelerate", ("accelerate",)))
+ALONE = ("auto", "plain", "accelerate")
 
 
 def task_of(name: str, *, device: str) -> Task:
@@ -104,14 +120,22 @@ def solve(name: str, *, num_ranks: int) -> list[dict[str, Any]]:
     draw, cases = random.Random(0), []
     for share in SHARES:
         budget = round(share * whole)
-        request = AutoRequest(plan=BASE, cluster=cluster, optimizer=OPTIMIZER, budget_bytes=budget)
-        auto = solve_plan(lambda plan: spec, request=request).candidate
+        auto, plain = (
+            solve_plan(
+                lambda plan: spec,
+                request=AutoRequest(
+                    plan=replace(BASE, compile=way), cluster=cluster, optimizer=OPTIMIZER, budget_bytes=budget
+                ),
+            ).candidate
+            for way in ("auto", "none")
+        )
         within = with_budget(cluster, budget_bytes=budget)
         fixed = _fixed(spec, BASE, cluster=within)
         others = draw.sample(fixed[3:], min(2, len(fixed[3:])))
-        rows = [("auto", auto), *(("best", one) for one in fixed[:3]), *(("random", one) for one in others)]
+        rows = [("auto", auto), ("plain", plain)]
+        rows += [*(("best", one) for one in fixed[:3]), *(("random", one) for one in others)]
         if name in MODELS and num_ranks == 1:
-            checkpointed = replace(BASE, engine="torch", recompute="full")
+            checkpointed = replace(BASE, engine="torch", recompute="full", capture="off")
             theirs = _fixed(spec, checkpointed, cluster=within, strategies=("fsdp",), recomputes=("full",))
             rows += [("accelerate", one) for one in theirs]
         cases += [
@@ -123,6 +147,7 @@ def solve(name: str, *, num_ranks: int) -> list[dict[str, Any]]:
                 "kind": kind,
                 "predicted_samples_per_s": _speed(one),
                 "predicted_device_bytes": one.memory.device_bytes,
+                "predicted_outside_bytes": one.memory.device_bytes - one.memory.reserved_bytes,
                 "plan": one.plan.to_dict(),
             }
             for kind, one in rows
@@ -162,43 +187,66 @@ def _speed(candidate: Candidate) -> float:
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """One plan, on this GPU, which this process has not used before."""
-    import shardwise
-
+    """One plan, on this GPU."""
     plan = Plan.from_dict(case["plan"])
     assert plan.micro_batch is not None
     num_ranks = case["num_ranks"]
-    if num_ranks == 1:
-        join_alone(device="cuda")
-    with absent_group(num_ranks) if num_ranks > 1 else nullcontext():
+    if case["kind"] in ("auto", "plain"):
+        left = case["budget_bytes"] - case["predicted_outside_bytes"]
+        torch.cuda.set_per_process_memory_fraction(left / torch.cuda.get_device_properties(0).total_memory)
+    with absent_group(num_ranks) if num_ranks > 1 else _alone():
         # Ours fills it straight into shards.
         task = task_of(case["model"], device="cuda" if case["kind"] == "accelerate" else "meta")
-        optimizer: Any = torch.optim.AdamW(task.model.parameters(), lr=1e-4, fused=True)
-        backward: Callable[[Any], None] = Tensor.backward
-        if case["kind"] == "accelerate":
-            model, optimizer, backward = on_accelerate(task.model, optimizer, checkpointing=True)
-        else:
-            collectives = AbsentCollectives() if num_ranks > 1 else None
-            model, optimizer = shardwise.prepare(task.model, optimizer, plan, device="cuda:0", collectives=collectives)
+        prepare = _on_accelerate if case["kind"] == "accelerate" else _on_ours
+        said: list[str] = []
+        step = prepare(task, plan, num_ranks=num_ranks, tell=said.append)
         # What was there before it was prepared.
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         batch = tree_map_only(Tensor, _drawn, task.make_batch(plan.micro_batch))
-
-        def step() -> None:
-            backward(task.loss(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-
-        seconds = _timed(step)
+        seconds = _timed(lambda: step(batch))
     return {
         "samples_per_s": plan.micro_batch * num_ranks / seconds,
         "device_bytes": torch.cuda.max_memory_reserved() + used_bytes() - torch.cuda.memory_reserved(),
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "said": said,
         "machine": machine(),
     }
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A job of one rank; its communicators are made when they are first used, as in `shardwise train`."""
+    if not dist.is_initialized():
+        # Accelerate takes the group that there is, if the variables of a launcher are there too.
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **address}
+        torch.cuda.set_device(0)
+        dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+    yield
+
+
+def _on_ours(task: Task, plan: Plan, *, num_ranks: int, tell: Callable[[str], None]) -> Callable[[Any], object]:
+    import shardwise
+
+    optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-4, fused=True)
+    collectives = AbsentCollectives() if num_ranks > 1 else None
+    model, optimizer = shardwise.prepare(task.model, optimizer, plan, device="cuda:0", collectives=collectives)
+    return shardwise.step(model, optimizer, task.loss, tell=tell)
+
+
+def _on_accelerate(task: Task, plan: Plan, *, num_ranks: int, tell: Callable[[str], None]) -> Callable[[Any], object]:
+    optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-4, fused=True)
+    model, prepared, backward = on_accelerate(task.model, optimizer, checkpointing=True)
+
+    def step(batch: Any) -> None:
+        backward(task.loss(model, batch))
+        prepared.step()
+        prepared.zero_grad()
+
+    return step
 
 
 def _drawn(tensor: Tensor) -> Tensor:
@@ -209,30 +257,51 @@ def _drawn(tensor: Tensor) -> Tensor:
 
 
 def waiting() -> subprocess.Popen[str]:
-    """A process that has imported all that it needs, and waits for a case."""
-    command, pipe = [sys.executable, __file__, "case", "-"], subprocess.PIPE
+    """A process that has imported all that it needs, and waits for cases."""
+    command, pipe = [sys.executable, __file__, "cases", "-"], subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
-def measured_alone(case: dict[str, Any], *, process: subprocess.Popen[str]) -> dict[str, Any]:
-    """In a process of its own: what kernels and libraries leave on the device is then this plan's."""
-    output, errors = process.communicate(json.dumps(case))
-    found = [line for line in output.splitlines() if line.startswith("RESULT ")]
-    if process.returncode or not found:
-        return {**case, "failed": (errors.strip() or "no output").splitlines()[-1][-300:]}
-    return {**case, **json.loads(found[0].removeprefix("RESULT "))}
+def measure_all() -> None:
+    """The cases on standard input, one after the other; a line for each."""
+    for case in json.loads(sys.stdin.read()):
+        try:
+            found = measure(case)
+        except Exception as error:
+            found = {"failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+        print("RESULT " + json.dumps({**case, **found}), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
-def _timed(step: Callable[[], None]) -> float:
-    for _ in range(3):
+def measured_by(process: subprocess.Popen[str], cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What kernels and libraries leave on the device is these cases' own."""
+    output, errors = process.communicate(json.dumps(cases))
+    found = [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
+    last = (errors.strip() or "no output").splitlines()[-1][-300:]
+    return found + [{**case, "failed": last} for case in cases[len(found) :]]
+
+
+def _timed(step: Callable[[], object]) -> float:
+    for _ in range(_WARM_UP):
         step()
     torch.cuda.synchronize()
-    began, count = time.perf_counter(), 0
-    while count < 3 or (count < _MOST_STEPS and time.perf_counter() - began < _SECONDS):
+    seconds: list[float] = []
+    while len(seconds) < 3 or (len(seconds) < _MOST_STEPS and sum(seconds) < _SECONDS):
+        began = time.perf_counter()
         step()
         torch.cuda.synchronize()
-        count += 1
-    return (time.perf_counter() - began) / count
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def batches_of(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Cases that share a process."""
+    shared: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for case in cases:
+        if case["kind"] not in ALONE:
+            shared.setdefault((case["model"], case["num_ranks"]), []).append(case)
+    return [*([case] for case in cases if case["kind"] in ALONE), *shared.values()]
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -255,20 +324,30 @@ def _what(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[key] for key in ("model", "num_ranks", "share", "kind", "plan"))
 
 
+def _tell(row: dict[str, Any]) -> None:
+    what = " ".join(str(row["plan"][key]) for key in ("strategy", "recompute", "micro_batch", "compile"))
+    print(
+        f"{row['model']} {row['num_ranks']} {row['share']:.0%} {row['kind']} {what}: "
+        f"{row.get('samples_per_s', 0):.2f} samples/s (predicted {row['predicted_samples_per_s']:.2f}), "
+        f"{row.get('device_bytes', 0) / row['budget_bytes']:.3f} of budget {row.get('failed', '')}",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("solve", "measure", "case"))
+    parser.add_argument("action", choices=("solve", "measure", "cases"))
     parser.add_argument("file", help="of plans")
-    parser.add_argument("--kinds", default="auto,best,random,accelerate")
+    parser.add_argument("--kinds", default="auto,plain,accelerate,best,random")
     parser.add_argument("--append", action="store_true", help="keep the rows of the file that are not measured again")
     parser.add_argument("--models", default=",".join(dict.fromkeys(name for name, _ in BATCHES)))
     parser.add_argument("--out", type=Path, default=RESULTS / "auto_budgets_h200.json")
     asked = parser.parse_args()
-    if asked.action == "case":
+    if asked.action == "cases":
         import accelerate  # noqa: F401
         import transformers  # noqa: F401
 
-        print("RESULT " + json.dumps(measure(json.loads(sys.stdin.read()))))
+        measure_all()
         return
     file = Path(asked.file)
     if asked.action == "solve":
@@ -285,23 +364,13 @@ def main() -> None:
     rows = json.loads(asked.out.read_text())["rows"] if asked.append else []
     used: dict[str, Any] = {}
     ahead = waiting()
-    for case in wanted:
+    for cases in batches_of(wanted):
         process, ahead = ahead, waiting()
-        row = measured_alone(case, process=process)
-        used = row.pop("machine", used)
-        rows = [one for one in rows if _what(one) != _what(case)] + [row]
-        what = " ".join(str(row["plan"][key]) for key in ("strategy", "recompute", "micro_batch"))
-        print(
-            f"{row['model']} {row['num_ranks']} {row['share']:.0%} {row['kind']} {what}: "
-            f"{row.get('samples_per_s', 0):.2f} samples/s (predicted {row['predicted_samples_per_s']:.2f}), "
-            f"{row.get('device_bytes', 0) / row['budget_bytes']:.3f} of budget",
-            flush=True,
-        )
-        data = {
-            "machine": used,
-            "summary": summary(rows),
-            "rows": rows,
-        }
+        for row in measured_by(process, cases):
+            used = row.pop("machine", used)
+            rows = [one for one in rows if _what(one) != _what(row)] + [row]
+            _tell(row)
+        data = {"machine": used, "summary": summary(rows), "rows": rows}
         asked.out.write_text(json.dumps(data, indent=1) + "\n")
     ahead.kill()
     print(json.dumps(summary(rows), indent=1))

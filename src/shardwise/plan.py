@@ -28,7 +28,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "full", "selective"),
     "engine": tuple(LIMITS),
     "collectives": ("backend", "ring"),
-    "compile": ("none", "inductor", "aot_eager"),
+    "compile": ("none", "inductor", "aot_eager", AUTO),
     "capture": ("auto", "on", "off"),
 }
 _LEAST: Mapping[str, int] = {
@@ -111,7 +111,8 @@ class Plan:
                        optimizer needs it
     dynamic            units are called in another order in every step, or on every rank: the ranks agree on each
                        gather, which costs time. Units that are only skipped now and then do not need it
-    compile            torch.compile of each unit but the root, by this backend
+    compile            torch.compile of each unit but the root, by this backend; auto: where the planner chooses the
+                       plan, it may choose inductor (results then differ by rounding); other plans do not compile
     capture            steps as CUDA graphs (shardwise.capture, train): where it is safe and pays (auto), always or not
                        at all (on, off; in TOML also true, false)
     engine             ours, or the same plan on torch's own DDP and fully_shard
@@ -194,6 +195,11 @@ class Plan:
     @property
     def is_fp16(self) -> bool:
         return self.precision == "fp16"
+
+    @property
+    def compiler(self) -> str:
+        """The backend that compiles units, or none. What `auto` leaves open is not compiled before it is chosen."""
+        return "none" if self.compile == AUTO else self.compile
 
     @property
     def captures(self) -> bool:

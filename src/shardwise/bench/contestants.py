@@ -50,7 +50,7 @@ def plan_for(engine: str, strategy: str, plan: Plan) -> Plan:
 
     Only our engine captures by its plan: others' steps are captured by hand (graph_update.py).
     """
-    compiler = plan.compile if plan.compile != "none" else "inductor"
+    compiler = plan.compiler if plan.compiler != "none" else "inductor"
     if strategy == AUTO:
         # It chooses for each unit.
         plan = replace(plan, overrides=Patterns(), recompute_overrides=Patterns())

@@ -72,7 +72,7 @@ def _warm_up(run: BenchRun) -> int:
     """After three ordinary steps ours makes its graph; its first and tenth replay are compared. By hand it is made in
     the twelfth step. Steps in which something is compiled come before those.
     """
-    compiles = 2 if run.config.plan.compile != "none" else 0
+    compiles = 2 if run.config.plan.compiler != "none" else 0
     return max(run.warm_up, NUM_STEPS + compiles + 10 * _captures(run))
 
 

@@ -116,7 +116,7 @@ def _show(setup: "ForeignSetup", path: Path) -> None:
     kind = "a plan" if setup.tool == "shardwise" else f"a setup of {setup.tool}, as a plan"
     console.print(
         f"{path}: {kind}: {mesh}, precision {plan.precision}, recompute {plan.recompute}, "
-        f"units {plan.units}, engine {plan.engine}" + (f", compile {plan.compile}" if plan.compile != "none" else ""),
+        f"units {plan.units}, engine {plan.engine}" + (f", compile {plan.compiler}" if plan.compiler != "none" else ""),
         highlight=False,
         markup=False,
     )

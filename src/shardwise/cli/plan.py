@@ -74,7 +74,9 @@ def plan(
         str | None,
         typer.Option("--matmul-precision", help="As torch.set_float32_matmul_precision: highest, or high for TF32."),
     ] = None,
-    compile_with: Annotated[str, typer.Option("--compile", help="none, inductor or aot_eager.")] = "none",
+    compile_with: Annotated[
+        str, typer.Option("--compile", help="none, inductor, aot_eager, or auto (chosen with --strategy auto).")
+    ] = "none",
     capture: Annotated[
         str,
         typer.Option(

@@ -65,6 +65,7 @@ class PlanAnswer:
     """`found`: the rows of the table, of which `recommendation.index` is one. `fits`: whether there is one to take.
 
     `captured`: the plan to take as `shardwise train` runs it by default, in CUDA graphs, where that is clearly faster.
+    `compiled`: the solver's plan with compiled units, where it was not to compile them and that is clearly faster.
     """
 
     question: PlanQuestion
@@ -73,6 +74,7 @@ class PlanAnswer:
     why: str
     fits: bool
     captured: Candidate | None
+    compiled: Candidate | None
     scaling: list[Scaled] | None
     frontier: list[FrontierPoint] | None
     training: list[TrainingCost] | None
@@ -113,6 +115,7 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         why=why,
         fits=chosen.reason is not Reason.NOTHING_FITS,
         captured=_captured(question, chosen.best),
+        compiled=_compiled(question, chosen.best),
         scaling=_scaling(question, found=found, cluster=cluster),
         frontier=frontier(spec_for, request=question.request) if question.has_frontier else None,
         training=_training(question, found),
@@ -143,11 +146,22 @@ def _captured(question: PlanQuestion, best: Candidate | None) -> Candidate | Non
     if needs_whole_matrices(question.optimizer):
         # Their steps are not captured.
         return None
-    captured = replace(plan, capture="on")
-    spec = question.source.spec_for(captured)
-    found = cost(spec, plan=captured, cluster=best.cluster, optimizer=question.optimizer)
-    pays = found.time is not None and found.time.step_seconds < _CLEARLY_FASTER * best.time.step_seconds
-    return found if pays else None
+    return _clearly_faster(question, replace(plan, capture="on"), than=best)
+
+
+def _compiled(question: PlanQuestion, best: Candidate | None) -> Candidate | None:
+    """What the solver leaves out unless it is asked for: compiled units round otherwise."""
+    if best is None or best.label != AUTO or question.plan.compile != "none" or best.cluster.device.name == "cpu":
+        return None
+    return _clearly_faster(question, replace(best.plan, compile="inductor"), than=best)
+
+
+def _clearly_faster(question: PlanQuestion, plan: Plan, *, than: Candidate) -> Candidate | None:
+    """The plan's cost; None unless its steps are clearly shorter."""
+    found = cost(question.source.spec_for(plan), plan=plan, cluster=than.cluster, optimizer=question.optimizer)
+    if found.time is None or than.time is None:
+        return None
+    return found if found.time.step_seconds < _CLEARLY_FASTER * than.time.step_seconds else None
 
 
 def _scaling(question: PlanQuestion, *, found: list[Candidate], cluster: Cluster) -> list[Scaled] | None:

@@ -26,6 +26,7 @@ def as_data(shown: PlanAnswer) -> dict[str, Any]:
         "host": "probed" if host_is_probed(shown.found[0].cluster.device) else "assumed",
         "candidates": [candidate_data(candidate) for candidate in shown.found],
         "captured": candidate_data(shown.captured) if shown.captured is not None else None,
+        "compiled": candidate_data(shown.compiled) if shown.compiled is not None else None,
     }
     if shown.training is not None:
         data["training"] = [training_data(row) for row in shown.training]
@@ -91,6 +92,11 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
         yield (
             f"In CUDA graphs, as `shardwise train` runs a step where it can, {shown.captured.name} takes "
             f"{step_seconds_text(shown.captured.time.step_seconds)} s per step; --capture on plans for that."
+        )
+    if shown.compiled is not None and shown.compiled.time is not None:
+        yield (
+            f"With compiled units its step takes {step_seconds_text(shown.compiled.time.step_seconds)} s; "
+            "--compile auto lets the solver choose that too (results then differ by rounding)."
         )
     if unknown is None and not host_is_probed(first.cluster.device):
         yield "The speed of the host CPU is assumed; --here measures it, on the machine itself."

@@ -5,7 +5,7 @@ first that become smaller: a rank holds no more than the larger of both plans, a
 had been saved under the old plan and loaded under the new one, bit for bit.
 """
 
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -78,11 +78,12 @@ def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
             f"{_WHAT} in the middle of a step: a forward has run whose backward is not over; call it after "
             "loss.backward(), or after the step"
         )
-    for item in fields(plan):
-        then, now = getattr(engine.plan, item.name), getattr(plan, item.name)
-        if item.name in _FIXED and then != now:
+    before, after = (replace(one, compile=one.compiler) for one in (engine.plan, plan))
+    for name in _FIXED:
+        then, now = getattr(before, name), getattr(after, name)
+        if then != now:
             raise InvalidPlan(
-                f"{_WHAT} with {item.name} = {now!r}, but the model was prepared with {then!r}: it changes where "
+                f"{_WHAT} with {name} = {now!r}, but the model was prepared with {then!r}: it changes where "
                 "things live and when they move, not what is computed; save a checkpoint and prepare again"
             )
     trait = fixed_by(engine, plan=plan)

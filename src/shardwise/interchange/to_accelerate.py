@@ -40,8 +40,8 @@ def to_accelerate(plan: Plan, shape: JobShape) -> Exported:
             }
     elif plan.mesh is not None:
         expressed.add("mesh")
-    if plan.compile != "none":
-        config["dynamo_config"] = {"dynamo_backend": plan.compile.upper(), "dynamo_use_regional_compilation": True}
+    if plan.compiler != "none":
+        config["dynamo_config"] = {"dynamo_backend": plan.compiler.upper(), "dynamo_use_regional_compilation": True}
     left_out = not_expressed(plan, target="Accelerate", expressed=expressed)
     if plan.recompute == "selective":
         left_out.append("recompute = selective: Accelerate recomputes whole layers; this file turns it off")

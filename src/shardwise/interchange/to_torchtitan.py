@@ -41,7 +41,7 @@ def to_torchtitan(plan: Plan, shape: JobShape) -> Exported:
             "fsdp_reshard_after_forward": "always" if placement_of(plan.strategy).reshard_after_forward else "never",
         },
         "activation_checkpoint": {"mode": plan.recompute},
-        "compile": {"enable": plan.compile != "none"},
+        "compile": {"enable": plan.compiler != "none"},
     }
     head = [
         "Add [model], and pass --job.config_file torchtitan.toml.",

@@ -57,6 +57,11 @@ class ChosenPlan:
         return None if self.record is None else self.record.get("predicted_bytes")
 
     @property
+    def outside_bytes(self) -> int | None:
+        """What is predicted to be held on the device besides tensors; None where nothing was solved."""
+        return None if self.record is None else self.record.get("outside_bytes")
+
+    @property
     def is_measured(self) -> bool:
         """Whether a step of the plan has been rehearsed."""
         return self.record is not None and "measured_bytes" in self.record
@@ -85,6 +90,7 @@ class ChosenPlan:
             "plan": plan.to_dict(),
             "said": said,
             "predicted_bytes": predicted_bytes,
+            "outside_bytes": self.outside_bytes,
             "ran_out": True,
         }
         return replace(self, config=replace(self.config, plan=plan), record=record)
@@ -114,10 +120,12 @@ def choose_plan(config: TrainConfig, *, place: Place, fresh: bool, replan: bool 
 
 
 def solve_again(chosen: ChosenPlan, *, place: Place, budget_bytes: int) -> ChosenPlan:
-    """On rank 0: the same question with another budget. NoPlanFits, if there is no answer."""
+    """On rank 0: the same question with another budget; what is compiled stays so. NoPlanFits, if nothing does."""
     cluster = job_cluster(place.device, num_ranks=place.num_ranks)
     source = chosen.source or source_of(chosen.config, cluster=cluster)
-    record = _solved(chosen.given, source, cluster=cluster, budget_bytes=budget_bytes)
+    given = replace(chosen.given, plan=replace(chosen.given.plan, compile=chosen.config.plan.compile))
+    found = _solved(given, source, cluster=cluster, budget_bytes=budget_bytes)
+    record = {**found, "asked": _asked(chosen.given, cluster=cluster)}
     config = replace(chosen.config, plan=Plan.from_dict(record["plan"]))
     return replace(chosen, config=config, record=record, source=source)
 
@@ -151,6 +159,7 @@ def _solved(config: TrainConfig, source: Source, *, cluster: Cluster, budget_byt
         "plan": found.plan.to_dict(),
         "said": chosen_text(found.plan, names=names),
         "predicted_bytes": found.memory.allocated_bytes,
+        "outside_bytes": found.memory.device_bytes - found.memory.reserved_bytes,
     }
 
 

@@ -23,6 +23,7 @@ from shardwise.train.auto_plan import ChosenPlan, choose_plan
 from shardwise.train.config import TrainConfig
 from shardwise.train.loop import Training, run_steps
 from shardwise.train.memory_advice import advised
+from shardwise.train.memory_budget import keep_to_budget
 from shardwise.train.memory_probe import probe_memory
 from shardwise.train.metrics import JsonLines, MetricsRecorder, StepMetrics, TensorBoard, Writer
 from shardwise.train.preemption import preemption
@@ -95,6 +96,7 @@ class _RankJob:
         ):
             notes = _claim(config, place=place, fresh=fresh, command=command, held=held)
             self.chosen.note()
+            keep_to_budget(self.chosen, place=place, held=held)
             held.callback(setattr, RECORDS, "folder", RECORDS.folder)
             RECORDS.folder = config.folder
             say(console, f"Building {config.task.model} and opening its data …")

@@ -27,7 +27,7 @@ def as_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 def test_the_json_is_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
     data = as_json(capfd, "gpt2-124m", "--cluster", "8xh100-80gb")
-    assert set(data) == {"model", "cluster", "recommended", "why", "host", "candidates", "captured"}
+    assert set(data) == {"model", "cluster", "recommended", "why", "host", "candidates", "captured", "compiled"}
     assert [candidate["strategy"] for candidate in data["candidates"]] == list(STRATEGIES)
     assert data["candidates"][data["recommended"]]["strategy"] == "ddp"
     for candidate in data["candidates"]:

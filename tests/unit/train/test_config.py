@@ -93,7 +93,7 @@ MISTAKES = {
     "train.seed=99999999999": "train.seed = 99999999999: must be a whole number of at least 0 and at most 4,294,967,295",
     "train.clip_norm=nan": "train.clip_norm = nan: must be a number of at least 0",
     "train.compile=inductor": "train.compile is plan.compile now: move the key to [plan]",
-    "plan.compile=yes": "plan.compile = 'yes': must be one of none, inductor, aot_eager",
+    "plan.compile=yes": "plan.compile = 'yes': must be one of none, inductor, aot_eager, auto",
     "train.deterministic=1": "train.deterministic = 1: must be true or false",
     "optimizer.name=lamb": "optimizer.name = 'lamb': must be one of adamw, adam, nadam, radam, adagrad, rmsprop, sgd, muon",
     "optimizer.lr=0": "optimizer.lr = 0: must be a number above 0",

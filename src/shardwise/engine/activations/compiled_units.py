@@ -17,19 +17,19 @@ from shardwise.spec import ROOT
 
 def check_compile(units: Mapping[str, object], *, plan: Plan) -> None:
     """Refuse a plan that compiles units where there is none but the root, in which everything else happens."""
-    if plan.compile != "none" and not any(name != ROOT for name in units):
+    if plan.compiler != "none" and not any(name != ROOT for name in units):
         raise InvalidModel(
-            f"compile = {plan.compile!r}: the model is one unit (units = {plan.units!r}), and only units inside it "
+            f"compile = {plan.compiler!r}: the model is one unit (units = {plan.units!r}), and only units inside it "
             "are compiled"
         )
 
 
 def compile_units(modules: Mapping[str, nn.Module], *, plan: Plan) -> list[Callable[[], None]]:
     """Compile each unit but the root, in place, as the plan says; returns what undoes it."""
-    if plan.compile == "none":
+    if plan.compiler == "none":
         return []
     return [
-        replace_forward(module, torch.compile(module.forward, backend=plan.compile))
+        replace_forward(module, torch.compile(module.forward, backend=plan.compiler))
         for name, module in modules.items()
         if name != ROOT
     ]

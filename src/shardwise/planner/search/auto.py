@@ -15,7 +15,8 @@ from shardwise.placement import AUTO, SHARDED, STRATEGIES
 from shardwise.plan import Plan
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.candidates import Candidate, SpecFor, capacity_bytes, cost, meshes
-from shardwise.planner.search.dial import Choice, Dial
+from shardwise.planner.search.compile_choice import compiling_pays, tried_first
+from shardwise.planner.search.dial import Choice, Dial, turned_units
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches, micro_batches_of
 from shardwise.planner.search.solver import Solver
@@ -40,7 +41,7 @@ class AutoRequest:
     """What a plan is wanted for.
 
     plan          what is given: precision, engine, mesh and micro-batch if they are set, and so on. Its strategy, its
-                  recompute and their overrides are what is chosen
+                  recompute and their overrides are what is chosen, and its compile if that is auto
     budget_bytes  of the device, what may be used; without it, all
     global_batch  samples of a step on all ranks; without it as many as plan.accumulate passes have
     rows          strategies that units may have; without them, all that the engine can run
@@ -77,19 +78,39 @@ def solve_plan(spec_for: SpecFor, *, request: AutoRequest) -> Solved:
 
 def costs_of(spec_for: SpecFor, *, request: AutoRequest) -> DialCosts:
     """What can be asked for any budget."""
-    plan = _given(request.plan)
+    plan = _given(request)
     for recompute in request.recomputes if _may_recompute(plan) else ("none",):
         spec = spec_for(replace(plan, recompute=recompute))
+    if request.plan.compile == AUTO and not turned_units(spec):
+        plan = replace(plan, compile="none")
     return DialCosts(spec=spec, base=plan, cluster=request.cluster, optimizer=request.optimizer)
 
 
-def _given(plan: Plan) -> Plan:
-    """What of a plan is not chosen here."""
-    return replace(plan, strategy="fsdp", overrides=Patterns(), recompute="none", recompute_overrides=Patterns())
+def _given(request: AutoRequest) -> Plan:
+    """What of a plan is not chosen for each unit."""
+    return replace(
+        request.plan,
+        strategy="fsdp",
+        overrides=Patterns(),
+        recompute="none",
+        recompute_overrides=Patterns(),
+        compile=tried_first(request.plan, cluster=request.cluster),
+    )
 
 
 def solve_for(costs: DialCosts, *, request: AutoRequest) -> Solved:
     """As `solve_plan`, with costs that serve for several budgets."""
+    found = _solved_with(costs, request=request)
+    is_chosen = request.plan.compile == AUTO and costs.base.compile != "none"
+    if is_chosen and not compiling_pays(found.candidate, spec=costs.spec, optimizer=costs.optimizer):
+        plain = replace(costs.base, compile="none")
+        others = DialCosts(spec=costs.spec, base=plain, cluster=costs.cluster, optimizer=costs.optimizer)
+        return _solved_with(others, request=request)
+    return found
+
+
+def _solved_with(costs: DialCosts, *, request: AutoRequest) -> Solved:
+    """Units are compiled, or not, as the base of these costs has it."""
     request = replace(request, plan=costs.base)
     is_timed = why_not_timed(costs.spec, plan=costs.base, cluster=costs.cluster) is None
     dial = _solved(costs, request=request) if is_timed else _first_fit(costs, request=request)
@@ -136,31 +157,36 @@ def _allocated(solver: Solver, *, quick: bool) -> Dial | None:
     """The best dial by the allocator's model too: if it needs more, the search goes on with less room for tensors."""
     limit, costs = solver.limit, solver.costs
     dial = solver.best()
+    if quick or dial is None:
+        return dial
     for _ in range(_REPEATS):
-        if dial is None or quick:
-            return dial
         needed = costs.device_bytes(dial, limit_bytes=limit)
         if needed <= limit:
             return _second_look(solver, found=dial, limit=limit)
         solver.limit = costs.tensor_bytes(dial) - (needed - limit)
         dial = solver.best()
-    return None
+        if dial is None:
+            break
+    return _second_look(solver, found=None, limit=limit)
 
 
-def _second_look(solver: Solver, *, found: Dial, limit: float) -> Dial:
-    """Less room for tensors may have been too little for dials of which the allocator asks less."""
-    if solver.limit == limit or solver.goal == "memory":
+def _second_look(solver: Solver, *, found: Dial | None, limit: float) -> Dial | None:
+    """Less room for tensors may have been too little for dials of which the allocator asks less.
+
+    As long as nothing is found, every dial whose units are all alike is looked at: those leave the fewest holes.
+    """
+    if found is not None and (solver.limit == limit or solver.goal == "memory"):
         return found
     costs = solver.costs
     tried: dict[bool, set[Dial]] = {True: set(), False: set()}
     for dial in sorted(costs.timed(), key=lambda dial: -costs.speed(dial)):
-        own = tried[len(set(dial.choices)) == 1]
-        structure = replace(dial, batch=1)
-        if costs.speed(dial) < _WORTH_A_LOOK * costs.speed(found):
+        is_uniform = len(set(dial.choices)) == 1
+        own, structure = tried[is_uniform], replace(dial, batch=1)
+        if found is not None and costs.speed(dial) < _WORTH_A_LOOK * costs.speed(found):
             break
-        if len(own) == _LOOKS or structure in own or not solver.is_better(dial, found):
+        if (len(own) >= _LOOKS and (found is not None or not is_uniform)) or structure in own:
             continue
-        if costs.tensor_bytes(dial) <= limit:
+        if costs.tensor_bytes(dial) <= limit and solver.is_better(dial, found):
             own.add(structure)
             smaller = _shrunk(dial, solver=solver, limit=limit)
             if smaller is not None and solver.is_better(smaller, found):

@@ -19,6 +19,8 @@ def chosen_text(plan: Plan, *, names: Sequence[str]) -> str:
     reduced = ", each pass reduced" if plan.accumulate > 1 and plan.accumulate_reduced else ""
     parts.append(f"micro-batch {plan.micro_batch}{passes}{reduced}")
     parts.append(f"prefetch {plan.prefetch}")
+    if plan.compiler != "none":
+        parts.append(f"units compiled by {plan.compiler}")
     parts += [name for name, is_on in _offloads(plan) if is_on]
     return "; ".join(parts)
 

@@ -199,10 +199,10 @@ class Solver:
         alike = [dial for dial in self.costs.timed() if self._is_own(dial) and self.score(dial) >= enough]
         return min(alike, key=lambda dial: (self._num_oddities(dial), -self.costs.speed(dial)))
 
-    def is_better(self, dial: Dial, other: Dial) -> bool:
+    def is_better(self, dial: Dial, other: Dial | None) -> bool:
         """Whether it is to be preferred, if it fits: it is faster, or as good and simpler."""
-        if not self._is_own(dial):
-            return False
+        if other is None or not self._is_own(dial):
+            return self._is_own(dial)
         one, two = self._num_oddities(dial), self._num_oddities(other)
         speed, rival = self.costs.speed(dial), self.costs.speed(other)
         if one == two:

@@ -67,7 +67,7 @@ def time_band(*, plan: Plan, cluster: Cluster, host_share: float, foreign: str =
     facts = [kernels_fact(cluster.device)]
     if cluster.num_nodes > 1:
         facts.append(NODES)
-    if plan.compile == "inductor":
+    if plan.compiler == "inductor":
         facts.append(COMPILED)
     if host_share > HOST_BOUND and cluster.device.name != "cpu":
         # Probed, or with a calibration in the user's own file, which was measured on the user's own host.

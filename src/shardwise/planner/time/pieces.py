@@ -55,8 +55,9 @@ def pieces_of(job: Job) -> list[ComputePiece]:
             is_backward, recomputed = trigger not in FORWARD, 0
             if is_backward and unit in forwards and job.plan.recompute_of(unit) != "none":
                 recomputed = num_recomputed(forwards[unit], stream)
-            # The root is not compiled, and aot_eager runs what it has captured as it is.
-            is_fused = job.plan.compile == "inductor" and unit != ROOT
+            # Neither the root nor what is recomputed selectively is compiled; aot_eager runs what it captured as it is.
+            compiled = unit != ROOT and job.plan.recompute_of(unit) != "selective"
+            is_fused = compiled and job.plan.compiler == "inductor"
             found.append(ComputePiece(stream, is_backward, recomputed, weights.get(unit, 1), is_fused))
     forward, backward = (sum(piece.num_others for piece in found if piece.is_backward is way) for way in (False, True))
     # Each operation of forward is a node of autograd's graph.

@@ -114,6 +114,30 @@ def test_the_plan_in_its_file_is_the_plan_that_was_costed(tmp_path_factory: pyte
     assert again.time == found.time
 
 
+COMPILES = replace(PLAN, compile="auto", micro_batch=1)
+
+
+def test_units_are_compiled_where_that_is_left_to_the_solver_and_pays() -> None:
+    budget = 60 * GIBI
+    compiled, plain = (
+        solve(llama(), "8xh100-80gb", budget_bytes=budget, plan=plan).candidate
+        for plan in (COMPILES, replace(COMPILES, compile="none"))
+    )
+    assert (compiled.plan.compile, plain.plan.compile) == ("inductor", "none")
+    assert compiled.fits == "yes"
+    assert compiled.time is not None
+    assert plain.time is not None
+    assert compiled.time.samples_per_s > 1.05 * plain.time.samples_per_s
+
+
+def test_units_are_not_compiled_where_it_does_not_pay_or_time_is_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert solve(llama(), "8xcpu", plan=COMPILES).candidate.plan.compile == "none"
+    monkeypatch.setattr("shardwise.planner.search.compile_choice._WORTH_COMPILING", 3.0)
+    found = solve(llama(), "8xh100-80gb", budget_bytes=60 * GIBI, plan=COMPILES).candidate
+    same = solve(llama(), "8xh100-80gb", budget_bytes=60 * GIBI, plan=replace(COMPILES, compile="none")).candidate
+    assert found.plan == same.plan
+
+
 def test_a_global_batch_is_met_whatever_the_micro_batch() -> None:
     found = solve(gpt(), "8xa100-40gb", global_batch=128, quick=True).candidate
     assert found.global_batch == 128

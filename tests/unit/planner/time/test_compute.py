@@ -233,3 +233,13 @@ def test_only_inductor_makes_kernels_of_chains(backend: str, is_faster: bool) ->
     assert compiled is not None
     assert (compiled.step_seconds < 0.95 * eager.step_seconds) == is_faster
     assert is_faster or compiled.step_seconds == eager.step_seconds
+
+
+def test_what_is_recomputed_selectively_is_not_compiled() -> None:
+    plan = Plan(precision="bf16", micro_batch=2, recompute="selective")
+    spec = spec_for("llama-3.2-1b", plan)
+    eager, compiled = (
+        estimate_time(spec, plan=one, cluster=cluster_of("8xh100")) for one in (plan, replace(plan, compile="inductor"))
+    )
+    assert eager is not None
+    assert compiled == eager
