@@ -30,14 +30,13 @@ does. Fixed plans of one model share a process and have the whole device: of the
 import argparse
 import gc
 import json
-import os
 import random
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from captured_models import CONFIGS, MODELS, machine, used_bytes
-from hugging_face_peers import on_accelerate
+from hugging_face_peers import join_alone, on_accelerate
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -194,7 +193,9 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     if case["kind"] in ("auto", "plain"):
         left = case["budget_bytes"] - case["predicted_outside_bytes"]
         torch.cuda.set_per_process_memory_fraction(left / torch.cuda.get_device_properties(0).total_memory)
-    with absent_group(num_ranks) if num_ranks > 1 else _alone():
+    if num_ranks == 1:
+        _join(case["kind"])
+    with absent_group(num_ranks) if num_ranks > 1 else nullcontext():
         # Ours fills it straight into shards.
         task = task_of(case["model"], device="cuda" if case["kind"] == "accelerate" else "meta")
         prepare = _on_accelerate if case["kind"] == "accelerate" else _on_ours
@@ -216,16 +217,15 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """A job of one rank; its communicators are made when they are first used, as in `shardwise train`."""
-    if not dist.is_initialized():
-        # Accelerate takes the group that there is, if the variables of a launcher are there too.
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **address}
+def _join(kind: str) -> None:
+    """A job of one rank. Our communicators are made when they are first used, as in `shardwise train`."""
+    if dist.is_initialized():
+        return
+    if kind == "accelerate":
+        join_alone(device="cuda")
+    else:
         torch.cuda.set_device(0)
         dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
-    yield
 
 
 def _on_ours(task: Task, plan: Plan, *, num_ranks: int, tell: Callable[[str], None]) -> Callable[[Any], object]:

@@ -186,8 +186,19 @@ class Job:
     @property
     def in_order(self) -> bool:
         """Whether a unit whose gradients are ready early waits for its turn (Cursor.begin_backward)."""
-        any_sharded = any(placement.params is SHARDED for placement in self.placements.values())
-        return self.engine.keeps_program_order and any_sharded
+        return self.engine.keeps_program_order and self.gathers
+
+    @cached_property
+    def gathers(self) -> bool:
+        """Whether parameters of any unit are gathered."""
+        return any(placement.params is SHARDED for placement in self.placements.values())
+
+    @property
+    def num_communicators(self) -> int:
+        """Of a process. A second axis of the mesh has one of its own."""
+        assert self.plan.mesh is not None
+        of_gathers = self.engine.gather_communicators if self.gathers else 0
+        return self.engine.num_communicators + of_gathers + (self.plan.mesh.replicate > 1)
 
     @cached_property
     def streams(self) -> list[tuple[Key, Stream]]:

@@ -7,7 +7,6 @@ from operator import attrgetter
 
 from shardwise.errors import InvalidPlan
 from shardwise.mesh import Mesh
-from shardwise.placement import SHARDED
 from shardwise.plan import Plan
 from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.fold import shorten
@@ -24,7 +23,7 @@ from shardwise.planner.memory.reserved import Reserved, reserve
 from shardwise.planner.memory.states import optimizer_of
 from shardwise.planner.memory.stream_peak import StreamPeak
 from shardwise.planner.whole_matrices import with_owners
-from shardwise.spec import ROOT, ModelSpec
+from shardwise.spec import ModelSpec
 from shardwise.spec.step import StepTrace
 
 
@@ -99,16 +98,13 @@ def job_of(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, devic
 
 
 def _outside(job: Job, *, device: str, context: int | None, communicator: int | None) -> int:
-    """What a process holds outside the allocator. A second axis of the mesh has communicators of its own."""
+    """What a process holds outside the allocator."""
     if device == "cpu":
         return 0
-    assert job.plan.mesh is not None
-    sharded = job.placements[ROOT].params is SHARDED
-    count = job.engine.num_communicators + (job.engine.gather_communicators if sharded else 0)
-    more = count - 1 + (job.plan.mesh.replicate > 1)
     each = DEFAULT_COMMUNICATOR_BYTES if communicator is None else communicator
     first = FIRST_COMMUNICATOR_BYTES if communicator != 0 else 0
-    return (DEFAULT_CONTEXT_BYTES if context is None else context) + KERNEL_BYTES + first + more * each
+    more = (job.num_communicators - 1) * each
+    return (DEFAULT_CONTEXT_BYTES if context is None else context) + KERNEL_BYTES + first + more
 
 
 def computes_in(spec: ModelSpec, *, plan: Plan) -> str:

@@ -5,7 +5,6 @@ from functools import lru_cache
 
 from shardwise.errors import UnknownName
 from shardwise.hardware import Cluster
-from shardwise.placement import SHARDED
 from shardwise.plan import Plan
 from shardwise.planner.fold import Short
 from shardwise.planner.job import Job
@@ -167,8 +166,7 @@ def _scheduled(job: Job, *, cluster: Cluster, optimizer: str, clips: bool) -> _P
 
 def _straggler_share(job: Job, *, cluster: Cluster) -> float:
     assert job.plan.mesh is not None
-    gathers = any(placement.params is SHARDED for placement in job.placements.values())
-    return straggler_share(rings_of(job.plan.mesh, cluster=cluster), cluster=cluster, gathers=gathers)
+    return straggler_share(rings_of(job.plan.mesh, cluster=cluster), cluster=cluster, gathers=job.gathers)
 
 
 def timed_job(job: Job) -> Job:

@@ -25,7 +25,7 @@ from shardwise.planner.time.pieces import pieces_of
 from shardwise.planner.time.step_time import timed_job
 from shardwise.report.planner_page.column_table import NumberedStep, merged
 from shardwise.report.planner_page.priced_step import priced_step
-from shardwise.spec import ROOT, ModelSpec
+from shardwise.spec import ModelSpec
 from shardwise.spec.law import Law
 from shardwise.spec.step import Act, Op, StorageEvent, What
 
@@ -216,11 +216,9 @@ def _step(spec: ModelSpec, plan: Plan, mesh: Mesh, *, cluster: Cluster, tables: 
     instructions, num_update = priced_step(timed, cluster=cluster, note=step.note)
     for row in instructions:
         row[1] = tables.number("names", row[1])
-    sharded = job.placements[ROOT].params is SHARDED
-    count = job.engine.num_communicators + (job.engine.gather_communicators if sharded else 0)
     step.form = {
         "is_whole": timed is not job,
-        "communicators": count - 1 + (mesh.replicate > 1),
+        "communicators": job.num_communicators - 1,
         "at_rest": [step.note(line.const) for line in job.at_rest],
         "changes": [[_change(one, step, tables) for one in row.changes] for row in job.memory_rows],
         "cuts": [_cut_step(cut, step, tables) for cut in reserved_jobs(job)],

@@ -193,3 +193,18 @@ def test_ddp_reserves_no_buckets_for_frozen_parameters() -> None:
     # A bucket's place for each of the frozen ones would add them all.
     frozen_bytes = sum(4 * unit.num_params for unit in spec.units if unit.name != "blocks.0")
     assert predicted.reserved_bytes - predicted.allocated_bytes < 0.8 * frozen_bytes
+
+
+def test_a_single_unit_that_is_gathered_needs_the_communicator_of_gathers() -> None:
+    fsdp = Plan(precision="bf16")
+    plans = (
+        fsdp,
+        Plan(precision="bf16", strategy="ddp", overrides={"blocks.3": "fsdp"}),
+        replace(fsdp, strategy="ddp"),
+    )
+    spec = spec_for("gpt2-124m", *plans)
+    outside = []
+    for plan in plans:
+        found = estimate(spec, plan=plan, num_ranks=8, batch=1)
+        outside.append(found.device_bytes - found.reserved_bytes)
+    assert outside[0] == outside[1] > outside[2]
