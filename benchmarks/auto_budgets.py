@@ -23,8 +23,8 @@ bf16, fused AdamW.
     samples_per_s    the median of steps that follow on each other, after warm-up
     device_bytes     the peak of what is reserved, and what else is in use on the device: context, communicators
 
-The solver's plans and Accelerate's run in a process each; the solver's are kept to the budget, as `shardwise train`
-does. Fixed plans of one model share a process and have the whole device: of these only the speed counts.
+Auto plans and Accelerate run in a process each; auto plans are kept to the budget, as `shardwise train` does. All
+others of one model share a process and have the whole device: of these only the speed counts.
 """
 
 import argparse
@@ -71,7 +71,7 @@ _SECONDS, _MOST_STEPS = 0.8, 12
 # Ordinary steps, the one that is captured, and a replay.
 _WARM_UP = 6
 KINDS = (("plain", ("plain",)), ("fixed", ("best", "random")), ("accelerate", ("accelerate",)))
-ALONE = ("auto", "plain", "accelerate")
+ALONE = ("auto", "accelerate")
 
 
 def task_of(name: str, *, device: str) -> Task:
@@ -190,7 +190,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     plan = Plan.from_dict(case["plan"])
     assert plan.micro_batch is not None
     num_ranks = case["num_ranks"]
-    if case["kind"] in ("auto", "plain"):
+    if case["kind"] == "auto":
         left = case["budget_bytes"] - case["predicted_outside_bytes"]
         torch.cuda.set_per_process_memory_fraction(left / torch.cuda.get_device_properties(0).total_memory)
     if num_ranks == 1:
