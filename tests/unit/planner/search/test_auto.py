@@ -15,6 +15,7 @@ from shardwise.plan import Plan
 from shardwise.planner.search.auto import RECOMPUTES, AutoRequest, NoPlanFits, Solved, _shrunk, solve_plan
 from shardwise.planner.search.candidates import candidates, cost
 from shardwise.planner.search.dial import Dial
+from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches
 from shardwise.quantities import GIB
 from shardwise.sources import Source
@@ -214,3 +215,20 @@ def test_a_dial_gives_up_about_as_many_samples_as_the_allocator_asks_for(largest
     assert batch == pytest.approx(largest, rel=0.02)
     fixed: Any = SimpleNamespace(costs=costs, batches=MicroBatches(micro_batch=200))
     assert (_shrunk(dial, solver=fixed, limit=2 * 10**9) is None) == (largest < 200)
+
+
+def test_a_plan_of_one_choice_is_found_where_the_holes_of_every_mixture_are_too_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not one that keeps activations in host memory, of which nobody knows how slow it is."""
+    real = DialCosts.device_bytes
+
+    def with_holes(costs: DialCosts, dial: Dial, *, limit_bytes: float) -> int:
+        holes = 0 if len(set(dial.choices)) == 1 else 100 * GIBI
+        return real(costs, dial, limit_bytes=limit_bytes) + holes
+
+    monkeypatch.setattr(DialCosts, "device_bytes", with_holes)
+    found = solve(llama(), "8xh100-80gb", budget_bytes=45 * GIBI).candidate
+    assert not found.plan.offload_activations
+    assert not found.plan.offload_states
+    assert not found.plan.recompute_overrides
