@@ -3,6 +3,7 @@
     python benchmarks/auto_budgets.py solve    plans.json     chooses the plans; needs no GPU
     python benchmarks/auto_budgets.py measure  plans.json     runs them; writes results/auto_budgets_h200.json
     … measure plans.json --kinds auto --append                some of them; the rows of the others stay
+    python benchmarks/auto_budgets.py table    FILE.json      the table of docs/auto.md, from what was measured
 
 For each model the budget is 40, 60 and 80% of what it is predicted to need at a reference batch if nothing is
 recomputed. Within it run:
@@ -30,159 +31,33 @@ others of one model share a process and have the whole device: of these only the
 import argparse
 import gc
 import json
-import random
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from captured_models import CONFIGS, MODELS, machine, used_bytes
+from budget_plans import BATCHES, solve, task_of
+from captured_models import machine, used_bytes
 from hugging_face_peers import join_alone, on_accelerate
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.absent import AbsentCollectives, absent_group
-from shardwise.hardware import Cluster, cluster_of
-from shardwise.hardware.link import Fabric, Link
-from shardwise.hardware.sourced import Sourced
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
-from shardwise.planner.search.auto import RECOMPUTES, AutoRequest, solve_plan, with_budget
-from shardwise.planner.search.candidates import Candidate, candidates, cost
-from shardwise.spec import ModelSpec
-from shardwise.tasks import Task, load_task
-from shardwise.trace import trace_task
+from shardwise.tasks import Task
 
 RESULTS = Path(__file__).parent / "results"
-SHARES = (0.4, 0.6, 0.8)
-# (model, ranks) → the batch at which the peak without recompute is taken. Rehearsals come before a job is joined.
-BATCHES = {("llama-8b", 8): 4, ("llama-8b", 64): 4, ("llama-1b", 1): 8, ("vit-large", 1): 128, ("bert-large", 1): 64}
-LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
-BASE = Plan(precision="bf16", capture="on")
-OPTIMIZER = "adamw-fused"
 _SECONDS, _MOST_STEPS = 0.8, 12
 # Ordinary steps, the one that is captured, and a replay.
 _WARM_UP = 6
 KINDS = (("plain", ("plain",)), ("fixed", ("best", "random")), ("accelerate", ("accelerate",)))
 ALONE = ("auto", "accelerate")
-
-
-def task_of(name: str, *, device: str) -> Task:
-    if name not in (*MODELS, "llama-8b"):
-        return load_task(name, device=device)
-    import transformers
-
-    kind, _, seq, config = MODELS["llama-1b" if name == "llama-8b" else name]
-    if name == "llama-8b":
-        config = {**config, **LLAMA_8B, "head_dim": 128, "tie_word_embeddings": False}
-    made = getattr(transformers, CONFIGS[kind])(**config)
-    with torch.device(device):
-        model = getattr(transformers, kind)._from_config(made, attn_implementation="sdpa").float().train()
-
-    def make_batch(size: int) -> Tensor:
-        return torch.randint(5, config["vocab_size"], (size, seq), device=device)
-
-    def loss(model: nn.Module, ids: Tensor) -> Tensor:
-        found: Tensor = model(input_ids=ids, labels=ids).loss
-        return found
-
-    return Task(model=model, loss=loss, make_batch=make_batch)
-
-
-def cluster_for(num_ranks: int) -> Cluster:
-    """H200s; several are linked by links that cost nothing."""
-    cluster = cluster_of(f"{min(num_ranks, 8)}xh200")
-    if num_ranks == 1:
-        return cluster
-    rate, latency = (Sourced(value=value, kind="datasheet", source="a rehearsal has no wire") for value in (1e18, 0.0))
-    free = Link(name="free", bytes_per_s=rate, ring_bytes_per_s=rate, latency_seconds=latency)
-    if num_ranks <= 8:
-        return replace(cluster, link=free)
-    fabric = Fabric(link=replace(free, between_nodes=True))
-    return replace(cluster, link=free, num_nodes=num_ranks // 8, fabric=fabric)
-
-
-def solve(name: str, *, num_ranks: int) -> list[dict[str, Any]]:
-    """The plans of one model at each budget."""
-    cluster = cluster_for(num_ranks)
-    ways = [("bf16", recompute) for recompute in RECOMPUTES]
-    spec = trace_task(task_of(name, device="meta"), name=name, ways=ways)
-    largest = replace(BASE, strategy="ddp" if num_ranks == 1 else "fsdp", micro_batch=BATCHES[name, num_ranks])
-    whole = cost(spec, plan=largest, cluster=cluster, optimizer=OPTIMIZER).memory.device_bytes
-    draw, cases = random.Random(0), []
-    for share in SHARES:
-        budget = round(share * whole)
-        auto, plain = (
-            solve_plan(
-                lambda plan: spec,
-                request=AutoRequest(
-                    plan=replace(BASE, compile=way), cluster=cluster, optimizer=OPTIMIZER, budget_bytes=budget
-                ),
-            ).candidate
-            for way in ("auto", "none")
-        )
-        within = with_budget(cluster, budget_bytes=budget)
-        fixed = _fixed(spec, BASE, cluster=within)
-        others = draw.sample(fixed[3:], min(2, len(fixed[3:])))
-        rows = [("auto", auto), ("plain", plain)]
-        rows += [*(("best", one) for one in fixed[:3]), *(("random", one) for one in others)]
-        if name in MODELS and num_ranks == 1:
-            checkpointed = replace(BASE, engine="torch", recompute="full", capture="off")
-            theirs = _fixed(spec, checkpointed, cluster=within, strategies=("fsdp",), recomputes=("full",))
-            rows += [("accelerate", one) for one in theirs]
-        cases += [
-            {
-                "model": name,
-                "num_ranks": num_ranks,
-                "share": share,
-                "budget_bytes": budget,
-                "kind": kind,
-                "predicted_samples_per_s": _speed(one),
-                "predicted_device_bytes": one.memory.device_bytes,
-                "predicted_outside_bytes": one.memory.device_bytes - one.memory.reserved_bytes,
-                "plan": one.plan.to_dict(),
-            }
-            for kind, one in rows
-        ]
-        print(f"{name}, {num_ranks} ranks, {share:.0%} of {whole / 2**30:.1f} GiB: {auto.plan.to_dict()}", flush=True)
-    return cases
-
-
-def _fixed(
-    spec: ModelSpec,
-    plan: Plan,
-    *,
-    cluster: Cluster,
-    strategies: Sequence[str] = tuple(STRATEGIES),
-    recomputes: Sequence[str] = RECOMPUTES,
-) -> list[Candidate]:
-    """Plans of one strategy and one recompute that fit, the fastest first."""
-    found = [
-        one
-        for recompute in recomputes
-        for one in candidates(
-            lambda plan: spec,
-            plan=replace(plan, recompute=recompute),
-            strategies=strategies,
-            cluster=cluster,
-            optimizer=OPTIMIZER,
-            goal="throughput",
-        )
-        if one.fits == "yes"
-    ]
-    return sorted(found, key=lambda one: -_speed(one))
-
-
-def _speed(candidate: Candidate) -> float:
-    assert candidate.time is not None
-    return candidate.time.samples_per_s
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
@@ -320,6 +195,45 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Markdown. Plans are: strategy, recompute, micro-batch; the fixed plan is the fastest of the five as measured."""
+    lines = [
+        "| model | budget, GiB | auto | samples/s | predicted | not compiled | best fixed plan | samples/s "
+        "| auto / fixed | auto / Accelerate | device, GiB |",
+        "|---|---:|---|---:|---:|---:|---|---:|---:|---:|---:|",
+    ]
+    for point in summary(rows):
+        own = [row for row in rows if all(row[key] == point[key] for key in ("model", "num_ranks", "share"))]
+        (auto,) = (row for row in own if row["kind"] == "auto")
+        plain = [f"{row['samples_per_s']:.1f}" for row in own if row["kind"] == "plain" and "samples_per_s" in row]
+        best = max((row for row in own if row["kind"] in KINDS[1][1]), key=lambda row: row.get("samples_per_s", 0.0))
+        ratio = point["speed_ratios"].get("accelerate")
+        ranks = f", rank 0 of {auto['num_ranks']}" if auto["num_ranks"] > 1 else ""
+        cells = [
+            f"{auto['model']}{ranks}",
+            f"{auto['budget_bytes'] / 2**30:.1f}",
+            _plan_text(auto["plan"]),
+            f"{auto['samples_per_s']:.1f}",
+            f"{auto['predicted_samples_per_s']:.1f}",
+            *(plain or ["–"]),
+            _plan_text(best["plan"]),
+            f"{best['samples_per_s']:.1f}",
+            f"{point['speed_ratios']['fixed']:.2f}",
+            "–" if ratio is None else f"{ratio:.2f}",
+            f"{auto['device_bytes'] / 2**30:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _plan_text(plan: dict[str, Any]) -> str:
+    rows, ways = (
+        " and ".join(dict.fromkeys([plan[usual], *plan[others].values()]))
+        for usual, others in (("strategy", "overrides"), ("recompute", "recompute_overrides"))
+    )
+    return f"{rows}; {ways}; {plan['micro_batch']}" + ("" if plan["compile"] == "none" else "; compiled")
+
+
 def _what(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[key] for key in ("model", "num_ranks", "share", "kind", "plan"))
 
@@ -336,8 +250,8 @@ def _tell(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("solve", "measure", "cases"))
-    parser.add_argument("file", help="of plans")
+    parser.add_argument("action", choices=("solve", "measure", "table", "cases"))
+    parser.add_argument("file", help="of plans, or of what was measured")
     parser.add_argument("--kinds", default="auto,plain,accelerate,best,random")
     parser.add_argument("--append", action="store_true", help="keep the rows of the file that are not measured again")
     parser.add_argument("--models", default=",".join(dict.fromkeys(name for name, _ in BATCHES)))
@@ -350,6 +264,9 @@ def main() -> None:
         measure_all()
         return
     file = Path(asked.file)
+    if asked.action == "table":
+        print(*table(json.loads(file.read_text())["rows"]), sep="\n")
+        return
     if asked.action == "solve":
         cases: list[dict[str, Any]] = []
         for name, num_ranks in BATCHES:
