@@ -55,7 +55,7 @@ class Source:
         self._task: Task | None = None
         # Whether the spec that comes with the package holds for what is asked.
         self._is_shipped = False
-        # Of those asked for, what does not come with the package: such compiled units count as what they are uncompiled.
+        # Asked for, and not in that spec: compiled units, which then count as what they are uncompiled.
         self._left_out: set[Way] = set()
         self._spec = self._first_spec()
 
