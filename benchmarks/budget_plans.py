@@ -17,6 +17,7 @@ from shardwise.plan import Plan
 from shardwise.planner.search.auto import RECOMPUTES, AutoRequest, solve_plan, with_budget
 from shardwise.planner.search.candidates import Candidate, candidates, cost
 from shardwise.spec import ModelSpec
+from shardwise.spec.step import COMPILED
 from shardwise.tasks import Task, load_task
 from shardwise.trace import trace_task
 
@@ -66,7 +67,7 @@ def cluster_for(num_ranks: int) -> Cluster:
 def solve(name: str, *, num_ranks: int) -> list[dict[str, Any]]:
     """The plans of one model at each budget."""
     cluster = cluster_for(num_ranks)
-    ways = [("bf16", recompute) for recompute in RECOMPUTES]
+    ways = [("bf16", way) for way in (*RECOMPUTES, *COMPILED.values())]
     spec = trace_task(task_of(name, device="meta"), name=name, ways=ways)
     largest = replace(BASE, strategy="ddp" if num_ranks == 1 else "fsdp", micro_batch=BATCHES[name, num_ranks])
     whole = cost(spec, plan=largest, cluster=cluster, optimizer=OPTIMIZER).memory.device_bytes

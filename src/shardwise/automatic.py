@@ -19,6 +19,7 @@ from shardwise.plan import Plan
 from shardwise.planner.memory.peak import computes_in
 from shardwise.planner.search.auto import AutoRequest, solve_plan
 from shardwise.planner.search.candidates import SpecFor
+from shardwise.planner.ways import traced_ways
 from shardwise.sources import Source
 from shardwise.spec import ModelSpec
 from shardwise.tasks import Task
@@ -104,7 +105,7 @@ def _spec_for(model: Task | str, *, kernels: str) -> SpecFor:
 
     def spec_for(plan: Plan) -> ModelSpec:
         way = computes_in(found[0], plan=plan)
-        hows = sorted({"none", *(plan.recompute_of(unit.name) for unit in found[0].units)})
+        hows = traced_ways(found[0], plan=plan)
         missing = [(way, how) for how in hows if found[0].trace(computes_in=way, recompute=how) is None]
         if missing:
             more = _traced(task, ways=missing, kernels=kernels)

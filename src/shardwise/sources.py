@@ -18,15 +18,17 @@ from shardwise.models.catalogue import shape_of
 from shardwise.models.shapes import GPTShape, LlamaShape
 from shardwise.plan import Plan
 from shardwise.planner.memory.peak import computes_in
+from shardwise.planner.ways import traced_ways
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 from shardwise.spec.kept import keep_spec, kept_spec, spec_key
 from shardwise.spec.shipped import ready_spec
+from shardwise.spec.step import COMPILED
 
 if TYPE_CHECKING:
     from shardwise.tasks import Task
 
 Way = tuple[str, str]
-"""(computes in, recompute)."""
+"""(computes in, recompute, or COMPILED's word for it)."""
 
 FOREIGN = ("hf:", "timm:", "torchvision:")
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -53,6 +55,8 @@ class Source:
         self._task: Task | None = None
         # Whether the spec that comes with the package holds for what is asked.
         self._is_shipped = False
+        # Asked for, and not in that spec: compiled units, which then count as what they are uncompiled.
+        self._left_out: set[Way] = set()
         self._spec = self._first_spec()
 
     def spec_for(self, plan: Plan) -> ModelSpec:
@@ -60,9 +64,9 @@ class Source:
         if self.reference.startswith("params:"):
             return self._spec
         way = computes_in(self._spec, plan=plan)
-        hows = sorted({"none", *(plan.recompute_of(unit.name) for unit in self._spec.units)})
+        hows = traced_ways(self._spec, plan=plan)
         missing = [(way, how) for how in hows if self._spec.trace(computes_in=way, recompute=how) is None]
-        if missing:
+        if set(missing) - self._left_out:
             self._spec = self._with(missing)
         return self._spec
 
@@ -96,7 +100,10 @@ class Source:
     def _with(self, ways: Collection[Way]) -> ModelSpec:
         if self._is_shipped:
             spec = ready_spec(self.reference, ways=ways)
-            if spec is not None and len(spec.traces) == len(ways):
+            found = {(trace.computes_in, trace.recompute) for trace in spec.traces} if spec is not None else set()
+            left_out = set(ways) - found
+            if spec is not None and all(how in COMPILED.values() for _, how in left_out):
+                self._left_out |= left_out
                 return replace(self._spec, batch_bytes=spec.batch_bytes, traces=(*self._spec.traces, *spec.traces))
         return self._live(ways)
 

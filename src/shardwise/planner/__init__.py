@@ -3,6 +3,7 @@
 job.py             one plan of one model, its equal blocks folded into a few that stand for all (fold.py)
 engine_model.py    what is known of each engine: ours, torch's DDP, torch's fully_shard
 overhead.py        what an engine itself costs: the CPU's time, and copies
+ways.py            how each unit runs: which traces a plan needs
 trace_order.py     how the program's cursor moves through a step that nobody runs: in the order of the trace
 
 Memory

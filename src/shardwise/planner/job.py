@@ -1,7 +1,7 @@
 """One plan of one model, ready for the replay: bytes of states, peaks of streams, and what its engine allocates."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -20,6 +20,7 @@ from shardwise.planner.memory.replay import MemoryRow, Replayed, replay
 from shardwise.planner.memory.states import OptimizerRule, UnitStates, moment_bytes
 from shardwise.planner.memory.stream_peak import StreamPeak, stream_peak
 from shardwise.planner.trace_order import Key
+from shardwise.planner.ways import memory_way
 from shardwise.planner.whole_matrices import WholeMatrices, update_bytes, whole_matrices
 from shardwise.program import StepProgram, build
 from shardwise.program.first_step import first_step
@@ -203,15 +204,29 @@ class Job:
     @cached_property
     def streams(self) -> list[tuple[Key, Stream]]:
         """The rows of the step, each from the trace that recomputes as the row's unit does."""
-        if not self.traces:
-            return []
-        by_way = {
-            how: {(row.trigger, row.unit, row.call): row.stream for row in self._rows(trace)}
-            for how, trace in self.traces.items()
+        return self._streams(self.plan.recompute_of)
+
+    @cached_property
+    def memory_streams(self) -> list[tuple[Key, Stream]]:
+        """The same, each from the trace that allocates as the row's unit does, compiled or not."""
+
+        def way_of(unit: str) -> str:
+            way = memory_way(self.plan, unit=unit)
+            return way if way in self.traces else self.plan.recompute_of(unit)
+
+        return self._streams(way_of)
+
+    def _streams(self, way_of: Callable[[str], str]) -> list[tuple[Key, Stream]]:
+        # How units run changes what happens at a row, never the order of rows.
+        none = self._by_way.get("none", {})
+        return [(key, self._by_way[way_of(key[1])].get(key, stream)) for key, stream in none.items()]
+
+    @cached_property
+    def _by_way(self) -> Mapping[str, Mapping[Key, Stream]]:
+        return {
+            way: {(row.trigger, row.unit, row.call): row.stream for row in self._rows(trace)}
+            for way, trace in self.traces.items()
         }
-        # Recomputation changes what happens at a row, never the order of rows.
-        none = by_way["none"]
-        return [(key, by_way[self.plan.recompute_of(key[1])].get(key, stream)) for key, stream in none.items()]
 
     def _rows(self, trace: StepTrace) -> Iterable[StepRow]:
         """Of a shortened model; the units that stand for others count for them."""
@@ -222,7 +237,7 @@ class Job:
         return trace.expand(names, num_units=num_units)
 
     def stream_peaks(self) -> list[tuple[Key, StreamPeak]]:
-        return [(key, self._stream_peak(stream)) for key, stream in self.streams]
+        return [(key, self._stream_peak(stream)) for key, stream in self.memory_streams]
 
     def _stream_peak(self, stream: Stream) -> StreamPeak:
         found = self.known_peaks.get(id(stream))

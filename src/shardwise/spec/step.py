@@ -17,6 +17,9 @@ BEFORE_BACKWARD = "before backward"
 GRADS_READY = "grads ready"
 BACKWARD_DONE = "backward done"
 
+COMPILED = {"none": "compiled", "full": "compiled-full"}
+"""Recompute → what a trace has in its place, if its units but the root are compiled by inductor."""
+
 
 class Act(Enum):
     """What befalls a storage."""
@@ -105,7 +108,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """A step in one way of computing (`fp32`, `bf16`, `autocast`) and of recomputing; n equal blocks are held once."""
+    """A step in one way of computing (`fp32`, `bf16`, `autocast`) and of recomputing; n equal blocks are held once.
+
+    `recompute` also says whether units are compiled (COMPILED). Such a trace knows memory alone, and no operations: how
+    long compiled units take follows from those that the compiler fuses.
+    """
 
     computes_in: str
     recompute: str

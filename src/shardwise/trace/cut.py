@@ -22,7 +22,7 @@ def find_runs(units: Mapping[str, nn.Module]) -> tuple[Run, ...]:
     """Runs of equal units in the order of their registration. A unit with units inside it is in none."""
     names = list(units)
     plain = [name for name in names if not any(other.startswith(name + ".") for other in names)]
-    kinds = {name: _kind(units[name]) for name in plain}
+    kinds = {name: kind_of(units[name]) for name in plain}
     runs = []
     for _, group in groupby(plain, key=lambda name: (name.rpartition(".")[0], kinds[name])):
         members = tuple(group)
@@ -31,7 +31,7 @@ def find_runs(units: Mapping[str, nn.Module]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def _kind(module: nn.Module) -> tuple[Any, ...]:
+def kind_of(module: nn.Module) -> tuple[Any, ...]:
     """Equal for modules that compute the same from other values: classes, shapes, and plain attributes."""
     parts = []
     for path, part in module.named_modules():
@@ -92,7 +92,7 @@ class Skipper:
             plain, rest = output, None
             if isinstance(output, tuple) and output and all(part is None for part in output[1:]):
                 plain, rest = output[0], output[1:]
-            if first is None or not isinstance(plain, Tensor) or _geometry(first) != _geometry(plain):
+            if first is None or not isinstance(plain, Tensor) or geometry(first) != geometry(plain):
                 raise CannotCutError(run)
             self._returns[run] = (lambda tensor: tensor) if rest is None else (lambda tensor: (tensor, *rest))
 
@@ -107,5 +107,6 @@ class Skipper:
         return skip
 
 
-def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+def geometry(tensor: Tensor) -> tuple[Any, ...]:
+    """How a tensor lies."""
     return tuple(tensor.shape), tensor.dtype, tensor.stride()

@@ -4,7 +4,8 @@ On fake `cpu` tensors torch would choose a CPU's kernels, which save other thing
 allocates for itself while it runs, and frees, stands in SCRATCH.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -27,12 +28,24 @@ class GpuKernels(TorchFunctionMode):
 
     def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()
-        self._kernels = {
+        self._in_compiled: dict[Any, Callable[..., Tensor]] = {
             F.scaled_dot_product_attention: _attention,
             F.dropout: _dropout,
+        }
+        self._kernels = {
+            **self._in_compiled,
             F.rms_norm: lambda *args, **options: _rms_norm(recorder, *args, **options),
             torch.rms_norm: lambda *args, **options: _rms_norm(recorder, *args, **options),
         }
+
+    @contextmanager
+    def in_compiled_code(self) -> Iterator[None]:
+        """Inside, a norm is the operations of which a compiler makes a kernel."""
+        before, self._kernels = self._kernels, self._in_compiled
+        try:
+            yield
+        finally:
+            self._kernels = before
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return self._kernels.get(func, func)(*args, **(kwargs or {}))

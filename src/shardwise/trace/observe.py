@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,16 @@ from shardwise.engine.params.precision import cast_inputs
 from shardwise.errors import InvalidModel, ShardwiseError
 from shardwise.program.hooks import StepHooks
 from shardwise.spec import NONE, ROOT, most_demanding
-from shardwise.spec.step import AFTER_FORWARD, BACKWARD_DONE, BEFORE_BACKWARD, BEFORE_FORWARD, GRADS_READY, Run
+from shardwise.spec.step import (
+    AFTER_FORWARD,
+    BACKWARD_DONE,
+    BEFORE_BACKWARD,
+    BEFORE_FORWARD,
+    COMPILED,
+    GRADS_READY,
+    Run,
+)
+from shardwise.trace.compiled import compiled_units
 from shardwise.trace.cut import CannotCutError, Skipper
 from shardwise.trace.fake import COMPUTE_DTYPES, fake_batch, fake_model
 from shardwise.trace.gpu_kernels import IN_FP32, SCRATCH, GpuKernels
@@ -41,11 +50,21 @@ class TracedTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How it computes: dtype, recomputation, and whose kernels run ("cuda" or "cpu")."""
+    """How it computes: dtype, recomputation (of compiled units: COMPILED), and whose kernels run ("cuda" or "cpu")."""
 
     computes_in: str = "bf16"
     recompute: str = "none"
     device: str = "cuda"
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.recompute in COMPILED.values()
+
+    @property
+    def eager(self) -> "Way":
+        """The same with units that are not compiled."""
+        back = {compiled: eager for eager, compiled in COMPILED.items()}
+        return replace(self, recompute=back.get(self.recompute, self.recompute))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +81,7 @@ def observe(task: TracedTask, *, way: Way, batch_size: int, runs: Sequence[Run])
     """Run a step on fake tensors and record it."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = OpRecorder(scratch=SCRATCH[way.device], in_fp32=IN_FP32[way.device])
-    kernels = GpuKernels(recorder) if way.device == "cuda" else nullcontext()
+    kernels = GpuKernels(recorder) if way.device == "cuda" else None
     skipper = Skipper(task.units, runs=runs)
     marks = _Marks(recorder, skipper=skipper)
     values = KnownValues()
@@ -72,14 +91,17 @@ def observe(task: TracedTask, *, way: Way, batch_size: int, runs: Sequence[Run])
         batch = fake_batch(made, mode=mode)
         values.know(batch, made)
         batch_bytes = _ignore_what_is_there(task, batch, recorder=recorder)
-        stack.enter_context(_recomputing(task, how=way.recompute))
+        if way.is_compiled:
+            inside = kernels.in_compiled_code if kernels is not None else nullcontext
+            stack.enter_context(compiled_units(task.units, recorder=recorder, kernels=inside))
+        stack.enter_context(_recomputing(task, how=way.eager.recompute))
         stack.enter_context(skipper.at_work())
         stack.enter_context(_casting(task.model, way=way))
         stack.enter_context(answers_as_eager())
         stack.enter_context(mode)
         stack.enter_context(values)
         stack.enter_context(recorder)
-        stack.enter_context(kernels)
+        stack.enter_context(kernels or nullcontext())
         if way.recompute == "selective":
             # The first step learns what need not be kept.
             _run(task, batch, recorder=recorder)

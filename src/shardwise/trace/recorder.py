@@ -1,7 +1,7 @@
 """Every operation of a step, and every storage's birth and death, in order."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -83,6 +83,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ids: dict[int, int] = {}
         self._watches: dict[int, weakref.ref[Any]] = {}
         self._num_storages = 0
+        # The sizes of storages that are no single row or column: those may be as large by chance, at one batch.
+        self._matrices: dict[int, int] = {}
         self._weights: set[int] = set()
         self._fused: _Fused | None = None
         # The sum of two gradients → the first of them, whose memory autograd takes for the sum.
@@ -130,13 +132,41 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._watch(tensor, times=size // tensor.element_size(), is_weight_copy=is_copy)
         computes = len(self.entries) > before or func._schema.is_mutable
         if self._fused is not None:
-            self._fused.num_bytes += _num_bytes(iter(outputs))
+            self._fused.num_bytes += _num_bytes(outputs)
         elif computes:
             # After the births: what an operation needs for itself, it needs in addition to its results.
             self.entries.append(self._operation(func, args, kwargs, out, inputs, outputs))
         if self.in_backward and func is torch.ops.aten.add.Tensor and len(self.entries) == before + 2:
             self._sum_of_gradients(inputs, outputs)
         return out
+
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
+        """An operation that compiled code calls, where this mode does not see it."""
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        for tensor in outputs:
+            self._watch(tensor, times=1, is_weight_copy=False)
+        self.entries.append(self._operation(func, args, kwargs, out, inputs, outputs))
+
+    def wrote(self, tensors: Iterable[Tensor], *, since: int) -> None:
+        """What one kernel of compiled code wrote; the entries `since` are what died with it.
+
+        A result takes the memory of something that died and is as large; for the others there is memory before.
+        """
+        died = self.entries[since:]
+        del self.entries[since:]
+        for tensor in tensors:
+            self._watch(tensor, times=1, is_weight_copy=False)
+        free = [self._matrices.get(entry.storage) for entry in died if isinstance(entry, Died)]
+        added, in_place = [], []
+        for born in self.entries[since:]:
+            assert isinstance(born, Born)
+            if born.storage in self._matrices and born.num_bytes in free:
+                free.remove(born.num_bytes)
+                in_place.append(born)
+            else:
+                added.append(born)
+        self.entries[since:] = [*added, *died, *in_place]
 
     def _operation(
         self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]
@@ -146,7 +176,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Did(
             name,
             num_flops=_num_flops(func, args, kwargs or {}, out),
-            num_bytes=_num_bytes(iter((*inputs, *outputs))),
+            num_bytes=_num_bytes((*inputs, *outputs)),
             dims=_dims(name, inputs) or _strided(func, inputs, outputs),
             scratch_bytes=scratch(func, args, out) if scratch else 0,
             sums=_column_sum(func, args),
@@ -160,6 +190,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._ids[key] = self._num_storages
         self._num_storages += 1
         self._watches[key] = weakref.ref(storage, lambda _: self._died(key))
+        if sum(size > 1 for size in tensor.shape) > 1:
+            self._matrices[number] = times * storage.nbytes()
         self.entries.append(Born(number, times * storage.nbytes(), is_weight_copy))
 
     def _died(self, key: int) -> None:
@@ -195,7 +227,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-def _num_bytes(tensors: Iterator[Tensor]) -> int:
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

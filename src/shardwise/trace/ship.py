@@ -11,6 +11,7 @@ from shardwise.models.catalogue import CATALOGUE, shape_of
 from shardwise.models.shapes import GPTShape, LlamaShape
 from shardwise.spec import ModelSpec
 from shardwise.spec.shipped import FOLDER
+from shardwise.spec.step import COMPILED
 from shardwise.spec.store import save_spec
 from shardwise.tasks import load_task
 from shardwise.trace.observe import Way
@@ -20,6 +21,7 @@ WAYS = (
     *(Way(computes_in=dtype, recompute=how) for dtype in ("fp32", "bf16") for how in ("none", "full", "selective")),
     # torch's own DDP; it does not recompute.
     Way(computes_in="autocast"),
+    *(Way(recompute=how) for how in COMPILED.values()),
 )
 
 

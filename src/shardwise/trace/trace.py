@@ -43,7 +43,15 @@ def trace_model(
     task = _task(model, loss=loss, name=name, policy=policy)
     spec = _with_carried(model_spec(model, policy=policy, name=task.name), model=model)
     for way in ways:
-        spec = trace_step(spec, task=task, make_batch=make_batch, way=way, batches=batches)
+        try:
+            spec = trace_step(spec, task=task, make_batch=make_batch, way=way, batches=batches)
+        except InvalidModel:
+            if not way.is_compiled:
+                raise
+            # What the compiler keeps follows no law, because it chooses otherwise for another batch: as uncompiled.
+            spec = trace_step(spec, task=task, make_batch=make_batch, way=way.eager, batches=batches)
+            like = replace(spec.traces[-1], recompute=way.recompute)
+            spec = replace(spec, traces=(*spec.traces[:-1], like))
     return spec
 
 
@@ -70,6 +78,8 @@ def trace_step(
     seen = {sizes[0]: first, **{size: observe_at(size, runs) for size in sizes[1:]}}
     rows = to_rows({size: observed.entries for size, observed in seen.items()}, name=task.name, runs=runs)
     batch_bytes = fit({size: observed.batch_bytes for size, observed in seen.items()})
+    if way.is_compiled:
+        rows = tuple(replace(row, stream=replace(row.stream, ops=())) for row in rows)
     trace = StepTrace(computes_in=way.computes_in, recompute=way.recompute, rows=rows, runs=runs)
     return replace(
         spec,

@@ -22,9 +22,10 @@ from shardwise.planner.memory.replay import Replayed
 from shardwise.planner.memory.reserved import Reserved, reserve
 from shardwise.planner.memory.states import optimizer_of
 from shardwise.planner.memory.stream_peak import StreamPeak
+from shardwise.planner.ways import traced_ways
 from shardwise.planner.whole_matrices import with_owners
 from shardwise.spec import ModelSpec
-from shardwise.spec.step import StepTrace
+from shardwise.spec.step import COMPILED, StepTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,13 +168,16 @@ def _reserved(job: Job, batch: int, limit_bytes: int | None, made_on_device: boo
 
 
 def _traces(spec: ModelSpec, *, plan: Plan) -> dict[str, StepTrace]:
-    """A trace for each way of recomputing that the plan uses, and for `none`, which the root uses."""
+    """A trace for each way in which units of the plan run, and for `none`, which the root uses."""
     if not spec.traces:
         return {}
     way = computes_in(spec, plan=plan)
     found = {}
-    for recompute in sorted({"none", *(plan.recompute_of(unit.name) for unit in spec.units)}):
+    for recompute in traced_ways(spec, plan=plan):
         trace = spec.trace(computes_in=way, recompute=recompute)
+        if trace is None and recompute in COMPILED.values():
+            # A spec of before: compiled units count as what they are uncompiled.
+            continue
         if trace is None:
             raise InvalidPlan(f"{spec.name} was not traced in {way} with recompute = {recompute!r}")
         found[recompute] = trace

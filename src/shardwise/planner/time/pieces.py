@@ -8,7 +8,8 @@ from shardwise.hardware.fit import ISSUED_BY_ITSELF
 from shardwise.planner.job import Job
 from shardwise.planner.time.compute import num_recomputed, stream_seconds
 from shardwise.planner.time.queues import Work
-from shardwise.spec import ROOT, ModelSpec
+from shardwise.planner.ways import is_compiled
+from shardwise.spec import ModelSpec
 from shardwise.spec.law import Line
 from shardwise.spec.step import AFTER_FORWARD, BEFORE_FORWARD, Stream
 
@@ -55,9 +56,7 @@ def pieces_of(job: Job) -> list[ComputePiece]:
             is_backward, recomputed = trigger not in FORWARD, 0
             if is_backward and unit in forwards and job.plan.recompute_of(unit) != "none":
                 recomputed = num_recomputed(forwards[unit], stream)
-            # Neither the root nor what is recomputed selectively is compiled; aot_eager runs what it captured as it is.
-            compiled = unit != ROOT and job.plan.recompute_of(unit) != "selective"
-            is_fused = compiled and job.plan.compiler == "inductor"
+            is_fused = is_compiled(job.plan, unit=unit)
             found.append(ComputePiece(stream, is_backward, recomputed, weights.get(unit, 1), is_fused))
     forward, backward = (sum(piece.num_others for piece in found if piece.is_backward is way) for way in (False, True))
     # Each operation of forward is a node of autograd's graph.

@@ -1,0 +1,146 @@
+"""Units as torch.compile runs them: what is kept for backward, and what forward and backward allocate on the way.
+
+A unit's forward goes through torch's own AOTAutograd, with Inductor's decompositions, its passes over the graph of
+forward and backward, and its choice of what is kept (a minimal cut between the two), on fake tensors. No code is
+generated: fused_graph.py follows the two graphs as Inductor would run them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwise.spec import ROOT
+from shardwise.trace.cut import geometry, kind_of
+from shardwise.trace.patch import replaced_forward
+from shardwise.trace.recorder import OpRecorder
+
+Forward = Callable[..., Any]
+Compiled = Callable[[list[Tensor], list[Tensor]], Any]
+# The place of a tensor among the inputs of a call.
+_TENSOR = object()
+
+
+@contextmanager
+def compiled_units(
+    units: Mapping[str, nn.Module], *, recorder: OpRecorder, kernels: Callable[[], AbstractContextManager[object]]
+) -> Iterator[None]:
+    """Inside, every unit but the root runs compiled; `kernels`: within it, calls go to the kernels of the device.
+
+    A unit with units inside it runs as it is: torch.compile would compile the pieces around them.
+    """
+    compiler = _Compiler(recorder, kernels=kernels)
+    with ExitStack() as stack:
+        for name, module in units.items():
+            if name != ROOT and not any(other.startswith(name + ".") for other in units):
+                stack.enter_context(replaced_forward(module, compiler.wrapper_of(module)))
+        yield
+
+
+class _Compiler:
+    """Compiles equal units once."""
+
+    def __init__(self, recorder: OpRecorder, *, kernels: Callable[[], AbstractContextManager[object]]) -> None:
+        self._recorder = recorder
+        self._kernels = kernels
+        # What decides the code of a call → its code; None: torch.compile would not make one graph of it.
+        self._known: dict[object, Compiled | None] = {}
+
+    def wrapper_of(self, module: nn.Module) -> Callable[[Forward], Forward]:
+        kind = kind_of(module)
+
+        def wrap(forward: Forward) -> Forward:
+            def run(*inputs: Any, **options: Any) -> Any:
+                leaves, tree = tree_flatten((inputs, options))
+                call = _Call(module, forward, leaves=leaves, tree=tree)
+                key = (kind, str(tree), *map(_key, leaves), torch.is_grad_enabled())
+                if key not in self._known:
+                    self._known[key] = self._compiled(call)
+                found = self._known[key]
+                if found is None:
+                    return forward(*inputs, **options)
+                with _disable_current_modes():
+                    return found(call.state, call.tensors)
+
+            return run
+
+        return wrap
+
+    def _compiled(self, call: "_Call") -> Compiled | None:
+        from torch._functorch.aot_autograd import aot_function
+        from torch._inductor.compile_fx import partition_fn
+        from torch._inductor.decomposition import select_decomp_table
+
+        from shardwise.trace.fused_graph import FusedGraph
+
+        graphs: list[FusedGraph] = []
+
+        def follow(gm: fx.GraphModule, example_inputs: object) -> FusedGraph:
+            graphs.append(FusedGraph(gm.graph, recorder=self._recorder))
+            return graphs[-1]
+
+        compiled: Compiled = aot_function(
+            call.without_tensors(self._kernels),
+            follow,
+            partition_fn=partition_fn,
+            decompositions=select_decomp_table(),
+            num_params_buffers=len(call.state),
+        )
+        before = len(self._recorder.entries)
+        try:
+            # With other tensors: torch keeps those that it compiles for. What they save for backward does not count.
+            with _disable_current_modes(), saved_tensors_hooks(_same, _same):
+                compiled(_others(call.state), _others(call.tensors))
+        except Exception:  # whatever the model, or torch about it, raises; uncompiled the model raises it once more
+            if graphs:
+                raise
+            return None
+        del self._recorder.entries[before:]
+        return compiled
+
+
+class _Call:
+    """A call of a unit: its parameters and buffers, and the tensors and other things that it is given."""
+
+    def __init__(self, module: nn.Module, forward: Forward, *, leaves: list[Any], tree: Any) -> None:
+        named = dict((*module.named_parameters(), *module.named_buffers()))
+        self.module, self.forward = module, forward
+        self.names, self.state = list(named), list(named.values())
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.tree = tree
+
+    def without_tensors(self, kernels: Callable[[], AbstractContextManager[object]]) -> Compiled:
+        """The call as a function of all of its tensors; it holds none of them."""
+        module, forward, names, others, tree = self.module, self.forward, self.names, self.others, self.tree
+
+        def run(state: list[Tensor], tensors: list[Tensor]) -> Any:
+            given = iter(tensors)
+            inputs, options = tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in others], tree)
+            with kernels(), _reparametrize_module(module, dict(zip(names, state, strict=True))):
+                return forward(*inputs, **options)
+
+        return run
+
+
+def _others(tensors: list[Tensor]) -> list[Tensor]:
+    return [
+        tensor.new_empty_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
+        for tensor in tensors
+    ]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _key(leaf: Any) -> object:
+    if isinstance(leaf, Tensor):
+        return geometry(leaf), leaf.requires_grad
+    return leaf if isinstance(leaf, bool | int | float | str | None) else id(leaf)

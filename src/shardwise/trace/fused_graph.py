@@ -1,0 +1,212 @@
+"""A graph of operations as Inductor's code runs it: which results get memory, and for how long.
+
+buffer   what has memory: an input, the result of a kernel that is called as it is (a product, attention), and what a
+         fused kernel writes
+inlined  what a fused kernel computes and does not write: whoever reads it reads the buffers that it comes from
+step     one kernel of either kind
+
+A fused kernel writes what the graph gives back, what a kernel called as it is reads, and what a later kernel would
+take too much to compute again (Inductor's limits: torch/_inductor/config.py, ir.py). Views have the memory of what
+they are of. What no later step reads is freed, and a fused kernel writes over it where the sizes are equal.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor import lowering
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from shardwise.trace.recorder import OpRecorder
+
+# Inductor computes a value again for each of several readers as long as that reads no more (realize_reads_threshold).
+_MOST_READS = 4
+# Fused with nothing that follows, although generated: they write where their indices say.
+_SCATTERS = ("index_put", "_unsafe_index_put", "index_add", "scatter", "scatter_add", "scatter_reduce")
+
+
+class FusedGraph:
+    """Called with the graph's inputs, it makes the buffers of each step, under the recorder's eyes, and frees them."""
+
+    # AOTAutograd gives the inputs in a list, and leaves them to us.
+    _boxed_call = True
+
+    def __init__(self, graph: fx.Graph, *, recorder: OpRecorder) -> None:
+        self._recorder = recorder
+        self._inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        self._outputs: Any = graph.output_node().args[0]
+        self._owner: Any = graph.owning_module
+        kernels = _Kernels(graph)
+        self._steps = kernels.steps
+        self._frees = _last_reads(kernels.steps, inputs=self._inputs, kept=kernels.buffers_of(graph.output_node()))
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        with _disable_current_modes():
+            values: dict[fx.Node, Any] = dict(zip(self._inputs, args, strict=True))
+            args.clear()
+            self._free(values, self._frees[0])
+            for step, frees in zip(self._steps, self._frees[1:], strict=True):
+                if step.is_fused:
+                    self._write(step, values, frees=frees)
+                else:
+                    self._call(step.nodes[0], values)
+                    self._free(values, frees)
+            return [self._value(output, values) for output in self._outputs]
+
+    def _free(self, values: dict[fx.Node, Any], nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            del values[node]
+
+    def _call(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
+        args, options = self._value((node.args, node.kwargs), values)
+        out = values[node] = node.target(*args, **options)  # type: ignore[operator]
+        self._recorder.called(node.target, args, options, out)
+
+    def _write(self, step: "_Step", values: dict[fx.Node, Any], *, frees: Iterable[fx.Node]) -> None:
+        before = len(self._recorder.entries)
+        written = [tree_map_only(Tensor, _like, node.meta["val"]) for node in step.nodes]
+        values.update(zip(step.nodes, written, strict=True))
+        self._free(values, (node for node in frees if node not in step.nodes))
+        self._recorder.wrote(tree_leaves(written), since=before)
+        del written
+        self._free(values, (node for node in frees if node in step.nodes))
+
+    def _value(self, wanted: Any, values: Mapping[fx.Node, Any]) -> Any:
+        """The values of all nodes in `wanted`: buffers, and views of them."""
+        return fx.node.map_arg(wanted, lambda node: self._value_of(node, values))
+
+    def _value_of(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        if node in values:
+            return values[node]
+        if node.op == "get_attr":
+            return getattr(self._owner, str(node.target))
+        args, options = self._value((node.args, node.kwargs), values)
+        return node.target(*args, **options)  # type: ignore[operator]
+
+
+def _like(tensor: Any) -> Tensor:
+    with tensor.fake_mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """One kernel: the nodes whose results it writes, and the buffers that it reads."""
+
+    nodes: tuple[fx.Node, ...]
+    reads: frozenset[fx.Node]
+    is_fused: bool
+
+
+@dataclass(slots=True)
+class _Kernels:
+    """Which results of a graph have memory, and the steps that write them, in order."""
+
+    graph: fx.Graph
+    buffers: set[fx.Node] = field(default_factory=set)
+    steps: list[_Step] = field(default_factory=list)
+    # Inlined value or view → the buffers that it comes from.
+    _reads: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
+    # How many kernels that are called as they are come before, one after another; equals can be one fused kernel.
+    _depth: dict[fx.Node, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for node in self.graph.nodes:
+            before = max((self._depth[source] for source in node.all_input_nodes), default=0)
+            self._depth[node] = before + _is_called(node)
+        for node in self.graph.nodes:
+            self._reads[node] = frozenset().union(*(self.buffers_of(source) for source in node.all_input_nodes))
+            if node.op == "placeholder" or _is_called(node) or (_is_fusible(node) and self._is_written(node)):
+                self.buffers.add(node)
+        self.steps.extend(self._in_order())
+
+    def buffers_of(self, node: fx.Node) -> frozenset[fx.Node]:
+        """What a reader of the node reads."""
+        return frozenset((node,)) if node in self.buffers else self._reads[node]
+
+    def _is_written(self, node: fx.Node) -> bool:
+        readers = list(_readers(node))
+        if any(not _is_fusible(reader) for reader in readers) or _name(node) in _SCATTERS:
+            return True
+        is_read_later = any(self._depth[reader] > self._depth[node] for reader in readers)
+        is_costly = len(readers) > 1 and len(self._reads[node]) > _MOST_READS
+        return is_read_later and (is_costly or _is_reduction(node))
+
+    def _in_order(self) -> Iterator[_Step]:
+        done = {node for node in self.buffers if node.op == "placeholder"}
+        for node in self.graph.nodes:
+            if node not in self.buffers or node in done:
+                continue
+            nodes = (node,) if _is_called(node) else self._fused_with(node, done=done)
+            done.update(nodes)
+            reads = frozenset().union(*(self._reads[one] for one in nodes)) - set(nodes)
+            yield _Step(nodes=nodes, reads=reads, is_fused=not _is_called(node))
+
+    def _fused_with(self, first: fx.Node, *, done: set[fx.Node]) -> tuple[fx.Node, ...]:
+        """What one kernel writes: results that come from some of the same buffers, which are all there."""
+        found = [first]
+        for node in self.graph.nodes:
+            is_alike = node in self.buffers and not _is_called(node) and self._depth[node] == self._depth[first]
+            if is_alike and node not in done and node not in found:
+                is_ready = self._reads[node] <= done | set(found)
+                if is_ready and self._reads[node] & (self._reads[first] | set(found)):
+                    found.append(node)
+        return tuple(found)
+
+
+def _last_reads(steps: Sequence[_Step], *, inputs: Iterable[fx.Node], kept: frozenset[fx.Node]) -> list[list[fx.Node]]:
+    """What is freed before the first step, and after each: what was read, or written, for the last time."""
+    last = dict.fromkeys(inputs, 0)
+    for number, step in enumerate(steps, start=1):
+        last.update(dict.fromkeys((*step.reads, *step.nodes), number))
+    frees: list[list[fx.Node]] = [[] for _ in range(len(steps) + 1)]
+    for node, number in last.items():
+        if node not in kept:
+            frees[number].append(node)
+    return frees
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads a node's result, through views as well."""
+    for user in node.users:
+        if _is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        # An item of a tuple.
+        return node.op == "call_function"
+    return _name(node) == "_unsafe_view" or any(
+        result.alias_info is not None and not result.alias_info.is_write for result in target._schema.returns
+    )
+
+
+def _is_called(node: fx.Node) -> bool:
+    """Whether it is a kernel of a library, or torch's own, which Inductor calls as it is."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or _is_view(node):
+        return False
+    return target.overloadpacket in flop_registry or target in lowering.fallbacks or target not in lowering.lowerings
+
+
+def _is_fusible(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and not _is_view(node) and not _is_called(node)
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    """Whether it has fewer elements than what it comes from, and is no part of it."""
+    sizes = [source.meta["val"].numel() for source in node.all_input_nodes if isinstance(source.meta["val"], Tensor)]
+    outputs = tree_leaves(node.meta["val"])
+    return any(output.numel() < max(sizes, default=0) for output in outputs)
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target.overloadpacket.__name__) if isinstance(node.target, torch._ops.OpOverload) else ""
