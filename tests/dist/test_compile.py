@@ -106,9 +106,11 @@ def compiled_by_plans(rank: int, plans: list[Plan]) -> None:
     "plans",
     [
         [Plan(compile="aot_eager", recompute="full"), Plan(compile="aot_eager", engine="torch", strategy="ddp")],
+        # Blocks of one class that are compiled as they are, to be recomputed whole, and not at all.
+        [Plan(compile="aot_eager", recompute_overrides={"blocks.1": "full", "blocks.2": "selective"})],
         *whole([Plan(compile="aot_eager"), Plan(compile="aot_eager", engine="torch", strategy="fsdp")]),
     ],
-    ids=["some", "others"],
+    ids=["some", "mixed", "others"],
 )
 def test_a_plan_that_compiles_trains_the_same_on_both_engines_and_compiles_blocks_of_a_class_once(
     plans: list[Plan],

@@ -203,9 +203,9 @@ def _is_fusible(node: fx.Node) -> bool:
 
 def _is_reduction(node: fx.Node) -> bool:
     """Whether it has fewer elements than what it comes from, and is no part of it."""
-    sizes = [source.meta["val"].numel() for source in node.all_input_nodes if isinstance(source.meta["val"], Tensor)]
-    outputs = tree_leaves(node.meta["val"])
-    return any(output.numel() < max(sizes, default=0) for output in outputs)
+    sources = [source.meta.get("val") for source in node.all_input_nodes]
+    most = max((source.numel() for source in sources if isinstance(source, Tensor)), default=0)
+    return any(output.numel() < most for output in tree_leaves(node.meta["val"]))
 
 
 def _name(node: fx.Node) -> str:

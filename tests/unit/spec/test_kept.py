@@ -130,3 +130,14 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(monkeypatch: pytes
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert spec_of().traces
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_that_comes_with_the_package_is_not_traced_for_compiled_units(
+    traced: list[tuple[str, int]], precision: str
+) -> None:
+    source = Source("gpt-tiny")
+    spec = source.spec_for(Plan(precision=precision, compile="inductor"))
+    assert source.spec_for(Plan(precision=precision, compile="inductor")) is spec
+    assert spec.trace(computes_in=precision, recompute="none") is not None
+    assert not traced

@@ -1,6 +1,7 @@
 """The trace of compiled units: what torch's partitioner keeps for backward, and what fused kernels allocate."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,9 +13,14 @@ from torch._inductor.compile_fx import partition_fn
 from torch._inductor.decomposition import select_decomp_table
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardwise.spec.step import Act, StepTrace, Stream, What
-from shardwise.trace.observe import Way
+from shardwise.errors import InvalidModel
+from shardwise.plan import Plan
+from shardwise.planner.memory.peak import estimate
+from shardwise.spec import ROOT, ModelSpec
+from shardwise.spec.step import Act, Run, StepTrace, Stream, What
+from shardwise.trace.observe import ObservedStep, TracedTask, Way, observe
 from shardwise.trace.trace import trace_model
+from shardwise.units import model_spec
 
 WIDTH, SEQ = 32, 24
 
@@ -215,3 +221,36 @@ def test_a_unit_that_looks_at_values_counts_as_uncompiled() -> None:
         ways=[Way(computes_in="fp32", recompute=recompute) for recompute in ("none", "compiled")],
     ).traces
     assert kept(compiled) == kept(eager) > 0
+
+
+def test_what_follows_no_law_counts_as_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(task: TracedTask, *, way: Way, batch_size: int, runs: Sequence[Run]) -> ObservedStep:
+        if way.is_compiled:
+            raise InvalidModel("runs other operations for another batch size")
+        return observe(task, way=way, batch_size=batch_size, runs=runs)
+
+    monkeypatch.setattr("shardwise.trace.trace.observe", refuse)
+    eager, compiled = traced(Products, "none"), traced.__wrapped__(Products, "compiled")
+    assert compiled == replace(eager, recompute="compiled")
+
+
+def peak_bytes(spec: ModelSpec, **plan: str) -> int:
+    found = Plan(strategy="ddp", precision="fp32", units="class:Gated", **plan)  # type: ignore[arg-type]
+    return estimate(spec, plan=found, num_ranks=1, batch=64).allocated_bytes
+
+
+def test_a_compiled_plan_takes_the_memory_of_compiled_units() -> None:
+    with torch.device("meta"):
+        spec = model_spec(Stack(Gated), policy="class:Gated", name="gated")
+    spec = replace(spec, call_order=(ROOT, *(f"blocks.{number}" for number in range(6))))
+    ways = [traced(Gated, recompute) for recompute in ("none", "full", "compiled", "compiled-full")]
+    # A unit that recomputes selectively is not compiled; that it is recomputed at all is not what is asked here.
+    spec = replace(spec, traces=(*ways, replace(ways[1], recompute="selective")))
+    saved = 64 // 2 * (kept(ways[0]) - kept(ways[2]))
+    assert peak_bytes(spec) - peak_bytes(spec, compile="inductor") >= 5 * saved
+    assert peak_bytes(spec, compile="inductor", recompute="full") < peak_bytes(spec, recompute="full")
+    assert peak_bytes(spec, compile="aot_eager") == peak_bytes(spec)
+    selective = peak_bytes(spec, recompute="selective")
+    assert peak_bytes(spec, compile="inductor", recompute="selective") == selective
+    before = replace(spec, traces=spec.traces[:2])
+    assert peak_bytes(before, compile="inductor") == peak_bytes(spec)

@@ -267,9 +267,10 @@ def test_elementwise_operations_on_operands_that_do_not_lie_alike_are_marked_wit
     assert marked == [("mul", elements), ("mul", []), ("mul", elements), ("cat", elements), ("add", elements)]
 
 
-def test_the_shipped_specs_are_what_a_trace_gives_now() -> None:
-    way = Way(computes_in="bf16", recompute="full")
-    shipped = ready_spec("gpt-tiny", ways={("bf16", "full")})
+@pytest.mark.parametrize("recompute", ["full", pytest.param("compiled", marks=pytest.mark.whole)])
+def test_the_shipped_specs_are_what_a_trace_gives_now(recompute: str) -> None:
+    way = Way(computes_in="bf16", recompute=recompute)
+    shipped = ready_spec("gpt-tiny", ways={("bf16", recompute)})
     assert make_ready_spec("gpt-tiny", ways=(way,)) == shipped
 
 

@@ -63,7 +63,8 @@ def estimate(
 ) -> MemoryEstimate:
     """The memory of a step of `plan` on one of `num_ranks` ranks, with `batch` samples per rank and pass.
 
-    `limit_bytes`: the device has no more, so the allocator gives back what it holds for nothing before it goes beyond.
+    `limit_bytes`: the device has no more, so the allocator gives back what it holds for nothing before it goes beyond;
+    not for captured steps.
     `made_on_device`: the model was, before it was prepared, and not on the meta device or the host; steps use what that
     leaves reserved. With `quick`, the caching allocator is not run, what is reserved is taken to be what is allocated,
     and there is no timeline. Captured steps share their memory with the ordinary ones before them, whose peak it is.
@@ -76,7 +77,9 @@ def estimate(
     outside = _outside(job, device=device, context=context_bytes, communicator=communicator_bytes)
     reserved = 0
     if not quick and device != "cpu":
-        found = _reserved(job, batch, limit_bytes - outside if limit_bytes is not None else None, made_on_device)
+        # While steps are captured, the allocator cannot give back what it holds.
+        left = None if limit_bytes is None or plan.captures else limit_bytes - outside
+        found = _reserved(job, batch, left, made_on_device)
         breakdown["other"] += found.slack_bytes
         reserved = found.reserved_bytes
     allocated = sum(breakdown.values())
