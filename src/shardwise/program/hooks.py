@@ -23,9 +23,8 @@ from shardwise.spec import ANNOUNCED, NONE, UNANNOUNCED
 from shardwise.units import called_modules
 
 _PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
-# Nearly all that a module of the user's keeps on itself is of these types, and a look at the type is faster than
-# isinstance.
-_NO_TENSORS = frozenset(_PLAIN)
+# What is a tensor, or is looked into for tensors.
+_MAY_HOLD_TENSORS = (Tensor, list, tuple, dict)
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 UnitT = TypeVar("UnitT", bound=Hashable)
@@ -258,51 +257,60 @@ def _after_forward(
                 backward = ANNOUNCED if backward is NONE else backward
         elif not isinstance(leaf, _PLAIN) and hooks.grads[unit].expected:
             backward = UNANNOUNCED
-    for of_module in attributes:
-        for value in of_module.kept():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                # A loss that is fetched from the module comes back by this way, and perhaps before the outputs.
-                hooks.announce(value, unit)
-                backward = ANNOUNCED if backward is NONE else backward
+    for value in _kept(attributes):
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            # A loss that is fetched from the module comes back by this way, and perhaps before the outputs.
+            hooks.announce(value, unit)
+            backward = ANNOUNCED if backward is NONE else backward
     hooks.listener.after_forward(unit, backward=backward)
 
 
 class _Attributes:
     """What a module keeps on itself, less what is nn.Module's own.
 
-    Looked at after every forward of every unit, so the usual case, that no tensor can be among it, is fast.
+    values      gets it from the module's __dict__, `held`, as a tuple
+    num_held    the length of `held` when that was made
+    harmless    the types of which no value is a tensor, or is looked into for tensors
     """
 
-    __slots__ = ("_attributes", "_num", "_values")
+    __slots__ = ("harmless", "held", "num_held", "values")
 
     def __init__(self, module: nn.Module) -> None:
-        self._attributes = module.__dict__
-        self._learn()
+        self.held = module.__dict__
+        self.learn()
 
-    def _learn(self) -> None:
-        self._num = len(self._attributes)
-        names = [name for name in self._attributes if name not in _OF_EVERY_MODULE]
+    def learn(self) -> None:
+        self.num_held = len(self.held)
+        names = [name for name in self.held if name not in _OF_EVERY_MODULE]
         # Two that every module has: of less than two, an itemgetter makes no tuple.
-        self._values = itemgetter("training", "training", *names)
+        self.values = itemgetter("training", "training", *names)
+        types = {*_PLAIN, *map(type, self.values(self.held))}
+        self.harmless = frozenset(one for one in types if not issubclass(one, _MAY_HOLD_TENSORS) or one in _PLAIN)
 
-    def kept(self) -> list[Any]:
-        """What may be a tensor; also what lists, tuples and dicts hold."""
-        if len(self._attributes) != self._num:
-            self._learn()
+
+def _kept(attributes: "list[_Attributes]") -> list[Any]:
+    """What may be a tensor of what modules keep on themselves; also what lists, tuples and dicts hold.
+
+    Looked for after every forward of every unit, so the usual case, that there is none, is fast.
+    """
+    found: list[Any] = []
+    for of_module in attributes:
+        held = of_module.held
+        if len(held) != of_module.num_held:
+            of_module.learn()
         try:
-            values = self._values(self._attributes)
+            values = of_module.values(held)
         except KeyError:
-            self._learn()
-            values = self._values(self._attributes)
-        if _NO_TENSORS.issuperset(map(type, values)):
-            return []
-        found: list[Any] = []
+            of_module.learn()
+            values = of_module.values(held)
+        if of_module.harmless.issuperset(map(type, values)):
+            continue
         for value in values:
             if isinstance(value, list | tuple | dict):
                 found += _leaves(value)
-            elif type(value) not in _NO_TENSORS:
+            elif isinstance(value, Tensor):
                 found.append(value)
-        return found
+    return found
 
 
 def _leaves(output: Any) -> list[Any]:
