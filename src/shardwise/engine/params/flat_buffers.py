@@ -70,8 +70,11 @@ class FlatBuffers:
         size = self.layout.num_elements
         # Zeros, because the padding is communicated too and should not be what happened to lie there.
         self.full = torch.zeros(size, dtype=compute_dtype, device=device)
-        self.full_bytes = self.full.untyped_storage().nbytes()
+        self._storage = self.full.untyped_storage()
+        self.full_bytes = self._storage.nbytes()
         self.master = self._make_master()
+        # Whether an update of the master is an update of the full buffer.
+        self.aliased = self.master.untyped_storage().data_ptr() == self._storage.data_ptr()
         # What is copied into the full buffer; the master itself, where it need not be staged.
         self.staged = self.master
         if host is not None and compute_dtype != self.master_dtype:
@@ -131,11 +134,6 @@ class FlatBuffers:
         """The elements that an optimizer of blocks works on together: slices are cut between them; 1 without."""
         return self.alignment if self.alignment > ALIGNMENT and self.placement.optim is SHARDED else 1
 
-    @property
-    def aliased(self) -> bool:
-        """Whether an update of the master is an update of the full buffer."""
-        return self.master.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr()
-
     @torch.no_grad()
     def fill(self, index: int, value: Tensor) -> None:
         """Take the values of one parameter, given whole, into the master (and what is whole of the full buffer)."""
@@ -186,16 +184,18 @@ class FlatBuffers:
         """Memory for the full buffer, where it was freed."""
         self.wait_gather()
         if not self.whole:
-            self.full.untyped_storage().resize_(self.full_bytes)
+            self._storage.resize_(self.full_bytes)
             self.whole = True
 
     def gather(self) -> None:
         """Start to make the full buffer whole from the owned slices."""
-        self.make_room()
+        if self.gathering is not None or not self.whole:
+            self.make_room()
         if not self.aliased:
             self._own_full.copy_(self.staged, non_blocking=True)
-        self.groups.gather.log.name = self.gathers
-        self.gathering = self.collectives.all_gather(self.full, group=self.groups.gather)
+        group = self.groups.gather
+        group.log.name = self.gathers
+        self.gathering = self.collectives.all_gather(self.full, group=group, own=self._own_full)
 
     def wait_gather(self) -> None:
         """From here on the full buffer may be read."""
@@ -206,7 +206,7 @@ class FlatBuffers:
     def free(self) -> None:
         """Give the full buffer's memory back; its views stay and come back to life with the next gather."""
         self.wait_gather()
-        self.full.untyped_storage().resize_(0)
+        self._storage.resize_(0)
         self.whole = False
 
     @torch.no_grad()
@@ -240,6 +240,7 @@ class FlatBuffers:
     def let_go(self) -> None:
         """Its parameters lie in other buffers now: the memory of these goes, whoever still knows of them."""
         self.full = self.master = self.staged = self._own_full = self.full.new_empty(0)
+        self._storage = self.full.untyped_storage()
         self.writes = MasterWrites(self.master)
         self.owned, self.full_views = [], []
 

@@ -89,10 +89,7 @@ class Unit:
             flat.gather()
         self.whole = True
         self.arrived = False
-        self.tape.record(Kind.GATHER, self.name, lambda: sum(flat.full_bytes for flat in flats))
-
-    def _full_bytes(self) -> int:
-        return sum(flat.full_bytes for flat in self.flats)
+        self.tape.record(Kind.GATHER, self.name, partial(_full_bytes, flats))
 
     def wait_gather(self) -> None:
         if self.arrived or not self.whole:
@@ -121,7 +118,7 @@ class Unit:
             flat.free()
         self.whole = self.arrived = False
         self._rest()
-        self.tape.record(Kind.FREE, self.name, self._full_bytes)
+        self.tape.record(Kind.FREE, self.name, partial(_full_bytes, self.flats))
 
     def free_unused(self) -> None:
         """Free it if this step has not called it."""
@@ -302,6 +299,10 @@ class Unit:
             # Of these nothing is left that was there before.
             flat.with_new_grads |= cleared
             self.used.difference_update(id(flat.params[index]) for index in cleared)
+
+
+def _full_bytes(flats: list[FlatParams]) -> int:
+    return sum(flat.full_bytes for flat in flats)
 
 
 def _meet(gathered: Tensor) -> None:
