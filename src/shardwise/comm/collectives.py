@@ -80,8 +80,9 @@ class BackendCollectives:
     def all_gather(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         name = group.log.note(buffer)
         own = own_slice(buffer, group=group) if own is None else own
-        issue = getattr(group.handle, _ALL_GATHER)
-        return NotedWork(issue(_in_reals(buffer), _in_reals(own), self._gathers), name)
+        if buffer.is_complex():
+            buffer, own = _in_reals(buffer), _in_reals(own)
+        return NotedWork(getattr(group.handle, _ALL_GATHER)(buffer, own, self._gathers), name)
 
     def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         if buffer.device.type == "cpu":
@@ -89,12 +90,15 @@ class BackendCollectives:
             return self.all_reduce(buffer, group=group)
         name = group.log.note(buffer)
         own = own_slice(buffer, group=group) if own is None else own
-        issue = getattr(group.handle, _REDUCE_SCATTER)
-        return NotedWork(issue(_in_reals(own), _in_reals(buffer), self._scatters), name)
+        if buffer.is_complex():
+            buffer, own = _in_reals(buffer), _in_reals(own)
+        return NotedWork(getattr(group.handle, _REDUCE_SCATTER)(own, buffer, self._scatters), name)
 
     def all_reduce(self, buffer: Tensor, *, group: Group) -> Work:
         name = group.log.note(buffer)
-        return NotedWork(group.handle.allreduce([_in_reals(buffer)], self._reduces), name)
+        if buffer.is_complex():
+            buffer = _in_reals(buffer)
+        return NotedWork(group.handle.allreduce([buffer], self._reduces), name)
 
     def broadcast(self, buffer: Tensor, *, source: int, group: Group) -> Work:
         name = group.log.note(buffer)
@@ -118,4 +122,4 @@ class BackendCollectives:
 
 def _in_reals(buffer: Tensor) -> Tensor:
     """No backend knows complex numbers; a sum of them is that of their parts."""
-    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    return torch.view_as_real(buffer)

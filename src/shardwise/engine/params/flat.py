@@ -59,11 +59,8 @@ class FlatParams(FlatBuffers):
         self.with_new_grads: set[int] = set()
         # The parameters that have reduced gradients, on this rank or on others, where `p.grad` does not show them.
         self._reduced: set[int] = set()
-
-    @property
-    def shows_grads(self) -> bool:
-        """Whether `p.grad` of the module's parameters is the averaged gradient."""
-        return self.placement.grads is not SHARDED and self.full.dtype == self.master_dtype
+        # Whether `p.grad` of the module's parameters is the averaged gradient.
+        self.shows_grads = self.placement.grads is not SHARDED and self.full.dtype == self.master_dtype
 
     def has_grad(self, index: int) -> bool:
         """Whether a parameter has a reduced gradient: the same answer on all ranks, whatever each holds of it."""
@@ -84,9 +81,8 @@ class FlatParams(FlatBuffers):
         news: list[Tensor] = []
         self.awaits_grads = False
         self.with_new_grads.clear()
-        shows_grads = self.shows_grads
         whole = [] if self.placement.grads is SHARDED else views or self.views(average)
-        if shows_grads:
+        if self.shows_grads:
             self._note_average(average)
             # The owned parts' gradients are views of the same memory.
             for index, (parameter, view) in enumerate(zip(self.params, whole, strict=True)):
@@ -102,25 +98,31 @@ class FlatParams(FlatBuffers):
                 if self.master is not self.full:
                     self.shown[index] = shown
         if self.master is not self.full:
-            owned_grads = self._owned_grads(average) if self.placement.optim is SHARDED else whole
-            with unguarded():
-                trained = {index for index, parameter in enumerate(self.params) if parameter.requires_grad}
-            self.with_new_grads |= trained - self._reduced if not shows_grads else set()
-            self._reduced |= trained
-            for part, new in zip(self.owned, owned_grads, strict=True):
-                if part.index not in trained:
-                    continue
-                old = part.parameter.grad
-                if old is None:
-                    part.parameter.grad = new
-                    self.with_new_grads.add(part.index)
-                elif not shows_grads:
-                    olds.append(old)
-                    news.append(new)
+            self._add_owned(self._owned_grads(average) if self.placement.optim is SHARDED else whole, olds, news)
         if olds:
             if self.host is not None:
                 self.host.land()
             torch._foreach_add_(olds, news)
+
+    def _add_owned(self, grads: Sequence[Tensor], olds: list[Tensor], news: list[Tensor]) -> None:
+        """The owned parts get their gradients; what is to be added to one that is there goes to `olds` and `news`."""
+        with unguarded():
+            frozen = [index for index, parameter in enumerate(self.params) if not parameter.requires_grad]
+        trained = set(range(len(self.params))).difference(frozen)
+        if not self.shows_grads:
+            self.with_new_grads |= trained - self._reduced
+        self._reduced |= trained
+        for part, new in zip(self.owned, grads, strict=True):
+            parameter = part.parameter
+            if frozen and part.index not in trained:
+                continue
+            old = parameter.grad
+            if old is None:
+                parameter.grad = new
+                self.with_new_grads.add(part.index)
+            elif not self.shows_grads:
+                olds.append(old)
+                news.append(new)
 
     def _note_average(self, average: Tensor) -> None:
         """A buffer may be the same one in every step: it is noted once."""
@@ -145,13 +147,13 @@ class FlatParams(FlatBuffers):
 
     def hide_grads(self) -> None:
         """Before backward: autograd must find no gradient, or it would add this rank's own to the average."""
-        shows_grads = self.shows_grads
         with unguarded():
-            for index, parameter in enumerate(self.params):
-                grad = parameter.grad
-                self.hidden[index] = grad if shows_grads else None
+            grads = [parameter.grad for parameter in self.params]
+            for parameter, grad in zip(self.params, grads, strict=True):
                 if grad is not None:
                     parameter.grad = None
+        if self.shows_grads:
+            self.hidden = grads
         self.awaits_grads = True
 
     def restore_grads(self) -> None:

@@ -182,7 +182,8 @@ class FlatBuffers:
 
     def make_room(self) -> None:
         """Memory for the full buffer, where it was freed."""
-        self.wait_gather()
+        if self.gathering is not None:
+            self.wait_gather()
         if not self.whole:
             self._storage.resize_(self.full_bytes)
             self.whole = True
@@ -205,7 +206,8 @@ class FlatBuffers:
 
     def free(self) -> None:
         """Give the full buffer's memory back; its views stay and come back to life with the next gather."""
-        self.wait_gather()
+        if self.gathering is not None:
+            self.wait_gather()
         self._storage.resize_(0)
         self.whole = False
 

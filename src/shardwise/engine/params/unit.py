@@ -50,7 +50,7 @@ class Unit:
         self.trained_flats: list[FlatParams] = []
         self._told = False
         # The parameters, and those whose gradients are hidden, as they are once the buffers are filled.
-        self._settled: list[nn.Parameter] = []
+        self.settled: list[nn.Parameter] = []
         self._hides: list[nn.Parameter] = []
 
     def hold(self, flats: list[FlatParams]) -> None:
@@ -107,7 +107,7 @@ class Unit:
             self.gather()
         self.wait_gather()
         if self.at_rest:
-            wake(self._settled)
+            wake(self.settled)
             self.at_rest = False
 
     def free(self) -> None:
@@ -145,8 +145,8 @@ class Unit:
 
     def settle(self) -> None:
         """Once the buffers are filled: as a step finds it. What is sharded is freed, and noticed when it is read."""
-        self._settled = list(self.params())
-        self._learn_trained({id(parameter) for parameter in self._settled if parameter.requires_grad})
+        self.settled = list(self.params())
+        self._learn_trained({id(parameter) for parameter in self.settled if parameter.requires_grad})
         self._hides = [parameter for flat in self.hides_grads for parameter in flat.params]
         for flat in self.flats:
             for index, (parameter, name) in enumerate(zip(flat.params, flat.names, strict=True)):
@@ -164,7 +164,7 @@ class Unit:
         self.free()
 
     def _rest(self) -> None:
-        rest(self._settled)
+        rest(self.settled)
         self.at_rest = True
 
     def _touched(self, flat: FlatParams, name: str, is_grad: bool) -> None:
@@ -207,7 +207,7 @@ class Unit:
         self.call = -1
         before = self.grads.expected
         with unguarded():
-            self.grads.expect(self.params())
+            self.grads.expect(self.settled)
             for flat in self.flats:
                 flat.drop_stale_grads()
         if self.grads.expected != before:
@@ -298,7 +298,8 @@ class Unit:
                 flat.drop_grads(cleared)
             # Of these nothing is left that was there before.
             flat.with_new_grads |= cleared
-            self.used.difference_update(id(flat.params[index]) for index in cleared)
+            if self.used:
+                self.used.difference_update([id(flat.params[index]) for index in cleared])
 
 
 def _full_bytes(flats: list[FlatParams]) -> int:
