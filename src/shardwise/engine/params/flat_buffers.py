@@ -7,6 +7,7 @@ master    what the optimizer steps: the owned slice where optim is sharded, else
           live in host memory; then it is staged there in the compute dtype, so that less crosses the bus.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -167,11 +168,11 @@ class FlatBuffers:
         self.wait_gather()
         self.writes.lend()
 
-    @torch.no_grad()
     def stage(self) -> None:
         """The master has changed."""
         if self.staged is not self.master:
-            self.staged.copy_(self.master)
+            with torch.no_grad():
+                self.staged.copy_(self.master)
 
     def attach(self, index: int, parameter: nn.Parameter) -> None:
         """Make the module's parameter, which may be a new one where it was on the meta device, a view of the buffer."""
@@ -212,12 +213,6 @@ class FlatBuffers:
         self.whole = False
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """After an update of a whole master: the full buffer again in the compute dtype."""
-        if not self.aliased:
-            self.full.copy_(self.master)
-
-    @torch.no_grad()
     def full_master(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """All of the master, on every rank; cast first, so that no more is sent than is asked for.
 
@@ -252,6 +247,14 @@ class FlatBuffers:
         for index, shape in self._shaped:
             views[index] = views[index].view(shape)
         return views
+
+
+@torch.no_grad()
+def refresh(flats: Sequence[FlatBuffers]) -> None:
+    """After an update of whole masters: the full buffers again in the compute dtype, all at once."""
+    copied = [flat for flat in flats if not flat.aliased]
+    if copied:
+        torch._foreach_copy_([flat.full for flat in copied], [flat.master for flat in copied])
 
 
 def cut_pieces(buffer: Tensor, cut: BufferCut) -> list[Tensor]:

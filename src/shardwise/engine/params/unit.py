@@ -125,18 +125,23 @@ class Unit:
         if not self.calls:
             self.free()
 
-    def updated(self) -> None:
-        """After the optimizer's step: what is whole is old. Slices of what is replicated are gathered next."""
+    def updated(self) -> list[FlatParams]:
+        """After the optimizer's step: what is whole is old. Slices of what is replicated are gathered next.
+
+        Returns the buffers of which this rank has the whole master, to be refreshed with those of other units.
+        """
         # An optimizer may step what is frozen by now, if its gradient was not cleared.
         written = [flat for flat in self.flats if flat not in self.trained_flats and flat.writes.counted]
-        for flat in (*self.trained_flats, *written):
+        stepped = [*self.trained_flats, *written]
+        for flat in stepped:
             flat.stage()
-            if self.placement.optim is not SHARDED:
-                flat.refresh()
+        if self.placement.optim is not SHARDED:
+            return stepped
         if self.sharded:
             self.free()
-        elif self.placement.optim is SHARDED and written:
+        elif written:
             raise frozen_was_stepped(written[0].names)
+        return []
 
     def gather_updated(self) -> None:
         """Each rank has updated its slice: until all are here, nobody may read."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.optimizer.matrices import OwnedMatrices
+from shardwise.engine.params.flat_buffers import refresh
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.tape import Tape
 from shardwise.program import Kind, Operation, Row, Trigger
@@ -97,8 +98,7 @@ class EngineExecutor:
 
     def _updated(self) -> None:
         self.tape.record(Kind.UPDATE, ROOT)
-        for unit in self.units.values():
-            unit.updated()
+        refresh([flat for unit in self.units.values() for flat in unit.updated()])
 
     # Gradients between backwards
 

@@ -52,3 +52,17 @@ def test_a_step_gathers_and_reduces_without_cutting_slices(counted: Count) -> No
     # The last unit that forward calls is not freed, so that backward does not gather it.
     assert counted.operations["c10d._allgather_base_"] == 2 * NUM_UNITS - 1
     assert counted.operations["aten.slice"] == 0
+
+
+def test_an_update_of_replicated_parameters_is_cast_in_one_operation() -> None:
+    with absent_group(2):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(NUM_UNITS)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = Plan(strategy="ddp", units="class:Linear", precision="bf16")
+        prepare(model, optimizer, plan, compare_every=0)
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+            with Count() as count:
+                optimizer.step()
+        assert count.operations["aten._foreach_copy_"] == 1
+        assert count.operations["aten.copy_"] == 0
