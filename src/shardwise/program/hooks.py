@@ -6,26 +6,19 @@ all, so that all see the same rows.
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
-from operator import itemgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import InvalidModel
+from shardwise.program.left_tensors import PLAIN, Attributes, kept, leaves, own_modules
 from shardwise.spec import ANNOUNCED, NONE, UNANNOUNCED
 from shardwise.units import called_modules
-
-_PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
-# What is a tensor, or is looked into for tensors.
-_MAY_HOLD_TENSORS = (Tensor, list, tuple, dict)
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 UnitT = TypeVar("UnitT", bound=Hashable)
 _Heard = TypeVar("_Heard", bound=Hashable, contravariant=True)
@@ -125,7 +118,7 @@ class StepHooks(Generic[UnitT]):
         # The root last, so that its hooks are the outermost where one of several models in it is a unit as well.
         for unit, module in reversed(list(self.modules.items())):
             before = partial(_before_forward, self, unit)
-            after = partial(_after_forward, self, unit, [_Attributes(own) for own in _own_modules(module, modules)])
+            after = partial(_after_forward, self, unit, [Attributes(own) for own in own_modules(module, modules)])
             for called in called_modules(module):
                 self.handles.append(called.register_forward_pre_hook(before, prepend=True))
                 self.handles.append(called.register_forward_hook(after, prepend=first))
@@ -213,16 +206,6 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _own_modules(module: nn.Module, unit_modules: set[int]) -> Iterator[nn.Module]:
-    """A unit's modules of the user's own making, which may keep a tensor on themselves (an auxiliary loss)."""
-    waiting = [module]
-    while waiting:
-        module = waiting.pop()
-        if not type(module).__module__.startswith("torch.nn."):
-            yield module
-        waiting += [child for child in module.children() if id(child) not in unit_modules]
-
-
 # torch.compile of a unit compiles its hooks along with its forward; what happens around a forward is not for it.
 @_disable_dynamo
 def _before_forward(hooks: StepHooks[UnitT], unit: UnitT, module: nn.Module, inputs: Any) -> None:
@@ -238,7 +221,7 @@ def _before_forward(hooks: StepHooks[UnitT], unit: UnitT, module: nn.Module, inp
 def _after_forward(
     hooks: StepHooks[UnitT],
     unit: UnitT,
-    attributes: "list[_Attributes]",
+    attributes: list[Attributes],
     module: nn.Module,
     inputs: Any,
     output: Any,
@@ -249,82 +232,19 @@ def _after_forward(
         hooks.listener.without_gradients(unit, begins=False)
         return
     backward = NONE
-    for leaf in _leaves(output):
+    for leaf in leaves(output):
         if isinstance(leaf, Tensor):
             if leaf.requires_grad:
                 hooks.announce(leaf, unit)
                 backward = ANNOUNCED if backward is NONE else backward
-        elif not isinstance(leaf, _PLAIN) and hooks.grads[unit].expected:
+        elif not isinstance(leaf, PLAIN) and hooks.grads[unit].expected:
             backward = UNANNOUNCED
-    for value in _kept(attributes):
+    for value in kept(attributes):
         if isinstance(value, Tensor) and value.grad_fn is not None:
             # A loss that is fetched from the module comes back by this way, and perhaps before the outputs.
             hooks.announce(value, unit)
             backward = ANNOUNCED if backward is NONE else backward
     hooks.listener.after_forward(unit, backward=backward)
-
-
-class _Attributes:
-    """What a module keeps on itself, less what is nn.Module's own.
-
-    values      gets it from the module's __dict__, `held`, as a tuple
-    num_held    the length of `held` when that was made
-    harmless    the types of which no value is a tensor, or is looked into for tensors
-    """
-
-    __slots__ = ("harmless", "held", "num_held", "values")
-
-    def __init__(self, module: nn.Module) -> None:
-        self.held = module.__dict__
-        self.learn()
-
-    def learn(self) -> None:
-        self.num_held = len(self.held)
-        names = [name for name in self.held if name not in _OF_EVERY_MODULE]
-        # Two that every module has: of less than two, an itemgetter makes no tuple.
-        self.values = itemgetter("training", "training", *names)
-        types = {*_PLAIN, *map(type, self.values(self.held))}
-        self.harmless = frozenset(one for one in types if not issubclass(one, _MAY_HOLD_TENSORS) or one in _PLAIN)
-
-
-def _kept(attributes: "list[_Attributes]") -> list[Any]:
-    """What may be a tensor of what modules keep on themselves; also what lists, tuples and dicts hold.
-
-    Looked for after every forward of every unit, so the usual case, that there is none, is fast.
-    """
-    found: list[Any] = []
-    for of_module in attributes:
-        held = of_module.held
-        if len(held) != of_module.num_held:
-            of_module.learn()
-        try:
-            values = of_module.values(held)
-        except KeyError:
-            of_module.learn()
-            values = of_module.values(held)
-        if of_module.harmless.issuperset(map(type, values)):
-            continue
-        for value in values:
-            if isinstance(value, list | tuple | dict):
-                found += _leaves(value)
-            elif isinstance(value, Tensor):
-                found.append(value)
-    return found
-
-
-def _leaves(output: Any) -> list[Any]:
-    """What an output holds; also dataclasses, which torch's own trees do not look into."""
-    if isinstance(output, Tensor):
-        return [output]
-    return [
-        inner
-        for leaf in tree_leaves(output)
-        for inner in (
-            (part for field in fields(leaf) for part in _leaves(getattr(leaf, field.name)))
-            if is_dataclass(leaf) and not isinstance(leaf, type)
-            else (leaf,)
-        )
-    ]
 
 
 def _before_backward(hooks: StepHooks[UnitT], calls: list[tuple[UnitT, int]], grad: Tensor) -> None:
