@@ -74,12 +74,15 @@ class UnitGrads(Generic[UnitT]):
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
         """From now on these can get gradients. A parameter gets its hook when it is trained for the first time."""
-        trained = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
-        for key in trained.keys() - self._hooked:
-            self._hooked.add(key)
-            hook = partial(_grad_arrived, weakref.ref(self), key)
-            self.hooks.handles.append(trained[key].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        self.expected = frozenset(trained)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self.expected = frozenset(map(id, trained))
+        if self._hooked.issuperset(self.expected):
+            return
+        for parameter in trained:
+            if id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))
+                hook = partial(_grad_arrived, weakref.ref(self), id(parameter))
+                self.hooks.handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     @property
     def complete(self) -> bool:

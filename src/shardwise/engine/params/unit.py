@@ -107,8 +107,12 @@ class Unit:
             self.gather()
         self.wait_gather()
         if self.at_rest:
-            wake(self.settled)
-            self.at_rest = False
+            self.wake()
+
+    def wake(self) -> None:
+        """It is whole, and whoever reads its parameters may."""
+        wake(self.settled)
+        self.at_rest = False
 
     def free(self) -> None:
         """Give the gathered parameters' memory back, where they are sharded."""

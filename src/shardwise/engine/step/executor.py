@@ -92,8 +92,10 @@ class EngineExecutor:
 
     def compute(self, unit: Unit, kind: Kind) -> None:
         """The model computes with a unit from here on."""
-        if unit.at_rest or not unit.arrived or not unit.whole:
+        if not unit.arrived or not unit.whole:
             self.serve(unit)
+        elif unit.at_rest:
+            unit.wake()
         self.tape.record(kind, unit.name)
 
     def _updated(self) -> None:
