@@ -117,11 +117,12 @@ class StepHooks(Generic[UnitT]):
         """Hook every unit's module, before any hook of the user's; `first`: and before those that are there after
         its forward, too.
         """
-        modules = {id(module) for module in self.modules.values()}
+        of_units = {id(module) for module in self.modules.values()}
         # The root last, so that its hooks are the outermost where one of several models in it is a unit as well.
         for unit, module in reversed(list(self.modules.items())):
             before = partial(_before_forward, self, unit)
-            after = partial(_after_forward, self, unit, [Attributes(own) for own in own_modules(module, modules)])
+            attributes = [Attributes(own) for own in own_modules(module, unit_modules=of_units)]
+            after = partial(_after_forward, self, unit, attributes)
             for called in called_modules(module):
                 self.handles.append(called.register_forward_pre_hook(before, prepend=True))
                 self.handles.append(called.register_forward_hook(after, prepend=first))

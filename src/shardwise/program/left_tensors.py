@@ -18,7 +18,7 @@ _CONTAINERS = (list, tuple, dict)
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 
-def own_modules(module: nn.Module, unit_modules: set[int]) -> Iterator[nn.Module]:
+def own_modules(module: nn.Module, *, unit_modules: set[int]) -> Iterator[nn.Module]:
     """A unit's modules of the user's own making, which may keep a tensor on themselves (an auxiliary loss)."""
     waiting = [module]
     while waiting:

@@ -98,13 +98,14 @@ class FlatParams(FlatBuffers):
                 if self.master is not self.full:
                     self.shown[index] = shown
         if self.master is not self.full:
-            self._add_owned(self._owned_grads(average) if self.placement.optim is SHARDED else whole, olds, news)
+            grads = self._owned_grads(average) if self.placement.optim is SHARDED else whole
+            self._add_owned(grads, olds=olds, news=news)
         if olds:
             if self.host is not None:
                 self.host.land()
             torch._foreach_add_(olds, news)
 
-    def _add_owned(self, grads: Sequence[Tensor], olds: list[Tensor], news: list[Tensor]) -> None:
+    def _add_owned(self, grads: Sequence[Tensor], *, olds: list[Tensor], news: list[Tensor]) -> None:
         """The owned parts get their gradients; what is to be added to one that is there goes to `olds` and `news`."""
         with unguarded():
             frozen = [index for index, parameter in enumerate(self.params) if not parameter.requires_grad]

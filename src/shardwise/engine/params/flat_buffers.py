@@ -73,9 +73,9 @@ class FlatBuffers:
         self.full = torch.zeros(size, dtype=compute_dtype, device=device)
         self._storage = self.full.untyped_storage()
         self.full_bytes = self._storage.nbytes()
-        self.master = self._make_master()
         # Whether an update of the master is an update of the full buffer.
-        self.aliased = self.master.untyped_storage().data_ptr() == self._storage.data_ptr()
+        self.aliased = host is None and placement.params is not SHARDED and compute_dtype == self.master_dtype
+        self.master = self._make_master()
         # What is copied into the full buffer; the master itself, where it need not be staged.
         self.staged = self.master
         if host is not None and compute_dtype != self.master_dtype:
@@ -102,7 +102,7 @@ class FlatBuffers:
         size = self.layout.slice_elements if optim_sharded else whole_size
         if self.host is not None:
             return self.host.zeros(size, dtype=self.master_dtype)
-        if self.placement.params is SHARDED or self.full.dtype != self.master_dtype:
+        if not self.aliased:
             return torch.zeros(size, dtype=self.master_dtype, device=self.device)
         # As `data`: what a gather writes into the full buffer does not count as a write into the slice.
         return own_slice(self.full, group=self.groups.gather).data if optim_sharded else self.full
