@@ -7,6 +7,7 @@ and of the parameters' dtype.
 
 import weakref
 from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,7 @@ class FlatParams(FlatBuffers):
         )
         if self.placement.optim is SHARDED:
             self._owned_cut = cut_out([(p.start, p.stop) for p in self.owned], end=self.layout.slice_elements)
+        self._every = frozenset(range(len(self.params)))
         # The averaged gradients that `p.grad` showed before this backward, which are to be added to.
         self.hidden: list[Tensor | None] = [None] * len(self.params)
         self.awaits_grads = False
@@ -61,6 +63,12 @@ class FlatParams(FlatBuffers):
         self._reduced: set[int] = set()
         # Whether `p.grad` of the module's parameters is the averaged gradient.
         self.shows_grads = self.placement.grads is not SHARDED and self.full.dtype == self.master_dtype
+
+    def indices_of(self, names: AbstractSet[str]) -> AbstractSet[int]:
+        """Which of its parameters have one of these names: all of them, where a whole model is meant."""
+        if all(map(names.__contains__, self.names)):
+            return self._every
+        return {index for index, name in enumerate(self.names) if name in names}
 
     def has_grad(self, index: int) -> bool:
         """Whether a parameter has a reduced gradient: the same answer on all ranks, whatever each holds of it."""
@@ -109,7 +117,7 @@ class FlatParams(FlatBuffers):
         """The owned parts get their gradients; what is to be added to one that is there goes to `olds` and `news`."""
         with unguarded():
             frozen = [index for index, parameter in enumerate(self.params) if not parameter.requires_grad]
-        trained = set(range(len(self.params))).difference(frozen)
+        trained = self._every.difference(frozen)
         if not self.shows_grads:
             self.with_new_grads |= trained - self._reduced
         self._reduced |= trained
@@ -227,6 +235,9 @@ class FlatParams(FlatBuffers):
 
     def drop_grads(self, indices: Collection[int]) -> None:
         """Forget the gradients of these parameters."""
+        if len(indices) == len(self.params):
+            self._drop_all_grads()
+            return
         self._reduced.difference_update(indices)
         with unguarded():
             for part in self.owned:
@@ -235,3 +246,13 @@ class FlatParams(FlatBuffers):
                     part.parameter.grad = None
             for index in indices:
                 self.params[index].grad = self.shown[index] = None
+
+    def _drop_all_grads(self) -> None:
+        """As after every step, when an optimizer clears its gradients."""
+        self._reduced.clear()
+        self.shown = [None] * len(self.params)
+        with unguarded():
+            for part in self.owned:
+                part.parameter.grad = None
+            for parameter in self.params:
+                parameter.grad = None

@@ -302,7 +302,7 @@ class Unit:
     def forget_grads(self, names: AbstractSet[str], *, drop: bool) -> None:
         """Somebody clears the gradients of these parameters; with `drop`, also those that are reduced."""
         for flat in self.flats:
-            cleared = {index for index, name in enumerate(flat.names) if name in names}
+            cleared = flat.indices_of(names)
             if drop:
                 flat.drop_grads(cleared)
             # Of these nothing is left that was there before.
