@@ -44,14 +44,14 @@ class LateCollectives:
         self._max_delay_seconds = max_delay_seconds
         self._pending: list[LateWork] = []
 
-    def all_gather(self, buffer: Tensor, *, group: Group) -> Work:
+    def all_gather(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         def start(private: Tensor) -> Work:
             return self._inner.all_gather(private, group=group)
 
         own = _own_span(buffer, group=group)
         return self._issue("all_gather", buffer, group=group, start=start, given=own, result=_whole(buffer))
 
-    def reduce_scatter(self, buffer: Tensor, *, group: Group) -> Work:
+    def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         def start(private: Tensor) -> Work:
             return self._inner.reduce_scatter(private, group=group)
 

@@ -23,10 +23,10 @@ class Done:
 class Silent:
     """Collectives that do nothing: the same memory, and no thread of a backend that frees some of it unseen."""
 
-    def all_gather(self, buffer: Tensor, *, group: Group) -> Done:
+    def all_gather(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Done:
         return Done()
 
-    def reduce_scatter(self, buffer: Tensor, *, group: Group) -> Done:
+    def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Done:
         return Done()
 
     def all_reduce(self, buffer: Tensor, *, group: Group) -> Done:

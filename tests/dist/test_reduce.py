@@ -45,8 +45,8 @@ class Watched(LateCollectives):
         super().__init__(BackendCollectives(), seed=seed)
         self.happened: list[Happening] = []
 
-    def reduce_scatter(self, buffer: Tensor, *, group: Group) -> Work:
-        return self._watch(super().reduce_scatter(buffer, group=group), "reduce_scatter", group)
+    def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
+        return self._watch(super().reduce_scatter(buffer, group=group, own=own), "reduce_scatter", group)
 
     def all_reduce(self, buffer: Tensor, *, group: Group) -> Work:
         return self._watch(super().all_reduce(buffer, group=group), "all_reduce", group)

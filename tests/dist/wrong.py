@@ -48,10 +48,10 @@ class WrongCollectives:
         self._num_seen = 0
         self._held: _Held | None = None
 
-    def all_gather(self, buffer: Tensor, *, group: Group) -> Work:
+    def all_gather(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         return self._issue("gather", self.inner.all_gather, buffer, group)
 
-    def reduce_scatter(self, buffer: Tensor, *, group: Group) -> Work:
+    def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         return self._issue("reduce", self.inner.reduce_scatter, buffer, group)
 
     def all_reduce(self, buffer: Tensor, *, group: Group) -> Work:

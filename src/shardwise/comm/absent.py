@@ -38,16 +38,16 @@ class AbsentCollectives:
     """
 
     @torch.no_grad()
-    def all_gather(self, buffer: Tensor, *, group: Group) -> Work:
+    def all_gather(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         """Tiles this rank's slice over the others: one copy, two where slices lie on both sides of it."""
-        own = own_slice(buffer, group=group)
+        own = own_slice(buffer, group=group) if own is None else own
         slices = buffer.view(group.size, own.numel())
         for others in (slices[: group.index], slices[group.index + 1 :]):
             if len(others):
                 others.copy_(own.expand_as(others))
         return _Done()
 
-    def reduce_scatter(self, buffer: Tensor, *, group: Group) -> Work:
+    def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         return _Done()
 
     def all_reduce(self, buffer: Tensor, *, group: Group) -> Work:

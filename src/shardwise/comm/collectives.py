@@ -7,15 +7,19 @@ of W equal slices, slice i belongs to the group's i-th rank.
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
 from shardwise.comm.groups import Group
 from shardwise.comm.issued import NotedWork
 
-# torch 2.13 renamed them and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# A process group's own methods; torch 2.13 gave them other names.
+_ALL_GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+_REDUCE_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
+)
 
 
 class Work(Protocol):
@@ -26,12 +30,15 @@ class Work(Protocol):
 
 
 class Collectives(Protocol):
-    """Until `wait` returns, nobody may read, write or free the buffer."""
+    """Until `wait` returns, nobody may read, write or free the buffer.
 
-    def all_gather(self, buffer: Tensor, *, group: Group) -> Work:
+    own   `own_slice` of the buffer, from a caller that has made it once and for all
+    """
+
+    def all_gather(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         """Slice i of `buffer` is taken from rank i, for all i."""
 
-    def reduce_scatter(self, buffer: Tensor, *, group: Group) -> Work:
+    def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         """This rank's slice of `buffer` becomes the sum over the ranks; the other slices become undefined."""
 
     def all_reduce(self, buffer: Tensor, *, group: Group) -> Work:
@@ -59,25 +66,39 @@ def own_slice(buffer: Tensor, *, group: Group) -> Tensor:
 
 
 class BackendCollectives:
-    """The process group's own collectives, each noted down in its group as it is issued."""
+    """The process group's own collectives, each noted down in its group as it is issued.
 
-    def all_gather(self, buffer: Tensor, *, group: Group) -> Work:
+    The ones of every step are called without torch.distributed's functions around them, which check their arguments and
+    make the same options anew each time.
+    """
+
+    def __init__(self) -> None:
+        self._gathers, self._scatters, self._reduces = AllgatherOptions(), ReduceScatterOptions(), AllreduceOptions()
+        for options in (self._gathers, self._scatters, self._reduces):
+            options.asyncOp = True
+
+    def all_gather(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         name = group.log.note(buffer)
-        work: Work = _all_gather(buffer, own_slice(buffer, group=group), group=group.handle, async_op=True)
-        return NotedWork(work, name)
+        own = own_slice(buffer, group=group) if own is None else own
+        if buffer.is_complex():
+            buffer, own = _in_reals(buffer), _in_reals(own)
+        return NotedWork(getattr(group.handle, _ALL_GATHER)(buffer, own, self._gathers), name)
 
-    def reduce_scatter(self, buffer: Tensor, *, group: Group) -> Work:
+    def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         if buffer.device.type == "cpu":
             # Gloo's reduce-scatter takes twice as long as its all-reduce of the same buffer.
             return self.all_reduce(buffer, group=group)
         name = group.log.note(buffer)
-        work: Work = _reduce_scatter(own_slice(buffer, group=group), buffer, group=group.handle, async_op=True)
-        return NotedWork(work, name)
+        own = own_slice(buffer, group=group) if own is None else own
+        if buffer.is_complex():
+            buffer, own = _in_reals(buffer), _in_reals(own)
+        return NotedWork(getattr(group.handle, _REDUCE_SCATTER)(own, buffer, self._scatters), name)
 
     def all_reduce(self, buffer: Tensor, *, group: Group) -> Work:
         name = group.log.note(buffer)
-        work: Work = dist.all_reduce(buffer, group=group.handle, async_op=True)
-        return NotedWork(work, name)
+        if buffer.is_complex():
+            buffer = _in_reals(buffer)
+        return NotedWork(group.handle.allreduce([buffer], self._reduces), name)
 
     def broadcast(self, buffer: Tensor, *, source: int, group: Group) -> Work:
         name = group.log.note(buffer)
@@ -97,3 +118,8 @@ class BackendCollectives:
         sizes = list(received_sizes), list(sent_sizes)
         work: Work = dist.all_to_all_single(received, sent, *sizes, group=group.handle, async_op=True)
         return NotedWork(work, name)
+
+
+def _in_reals(buffer: Tensor) -> Tensor:
+    """No backend knows complex numbers; a sum of them is that of their parts."""
+    return torch.view_as_real(buffer)

@@ -254,11 +254,11 @@ class RingCollectives:
     def __init__(self) -> None:
         self._lanes: dict[dist.ProcessGroup, _Lane] = {}
 
-    def all_gather(self, buffer: Tensor, *, group: Group) -> Work:
+    def all_gather(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         _check_equal_slices(buffer, group=group)
         return self._issue(buffer, group=group, call=lambda: ring_all_gather(buffer, group=group))
 
-    def reduce_scatter(self, buffer: Tensor, *, group: Group) -> Work:
+    def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         _check_equal_slices(buffer, group=group)
         return self._issue(buffer, group=group, call=lambda: ring_reduce_scatter(buffer, group=group))
 

@@ -29,11 +29,11 @@ class TracelessCollectives:
 
     inner: Collectives
 
-    def all_gather(self, buffer: Tensor, *, group: Group) -> Work:
+    def all_gather(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         slices = lent(buffer).view(group.size, -1)
         return _All([self.inner.broadcast(part, source=rank, group=group) for rank, part in enumerate(slices)])
 
-    def reduce_scatter(self, buffer: Tensor, *, group: Group) -> Work:
+    def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         return self.inner.reduce_scatter(lent(buffer), group=group)
 
     def all_reduce(self, buffer: Tensor, *, group: Group) -> Work:

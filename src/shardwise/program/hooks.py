@@ -6,27 +6,19 @@ all, so that all see the same rows.
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
-from operator import itemgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import InvalidModel
+from shardwise.program.left_tensors import PLAIN, Attributes, kept, leaves, own_modules
 from shardwise.spec import ANNOUNCED, NONE, UNANNOUNCED
 from shardwise.units import called_modules
-
-_PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
-# Nearly all that a module of the user's keeps on itself is of these types, and a look at the type is faster than
-# isinstance.
-_NO_TENSORS = frozenset(_PLAIN)
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 UnitT = TypeVar("UnitT", bound=Hashable)
 _Heard = TypeVar("_Heard", bound=Hashable, contravariant=True)
@@ -83,12 +75,14 @@ class UnitGrads(Generic[UnitT]):
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
         """From now on these can get gradients. A parameter gets its hook when it is trained for the first time."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self.expected = frozenset(map(id, trained))
+        if self._hooked.issuperset(self.expected):
+            return
         for parameter in trained:
             if id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
                 hook = partial(_grad_arrived, weakref.ref(self), id(parameter))
                 self.hooks.handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        self.expected = frozenset(map(id, trained))
 
     @property
     def complete(self) -> bool:
@@ -123,11 +117,12 @@ class StepHooks(Generic[UnitT]):
         """Hook every unit's module, before any hook of the user's; `first`: and before those that are there after
         its forward, too.
         """
-        modules = {id(module) for module in self.modules.values()}
+        of_units = {id(module) for module in self.modules.values()}
         # The root last, so that its hooks are the outermost where one of several models in it is a unit as well.
         for unit, module in reversed(list(self.modules.items())):
             before = partial(_before_forward, self, unit)
-            after = partial(_after_forward, self, unit, [_Attributes(own) for own in _own_modules(module, modules)])
+            attributes = [Attributes(own) for own in own_modules(module, unit_modules=of_units)]
+            after = partial(_after_forward, self, unit, attributes)
             for called in called_modules(module):
                 self.handles.append(called.register_forward_pre_hook(before, prepend=True))
                 self.handles.append(called.register_forward_hook(after, prepend=first))
@@ -215,16 +210,6 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _own_modules(module: nn.Module, unit_modules: set[int]) -> Iterator[nn.Module]:
-    """A unit's modules of the user's own making, which may keep a tensor on themselves (an auxiliary loss)."""
-    waiting = [module]
-    while waiting:
-        module = waiting.pop()
-        if not type(module).__module__.startswith("torch.nn."):
-            yield module
-        waiting += [child for child in module.children() if id(child) not in unit_modules]
-
-
 # torch.compile of a unit compiles its hooks along with its forward; what happens around a forward is not for it.
 @_disable_dynamo
 def _before_forward(hooks: StepHooks[UnitT], unit: UnitT, module: nn.Module, inputs: Any) -> None:
@@ -240,7 +225,7 @@ def _before_forward(hooks: StepHooks[UnitT], unit: UnitT, module: nn.Module, inp
 def _after_forward(
     hooks: StepHooks[UnitT],
     unit: UnitT,
-    attributes: "list[_Attributes]",
+    attributes: list[Attributes],
     module: nn.Module,
     inputs: Any,
     output: Any,
@@ -251,73 +236,19 @@ def _after_forward(
         hooks.listener.without_gradients(unit, begins=False)
         return
     backward = NONE
-    for leaf in _leaves(output):
+    for leaf in leaves(output):
         if isinstance(leaf, Tensor):
             if leaf.requires_grad:
                 hooks.announce(leaf, unit)
                 backward = ANNOUNCED if backward is NONE else backward
-        elif not isinstance(leaf, _PLAIN) and hooks.grads[unit].expected:
+        elif not isinstance(leaf, PLAIN) and hooks.grads[unit].expected:
             backward = UNANNOUNCED
-    for of_module in attributes:
-        for value in of_module.kept():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                # A loss that is fetched from the module comes back by this way, and perhaps before the outputs.
-                hooks.announce(value, unit)
-                backward = ANNOUNCED if backward is NONE else backward
+    for value in kept(attributes):
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            # A loss that is fetched from the module comes back by this way, and perhaps before the outputs.
+            hooks.announce(value, unit)
+            backward = ANNOUNCED if backward is NONE else backward
     hooks.listener.after_forward(unit, backward=backward)
-
-
-class _Attributes:
-    """What a module keeps on itself, less what is nn.Module's own.
-
-    Looked at after every forward of every unit, so the usual case, that no tensor can be among it, is fast.
-    """
-
-    __slots__ = ("_attributes", "_num", "_values")
-
-    def __init__(self, module: nn.Module) -> None:
-        self._attributes = module.__dict__
-        self._learn()
-
-    def _learn(self) -> None:
-        self._num = len(self._attributes)
-        names = [name for name in self._attributes if name not in _OF_EVERY_MODULE]
-        # Two that every module has: of less than two, an itemgetter makes no tuple.
-        self._values = itemgetter("training", "training", *names)
-
-    def kept(self) -> list[Any]:
-        """What may be a tensor; also what lists, tuples and dicts hold."""
-        if len(self._attributes) != self._num:
-            self._learn()
-        try:
-            values = self._values(self._attributes)
-        except KeyError:
-            self._learn()
-            values = self._values(self._attributes)
-        if _NO_TENSORS.issuperset(map(type, values)):
-            return []
-        found: list[Any] = []
-        for value in values:
-            if isinstance(value, list | tuple | dict):
-                found += _leaves(value)
-            elif type(value) not in _NO_TENSORS:
-                found.append(value)
-        return found
-
-
-def _leaves(output: Any) -> list[Any]:
-    """What an output holds; also dataclasses, which torch's own trees do not look into."""
-    if isinstance(output, Tensor):
-        return [output]
-    return [
-        inner
-        for leaf in tree_leaves(output)
-        for inner in (
-            (part for field in fields(leaf) for part in _leaves(getattr(leaf, field.name)))
-            if is_dataclass(leaf) and not isinstance(leaf, type)
-            else (leaf,)
-        )
-    ]
 
 
 def _before_backward(hooks: StepHooks[UnitT], calls: list[tuple[UnitT, int]], grad: Tensor) -> None:

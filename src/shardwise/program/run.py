@@ -100,19 +100,22 @@ class Cursor:
         self._closed: set[str] = set()
         self._next_reduce = 0
         self._in_order = False
-        # The actions that are being done, and which of them: where one raises, the rest is still to be done.
-        self._doing: tuple[Action, ...] = ()
-        self._at = 0
+        # What is still to be done of a row in which an action has raised, that action first.
+        self._undone: tuple[Action, ...] = ()
 
     def _do(self, actions: tuple[Action, ...]) -> None:
-        self._doing = actions
-        for self._at, action in enumerate(actions):
-            action()
-        self._doing = ()
+        self._undone, num_done = (), 0
+        try:
+            for action in actions:
+                action()
+                num_done += 1
+        except BaseException:
+            self._undone = actions[num_done:]
+            raise
 
     def take_up(self, *, in_backward: bool) -> None:
         """After an action has raised: it, and what follows on it in its row. In forward, all of its rows."""
-        self._do(self._doing[self._at :])
+        self._do(self._undone)
         if in_backward:
             self._reduce()
         else:
@@ -130,7 +133,7 @@ class Cursor:
     def restart(self, *, at: int = 0) -> None:
         """A new forward, from this row on."""
         self._next = at
-        self._doing = ()
+        self._undone = ()
 
     def call_of(self, unit: str, *, after: int) -> int:
         """Which of the program's calls of a unit comes now: the next one after `after` that was not skipped."""
@@ -144,7 +147,8 @@ class Cursor:
         row = self._steps.index.get((trigger, unit, call))
         if row is None or row < self._next:
             return False
-        self._skip_to(row)
+        if row > self._next:
+            self._skip_to(row)
         self._next = row + 1
         self._do(self._steps.actions[row])
         return True

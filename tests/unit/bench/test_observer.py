@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise.bench.observer import Observer, stepped_dtypes
 from shardwise.comm.absent import absent_group
-from shardwise.comm.collectives import _all_gather, _reduce_scatter
+from shardwise.hardware.measure_ranks import _all_gather, _reduce_scatter
 
 NUM_RANKS = 4
 NUM_BYTES = 4 * 16

@@ -36,10 +36,10 @@ class PeerCollectives:
         self.issued: list[str] = []
         self._counts: dict[tuple[str, tuple[int, ...]], int] = {}
 
-    def all_gather(self, buffer: Tensor, *, group: Group) -> Work:
+    def all_gather(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         return self._issue("all_gather", buffer, group=group, result=lambda _, sent: _tiled(sent, group=group))
 
-    def reduce_scatter(self, buffer: Tensor, *, group: Group) -> Work:
+    def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         """The other slices are left poisoned: nobody may read them."""
 
         def result(poisoned: Tensor, sent: dict[int, Tensor]) -> Tensor:

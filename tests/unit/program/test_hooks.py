@@ -379,6 +379,27 @@ def test_a_loss_that_is_kept_deep_inside_a_unit_announces_it_and_one_of_an_inner
     assert (notes.backward["a"], notes.backward["a.deep"]) == (NONE, ANNOUNCED)
 
 
+class Config:
+    """What a module often keeps on itself. Counts how often it is asked what it is."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        self.num_asked += 1
+        return Config
+
+
+def test_what_a_module_keeps_is_judged_by_its_type_and_asked_nothing() -> None:
+    model = Stack(a=Stack(x=nn.Linear(2, 2)))
+    config = model.a.config = Config()
+    listen(model, "a")
+    config.num_asked = 0
+    model(torch.ones(1, 2))
+    assert config.num_asked == 0
+
+
 # Forwards that are no part of a step
 
 

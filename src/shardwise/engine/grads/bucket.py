@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Collectives, own_slice
+from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import MeshGroups
 from shardwise.comm.issued import CollectiveName
 from shardwise.engine.grads.segment import Segment
@@ -59,9 +59,9 @@ class ReduceBucket:
         if not self.sharded:
             for segment in self.segments:
                 if segment.dtype == dtype:
-                    segment.flats.append(flat)
+                    segment.add(flat)
                     return segment
-        self.segments.append(Segment(flat, dtype=dtype, is_freed=self.sharded))
+        self.segments.append(Segment(flat, dtype=dtype, is_freed=self.sharded, group=self.groups.reduce))
         return self.segments[-1]
 
     def take_grads(self, unit: Unit) -> None:
@@ -125,7 +125,7 @@ class ReduceBucket:
             buffer = segment.buffer
             assert buffer is not None
             if self.sharded:
-                segment.work = self.collectives.reduce_scatter(buffer, group=group)
+                segment.work = self.collectives.reduce_scatter(buffer, group=group, own=segment.own)
             else:
                 segment.work = self.collectives.all_reduce(buffer, group=group)
         self.tape.record(Kind.REDUCE, self.name, self._num_bytes)
@@ -151,8 +151,8 @@ class ReduceBucket:
             if segment.work is not None:
                 # Memory ran out at a later one the first time.
                 continue
-            assert segment.buffer is not None
-            mine = own_slice(segment.buffer, group=self.groups.reduce).clone()
+            assert segment.own is not None
+            mine = segment.own.clone()
             segment.release()
             segment.buffer = mine
             segment.work = self.collectives.all_reduce(mine, group=self.groups.replicate)
@@ -178,7 +178,7 @@ class ReduceBucket:
         self.drop()
 
     def _num_bytes(self) -> int:
-        return sum(segment.num_elements * segment.dtype.itemsize for segment in self.segments)
+        return sum(segment.num_bytes for segment in self.segments)
 
     def _slice_bytes(self) -> int:
         return self._num_bytes() // self.groups.reduce.size
@@ -193,8 +193,8 @@ class ReduceBucket:
 
     def _deliver_slice(self, segment: Segment) -> None:
         (flat,) = segment.flats
-        assert segment.buffer is not None
-        mine = own_slice(segment.buffer, group=self.groups.reduce)
+        mine = segment.own
+        assert mine is not None
         # A copy in any case, so that the buffer can go.
         same = flat.master_dtype == segment.dtype
         flat.add_grads(mine * self.scale if same else mine.to(flat.master_dtype).mul_(self.scale))

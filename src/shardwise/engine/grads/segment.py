@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Work
+from shardwise.comm.collectives import Work, own_slice
+from shardwise.comm.groups import Group
 from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.guard import unguarded
 
@@ -15,24 +16,30 @@ class Segment:
     """Flat buffers whose gradients share one buffer and one collective: all of one dtype.
 
     `is_freed`: its memory goes when it has done its work; else the gradients lie in it, and it goes with them.
+    `group`: whose ranks own a slice of it each.
     """
 
-    def __init__(self, flat: FlatParams, *, dtype: torch.dtype, is_freed: bool) -> None:
+    def __init__(self, flat: FlatParams, *, dtype: torch.dtype, is_freed: bool, group: Group) -> None:
         self.dtype = dtype
         self.is_freed = is_freed
-        self.flats = [flat]
-        # Of all gradients, and their places in it, flat by flat; once these are summed over the shard axis, of the
-        # slice that goes over `replicate`.
+        self.group = group
+        self.flats: list[FlatParams] = []
+        self.num_elements = self.num_bytes = 0
+        self.add(flat)
+        # Of all gradients, this rank's slice of it, and their places in it, flat by flat; once these are summed over
+        # the shard axis, of the slice that goes over `replicate`.
         self.buffer: Tensor | None = None
+        self.own: Tensor | None = None
         self._views: list[list[Tensor]] = []
         # Whether earlier passes have left gradients in the buffer.
         self.holds = False
         self.work: Work | None = None
         self._kept: _Kept | None = None
 
-    @property
-    def num_elements(self) -> int:
-        return sum(flat.layout.num_elements for flat in self.flats)
+    def add(self, flat: FlatParams) -> None:
+        self.flats.append(flat)
+        self.num_elements += flat.layout.num_elements
+        self.num_bytes = self.num_elements * self.dtype.itemsize
 
     def views(self, flat: FlatParams) -> list[Tensor]:
         """The places of a flat's gradients in the buffer, which comes into being with the first that asks."""
@@ -43,15 +50,16 @@ class Segment:
     def _renew(self, device: torch.device) -> None:
         """The last step's buffer with its views, if there is one that can be used again; else a new one."""
         if self._kept is not None and (self.is_freed or self._kept.is_unused()):
-            self.buffer, self._views = self._kept.buffer, self._kept.views
+            self.buffer, self.own, self._views = self._kept.buffer, self._kept.own, self._kept.views
             if self.is_freed:
-                self.buffer.untyped_storage().resize_(self.num_elements * self.dtype.itemsize)
+                self.buffer.untyped_storage().resize_(self.num_bytes)
             return
         self.buffer = torch.empty(self.num_elements, dtype=self.dtype, device=device)
         self._views = self._cut()
         if self.is_freed:
             # Its views come back to life with its memory, and need not be made again.
-            self._kept = _Kept(buffer=self.buffer, views=self._views)
+            self.own = own_slice(self.buffer, group=self.group)
+            self._kept = _Kept(buffer=self.buffer, own=self.own, views=self._views)
 
     def parts(self) -> Sequence[Tensor]:
         """The buffer, flat by flat."""
@@ -68,16 +76,15 @@ class Segment:
 
         With weight 0 they do not even count as NaN; a parameter without one counts as zero.
         """
-        views, grads = [], []
+        # First, since memory may run out in it.
+        views = self.views(flat)
         with unguarded():
-            for parameter, view in zip(flat.params, self.views(flat), strict=True):
-                grad = parameter.grad
-                if grad is not None and weight:
-                    views.append(view)
-                    grads.append(grad.to_dense() if grad.is_sparse else grad)
-                elif not self.holds:
-                    view.zero_()
+            given = [parameter.grad for parameter in flat.params]
+            for parameter in flat.params:
                 parameter.grad = None
+        grads = [grad for grad in given if grad is not None and not grad.is_sparse]
+        if not weight or len(grads) < len(views):
+            views, grads = self._present(views, given if weight else [None] * len(views))
         if not views:
             return
         if self.holds:
@@ -87,6 +94,16 @@ class Segment:
         torch._foreach_copy_(views, grads)
         if weight != 1.0:
             torch._foreach_mul_(views, weight)
+
+    def _present(self, views: list[Tensor], given: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        """The places of the gradients that are there, and these, dense; the other places become zero."""
+        present = []
+        for view, grad in zip(views, given, strict=True):
+            if grad is not None:
+                present.append((view, grad.to_dense() if grad.is_sparse else grad))
+            elif not self.holds:
+                view.zero_()
+        return [view for view, _ in present], [grad for _, grad in present]
 
     def wait(self) -> None:
         """Until what was sent is there."""
@@ -100,12 +117,12 @@ class Segment:
             return
         if self.is_freed and self._kept is not None:
             self._kept.buffer.untyped_storage().resize_(0)
-        self.buffer = None
+        self.buffer = self.own = None
         self._views = []
 
     def let_go(self) -> None:
         """It is used no more. What somebody holds of its gradients keeps its memory."""
-        self.buffer, self._kept = None, None
+        self.buffer = self.own = self._kept = None
         self._views = []
         self.holds = False
 
@@ -124,7 +141,7 @@ class Segment:
         if self.buffer.device.type != "cpu":
             return self._views
         if self._kept is None or self._kept.buffer is not self.buffer:
-            self._kept = _Kept(buffer=self.buffer, views=self._views)
+            self._kept = _Kept(buffer=self.buffer, own=None, views=self._views)
         return self._cut()
 
 
@@ -133,6 +150,7 @@ class _Kept:
     """A buffer that has done its work, with the views of it that are needed to fill it again."""
 
     buffer: Tensor
+    own: Tensor | None
     views: list[list[Tensor]]
 
     def is_unused(self) -> bool:

@@ -7,6 +7,7 @@ and of the parameters' dtype.
 
 import weakref
 from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,7 @@ class FlatParams(FlatBuffers):
         )
         if self.placement.optim is SHARDED:
             self._owned_cut = cut_out([(p.start, p.stop) for p in self.owned], end=self.layout.slice_elements)
+        self._every = frozenset(range(len(self.params)))
         # The averaged gradients that `p.grad` showed before this backward, which are to be added to.
         self.hidden: list[Tensor | None] = [None] * len(self.params)
         self.awaits_grads = False
@@ -59,11 +61,14 @@ class FlatParams(FlatBuffers):
         self.with_new_grads: set[int] = set()
         # The parameters that have reduced gradients, on this rank or on others, where `p.grad` does not show them.
         self._reduced: set[int] = set()
+        # Whether `p.grad` of the module's parameters is the averaged gradient.
+        self.shows_grads = self.placement.grads is not SHARDED and self.full.dtype == self.master_dtype
 
-    @property
-    def shows_grads(self) -> bool:
-        """Whether `p.grad` of the module's parameters is the averaged gradient."""
-        return self.placement.grads is not SHARDED and self.full.dtype == self.master_dtype
+    def indices_of(self, names: AbstractSet[str]) -> AbstractSet[int]:
+        """Which of its parameters have one of these names: all of them, where a whole model is meant."""
+        if all(map(names.__contains__, self.names)):
+            return self._every
+        return {index for index, name in enumerate(self.names) if name in names}
 
     def has_grad(self, index: int) -> bool:
         """Whether a parameter has a reduced gradient: the same answer on all ranks, whatever each holds of it."""
@@ -84,9 +89,8 @@ class FlatParams(FlatBuffers):
         news: list[Tensor] = []
         self.awaits_grads = False
         self.with_new_grads.clear()
-        shows_grads = self.shows_grads
         whole = [] if self.placement.grads is SHARDED else views or self.views(average)
-        if shows_grads:
+        if self.shows_grads:
             self._note_average(average)
             # The owned parts' gradients are views of the same memory.
             for index, (parameter, view) in enumerate(zip(self.params, whole, strict=True)):
@@ -102,25 +106,32 @@ class FlatParams(FlatBuffers):
                 if self.master is not self.full:
                     self.shown[index] = shown
         if self.master is not self.full:
-            owned_grads = self._owned_grads(average) if self.placement.optim is SHARDED else whole
-            with unguarded():
-                trained = {index for index, parameter in enumerate(self.params) if parameter.requires_grad}
-            self.with_new_grads |= trained - self._reduced if not shows_grads else set()
-            self._reduced |= trained
-            for part, new in zip(self.owned, owned_grads, strict=True):
-                if part.index not in trained:
-                    continue
-                old = part.parameter.grad
-                if old is None:
-                    part.parameter.grad = new
-                    self.with_new_grads.add(part.index)
-                elif not shows_grads:
-                    olds.append(old)
-                    news.append(new)
+            grads = self._owned_grads(average) if self.placement.optim is SHARDED else whole
+            self._add_owned(grads, olds=olds, news=news)
         if olds:
             if self.host is not None:
                 self.host.land()
             torch._foreach_add_(olds, news)
+
+    def _add_owned(self, grads: Sequence[Tensor], *, olds: list[Tensor], news: list[Tensor]) -> None:
+        """The owned parts get their gradients; what is to be added to one that is there goes to `olds` and `news`."""
+        with unguarded():
+            frozen = [index for index, parameter in enumerate(self.params) if not parameter.requires_grad]
+        trained = self._every.difference(frozen)
+        if not self.shows_grads:
+            self.with_new_grads |= trained - self._reduced
+        self._reduced |= trained
+        for part, new in zip(self.owned, grads, strict=True):
+            parameter = part.parameter
+            if frozen and part.index not in trained:
+                continue
+            old = parameter.grad
+            if old is None:
+                parameter.grad = new
+                self.with_new_grads.add(part.index)
+            elif not self.shows_grads:
+                olds.append(old)
+                news.append(new)
 
     def _note_average(self, average: Tensor) -> None:
         """A buffer may be the same one in every step: it is noted once."""
@@ -145,13 +156,13 @@ class FlatParams(FlatBuffers):
 
     def hide_grads(self) -> None:
         """Before backward: autograd must find no gradient, or it would add this rank's own to the average."""
-        shows_grads = self.shows_grads
         with unguarded():
-            for index, parameter in enumerate(self.params):
-                grad = parameter.grad
-                self.hidden[index] = grad if shows_grads else None
+            grads = [parameter.grad for parameter in self.params]
+            for parameter, grad in zip(self.params, grads, strict=True):
                 if grad is not None:
                     parameter.grad = None
+        if self.shows_grads:
+            self.hidden = grads
         self.awaits_grads = True
 
     def restore_grads(self) -> None:
@@ -224,6 +235,9 @@ class FlatParams(FlatBuffers):
 
     def drop_grads(self, indices: Collection[int]) -> None:
         """Forget the gradients of these parameters."""
+        if len(indices) == len(self.params):
+            self._drop_all_grads()
+            return
         self._reduced.difference_update(indices)
         with unguarded():
             for part in self.owned:
@@ -232,3 +246,13 @@ class FlatParams(FlatBuffers):
                     part.parameter.grad = None
             for index in indices:
                 self.params[index].grad = self.shown[index] = None
+
+    def _drop_all_grads(self) -> None:
+        """As after every step, when an optimizer clears its gradients."""
+        self._reduced.clear()
+        self.shown = [None] * len(self.params)
+        with unguarded():
+            for part in self.owned:
+                part.parameter.grad = None
+            for parameter in self.params:
+                parameter.grad = None

@@ -7,6 +7,7 @@ master    what the optimizer steps: the owned slice where optim is sharded, else
           live in host memory; then it is staged there in the compute dtype, so that less crosses the bus.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -70,7 +71,10 @@ class FlatBuffers:
         size = self.layout.num_elements
         # Zeros, because the padding is communicated too and should not be what happened to lie there.
         self.full = torch.zeros(size, dtype=compute_dtype, device=device)
-        self.full_bytes = self.full.untyped_storage().nbytes()
+        self._storage = self.full.untyped_storage()
+        self.full_bytes = self._storage.nbytes()
+        # Whether an update of the master is an update of the full buffer.
+        self.aliased = host is None and placement.params is not SHARDED and compute_dtype == self.master_dtype
         self.master = self._make_master()
         # What is copied into the full buffer; the master itself, where it need not be staged.
         self.staged = self.master
@@ -98,7 +102,7 @@ class FlatBuffers:
         size = self.layout.slice_elements if optim_sharded else whole_size
         if self.host is not None:
             return self.host.zeros(size, dtype=self.master_dtype)
-        if self.placement.params is SHARDED or self.full.dtype != self.master_dtype:
+        if not self.aliased:
             return torch.zeros(size, dtype=self.master_dtype, device=self.device)
         # As `data`: what a gather writes into the full buffer does not count as a write into the slice.
         return own_slice(self.full, group=self.groups.gather).data if optim_sharded else self.full
@@ -130,11 +134,6 @@ class FlatBuffers:
     def block(self) -> int:
         """The elements that an optimizer of blocks works on together: slices are cut between them; 1 without."""
         return self.alignment if self.alignment > ALIGNMENT and self.placement.optim is SHARDED else 1
-
-    @property
-    def aliased(self) -> bool:
-        """Whether an update of the master is an update of the full buffer."""
-        return self.master.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr()
 
     @torch.no_grad()
     def fill(self, index: int, value: Tensor) -> None:
@@ -169,11 +168,11 @@ class FlatBuffers:
         self.wait_gather()
         self.writes.lend()
 
-    @torch.no_grad()
     def stage(self) -> None:
         """The master has changed."""
         if self.staged is not self.master:
-            self.staged.copy_(self.master)
+            with torch.no_grad():
+                self.staged.copy_(self.master)
 
     def attach(self, index: int, parameter: nn.Parameter) -> None:
         """Make the module's parameter, which may be a new one where it was on the meta device, a view of the buffer."""
@@ -184,18 +183,21 @@ class FlatBuffers:
 
     def make_room(self) -> None:
         """Memory for the full buffer, where it was freed."""
-        self.wait_gather()
+        if self.gathering is not None:
+            self.wait_gather()
         if not self.whole:
-            self.full.untyped_storage().resize_(self.full_bytes)
+            self._storage.resize_(self.full_bytes)
             self.whole = True
 
     def gather(self) -> None:
         """Start to make the full buffer whole from the owned slices."""
-        self.make_room()
+        if self.gathering is not None or not self.whole:
+            self.make_room()
         if not self.aliased:
             self._own_full.copy_(self.staged, non_blocking=True)
-        self.groups.gather.log.name = self.gathers
-        self.gathering = self.collectives.all_gather(self.full, group=self.groups.gather)
+        group = self.groups.gather
+        group.log.name = self.gathers
+        self.gathering = self.collectives.all_gather(self.full, group=group, own=self._own_full)
 
     def wait_gather(self) -> None:
         """From here on the full buffer may be read."""
@@ -205,15 +207,10 @@ class FlatBuffers:
 
     def free(self) -> None:
         """Give the full buffer's memory back; its views stay and come back to life with the next gather."""
-        self.wait_gather()
-        self.full.untyped_storage().resize_(0)
+        if self.gathering is not None:
+            self.wait_gather()
+        self._storage.resize_(0)
         self.whole = False
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """After an update of a whole master: the full buffer again in the compute dtype."""
-        if not self.aliased:
-            self.full.copy_(self.master)
 
     @torch.no_grad()
     def full_master(self, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -240,6 +237,7 @@ class FlatBuffers:
     def let_go(self) -> None:
         """Its parameters lie in other buffers now: the memory of these goes, whoever still knows of them."""
         self.full = self.master = self.staged = self._own_full = self.full.new_empty(0)
+        self._storage = self.full.untyped_storage()
         self.writes = MasterWrites(self.master)
         self.owned, self.full_views = [], []
 
@@ -249,6 +247,14 @@ class FlatBuffers:
         for index, shape in self._shaped:
             views[index] = views[index].view(shape)
         return views
+
+
+@torch.no_grad()
+def refresh(flats: Sequence[FlatBuffers]) -> None:
+    """After an update of whole masters: the full buffers again in the compute dtype, all at once."""
+    copied = [flat for flat in flats if not flat.aliased]
+    if copied:
+        torch._foreach_copy_([flat.full for flat in copied], [flat.master for flat in copied])
 
 
 def cut_pieces(buffer: Tensor, cut: BufferCut) -> list[Tensor]:

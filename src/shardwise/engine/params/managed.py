@@ -4,8 +4,8 @@ A parameter that was added later would be trained by each rank alone; one that w
 would train on with values that no state dict shows.
 """
 
+import weakref
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -35,18 +35,31 @@ class ManagedParameters:
         self._names = [name for flat in whole for name in flat.names]
         self._pointers = [view.data_ptr() for flat in whole for view in flat.full_views]
         self._next = 0
-        self._seen = -1
+        # The model's modules when they were last walked through; whether anything new was registered since, anywhere.
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._is_outdated = True
         self.writes = Writes(flats)
+        _MANAGED.add(self)
+
+    def note(self, registered: nn.Module | nn.Parameter | None) -> None:
+        """A module of this process got a parameter or a child: new, unless it is the model's own.
+
+        A slice of a ModuleList, over which many models loop in every forward, registers the model's own modules again.
+        """
+        known = self._modules.get(id(registered))
+        if id(registered) not in self._ids and (known is None or known() is not registered):
+            self._is_outdated = True
 
     def check(self, *, thorough: bool) -> None:
         """Refuse a parameter that is new, or no longer in its buffer; take over, or refuse, what was written.
 
-        The modules are walked through only if any module of this process got a parameter or a child since the last
-        time, or with `thorough`.
+        The modules are walked through only if any module of this process got a parameter or a child that is new to the
+        model since the last time, or with `thorough`.
         """
-        if thorough or self._seen != len(_REGISTERED):
+        if thorough or self._is_outdated:
             self._check_added()
-            self._seen = len(_REGISTERED)
+            self._modules = {id(module): weakref.ref(module) for module in self._model.modules()}
+            self._is_outdated = False
         self._check_places(thorough=thorough)
         self.writes.settle()
 
@@ -74,21 +87,12 @@ class ManagedParameters:
                 )
 
 
-class _Count:
-    """How many parameters and modules were registered in this process; its length, so that it can only grow."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def note(self, *_: Any) -> None:
-        self._count += 1
+_MANAGED: weakref.WeakSet[ManagedParameters] = weakref.WeakSet()
 
 
-_REGISTERED = _Count()
-_HOOKS = (
-    register_module_parameter_registration_hook(_REGISTERED.note),
-    register_module_module_registration_hook(_REGISTERED.note),
-)
+def _note(module: nn.Module, name: str, registered: nn.Module | nn.Parameter | None) -> None:
+    for managed in _MANAGED:
+        managed.note(registered)
+
+
+_HOOKS = (register_module_parameter_registration_hook(_note), register_module_module_registration_hook(_note))

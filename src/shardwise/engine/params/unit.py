@@ -50,7 +50,7 @@ class Unit:
         self.trained_flats: list[FlatParams] = []
         self._told = False
         # The parameters, and those whose gradients are hidden, as they are once the buffers are filled.
-        self._settled: list[nn.Parameter] = []
+        self.settled: list[nn.Parameter] = []
         self._hides: list[nn.Parameter] = []
 
     def hold(self, flats: list[FlatParams]) -> None:
@@ -89,10 +89,7 @@ class Unit:
             flat.gather()
         self.whole = True
         self.arrived = False
-        self.tape.record(Kind.GATHER, self.name, lambda: sum(flat.full_bytes for flat in flats))
-
-    def _full_bytes(self) -> int:
-        return sum(flat.full_bytes for flat in self.flats)
+        self.tape.record(Kind.GATHER, self.name, partial(_full_bytes, flats))
 
     def wait_gather(self) -> None:
         if self.arrived or not self.whole:
@@ -110,8 +107,12 @@ class Unit:
             self.gather()
         self.wait_gather()
         if self.at_rest:
-            wake(self._settled)
-            self.at_rest = False
+            self.wake()
+
+    def wake(self) -> None:
+        """It is whole, and whoever reads its parameters may."""
+        wake(self.settled)
+        self.at_rest = False
 
     def free(self) -> None:
         """Give the gathered parameters' memory back, where they are sharded."""
@@ -121,25 +122,30 @@ class Unit:
             flat.free()
         self.whole = self.arrived = False
         self._rest()
-        self.tape.record(Kind.FREE, self.name, self._full_bytes)
+        self.tape.record(Kind.FREE, self.name, partial(_full_bytes, self.flats))
 
     def free_unused(self) -> None:
         """Free it if this step has not called it."""
         if not self.calls:
             self.free()
 
-    def updated(self) -> None:
-        """After the optimizer's step: what is whole is old. Slices of what is replicated are gathered next."""
+    def updated(self) -> list[FlatParams]:
+        """After the optimizer's step: what is whole is old. Slices of what is replicated are gathered next.
+
+        Returns the buffers of which this rank has the whole master, to be refreshed with those of other units.
+        """
         # An optimizer may step what is frozen by now, if its gradient was not cleared.
         written = [flat for flat in self.flats if flat not in self.trained_flats and flat.writes.counted]
-        for flat in (*self.trained_flats, *written):
+        stepped = [*self.trained_flats, *written]
+        for flat in stepped:
             flat.stage()
-            if self.placement.optim is not SHARDED:
-                flat.refresh()
+        if self.placement.optim is not SHARDED:
+            return stepped
         if self.sharded:
             self.free()
-        elif self.placement.optim is SHARDED and written:
+        elif written:
             raise frozen_was_stepped(written[0].names)
+        return []
 
     def gather_updated(self) -> None:
         """Each rank has updated its slice: until all are here, nobody may read."""
@@ -148,8 +154,8 @@ class Unit:
 
     def settle(self) -> None:
         """Once the buffers are filled: as a step finds it. What is sharded is freed, and noticed when it is read."""
-        self._settled = list(self.params())
-        self._learn_trained({id(parameter) for parameter in self._settled if parameter.requires_grad})
+        self.settled = list(self.params())
+        self._learn_trained({id(parameter) for parameter in self.settled if parameter.requires_grad})
         self._hides = [parameter for flat in self.hides_grads for parameter in flat.params]
         for flat in self.flats:
             for index, (parameter, name) in enumerate(zip(flat.params, flat.names, strict=True)):
@@ -167,7 +173,7 @@ class Unit:
         self.free()
 
     def _rest(self) -> None:
-        rest(self._settled)
+        rest(self.settled)
         self.at_rest = True
 
     def _touched(self, flat: FlatParams, name: str, is_grad: bool) -> None:
@@ -210,7 +216,7 @@ class Unit:
         self.call = -1
         before = self.grads.expected
         with unguarded():
-            self.grads.expect(self.params())
+            self.grads.expect(self.settled)
             for flat in self.flats:
                 flat.drop_stale_grads()
         if self.grads.expected != before:
@@ -296,12 +302,17 @@ class Unit:
     def forget_grads(self, names: AbstractSet[str], *, drop: bool) -> None:
         """Somebody clears the gradients of these parameters; with `drop`, also those that are reduced."""
         for flat in self.flats:
-            cleared = {index for index, name in enumerate(flat.names) if name in names}
+            cleared = flat.indices_of(names)
             if drop:
                 flat.drop_grads(cleared)
             # Of these nothing is left that was there before.
             flat.with_new_grads |= cleared
-            self.used.difference_update(id(flat.params[index]) for index in cleared)
+            if self.used:
+                self.used.difference_update([id(flat.params[index]) for index in cleared])
+
+
+def _full_bytes(flats: list[FlatParams]) -> int:
+    return sum(flat.full_bytes for flat in flats)
 
 
 def _meet(gathered: Tensor) -> None:

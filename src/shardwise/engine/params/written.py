@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.params.flat_buffers import refresh
 from shardwise.engine.params.guard import unguarded
 from shardwise.engine.params.slice_writes import Slice
 from shardwise.errors import InvalidModel
@@ -82,7 +83,7 @@ class Writes:
             if flat.placement.params is SHARDED:
                 flat.stage()
             elif flat.placement.optim is not SHARDED:
-                flat.refresh()
+                refresh([flat])
             elif not announced:
                 raise InvalidModel(
                     f"slices in optimizer.param_groups (of {flat.names[0]} or a neighbour) were written outside of "

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from shardwise.engine.params.flat_buffers import refresh
 from shardwise.engine.step.runner import Runner
 from shardwise.placement import SHARDED
 
@@ -34,6 +35,6 @@ def distribute(runner: Runner) -> None:
                 flat.gather()
                 flat.wait_gather()
             else:
-                flat.refresh()
+                refresh([flat])
     torch.autograd.graph.increment_version([p for unit in runner.units.values() for p in unit.params()])
     runner.writes.settled()

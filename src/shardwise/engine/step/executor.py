@@ -10,6 +10,7 @@ from torch import Tensor
 from shardwise.engine.grads.bucket import ReduceBucket
 from shardwise.engine.grads.used import UsedFlags
 from shardwise.engine.optimizer.matrices import OwnedMatrices
+from shardwise.engine.params.flat_buffers import refresh
 from shardwise.engine.params.unit import Unit
 from shardwise.engine.tape import Tape
 from shardwise.program import Kind, Operation, Row, Trigger
@@ -91,14 +92,15 @@ class EngineExecutor:
 
     def compute(self, unit: Unit, kind: Kind) -> None:
         """The model computes with a unit from here on."""
-        if unit.at_rest or not unit.arrived or not unit.whole:
+        if not unit.arrived or not unit.whole:
             self.serve(unit)
+        elif unit.at_rest:
+            unit.wake()
         self.tape.record(kind, unit.name)
 
     def _updated(self) -> None:
         self.tape.record(Kind.UPDATE, ROOT)
-        for unit in self.units.values():
-            unit.updated()
+        refresh([flat for unit in self.units.values() for flat in unit.updated()])
 
     # Gradients between backwards
 

@@ -274,7 +274,7 @@ class Runner:
         self.called = False
         self.cursor.after_step()
         PROGRESS.end_step()
-        torch.autograd.graph.increment_version([p for unit in self.units.values() for p in unit.params()])
+        torch.autograd.graph.increment_version([p for unit in self.units.values() for p in unit.settled])
         self.writes.settled()
 
     # The first step

@@ -6,6 +6,7 @@ from engine.peers import Peers, groups_of
 from torch import Tensor, nn
 
 from shardwise.engine.params.flat import FlatParams
+from shardwise.engine.params.flat_buffers import refresh
 from shardwise.engine.params.host import HostCopies
 from shardwise.mesh import Mesh
 from shardwise.placement import STRATEGIES
@@ -182,7 +183,7 @@ def test_in_bf16_ddp_steps_whole_parameters_of_fp32_and_refreshes_the_models() -
         assert part.parameter.dtype == torch.float32
         part.parameter.data.mul_(2)
     assert_values(parameters)
-    flat.refresh()
+    refresh([flat])
     assert_values(parameters, times=2)
 
 

@@ -1,0 +1,96 @@
+"""The tensors that a forward leaves behind: in its output, and on its modules (an auxiliary loss).
+
+Looked for after every forward of every unit, so the usual case, that modules keep none, is fast.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+_PLAIN_TYPES = frozenset(PLAIN)
+_CONTAINERS = (list, tuple, dict)
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+
+
+def own_modules(module: nn.Module, *, unit_modules: set[int]) -> Iterator[nn.Module]:
+    """A unit's modules of the user's own making, which may keep a tensor on themselves (an auxiliary loss)."""
+    waiting = [module]
+    while waiting:
+        module = waiting.pop()
+        if not type(module).__module__.startswith("torch.nn."):
+            yield module
+        waiting += [child for child in module.children() if id(child) not in unit_modules]
+
+
+class Attributes:
+    """What a module keeps on itself, less what is nn.Module's own.
+
+    values      gets it from the module's __dict__, `held`, as a tuple
+    num_held    the length of `held` when that was made
+    harmless    the types of which no value is a tensor, or is looked into for tensors
+    """
+
+    __slots__ = ("harmless", "held", "num_held", "values")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.held = module.__dict__
+        self.learn()
+
+    def learn(self) -> None:
+        self.num_held = len(self.held)
+        names = [name for name in self.held if name not in _OF_EVERY_MODULE]
+        # Two that every module has: of less than two, an itemgetter makes no tuple.
+        self.values = itemgetter("training", "training", *names)
+        types = map(type, self.values(self.held))
+        self.harmless = _PLAIN_TYPES.union(one for one in types if not issubclass(one, (Tensor, *_CONTAINERS)))
+
+
+def kept(attributes: list[Attributes]) -> list[Any]:
+    """What may be a tensor of what modules keep on themselves; also what lists, tuples and dicts hold."""
+    found: list[Any] = []
+    for of_module in attributes:
+        held = of_module.held
+        if len(held) != of_module.num_held:
+            of_module.learn()
+        try:
+            values = of_module.values(held)
+        except KeyError:
+            of_module.learn()
+            values = of_module.values(held)
+        if of_module.harmless.issuperset(map(type, values)):
+            continue
+        for value in values:
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif isinstance(value, _CONTAINERS) and not _is_plain(value):
+                found += leaves(value)
+    return found
+
+
+def _is_plain(container: Any) -> bool:
+    """Whether a list, tuple or dict holds nothing but numbers, strings and the like, at any depth."""
+    values = container.values() if isinstance(container, dict) else container
+    return _PLAIN_TYPES.issuperset(map(type, values)) or all(
+        type(value) in _PLAIN_TYPES or (isinstance(value, _CONTAINERS) and _is_plain(value)) for value in values
+    )
+
+
+def leaves(output: Any) -> list[Any]:
+    """What an output holds; also dataclasses, which torch's own trees do not look into."""
+    if isinstance(output, Tensor):
+        return [output]
+    return [
+        inner
+        for leaf in tree_leaves(output)
+        for inner in (
+            (part for field in fields(leaf) for part in leaves(getattr(leaf, field.name)))
+            if is_dataclass(leaf) and not isinstance(leaf, type)
+            else (leaf,)
+        )
+    ]
