@@ -26,8 +26,8 @@ from shardwise.quantities import bytes_text
 RECOMPUTES = ("none", "selective", "full")
 # How often the search is repeated with less room, because the allocator needs more than the tensors.
 _REPEATS = 8
-# Dials that are looked at again with all the room: of those whose units are all alike, and of the others.
-_LOOKS = 3
+# Dials that are looked at again with all the room: of those whose units are all alike (one per choice), and of others.
+_LOOKS = {True: 6, False: 3}
 # A dial is only looked at if it would be so much faster with the batch that its tensors allow.
 _WORTH_A_LOOK = 1.02
 
@@ -178,13 +178,13 @@ def _second_look(solver: Solver, *, found: Dial | None, limit: float) -> Dial | 
     if found is not None and (solver.limit == limit or solver.goal == "memory"):
         return found
     costs = solver.costs
-    tried: dict[bool, set[Dial]] = {True: set(), False: set()}
+    tried: dict[bool, set[Choice | Dial]] = {True: set(), False: set()}
     for dial in sorted(costs.timed(), key=lambda dial: -costs.speed(dial)):
         is_uniform = len(set(dial.choices)) == 1
-        own, structure = tried[is_uniform], replace(dial, batch=1)
+        own, structure = tried[is_uniform], dial.choices[0] if is_uniform else replace(dial, batch=1)
         if found is not None and costs.speed(dial) < _WORTH_A_LOOK * costs.speed(found):
             break
-        if (len(own) >= _LOOKS and (found is not None or not is_uniform)) or structure in own:
+        if (len(own) >= _LOOKS[is_uniform] and (found is not None or not is_uniform)) or structure in own:
             continue
         if costs.tensor_bytes(dial) <= limit and solver.is_better(dial, found):
             own.add(structure)
