@@ -9,7 +9,6 @@ For each model the budget is 40, 60 and 80% of what it is predicted to need at a
 recomputed. Within it run:
 
     auto        the solver's plan with compile = "auto": it may have units compiled
-    plain       the solver's plan without compiled units
     best        of the fixed plans (strategy × recompute, each at the largest micro-batch that fits) the three that are
                 predicted to be fastest; without compiled units, as they are by default
     random      two other fixed plans
@@ -35,7 +34,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ RESULTS = Path(__file__).parent / "results"
 _SECONDS, _MOST_STEPS = 0.8, 12
 # Ordinary steps, the one that is captured, and a replay.
 _WARM_UP = 6
-KINDS = (("plain", ("plain",)), ("fixed", ("best", "random")), ("accelerate", ("accelerate",)))
+KINDS = {"fixed": ("best", "random"), "accelerate": ("accelerate",)}
 ALONE = ("auto", "accelerate")
 
 
@@ -180,47 +179,53 @@ def batches_of(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each model and budget: the auto plan's speed over the best fixed one's, and its peak over the budget."""
+    """For each model and budget: the auto plan's speed over the best of each kind, and its peak over the budget."""
     found = []
     for key in dict.fromkeys((row["model"], row["num_ranks"], row["share"]) for row in rows):
-        own = [row for row in rows if (row["model"], row["num_ranks"], row["share"]) == key and "samples_per_s" in row]
-        speeds = {kind: max((r["samples_per_s"] for r in own if r["kind"] in of), default=None) for kind, of in KINDS}
-        autos = [row for row in own if row["kind"] == "auto"]
-        if autos and speeds["fixed"]:
-            (auto,) = autos
-            ratios = {kind: auto["samples_per_s"] / speed for kind, speed in speeds.items() if speed is not None}
-            peak = auto["device_bytes"] / auto["budget_bytes"]
-            names = dict(zip(("model", "num_ranks", "share"), key, strict=True))
-            found.append({**names, "speed_ratios": ratios, "peak_of_budget": peak})
+        own = [row for row in rows if (row["model"], row["num_ranks"], row["share"]) == key]
+        best = {kind: _fastest(own, kinds=kinds) for kind, kinds in KINDS.items()}
+        for auto in (row for row in own if row["kind"] == "auto"):
+            point = {**dict(zip(("model", "num_ranks", "share"), key, strict=True)), "failed": auto.get("failed", "")}
+            if not point["failed"]:
+                point |= {
+                    "speed_ratios": {
+                        kind: auto["samples_per_s"] / row["samples_per_s"]
+                        for kind, row in best.items()
+                        if row is not None
+                    },
+                    "num_fixed": sum("samples_per_s" in row and row["kind"] in KINDS["fixed"] for row in own),
+                    "peak_of_budget": auto["device_bytes"] / auto["budget_bytes"],
+                }
+            found.append(point)
     return found
 
 
+def _fastest(rows: list[dict[str, Any]], *, kinds: Sequence[str]) -> dict[str, Any] | None:
+    measured = [row for row in rows if row["kind"] in kinds and "samples_per_s" in row]
+    return max(measured, key=lambda row: row["samples_per_s"], default=None)
+
+
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown. Plans are: strategy, recompute, micro-batch; the fixed plan is the fastest of the five as measured."""
+    """Markdown. Plans are: strategy, recompute, micro-batch; the fixed plan is the fastest as measured."""
     lines = [
-        "| model | budget, GiB | auto | samples/s | predicted | not compiled | best fixed plan | samples/s "
-        "| auto / fixed | auto / Accelerate | device, GiB |",
-        "|---|---:|---|---:|---:|---:|---|---:|---:|---:|---:|",
+        "| model | budget, GiB | auto | samples/s | predicted | best fixed plan | samples/s | auto / fixed "
+        "| auto / Accelerate | device, GiB |",
+        "|---|---:|---|---:|---:|---|---:|---:|---:|---:|",
     ]
     for point in summary(rows):
         own = [row for row in rows if all(row[key] == point[key] for key in ("model", "num_ranks", "share"))]
         (auto,) = (row for row in own if row["kind"] == "auto")
-        plain = [f"{row['samples_per_s']:.1f}" for row in own if row["kind"] == "plain" and "samples_per_s" in row]
-        best = max((row for row in own if row["kind"] in KINDS[1][1]), key=lambda row: row.get("samples_per_s", 0.0))
-        ratio = point["speed_ratios"].get("accelerate")
+        fixed, ratios = _fastest(own, kinds=KINDS["fixed"]), point.get("speed_ratios", {})
         ranks = f", rank 0 of {auto['num_ranks']}" if auto["num_ranks"] > 1 else ""
         cells = [
             f"{auto['model']}{ranks}",
             f"{auto['budget_bytes'] / 2**30:.1f}",
             _plan_text(auto["plan"]),
-            f"{auto['samples_per_s']:.1f}",
+            "ran out" if point["failed"] else f"{auto['samples_per_s']:.1f}",
             f"{auto['predicted_samples_per_s']:.1f}",
-            *(plain or ["–"]),
-            _plan_text(best["plan"]),
-            f"{best['samples_per_s']:.1f}",
-            f"{point['speed_ratios']['fixed']:.2f}",
-            "–" if ratio is None else f"{ratio:.2f}",
-            f"{auto['device_bytes'] / 2**30:.1f}",
+            *(("–", "–") if fixed is None else (_plan_text(fixed["plan"]), f"{fixed['samples_per_s']:.1f}")),
+            *(f"{ratios[kind]:.2f}" if kind in ratios else "–" for kind in KINDS),
+            "–" if point["failed"] else f"{auto['device_bytes'] / 2**30:.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -252,7 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("solve", "measure", "table", "cases"))
     parser.add_argument("file", help="of plans, or of what was measured")
-    parser.add_argument("--kinds", default="auto,plain,accelerate,best,random")
+    parser.add_argument("--kinds", default="auto,accelerate,best,random")
     parser.add_argument("--append", action="store_true", help="keep the rows of the file that are not measured again")
     parser.add_argument("--models", default=",".join(dict.fromkeys(name for name, _ in BATCHES)))
     parser.add_argument("--out", type=Path, default=RESULTS / "auto_budgets_h200.json")

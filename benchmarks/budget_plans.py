@@ -74,20 +74,13 @@ def solve(name: str, *, num_ranks: int) -> list[dict[str, Any]]:
     draw, cases = random.Random(0), []
     for share in SHARES:
         budget = round(share * whole)
-        auto, plain = (
-            solve_plan(
-                lambda plan: spec,
-                request=AutoRequest(
-                    plan=replace(BASE, compile=way), cluster=cluster, optimizer=OPTIMIZER, budget_bytes=budget
-                ),
-            ).candidate
-            for way in ("auto", "none")
-        )
+        chosen = replace(BASE, compile="auto")
+        request = AutoRequest(plan=chosen, cluster=cluster, optimizer=OPTIMIZER, budget_bytes=budget)
+        auto = solve_plan(lambda plan: spec, request=request).candidate
         within = with_budget(cluster, budget_bytes=budget)
         fixed = _fixed(spec, BASE, cluster=within)
         others = draw.sample(fixed[3:], min(2, len(fixed[3:])))
-        rows = [("auto", auto), ("plain", plain)]
-        rows += [*(("best", one) for one in fixed[:3]), *(("random", one) for one in others)]
+        rows = [("auto", auto), *(("best", one) for one in fixed[:3]), *(("random", one) for one in others)]
         if name in MODELS and num_ranks == 1:
             checkpointed = replace(BASE, engine="torch", recompute="full", capture="off")
             theirs = _fixed(spec, checkpointed, cluster=within, strategies=("fsdp",), recomputes=("full",))
@@ -100,6 +93,7 @@ def solve(name: str, *, num_ranks: int) -> list[dict[str, Any]]:
                 "budget_bytes": budget,
                 "kind": kind,
                 "predicted_samples_per_s": _speed(one),
+                "predicted_allocated_bytes": one.memory.allocated_bytes,
                 "predicted_device_bytes": one.memory.device_bytes,
                 "predicted_outside_bytes": one.memory.device_bytes - one.memory.reserved_bytes,
                 "plan": one.plan.to_dict(),
