@@ -23,8 +23,8 @@ bf16, fused AdamW.
     samples_per_s    the median of steps that follow on each other, after warm-up
     device_bytes     the peak of what is reserved, and what else is in use on the device: context, communicators
 
-Auto plans and Accelerate run in a process each; auto plans are kept to the budget, as `shardwise train` does. All
-others of one model share a process and have the whole device: of these only the speed counts.
+Auto plans and Accelerate run in a process each; for auto plans the budget is a limit of the allocator. All others of
+one model share a process and have the whole device: of these only the speed counts.
 """
 
 import argparse

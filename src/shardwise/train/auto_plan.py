@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardwise.atomic import atomic_write
 from shardwise.automatic import job_cluster, solved_by_rank_0
 from shardwise.comm.join import Place
@@ -50,6 +52,10 @@ class ChosenPlan:
         if self.record is not None:
             with atomic_write(self.config.folder / FILE) as file:
                 file.write(json.dumps(self.record, indent=1).encode() + b"\n")
+
+    def may_capture(self, device: torch.device) -> bool:
+        """Whether steps may be captured on this device."""
+        return device.type == "cuda" and self.given.plan.capture != "off"
 
     @property
     def predicted_bytes(self) -> int | None:

@@ -3,6 +3,8 @@
 torch's allocator keeps blocks that it does not need while the device has room. Held to the budget, it gives them back
 before it asks for more, which is what the plan was solved for; a step that needs more all the same runs out of memory,
 as it would on a device of that size.
+
+Not where steps may be captured: their pool cannot give blocks back, so that a run could end for some holes in it.
 """
 
 from contextlib import ExitStack
@@ -17,7 +19,7 @@ from shardwise.train.auto_plan import ChosenPlan
 def keep_to_budget(chosen: ChosenPlan, *, place: Place, held: ExitStack) -> None:
     """Until `held` closes, tensors have what the budget leaves them. Collective, of ranks with the same config."""
     budget = chosen.given.auto.budget_bytes
-    if budget is None or place.device.type != "cuda":
+    if budget is None or place.device.type != "cuda" or chosen.may_capture(place.device):
         return
     outside = exchange(chosen.outside_bytes)[0]
     if outside is None:

@@ -49,8 +49,7 @@ class SmallerPlans:
         if given.train.survive is not None:
             return given.train.survive
         # Guarded steps are not captured: where they could be, it has to be asked for.
-        may_capture = self.place.device.type == "cuda" and given.plan.capture != "off"
-        return _MOST_IF_AUTO if given.plan.is_auto and not may_capture else 0
+        return _MOST_IF_AUTO if given.plan.is_auto and not self.chosen.may_capture(self.place.device) else 0
 
     def next(self) -> Plan:
         """On every rank, as rank 0 finds it; NotSurvived if there is none. Collective."""
