@@ -121,7 +121,7 @@ COMPILES = replace(PLAN, compile="auto", micro_batch=1)
 def test_units_are_compiled_where_that_is_left_to_the_solver_and_pays() -> None:
     budget = 60 * GIBI
     compiled, plain = (
-        solve(llama(), "8xh100-80gb", budget_bytes=budget, plan=plan).candidate
+        solve(llama(), "8xh100-80gb", budget_bytes=budget, plan=plan, quick=True).candidate
         for plan in (COMPILES, replace(COMPILES, compile="none"))
     )
     assert (compiled.plan.compile, plain.plan.compile) == ("inductor", "none")
@@ -134,8 +134,10 @@ def test_units_are_compiled_where_that_is_left_to_the_solver_and_pays() -> None:
 def test_units_are_not_compiled_where_it_does_not_pay_or_time_is_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert solve(llama(), "8xcpu", plan=COMPILES).candidate.plan.compile == "none"
     monkeypatch.setattr("shardwise.planner.search.compile_choice._WORTH_COMPILING", 3.0)
-    found = solve(llama(), "8xh100-80gb", budget_bytes=60 * GIBI, plan=COMPILES).candidate
-    same = solve(llama(), "8xh100-80gb", budget_bytes=60 * GIBI, plan=replace(COMPILES, compile="none")).candidate
+    found, same = (
+        solve(llama(), "8xh100-80gb", budget_bytes=60 * GIBI, plan=plan, quick=True).candidate
+        for plan in (COMPILES, replace(COMPILES, compile="none"))
+    )
     assert found.plan == same.plan
 
 
