@@ -201,6 +201,14 @@ class Plan:
         """The backend that compiles units, or none. What `auto` leaves open is not compiled before it is chosen."""
         return "none" if self.compile == AUTO else self.compile
 
+    def compiles(self, unit_name: str) -> bool:
+        """Whether a unit is compiled: not the root, in which everything else happens, nor what recomputes selectively.
+
+        torch.compile compiles nothing under the dispatch mode that this takes; but code that it has compiled for
+        another unit of the class would run there, and keep what that one keeps.
+        """
+        return self.compiler != "none" and unit_name != "(root)" and self.recompute_of(unit_name) != "selective"
+
     @property
     def captures(self) -> bool:
         """Whether steps are sure to be CUDA graphs. Whether they are under `auto` is only known when they run."""

@@ -1,17 +1,13 @@
 """Which traces a plan needs: how each of its units runs."""
 
 from shardwise.plan import Plan
-from shardwise.spec import ROOT, ModelSpec
+from shardwise.spec import ModelSpec
 from shardwise.spec.step import COMPILED
 
 
 def is_compiled(plan: Plan, *, unit: str) -> bool:
-    """Whether inductor makes kernels of what a unit computes.
-
-    The root is not compiled, nor is what recomputes selectively: torch.compile leaves alone what runs under a dispatch
-    mode. aot_eager runs what it has captured as it is.
-    """
-    return plan.compile == "inductor" and unit != ROOT and plan.recompute_of(unit) != "selective"
+    """Whether inductor makes kernels of what a unit computes; aot_eager runs what it has captured as it is."""
+    return plan.compiler == "inductor" and plan.compiles(unit)
 
 
 def memory_way(plan: Plan, *, unit: str) -> str:

@@ -25,15 +25,9 @@ def check_compile(units: Mapping[str, object], *, plan: Plan) -> None:
 
 
 def compile_units(modules: Mapping[str, nn.Module], *, plan: Plan) -> list[Callable[[], None]]:
-    """Compile each unit but the root, in place, as the plan says; returns what undoes it.
-
-    What recomputes selectively stays as it is: torch.compile compiles nothing under a dispatch mode, but code that it
-    has compiled for another unit of the class would run there, and keep what that one keeps.
-    """
-    if plan.compiler == "none":
-        return []
+    """Compile the units that the plan compiles, in place; returns what undoes it."""
     return [
         replace_forward(module, torch.compile(module.forward, backend=plan.compiler))
         for name, module in modules.items()
-        if name != ROOT and plan.recompute_of(name) != "selective"
+        if plan.compiles(name)
     ]
