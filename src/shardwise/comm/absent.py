@@ -18,17 +18,10 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.comm.collectives import Work, own_slice
+from shardwise.comm.collectives import DONE, Work, own_slice
 from shardwise.comm.groups import Group
 from shardwise.errors import InvalidPlan
 from shardwise.mesh import Mesh
-
-
-class _Done:
-    """A collective that has nobody to wait for."""
-
-    def wait(self) -> None:
-        pass
 
 
 class AbsentCollectives:
@@ -45,16 +38,16 @@ class AbsentCollectives:
         for others in (slices[: group.index], slices[group.index + 1 :]):
             if len(others):
                 others.copy_(own.expand_as(others))
-        return _Done()
+        return DONE
 
     def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
-        return _Done()
+        return DONE
 
     def all_reduce(self, buffer: Tensor, *, group: Group) -> Work:
-        return _Done()
+        return DONE
 
     def broadcast(self, buffer: Tensor, *, source: int, group: Group) -> Work:
-        return _Done()
+        return DONE
 
     @torch.no_grad()
     def all_to_all(
@@ -70,7 +63,7 @@ class AbsentCollectives:
         size = min(received.numel(), sent.numel())
         received[:size].copy_(sent[:size])
         received[size:].zero_()
-        return _Done()
+        return DONE
 
 
 @contextmanager

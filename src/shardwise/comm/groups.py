@@ -21,11 +21,12 @@ class Group:
     handle: dist.ProcessGroup
     ranks: tuple[int, ...]
     index: int
+    size: int = field(init=False, compare=False, repr=False)
     log: IssueLog = field(default_factory=IssueLog, compare=False, repr=False)
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
+    def __post_init__(self) -> None:
+        # Asked for in each collective.
+        object.__setattr__(self, "size", len(self.ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,13 +68,16 @@ def make_units(model: nn.Module, *, setting: EngineSetting) -> dict[str, Unit]:
         units[unit.name] = Unit(
             unit.name, module=modules[unit.name], placement=placement, flats=flats, tape=setting.tape
         )
+    for made in units.values():
+        for flat in made.flats:
+            flat.lay_out()
     return units
 
 
 def make_flat(
     params: list[nn.Parameter], *, spec: FlatSpec, placement: Placement, setting: EngineSetting
 ) -> FlatParams:
-    """A buffer for these parameters, with nothing in it yet."""
+    """A buffer for these parameters, with nothing in it yet; `lay_out` comes next."""
     return FlatParams(
         params,
         spec=spec,

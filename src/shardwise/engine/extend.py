@@ -186,7 +186,7 @@ class _Extension:
 
     def _make(self, spec: FlatSpec, *, unit: Unit) -> FlatParams:
         engine = self._engine
-        return FlatParams(
+        flat = FlatParams(
             [self._parameters[param.name] for param in spec.params],
             spec=spec,
             placement=unit.placement,
@@ -196,6 +196,8 @@ class _Extension:
             host=self._host if unit.placement.grads is SHARDED else None,
             alignment=self._alignment,
         )
+        flat.lay_out()
+        return flat
 
     def _filled(self, spec: FlatSpec, *, unit: Unit) -> FlatParams:
         """A buffer of new parameters, with rank 0's values."""

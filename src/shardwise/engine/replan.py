@@ -137,6 +137,7 @@ def _exchange(engine: Engine, model: nn.Module, *, setting: EngineSetting, besid
         unit, flats[unit_spec.name] = before.units[unit_spec.name], []
         for old, spec in zip(unit.flats, flat_specs(unit_spec, plan=plan), strict=True):
             new = make_flat(list(old.params), spec=spec, placement=placements[unit.name], setting=setting)
+            new.lay_out()
             move(engine, numbers[id(old)], new, besides=besides)
             flats[unit.name].append(new)
     units = {

@@ -65,6 +65,9 @@ class _Rows:
         self._calls[unit] += 1
         return self._calls[unit] - 1
 
+    def awaits(self, unit: str) -> bool:
+        return True
+
     def after_forward(self, unit: str, *, backward: str) -> None:
         self.on_row(Trigger.AFTER_FORWARD, unit)
 

@@ -31,8 +31,12 @@ class StepListener(Protocol[_Heard]):
         """A call of the unit begins; its number among the unit's calls in this step."""
         ...
 
+    def awaits(self, unit: _Heard) -> bool:
+        """Whether it is to be told when backward comes to the call that ends; what a unit hands on is looked at then."""
+        ...
+
     def after_forward(self, unit: _Heard, *, backward: str) -> None:
-        """It ends; `backward` says how backward will come to it (spec.UnitSpec)."""
+        """It ends; `backward` says how backward will come to it (spec.UnitSpec), if that was looked at."""
         ...
 
     def begin_backward(self) -> None: ...
@@ -234,6 +238,9 @@ def _after_forward(
         return
     if not torch.is_grad_enabled():
         hooks.listener.without_gradients(unit, begins=False)
+        return
+    if not hooks.listener.awaits(unit):
+        hooks.listener.after_forward(unit, backward=ANNOUNCED)
         return
     backward = NONE
     for leaf in leaves(output):

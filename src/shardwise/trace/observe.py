@@ -189,6 +189,9 @@ class _Marks:
         self._mark(BEFORE_FORWARD, unit, call)
         return call
 
+    def awaits(self, unit: str) -> bool:
+        return True
+
     def after_forward(self, unit: str, *, backward: str) -> None:
         self._mark(AFTER_FORWARD, unit, self.calls.count(unit) - 1)
         if not self.skipper.skips(unit):

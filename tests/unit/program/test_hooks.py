@@ -24,6 +24,10 @@ class Notes:
         self.backward: dict[str, str] = {}
         self.calls: dict[str, int] = {}
         self.also: Callable[[str], None] = lambda event: None
+        self.ignored: set[str] = set()
+
+    def awaits(self, unit: str) -> bool:
+        return unit not in self.ignored
 
     def note(self, event: str) -> None:
         self.events.append(event)
@@ -118,6 +122,15 @@ def run(model: nn.Module) -> None:
 
 
 # The order of triggers
+
+
+def test_backward_is_not_announced_by_a_unit_that_nobody_awaits() -> None:
+    model = Stack(a=nn.Linear(2, 2), b=nn.Linear(2, 2))
+    notes, _ = listen(model, "a", "b")
+    notes.ignored = {"a"}
+    run(model)
+    backward = [event for event in notes.take() if event.startswith("backward")]
+    assert backward == ["backward (root) 0", "backward b 0"]
 
 
 def test_nested_units_are_heard_from_outside_in_and_ready_from_inside_out() -> None:

@@ -68,13 +68,13 @@ class FlatBuffers:
         self._cut = self.layout.cut()
         # Those whose piece of the buffer does not have their shape as it is.
         self._shaped = [(index, shape) for index, shape in enumerate(self.layout.shapes) if len(shape) != 1]
-        size = self.layout.num_elements
-        # Zeros, because the padding is communicated too and should not be what happened to lie there.
-        self.full = torch.zeros(size, dtype=compute_dtype, device=device)
-        self._storage = self.full.untyped_storage()
-        self.full_bytes = self._storage.nbytes()
+        # Empty until it is laid out.
+        self.full = torch.empty(0, dtype=compute_dtype, device=device)
+        self.full_views: list[Tensor] = []
         # Whether an update of the master is an update of the full buffer.
         self.aliased = host is None and placement.params is not SHARDED and compute_dtype == self.master_dtype
+        if placement.params is not SHARDED:
+            self.lay_out()
         self.master = self._make_master()
         # What is copied into the full buffer; the master itself, where it need not be staged.
         self.staged = self.master
@@ -86,15 +86,29 @@ class FlatBuffers:
         self.touched = False
         # Whether a module holds on to the memory of a parameter by another name (carried.py).
         self.followed = False
-        # Made while there is storage behind them: a view of freed storage can be kept, but not made.
-        self.full_views = self.views(self.full)
-        self._own_full = own_slice(self.full, group=groups.gather)
         self.gathering: Work | None = None
         # As ranks know it when they compare what they have issued; its unit's.
         self.gathers = FOR_STATE
+
+    def lay_out(self) -> None:
+        """Make the full buffer and the parameters' places in it; where parameters are sharded, its memory goes again.
+
+        Of several buffers, once the masters of all are there: one that came later would come to lie in that memory,
+        which could then not be given back.
+        """
+        if self.full_views:
+            return
+        # Zeros, because the padding is communicated too and should not be what happened to lie there.
+        self.full = torch.zeros(self.layout.num_elements, dtype=self.full.dtype, device=self.device)
+        self._storage = self.full.untyped_storage()
+        self.full_bytes = self._storage.nbytes()
+        # Made while there is storage behind them: a view of freed storage can be kept, but not made.
+        self.full_views = self.views(self.full)
+        self._own_full = own_slice(self.full, group=self.groups.gather)
         self.whole = True
-        if placement.params is SHARDED:
-            self.free()
+        if self.placement.params is SHARDED:
+            self._storage.resize_(0)
+            self.whole = False
 
     def _make_master(self) -> Tensor:
         optim_sharded = self.placement.optim is SHARDED

@@ -62,6 +62,7 @@ class Unit:
         self.sharded = self.placement.params is SHARDED and bool(flats)
         # Where `p.grad` does not show the gradient, which is sharded or of another dtype.
         self.hides_grads = [flat for flat in flats if not flat.shows_grads]
+        self.shows_grads = len(self.hides_grads) < len(flats)
         self._is_on_gpu = bool(flats) and flats[0].device.type == "cuda"
         self._num_params = sum(len(flat.params) for flat in flats)
 

@@ -119,6 +119,15 @@ class Runner:
         unit.calls += 1
         return unit.call
 
+    def awaits(self, unit: Unit) -> bool:
+        """Where no parameters are sharded, nothing is done when backward comes to a unit.
+
+        But the first that it comes to begins it: the root, or any other whose parameters show averages in `p.grad`, to
+        which autograd would add.
+        """
+        is_needed = self.any_sharded or unit.shows_grads or unit is self.root
+        return is_needed or self.first is not None or self.tape.recording
+
     def after_forward(self, unit: Unit, *, backward: str) -> None:
         if backward == UNANNOUNCED and unit.sharded:
             unit.tell_unannounced()

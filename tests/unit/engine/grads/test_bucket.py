@@ -51,6 +51,7 @@ class Rank:
                 for spec in flat_specs(UnitSpec(name=name, class_name="Block", params=params), plan=plan)
             ]
             for flat in flats:
+                flat.lay_out()
                 flat.full.untyped_storage().resize_(flat.full_bytes)
                 for index, parameter in enumerate(flat.params):
                     flat.attach(index, parameter)

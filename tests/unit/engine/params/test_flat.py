@@ -9,7 +9,7 @@ from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.params.flat_buffers import refresh
 from shardwise.engine.params.host import HostCopies
 from shardwise.mesh import Mesh
-from shardwise.placement import STRATEGIES
+from shardwise.placement import SHARDED, STRATEGIES
 from shardwise.plan import Plan
 from shardwise.program.buffers import flat_specs
 from shardwise.spec import ROOT, TensorSpec, UnitSpec
@@ -46,6 +46,9 @@ def make(
             collectives=peers.rank(rank),
             host=HostCopies(cpu) if offloads else None,
         )
+        # Masters of sharded parameters are there before any full buffer is.
+        assert flat.master.numel() and (flat.full.numel() == 0) == (STRATEGIES[strategy].params is SHARDED)
+        flat.lay_out()
         for index, value in enumerate(values()):
             flat.fill(index, value)
             flat.attach(index, own[index])
