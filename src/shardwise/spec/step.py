@@ -45,8 +45,9 @@ class What(Enum):
 class StorageEvent:
     """One storage's birth or death.
 
-    `ordinal` counts the births of a unit through a step; None for the death of a storage that another unit bore.
-    `owner` is the unit whose parameter a gradient is of, or "" for the row's own.
+    `ordinal` counts the births of a unit through a step; None for the death of a storage that another unit bore, unless
+    that is named.
+    `owner` is the unit whose parameter a gradient is of, or that bore what dies; "" for the row's own.
     `each_of`: the storage dies of every unit between the ends of the run whose second unit is named.
     `columns`: scratch of a sum into so many columns, which the planner knows; `num_bytes` then counts the rows.
     """

@@ -56,7 +56,7 @@ def to_rows(
     for entries in zip(*records.values(), strict=True):
         maker.take(dict(zip(sizes, entries, strict=True)))
     for draft in maker.drafts:
-        draft.events = _of_each(draft, runs=runs)
+        draft.events = _of_others(draft, runs=runs)
     return tuple(
         StepRow(
             trigger=draft.trigger,
@@ -159,10 +159,17 @@ class _Maker:
         return law
 
 
-def _of_each(draft: _Draft, *, runs: Sequence[Run]) -> list[StorageEvent]:
-    """The draft's events, in which those of a run's second and third unit have become one."""
+def _of_others(draft: _Draft, *, runs: Sequence[Run]) -> list[StorageEvent]:
+    """The draft's events, in which those of a run's second and third unit have become one.
+
+    What the root bore is named, but not in a row that stands for others: each of them may let another one die.
+    """
     dead = {(storage.unit, storage.ordinal): place for place, storage in draft.others.items()}
     events: list[StorageEvent | None] = list(draft.events)
+    if not any(draft.unit in run.traced[1:3] for run in runs):
+        for (unit, ordinal), place in dead.items():
+            if unit == ROOT:
+                events[place] = replace(draft.events[place], ordinal=ordinal, owner=ROOT)
     for run in runs:
         _, second, third, _ = run.traced
         for unit, ordinal in list(dead):

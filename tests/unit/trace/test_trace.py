@@ -83,6 +83,37 @@ def test_a_parameter_without_elements_can_be_traced() -> None:
     assert balance(spec.traces[0]) == 0
 
 
+class KeepsItsInput(nn.Module):
+    """What the root bears first dies after its last block, as Hugging Face's models keep their embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        embedded = self.embed(x)
+        hidden = embedded + 1
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden * 2
+
+
+def test_what_the_root_bore_is_named_where_it_dies_in_a_row_of_the_last_block() -> None:
+    spec = trace_model(
+        KeepsItsInput(),
+        loss=lambda model, x: model(x).sum(),
+        make_batch=lambda size: torch.ones(size, 4),
+        name="model",
+        policy="class:Sequential",
+    )
+    (trace,) = spec.traces
+    named = {(row.trigger, row.unit) for row in trace.rows for event in row.stream.events if event.owner == ROOT}
+    assert ("after forward", "blocks.5") in named
+    assert not any(unit in ("blocks.1", "blocks.2", "blocks.3", "blocks.4") for _, unit in named)
+    assert abs(balance(trace)) <= 8
+
+
 def test_what_a_block_saves_is_what_the_formula_says() -> None:
     """A token, in widths: a norm's output, q, k and v, attention's output, the stream after it, the other norm's
     output, 4 + 4 inside, and the stream again. And in fp32 two numbers for each norm, and one per head.

@@ -111,7 +111,8 @@ class Ledger:
         self._by_law[event.num_bytes].append(key)
 
     def _died(self, unit: str, event: StorageEvent) -> None:
-        key = (unit, event.ordinal) if event.ordinal is not None else self._of_another(unit, event.num_bytes)
+        bearer = event.owner or unit
+        key = (bearer, event.ordinal) if event.ordinal is not None else self._of_another(unit, event.num_bytes)
         slot = self._storages.pop(key, None) if key is not None else None
         if slot is not None and key is not None:
             self._by_law[event.num_bytes].remove(key)

@@ -2,8 +2,10 @@
 
 Requests are rounded up to 512 bytes. Up to 1 MiB they come from segments of 2 MiB; below 10 MiB from segments of 20
 MiB; above, from a segment of their own, a multiple of 2 MiB. The smallest free block that is large enough is taken, and
-split if enough is left over. A freed block joins its free neighbours and stays reserved. Each stream has blocks of its
-own. When the device is full, segments that are all free are given back, and only then is it out of memory.
+split if enough is left over; of several that are equally large, the one at the lowest address, which is the newest
+segment's as a rule: the driver hands out addresses downwards. A freed block joins its free neighbours and stays
+reserved. Each stream has blocks of its own. When the device is full, segments that are all free are given back, and
+only then is it out of memory.
 """
 
 from bisect import bisect_left, insort
@@ -15,17 +17,19 @@ SMALL_SEGMENT_BYTES = 2 * _MIB
 _LARGE_SEGMENT = 20 * _MIB
 _LEAST_OWN_SEGMENT = 10 * _MIB
 _SEGMENT_ROUND = 2 * _MIB
+# Between the addresses of two segments: more than any of them has.
+_SEGMENT_GAP = 2**40
 
 
 class MemoryBlock:
     """A part of a segment; `before` and `after` are its neighbours there."""
 
-    __slots__ = ("after", "before", "is_free", "number", "pool", "size")
+    __slots__ = ("address", "after", "before", "is_free", "pool", "size")
 
-    def __init__(self, size: int, *, pool: tuple[str, bool], number: int) -> None:
+    def __init__(self, size: int, *, pool: tuple[str, bool], address: int) -> None:
         self.size = size
         self.pool = pool
-        self.number = number
+        self.address = address
         self.is_free = False
         self.before: MemoryBlock | None = None
         self.after: MemoryBlock | None = None
@@ -39,7 +43,7 @@ class CachingAllocator:
         self.reserved_bytes = self.most_reserved_bytes = 0
         self.allocated_bytes = 0
         self._free: dict[tuple[str, bool], list[tuple[int, int, MemoryBlock]]] = {}
-        self._num_blocks = 0
+        self._num_segments = 0
 
     def allocate(self, num_bytes: int, *, stream: str = "") -> MemoryBlock:
         size = -(-num_bytes // _ROUND) * _ROUND or _ROUND
@@ -63,7 +67,7 @@ class CachingAllocator:
                 self._forget(other)
                 self._join(block, other)
         block.is_free = True
-        insort(self._free[block.pool], (block.size, block.number, block))
+        insort(self._free[block.pool], (block.size, block.address, block))
 
     def _segment(self, size: int, *, pool: tuple[str, bool]) -> MemoryBlock:
         """A new one; beyond the limit too, if giving back what is free is not enough."""
@@ -74,30 +78,28 @@ class CachingAllocator:
                 self._free[name] = kept
         self.reserved_bytes += size
         self.most_reserved_bytes = max(self.most_reserved_bytes, self.reserved_bytes)
-        return self._block(size, pool=pool)
-
-    def _block(self, size: int, *, pool: tuple[str, bool]) -> MemoryBlock:
-        self._num_blocks += 1
-        return MemoryBlock(size, pool=pool, number=self._num_blocks)
+        self._num_segments += 1
+        return MemoryBlock(size, pool=pool, address=-self._num_segments * _SEGMENT_GAP)
 
     def _split(self, block: MemoryBlock, size: int) -> None:
-        rest = self._block(block.size - size, pool=block.pool)
+        rest = MemoryBlock(block.size - size, pool=block.pool, address=block.address + size)
         rest.before, rest.after = block, block.after
         if block.after is not None:
             block.after.before = rest
         block.after = rest
         block.size = size
         rest.is_free = True
-        insort(self._free[block.pool], (rest.size, rest.number, rest))
+        insort(self._free[block.pool], (rest.size, rest.address, rest))
 
     def _forget(self, block: MemoryBlock) -> None:
         free = self._free[block.pool]
-        del free[bisect_left(free, (block.size, block.number))]
+        del free[bisect_left(free, (block.size, block.address))]
 
     def _join(self, block: MemoryBlock, other: MemoryBlock) -> None:
         """`block` takes in its neighbour."""
         block.size += other.size
         if other is block.before:
+            block.address = other.address
             block.before = other.before
             if block.before is not None:
                 block.before.after = block

@@ -3,6 +3,8 @@
 
 const allocatorModel = (() => {
   const MIB = 2 ** 20, ROUND = 512, SMALL = MIB, LARGE_SEGMENT = 20 * MIB, LEAST_OWN = 10 * MIB, SEGMENT_ROUND = 2 * MIB;
+  // Between the addresses of two segments: more than any of them has, and few enough that all addresses are exact.
+  const SEGMENT_GAP = 2 ** 40;
   const IS_SMALL = -1;
   const roundUp = (bytes, to) => Math.ceil(bytes / to) * to;
 
@@ -14,23 +16,24 @@ const allocatorModel = (() => {
     return Math.abs(number % 1) === 0.5 && whole % 2 !== 0 ? whole - 1 : whole;
   }
 
-  // Blocks above 1 MiB, of one stream. The smallest free block that is large enough is taken, and split if enough is left.
-  // A block is its number, from 1 on; arrays hold its size, its neighbours in the segment (0: none) and whether it is
-  // free. `free`: the numbers of free blocks by (size, number), and `freeSizes` their sizes.
+  // Blocks above 1 MiB, of one stream. The smallest free block that is large enough is taken, and split if enough is left;
+  // of several, the one at the lowest address. Segments lie below those of before.
+  // A block is its number, from 1 on; arrays hold its size, its address, its neighbours in the segment (0: none) and
+  // whether it is free. `free`: the numbers of free blocks by (size, address), and `freeSizes` their sizes.
   class CachingAllocator {
     constructor(limit, mostBlocks) {
-      Object.assign(this, { limit, isOver: false, reserved: 0, most: 0, allocated: 0, count: 0, numFree: 0 });
+      Object.assign(this, { limit, isOver: false, reserved: 0, most: 0, allocated: 0, count: 0, numFree: 0, numSegments: 0 });
       Object.assign(this, { size: new Float64Array(mostBlocks), before: new Int32Array(mostBlocks), after: new Int32Array(mostBlocks) });
-      Object.assign(this, { isFree: new Uint8Array(mostBlocks), free: new Int32Array(mostBlocks), freeSizes: new Float64Array(mostBlocks) });
+      Object.assign(this, { address: new Float64Array(mostBlocks), isFree: new Uint8Array(mostBlocks), free: new Int32Array(mostBlocks), freeSizes: new Float64Array(mostBlocks) });
     }
 
-    // Where (size, number) stands, or would stand, among the free blocks.
-    place(size, number) {
-      const { free, freeSizes } = this;
+    // Where (size, address) stands, or would stand, among the free blocks.
+    place(size, address) {
+      const { free, freeSizes, address: addresses } = this;
       let low = 0, high = this.numFree;
       while (low < high) {
         const middle = (low + high) >> 1, one = freeSizes[middle];
-        if (one < size || (one === size && free[middle] < number)) low = middle + 1; else high = middle;
+        if (one < size || (one === size && addresses[free[middle]] < address)) low = middle + 1; else high = middle;
       }
       return low;
     }
@@ -42,7 +45,7 @@ const allocatorModel = (() => {
     }
 
     insert(block) {
-      const { free, freeSizes } = this, place = this.place(this.size[block], block);
+      const { free, freeSizes } = this, place = this.place(this.size[block], this.address[block]);
       for (let index = this.numFree++; index > place; index--) { free[index] = free[index - 1]; freeSizes[index] = freeSizes[index - 1]; }
       this.put(block, place);
     }
@@ -55,7 +58,7 @@ const allocatorModel = (() => {
     // A block comes into the list and the one at `from` leaves it: only what lies between their places moves.
     exchange(from, block) {
       const { free, freeSizes } = this;
-      let to = this.place(this.size[block], block);
+      let to = this.place(this.size[block], this.address[block]);
       if (to > from) {
         to -= 1;
         for (let index = from; index < to; index++) { free[index] = free[index + 1]; freeSizes[index] = freeSizes[index + 1]; }
@@ -63,19 +66,20 @@ const allocatorModel = (() => {
       this.put(block, to);
     }
 
-    made(size, before, after) {
+    made(size, address, before, after) {
       const block = ++this.count;
       this.size[block] = size;
+      this.address[block] = address;
       this.before[block] = before;
       this.after[block] = after;
       return block;
     }
 
     allocate(bytes) {
-      const size = roundUp(bytes, ROUND), place = this.place(size, 0), isThere = place < this.numFree;
+      const size = roundUp(bytes, ROUND), place = this.place(size, -Infinity), isThere = place < this.numFree;
       const block = isThere ? this.free[place] : this.segment(segmentBytes(size)), left = this.size[block] - size;
       if (left > SMALL) {
-        const after = this.after[block], rest = this.made(left, block, after);
+        const after = this.after[block], rest = this.made(left, this.address[block] + size, block, after);
         if (after) this.before[after] = rest;
         this.after[block] = rest;
         this.size[block] = size;
@@ -88,7 +92,7 @@ const allocatorModel = (() => {
 
     // What an allocation of so many bytes would take; 0 where it would need a new segment.
     taken(bytes) {
-      const size = roundUp(bytes, ROUND), place = this.place(size, 0);
+      const size = roundUp(bytes, ROUND), place = this.place(size, -Infinity);
       if (place === this.numFree) return 0;
       const whole = this.freeSizes[place];
       return whole - size > SMALL ? size : whole;
@@ -100,7 +104,7 @@ const allocatorModel = (() => {
       this.reserved += size;
       this.most = Math.max(this.most, this.reserved);
       this.isOver ||= this.limit !== null && this.reserved > this.limit;
-      return this.made(size, 0, 0);
+      return this.made(size, -++this.numSegments * SEGMENT_GAP, 0, 0);
     }
 
     // Free blocks that are whole segments.
@@ -117,17 +121,18 @@ const allocatorModel = (() => {
     }
 
     release(block) {
-      const { size, before, after, isFree } = this, left = before[block], right = after[block];
+      const { size, address, before, after, isFree } = this, left = before[block], right = after[block];
       let from = -1;
       this.allocated -= size[block];
       if (left && isFree[left]) {
-        from = this.place(size[left], left);
+        from = this.place(size[left], address[left]);
         size[block] += size[left];
+        address[block] = address[left];
         before[block] = before[left];
         if (before[block]) after[before[block]] = block;
       }
       if (right && isFree[right]) {
-        const place = this.place(size[right], right);
+        const place = this.place(size[right], address[right]);
         if (from < 0) from = place; else { this.remove(place); if (place < from) from -= 1; }
         size[block] += size[right];
         after[block] = after[right];

@@ -66,8 +66,8 @@ const allocationLedger = (() => {
     stream(unit, events) {
       for (let index = 0; index < events.length; index += 4) {
         const code = events[index], law = events[index + 1], extra = events[index + 2], ordinal = events[index + 3];
-        const key = 65536 * unit + ordinal;
-        if (code === ACTIVATION_DIED || code === COPY_DIED) this.died(unit, ordinal < 0 ? this.ofAnother(unit, law) : key, law);
+        const key = 65536 * unit + ordinal, ofRoot = 65536 * extra + ordinal;
+        if (code === ACTIVATION_DIED || code === COPY_DIED) this.died(ordinal < 0 ? this.ofAnother(unit, law) : extra < 0 ? key : ofRoot, law);
         else if (code === SCRATCH || code === COLUMN_SUM) {
           const columns = code === COLUMN_SUM ? extra : 0;
           this.slots.push(0);
@@ -95,7 +95,7 @@ const allocationLedger = (() => {
       return undefined;
     }
 
-    died(unit, key, law) {
+    died(key, law) {
       const slot = key === undefined ? undefined : this.storages.get(key);
       if (slot === undefined) return;
       this.storages.delete(key);

@@ -49,6 +49,22 @@ def test_neighbours_join_when_they_are_free() -> None:
     assert allocator.reserved_bytes == 20 * MIB
 
 
+def test_of_two_free_blocks_of_one_size_the_newer_segment_is_taken() -> None:
+    allocator = CachingAllocator()
+    older, newer = (allocator.allocate(30 * MIB) for _ in range(2))
+    allocator.free(newer)
+    allocator.free(older)
+    assert allocator.allocate(30 * MIB) is newer
+
+
+def test_in_a_segment_the_first_of_two_free_blocks_of_one_size_is_taken() -> None:
+    allocator = CachingAllocator()
+    first, _, third, _ = [allocator.allocate(5 * MIB) for _ in range(4)]
+    allocator.free(third)
+    allocator.free(first)
+    assert allocator.allocate(5 * MIB) is first
+
+
 def test_streams_share_nothing() -> None:
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(30 * MIB))
