@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from auto_budgets import BASE, OPTIMIZER, RESULTS, measured_alone, task_of, waiting
+from auto_budgets import RESULTS, measured_by, waiting
+from budget_plans import BASE, OPTIMIZER, task_of
 from captured_models import MODELS
 
 from shardwise.plan import Plan
@@ -25,6 +26,7 @@ from shardwise.spec import ModelSpec
 from shardwise.trace import trace_task
 
 OUT = RESULTS / "compiled_memory_h200.json"
+ORDINARY = replace(BASE, capture="off")
 # (model, ranks, micro-batch, strategy, recompute)
 CASES = (
     ("llama-8b", 8, 2, "fsdp", "none"),
@@ -53,9 +55,9 @@ def measure() -> None:
     rows = []
     for model, num_ranks, micro_batch, strategy, recompute in CASES:
         for backend in ("none", "inductor"):
-            plan = replace(BASE, strategy=strategy, micro_batch=micro_batch, recompute=recompute, compile=backend)
+            plan = replace(ORDINARY, strategy=strategy, micro_batch=micro_batch, recompute=recompute, compile=backend)
             case = {"model": model, "num_ranks": num_ranks, "kind": "fixed", "plan": plan.to_dict()}
-            row = measured_alone(case, process=waiting())
+            (row,) = measured_by(waiting(), [case])
             rows.append(row)
             print(row, flush=True)
             OUT.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
@@ -77,7 +79,7 @@ def measured() -> Iterator[MeasuredPeak]:
             yield MeasuredPeak(
                 model=row["model"],
                 num_ranks=1,
-                plan=replace(BASE, strategy="fsdp", micro_batch=MODELS[row["model"]][1], compile=row["compile"]),
+                plan=replace(ORDINARY, strategy="fsdp", micro_batch=MODELS[row["model"]][1], compile=row["compile"]),
                 allocated_bytes=row["allocated_bytes"],
                 reserved_bytes=row["reserved_bytes"],
                 made_on_device=True,

@@ -196,9 +196,9 @@ class Job:
 
     @property
     def num_communicators(self) -> int:
-        """Of a process. A second axis of the mesh has one of its own."""
+        """Of a process. A second axis of the mesh has one of its own; a rank that gathers from itself needs none."""
         assert self.plan.mesh is not None
-        of_gathers = self.engine.gather_communicators if self.gathers else 0
+        of_gathers = self.engine.gather_communicators if self.gathers and self.plan.mesh.shard > 1 else 0
         return self.engine.num_communicators + of_gathers + (self.plan.mesh.replicate > 1)
 
     @cached_property

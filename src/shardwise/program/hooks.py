@@ -32,7 +32,7 @@ class StepListener(Protocol[_Heard]):
         ...
 
     def awaits(self, unit: _Heard) -> bool:
-        """Whether it is to be told when backward comes to the call that ends; what a unit hands on is looked at then."""
+        """Whether it is to be told when backward comes to the call that ends: only then its outputs are looked at."""
         ...
 
     def after_forward(self, unit: _Heard, *, backward: str) -> None:

@@ -47,7 +47,8 @@ def make(
             host=HostCopies(cpu) if offloads else None,
         )
         # Masters of sharded parameters are there before any full buffer is.
-        assert flat.master.numel() and (flat.full.numel() == 0) == (STRATEGIES[strategy].params is SHARDED)
+        assert flat.master.numel()
+        assert (flat.full.numel() == 0) == (STRATEGIES[strategy].params is SHARDED)
         flat.lay_out()
         for index, value in enumerate(values()):
             flat.fill(index, value)
