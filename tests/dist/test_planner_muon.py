@@ -25,9 +25,10 @@ from shardwise.units import model_spec
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 
 
-def muon(model: Any, **options: Any) -> torch.optim.Optimizer:
+def muon(model: Any) -> torch.optim.Optimizer:
+    """One iteration: more take no more memory, and long on a CPU without bf16."""
     matrices, others = split_off_matrices(model)
-    return MuonWithAdamW(matrices, [{"params": others}], lr=1e-3, muon=options, adamw={"foreach": False})
+    return MuonWithAdamW(matrices, [{"params": others}], lr=1e-3, muon={"ns_steps": 1}, adamw={"foreach": False})
 
 
 def made(name: str, device: str) -> Task:
@@ -42,7 +43,7 @@ def state_bytes(rank: int, name: str, num_ranks: int, strategies: list[str]) -> 
     with absent_group(num_ranks), torch.backends.mkldnn.flags(enabled=True):
         for strategy in strategies:
             task = made(name, "cpu")
-            optimizer = muon(task.model, ns_steps=1)
+            optimizer = muon(task.model)
             # Nobody is told that matrices are OWNED who has asked for muon.
             with warnings.catch_warnings(action="error"):
                 model, _ = prepare(task.model, optimizer, Plan(strategy=strategy), collectives=AbsentCollectives())
@@ -79,12 +80,12 @@ def predicted(name: str, plan: Plan, *, batch: int) -> MemoryEstimate:
 @pytest.mark.parametrize(("name", "batch"), [("gpt-tiny", 1), *whole(("gpt", 4), ("llama", 4))])
 def test_the_peak_is_predicted_to_a_hundredth(name: str, batch: int) -> None:
     """In backward; with one short sample, in the update, where matrices are whole."""
-    plans = [Plan(strategy=strategy) for strategy in STRATEGIES]
+    plans = [Plan(strategy=strategy) for strategy in (STRATEGIES if name in SHAPES else ("zero1", "fsdp"))]
     found = run_ranks(measured, num_ranks=2, args=(name, plans, batch))[0]
     for plan, (peak, rest) in zip(plans, found, strict=True):
         memory = predicted(name, plan, batch=batch)
         what = (plan.strategy, memory.peak_at, memory.breakdown_bytes, peak)
         assert memory.at_rest_bytes == pytest.approx(rest, rel=0.01), what
         assert memory.allocated_bytes == pytest.approx(peak, rel=0.01), what
-        if name == "gpt-tiny" and plan.strategy != "ddp":
+        if name == "gpt-tiny":
             assert memory.peak_at == "after step (root)"

@@ -55,16 +55,12 @@ class Runner:
     ) -> None:
         self.spec, self.plan = spec, plan
         self.units, self.root = units, units[ROOT]
-        self.tape = tape
-        self.make_bucket = make_bucket
-        self.make_first_forward = make_first_forward
+        self.make_bucket, self.make_first_forward, self.gather_seen = make_bucket, make_first_forward, gather_seen
         self.evaluation = EvaluationGathers(flags.groups.gather.log, make_first_forward=make_first_forward)
-        self.gather_seen = gather_seen
-        self.broadcast_buffers = broadcast_buffers
-        self.flags = flags
+        self.broadcast_buffers, self.flags = broadcast_buffers, flags
         self.passes, self.land = passes, land
         self.managed, self.writes, self.matrices = managed, managed.writes, matrices
-        self.replicas = replicas
+        self.replicas, self.tape = replicas, tape
         self.any_sharded = any(unit.sharded for unit in units.values())
         # How long this rank waits for the others where it leaves the program.
         self.limit_seconds = 60.0
@@ -120,13 +116,10 @@ class Runner:
         return unit.call
 
     def awaits(self, unit: Unit) -> bool:
-        """Where no parameters are sharded, nothing is done when backward comes to a unit.
-
-        But the first that it comes to begins it: the root, or any other whose parameters show averages in `p.grad`, to
-        which autograd would add.
-        """
-        is_needed = self.any_sharded or unit.shows_grads or unit is self.root
-        return is_needed or self.first is not None or self.tape.recording
+        """Where nothing is sharded, only to begin a backward: before autograd adds to averages that `p.grad` shows."""
+        return (
+            self.any_sharded or unit.shows_grads or unit is self.root or self.first is not None or self.tape.recording
+        )
 
     def after_forward(self, unit: Unit, *, backward: str) -> None:
         if backward == UNANNOUNCED and unit.sharded:

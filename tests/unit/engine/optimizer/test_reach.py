@@ -41,7 +41,7 @@ BY_TENSOR: dict[str, Callable[[Any], Optimizer]] = {
     "an update that is clipped when it is huge": own.UpdateClipping,
     "a floor for tiny gradients": own.TinyFloor,
     "torch's Adafactor": torch.optim.Adafactor,
-    "torch's Muon": torch.optim.Muon,
+    "torch's Muon": partial(torch.optim.Muon, ns_steps=1),
     "Shampoo": own.Shampoo,
     "blocks larger than any alignment": partial(own.BlockAdam, block=8192),
 }
