@@ -355,3 +355,31 @@ def two_forwards(rank: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", strategies("ddp", "shard_grad_op", "fsdp"))
 def test_two_forwards_may_share_a_backward(strategy: str) -> None:
     run_ranks(two_forwards, num_ranks=2, args=(strategy,))
+
+
+def units_backward_came_to(rank: int, plan: Plan) -> list[str]:
+    """Of a step after the first."""
+    model: nn.Module = nn.Sequential(*(module for _ in range(3) for module in (nn.Linear(4, 4), nn.Tanh())))
+    model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+    runner = engine_of(model).runner
+    came: list[str] = []
+    before_backward = runner.before_backward
+    for _ in range(2):
+        came.clear()
+        runner.before_backward = lambda unit, call: (came.append(unit.name), before_backward(unit, call))  # type: ignore[method-assign,assignment,return-value]
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return came
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "all_of_them"),
+    [("ddp", "bf16", False), ("zero2", "bf16", False), ("ddp", "fp32", True), ("fsdp", "bf16", True)],
+)
+def test_backward_is_awaited_where_units_are_freed_or_gradients_show_averages(
+    strategy: str, precision: str, all_of_them: bool
+) -> None:
+    plan = Plan(strategy=strategy, precision=precision, units="class:Linear")
+    for came in run_ranks(units_backward_came_to, num_ranks=2, args=(plan,)):
+        assert set(came) == ({"(root)", "0", "2", "4"} if all_of_them else {"(root)"})
