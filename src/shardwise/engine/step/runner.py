@@ -57,8 +57,7 @@ class Runner:
         self.units, self.root = units, units[ROOT]
         self.make_bucket, self.make_first_forward, self.gather_seen = make_bucket, make_first_forward, gather_seen
         self.evaluation = EvaluationGathers(flags.groups.gather.log, make_first_forward=make_first_forward)
-        self.broadcast_buffers, self.flags = broadcast_buffers, flags
-        self.passes, self.land = passes, land
+        self.broadcast_buffers, self.flags, self.passes, self.land = broadcast_buffers, flags, passes, land
         self.managed, self.writes, self.matrices = managed, managed.writes, matrices
         self.replicas, self.tape = replicas, tape
         self.any_sharded = any(unit.sharded for unit in units.values())
@@ -117,9 +116,8 @@ class Runner:
 
     def awaits(self, unit: Unit) -> bool:
         """Where nothing is sharded, only to begin a backward: before autograd adds to averages that `p.grad` shows."""
-        return (
-            self.any_sharded or unit.shows_grads or unit is self.root or self.first is not None or self.tape.recording
-        )
+        is_observed = self.first is not None or self.tape.recording
+        return is_observed or self.any_sharded or unit.shows_grads or unit is self.root
 
     def after_forward(self, unit: Unit, *, backward: str) -> None:
         if backward == UNANNOUNCED and unit.sharded:
