@@ -16,6 +16,7 @@ from training import Case, Result, assert_close, assert_equal, make_collectives,
 from whole import strategies, whole
 
 from shardwise.engine.engine import engine_of
+from shardwise.engine.params.unit import Unit
 from shardwise.engine.prepare import prepare
 from shardwise.engine.prepared.full_state import full_state_dict, load_full_state_dict
 from shardwise.models.make import build_model
@@ -364,9 +365,14 @@ def units_backward_came_to(rank: int, plan: Plan) -> list[str]:
     runner = engine_of(model).runner
     came: list[str] = []
     before_backward = runner.before_backward
+
+    def noted(unit: Unit, call: int) -> None:
+        came.append(unit.name)
+        before_backward(unit, call)
+
+    runner.before_backward = noted  # type: ignore[method-assign]
     for _ in range(2):
         came.clear()
-        runner.before_backward = lambda unit, call: (came.append(unit.name), before_backward(unit, call))  # type: ignore[method-assign,assignment,return-value]
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
