@@ -32,7 +32,7 @@ from profile_memory import activation_bytes, adamw_temporary_bytes, block_params
 
 from shardwise.models.catalogue import shape_of  # noqa: E402
 from shardwise.models.shapes import ViTShape  # noqa: E402
-from shardwise.placement import SHARDED, STRATEGIES, Where  # noqa: E402
+from shardwise.plan.placement import SHARDED, STRATEGIES, Where  # noqa: E402
 
 NUM_RANKS = 2
 # What a published guide reports for ViT-Large on two A100-40GB.

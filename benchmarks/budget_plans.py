@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.link import Fabric, Link
 from shardwise.hardware.sourced import Sourced
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.auto import RECOMPUTES, AutoRequest, solve_plan, with_budget
 from shardwise.planner.search.candidates import Candidate, candidates, cost
 from shardwise.spec import ModelSpec

@@ -97,7 +97,7 @@ def measure(name: str, *, capture: str, backend: str, steps: int) -> dict[str, A
     """One training of one model: what a step takes, once it is warm."""
     import torch
 
-    from shardwise.engine.compile_clock import CompileClock
+    from shardwise.engine.captured.compile_clock import CompileClock
 
     lines: list[str] = []
     model, taken, (ids, mask) = training(name, capture=capture, backend=backend, tell=lines.append)

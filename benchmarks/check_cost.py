@@ -29,12 +29,12 @@ import torch
 from engine_step import CASES as STEP_CASES
 from engine_step import WARM_UP_STEPS, Case, circumstances, make_step, on_ranks, spread
 
+from shardwise.engine.core import unit
 from shardwise.engine.engine import engine_of
+from shardwise.engine.guards.guard import wake
+from shardwise.engine.guards.managed import ManagedParameters
+from shardwise.engine.guards.written import Writes
 from shardwise.engine.optimizer import owned
-from shardwise.engine.params import unit
-from shardwise.engine.params.guard import wake
-from shardwise.engine.params.managed import ManagedParameters
-from shardwise.engine.params.written import Writes
 
 GOAL = 0.01
 ROUNDS_PER_TIMED = 8

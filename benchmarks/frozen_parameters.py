@@ -16,8 +16,8 @@ from shardwise.engine.engine import tape
 from shardwise.engine.prepare import prepare
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 from shardwise.profile.cpu_allocations import LiveBytes
 from shardwise.program import Kind
 from shardwise.tasks import cross_entropy

@@ -15,9 +15,9 @@ from itertools import product
 from pathlib import Path
 
 from shardwise.hardware import cluster_of
-from shardwise.mesh import Mesh
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import STRATEGIES
 from shardwise.planner import estimate
 from shardwise.planner.time.step_time import estimate_time
 from shardwise.sources import Source

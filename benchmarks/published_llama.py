@@ -7,8 +7,8 @@ from typing import Any
 
 from published_rows import LeftOut, Row, cluster_text, csv_rows, own_model
 
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 
 GIB = 2**30
 GB = 1e9

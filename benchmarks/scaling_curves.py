@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from published_rows import own_model
 
 from shardwise.hardware import cluster_of
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.planner.time.step_time import estimate_time
 from shardwise.sources import Source
 

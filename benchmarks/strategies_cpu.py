@@ -24,11 +24,11 @@ import torch.distributed as dist
 from engine_step import Case, circumstances, make_step, on_ranks
 
 from shardwise.hardware import Cluster, cluster_of
-from shardwise.mesh import Mesh
 from shardwise.models.catalogue import shape_of
 from shardwise.models.shapes import GPTShape
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.time.step_time import estimate_time
 from shardwise.spec.shipped import ready_spec
 

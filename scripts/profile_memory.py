@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_iter
 from shardwise.models.catalogue import shape_of
 from shardwise.models.make import build_model
 from shardwise.models.shapes import ViTShape
-from shardwise.placement import SHARDED, STRATEGIES, Placement, Where
+from shardwise.plan.placement import SHARDED, STRATEGIES, Placement, Where
 
 SIZES = ("tiny", "small", "base", "large", "huge")
 # On a CPU, a size that would take the whole run past this is given by formula only.

@@ -11,8 +11,8 @@ from scorecard import Asked, Row, Tally
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 
 WIDTH = 4
 NUM_UNITS = 300

@@ -19,8 +19,8 @@ from ranks import RankFailed, run_ranks
 from scorecard import Asked, Row, Tally
 from training import Case, Result, _in_one_process, assert_close, assert_equal, on_ranks
 
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 
 _MODULES_AT_ONCE = 5
 _LIMIT_SECONDS = 120.0

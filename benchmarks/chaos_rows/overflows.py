@@ -5,8 +5,8 @@ import test_precision as precision
 from ranks import run_ranks
 from scorecard import Asked, Row, Tally
 
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 
 _LIMIT_SECONDS = 200.0
 

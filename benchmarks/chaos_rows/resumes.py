@@ -10,8 +10,8 @@ from torch.utils.data import Dataset
 from train_tasks import assert_seen_once_per_epoch, config, reference, trained
 
 import shardwise
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 from shardwise.train.batches import Sharing
 from shardwise.train.evaluation import evaluate
 

@@ -14,8 +14,8 @@ from training import line
 
 from shardwise.comm.watch import EXIT_CODE
 from shardwise.engine.engine import engine_of
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 
 # The fault of rank 1, the strategy, and what rank 0 must say of it.
 STOPS = {

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from shardwise.placement import SHARDED, STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.program import Kind, Trigger
 from shardwise.report.outline import picture_model
 from shardwise.report.snapshots import Holding, Snapshot, StepSnapshots, snapshots_of

@@ -7,11 +7,13 @@ pay for torch (two seconds) until something needs it.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from shardwise.vocabulary.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from shardwise.data.sampler import DistributedSampler
     from shardwise.engine.engine import tape
-    from shardwise.engine.extend import extend
     from shardwise.engine.optimizer.scaler import GradScaler
+    from shardwise.engine.plan_change.extend import extend
     from shardwise.engine.prepared.average import EMA
     from shardwise.engine.prepared.evaluating import evaluating
     from shardwise.engine.prepared.forward_method import forward_method
@@ -34,25 +36,23 @@ if TYPE_CHECKING:
     from shardwise.errors import ShardwiseError
     from shardwise.integrations.lean_causal_loss import lean_loss
     from shardwise.integrations.pretrained import from_pretrained, save_pretrained
-    from shardwise.mesh import Mesh
-    from shardwise.placement import STRATEGIES, Placement
     from shardwise.plan import Plan
+    from shardwise.plan.mesh import Mesh
+    from shardwise.plan.placement import STRATEGIES, Placement
     from shardwise.spec import ModelSpec, TensorSpec, UnitSpec
     from shardwise.tasks import Task, load_task
     from shardwise.train_step import step
     from shardwise.units import model_spec
 
-__version__ = "0.1.0"
-
 _HOME = {
     "EMA": "shardwise.engine.prepared.average",
     "DistributedSampler": "shardwise.data.sampler",
     "GradScaler": "shardwise.engine.optimizer.scaler",
-    "Mesh": "shardwise.mesh",
+    "Mesh": "shardwise.plan.mesh",
     "ModelSpec": "shardwise.spec",
-    "Placement": "shardwise.placement",
+    "Placement": "shardwise.plan.placement",
     "Plan": "shardwise.plan",
-    "STRATEGIES": "shardwise.placement",
+    "STRATEGIES": "shardwise.plan.placement",
     "ShardwiseError": "shardwise.errors",
     "Task": "shardwise.tasks",
     "TensorSpec": "shardwise.spec",
@@ -63,7 +63,7 @@ _HOME = {
     "clip_grad_value_": "shardwise.engines",
     "edit": "shardwise.engines",
     "evaluating": "shardwise.engine.prepared.evaluating",
-    "extend": "shardwise.engine.extend",
+    "extend": "shardwise.engine.plan_change.extend",
     "forward_method": "shardwise.engine.prepared.forward_method",
     "from_pretrained": "shardwise.integrations.pretrained",
     "full_state_dict": "shardwise.engines",

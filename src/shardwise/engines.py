@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.watch import WATCH_SECONDS
 from shardwise.engine import prepare as engine_prepare
-from shardwise.engine import replan as engine_replan
 from shardwise.engine.captured import capture as engine_capture
 from shardwise.engine.engine import is_prepared
-from shardwise.engine.params.replicas import COMPARE_EVERY
+from shardwise.engine.guards.replicas import COMPARE_EVERY
+from shardwise.engine.plan_change import replan as engine_replan
 from shardwise.engine.prepared import accumulate as engine_accumulate
 from shardwise.engine.prepared import clip as engine_clip
 from shardwise.engine.prepared import full_state as engine_state

@@ -8,8 +8,8 @@ from generated import Layer, make
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 from shardwise.units import unit_modules
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.muon import MuonWithAdamW
+from shardwise.models.muon import MuonWithAdamW
 
 
 class Stepping(Optimizer):

@@ -12,11 +12,11 @@ from shardwise.comm.agreement import exchange, meet
 from shardwise.comm.groups import Group
 from shardwise.engines import prepare
 from shardwise.errors import InvalidPlan
-from shardwise.mesh import Mesh
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, ResNetShape
-from shardwise.placement import SHARDED, STRATEGIES, placement_of
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import SHARDED, STRATEGIES, placement_of
 
 # Eight ranks cut its units into equal slices without padding.
 GPT = GPTShape(num_layers=2, width=256, num_heads=4, vocab_size=128, max_seq=64)

@@ -15,8 +15,8 @@ from whole import strategies, whole
 
 import shardwise
 from shardwise.engine.engine import engine_of, tape
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 from shardwise.program import Kind, build
 from shardwise.tasks import cross_entropy
 

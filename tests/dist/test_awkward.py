@@ -17,8 +17,8 @@ from whole import strategies, whole
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engine.prepare import prepare
 from shardwise.errors import ShardwiseError
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 each_model = pytest.mark.parametrize("name", awkward.MODELS)

@@ -21,8 +21,8 @@ from shardwise.bench.results import load_bench
 from shardwise.bench.run_files import ASKED, BenchRun, Found
 from shardwise.bench.worker import run_rank
 from shardwise.cli.app import main
-from shardwise.engine.grads.bucket import ReduceBucket
-from shardwise.engine.params.unit import Unit
+from shardwise.engine.core.bucket import ReduceBucket
+from shardwise.engine.core.unit import Unit
 from shardwise.tasks import Task, load_task
 
 OPTIONS = ("--ranks", "2", "--rounds", "1", "--steps", "2", "--warm-up", "3")

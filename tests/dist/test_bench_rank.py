@@ -19,9 +19,9 @@ from shardwise.bench.contestants import ENGINES, plan_for
 from shardwise.bench.run_files import ASKED, BenchRun, Found
 from shardwise.bench.worker import run_rank
 from shardwise.launch.launch import launch
-from shardwise.mesh import Mesh
-from shardwise.placement import SHARDED, STRATEGIES, placement_of
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import SHARDED, STRATEGIES, placement_of
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.traffic import sent_bytes
 from shardwise.profile.compare import predict

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from training import line
 
 from shardwise import Plan, prepare
-from shardwise.engine.params.carried import describe_carried
+from shardwise.engine.guards.carried import describe_carried
 
 
 @dataclass

@@ -14,8 +14,8 @@ from whole import whole
 import shardwise
 from shardwise.checkpoint import Checkpoints, open_checkpoint
 from shardwise.engine.prepared.slices import held
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 
 STRATEGIES = {name: Plan(strategy=name) for name in ("ddp", "zero1", "zero2", "shard_grad_op", "fsdp")}
 HYBRID = {"hybrid": Plan(strategy="fsdp", mesh=Mesh(replicate=2, shard=2))}

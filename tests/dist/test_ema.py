@@ -15,8 +15,8 @@ import shardwise
 from shardwise.checkpoint import Checkpoints, open_checkpoint
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engine.prepared.inventory import held_bytes
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 from shardwise.tasks import cross_entropy
 
 DECAY = 0.75

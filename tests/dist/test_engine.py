@@ -15,13 +15,13 @@ from torch import nn
 from training import Case, Result, assert_close, assert_equal, make_collectives, on_ranks, one_process
 from whole import strategies, whole
 
+from shardwise.engine.core.unit import Unit
 from shardwise.engine.engine import engine_of
-from shardwise.engine.params.unit import Unit
 from shardwise.engine.prepare import prepare
 from shardwise.engine.prepared.full_state import full_state_dict, load_full_state_dict
 from shardwise.models.make import build_model
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 from shardwise.tasks import cross_entropy
 
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)

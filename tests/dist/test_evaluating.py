@@ -13,8 +13,8 @@ from training import line, make_collectives
 import shardwise
 from shardwise.comm.agreement import RanksMissing
 from shardwise.engine.engine import engine_of
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.tasks import cross_entropy
 
 NUM_BATCHES = (1, 4)

@@ -12,8 +12,8 @@ from training import line, make_collectives
 from whole import whole
 
 import shardwise
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 
 STEPS = 2
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")

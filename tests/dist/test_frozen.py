@@ -13,11 +13,11 @@ from training import Case, assert_close, assert_equal, line, make_collectives, o
 
 import shardwise
 from shardwise.checkpoint import Checkpoints
+from shardwise.engine.core.tape import TapeEntry
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engine.prepared.inventory import held_bytes
-from shardwise.engine.tape import TapeEntry
-from shardwise.placement import SHARDED, STRATEGIES, placement_of
 from shardwise.plan import Plan
+from shardwise.plan.placement import SHARDED, STRATEGIES, placement_of
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.traffic import sent_bytes
 from shardwise.program import Kind, Operation, build

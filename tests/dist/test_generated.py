@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from training import Case, assert_equal, on_ranks, one_process
 
-from shardwise.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES
 
 
 @given(module=modules, strategy=st.sampled_from(list(STRATEGIES)))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from training import line, make_collectives
 
 import shardwise
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 from shardwise.tasks import cross_entropy
 
 PLANS = [

@@ -7,8 +7,8 @@ from ranks import run_ranks
 from torch import nn
 
 import shardwise
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 
 NUM_STEPS = 60
 

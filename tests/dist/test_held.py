@@ -10,8 +10,8 @@ from shardwise.engine.prepare import prepare
 from shardwise.engine.prepared.inventory import held_bytes
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
-from shardwise.placement import SHARDED, STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.tasks import cross_entropy
 
 # Wide enough that padding is nothing.

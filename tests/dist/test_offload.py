@@ -8,8 +8,8 @@ from cases import MODELS, adamw
 from ranks import run_ranks
 from training import Case, assert_equal, on_ranks, one_process
 
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -20,8 +20,8 @@ from shardwise.comm.agreement import exchange
 from shardwise.engine.engine import engine_of
 from shardwise.engine.prepare import prepare
 from shardwise.engine.prepared.inventory import held_bytes
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.tasks import cross_entropy
 
 SLICED = ["zero1", "zero2", "fsdp"]

@@ -6,9 +6,9 @@ from ranks import run_ranks
 from training import Case, assert_close, assert_equal, on_ranks, one_process
 from whole import whole
 
-from shardwise.mesh import Mesh
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import STRATEGIES
 
 OTHERS = [(name, False) for name in MODELS if name != "gpt"]
 

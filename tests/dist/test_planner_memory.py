@@ -12,10 +12,10 @@ from whole import whole
 
 from shardwise.comm.absent import absent_group
 from shardwise.engines import prepare
-from shardwise.mesh import Mesh
 from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, Shape, ViTShape
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import STRATEGIES
 from shardwise.planner import MemoryEstimate, estimate
 from shardwise.spec import ModelSpec
 from shardwise.tasks import Task, image_task, token_task

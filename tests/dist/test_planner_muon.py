@@ -14,7 +14,7 @@ from whole import whole
 
 from shardwise.comm.absent import AbsentCollectives, absent_group
 from shardwise.engines import prepare
-from shardwise.muon import MuonWithAdamW, split_off_matrices
+from shardwise.models.muon import MuonWithAdamW, split_off_matrices
 from shardwise.plan import Plan
 from shardwise.planner import MemoryEstimate, estimate
 from shardwise.planner.memory.peak import job_of

@@ -13,8 +13,8 @@ from whole import strategies, whole
 
 import shardwise
 from shardwise.engine.engine import engine_of
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 from shardwise.tasks import cross_entropy
 
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)

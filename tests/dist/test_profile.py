@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 from shardwise.profile.compare import Profile, predict
 from shardwise.profile.memory_ledger import LedgerEntry
 from shardwise.profile.rehearsal import Rehearsal

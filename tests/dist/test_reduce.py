@@ -15,8 +15,8 @@ from shardwise.comm.collectives import BackendCollectives, Collectives, Work
 from shardwise.comm.groups import Group
 from shardwise.engine.engine import engine_of
 from shardwise.engine.prepare import prepare
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.tasks import cross_entropy
 
 MESH = Mesh(replicate=2, shard=2)

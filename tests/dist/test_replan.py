@@ -18,11 +18,11 @@ from whole import whole
 import shardwise
 from shardwise.checkpoint import Checkpoints
 from shardwise.engine.engine import engine_of, tape
-from shardwise.mesh import Mesh
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import STRATEGIES
 from shardwise.program import Kind, build
 from shardwise.tasks import cross_entropy
 

@@ -14,10 +14,10 @@ from wrong import WIDTH, Blocks, WrongCollectives
 from shardwise.comm.collectives import BackendCollectives
 from shardwise.comm.issued import first_difference
 from shardwise.engine.engine import engine_of
-from shardwise.engine.grads.same_order import coefficient
+from shardwise.engine.guards.same_order import coefficient
 from shardwise.engine.prepare import prepare
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 
 
 def prepared(plan: Plan, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:

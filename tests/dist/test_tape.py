@@ -12,12 +12,12 @@ from training import model_units
 from whole import whole
 
 from shardwise.comm.collectives import BackendCollectives
+from shardwise.engine.core.tape import TapeEntry
 from shardwise.engine.engine import engine_of, tape
 from shardwise.engine.prepare import prepare
-from shardwise.engine.tape import TapeEntry
-from shardwise.mesh import Mesh
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import STRATEGIES
 from shardwise.program import Kind, StepProgram, build
 from shardwise.program.first_step import first_step
 from shardwise.tasks import cross_entropy

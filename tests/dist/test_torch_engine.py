@@ -22,10 +22,10 @@ from whole import whole
 from shardwise.engine.optimizer.known import StaleOptimizer
 from shardwise.engines import clip_grad_norm_, full_state_dict, load_full_state_dict, prepare
 from shardwise.errors import InvalidModel, InvalidPlan, ShardwiseError
-from shardwise.mesh import Mesh
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.torch_engine.prepare import AutocastDataParallel
 
 GPT = Case(make=MODELS["gpt"], optimizer=sgd, num_steps=5)

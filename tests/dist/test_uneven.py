@@ -14,8 +14,8 @@ from whole import strategies, whole
 
 import shardwise
 from shardwise.errors import ShardwiseError
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 from shardwise.tasks import cross_entropy
 
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)

@@ -14,8 +14,8 @@ from training import line, make_collectives
 
 import shardwise
 from shardwise.comm.agreement import RanksDisagree
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 from shardwise.tasks import cross_entropy
 
 PLANS = [Plan(strategy=strategy, precision=precision) for strategy in STRATEGIES for precision in ("fp32", "bf16")]

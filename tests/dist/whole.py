@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES
 
 
 def whole(*values: Any) -> list[Any]:

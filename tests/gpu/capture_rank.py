@@ -16,8 +16,8 @@ from capture_cases import Masked, Ran, gpt_batch, masked_batch, masked_loss, run
 from torch import Tensor, nn
 
 from shardwise import Plan
-from shardwise.mesh import Mesh
-from shardwise.placement import STRATEGIES
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import STRATEGIES
 
 
 def compared(name: str, *, least_replayed: int, plan: dict[str, Any], **how: Any) -> str:

@@ -12,7 +12,7 @@ from shardwise import Plan
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
-from shardwise.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES
 from shardwise.tasks import cross_entropy
 
 pytestmark = [

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise import Plan
-from shardwise.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES
 from shardwise.tasks import cross_entropy
 
 pytestmark = [

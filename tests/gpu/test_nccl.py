@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sharing_ranks import run_script
 
-from shardwise.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

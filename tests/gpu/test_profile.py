@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 from shardwise.profile.compare import Profile, predict
 from shardwise.profile.rehearsal import Rehearsal, rehearse_apart
 from shardwise.sources import Source

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.models.catalogue import shape_of
-from shardwise.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "profile_memory.py"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.autopsy.record import GroupRecord, Issued, RankRecord
 from shardwise.errors import InvalidData
-from shardwise.regular_file import read_at_most
+from shardwise.files.regular_file import read_at_most
 
 # A ring of 2,000 collectives with their stacks takes about 2 MiB.
 _MOST_BYTES = 1 << 28

@@ -6,10 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardwise.atomic import atomic_write
 from shardwise.autopsy.record import GroupRecord, Issued, RankRecord
 from shardwise.errors import InvalidData
-from shardwise.regular_file import read_at_most
+from shardwise.files.atomic import atomic_write
+from shardwise.files.regular_file import read_at_most
 
 PREFIX = "autopsy-rank-"
 _FORMAT = 1

@@ -8,8 +8,8 @@ from shardwise.bench.case_result import CaseResult, PredictedCase
 from shardwise.bench.contestants import plan_for, why_not
 from shardwise.bench.run_files import Found
 from shardwise.bench.spread import Spread
-from shardwise.placement import AUTO, STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import AUTO, STRATEGIES
 from shardwise.train.config import TrainConfig
 
 Ranks = Sequence[Found]

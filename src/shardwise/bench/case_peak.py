@@ -7,8 +7,8 @@ did not see counts as `other` (MemoryLedger.adding_up_to), so that the categorie
 from collections.abc import Mapping
 
 from shardwise.bench.case_result import CaseResult
-from shardwise.categories import CATEGORIES
 from shardwise.profile.memory_ledger import MemoryLedger
+from shardwise.vocabulary.categories import CATEGORIES
 
 
 def measured_ledger(case: CaseResult, *, rank: int) -> MemoryLedger | None:

@@ -7,7 +7,7 @@ from typing import Any
 from shardwise.bench.modes import mode_of
 from shardwise.bench.spread import Spread
 from shardwise.profile.memory_ledger import MemoryLedger
-from shardwise.span import Span
+from shardwise.vocabulary.span import Span
 
 NOT_MEASURABLE = "not measurable here"
 """Of exposed communication that is smaller than the spread of the times that it is the difference of."""

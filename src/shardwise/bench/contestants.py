@@ -10,11 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from shardwise.bench.modes import mode_of
-from shardwise.engine_limits import LIMITS, EngineLimits, Setting, lives_alike
 from shardwise.errors import InvalidPlan, UnknownName
-from shardwise.patterns import Patterns
-from shardwise.placement import AUTO, SHARDED, Placement, placement_of, strategy_of
 from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS, EngineLimits, Setting, lives_alike
+from shardwise.plan.patterns import Patterns
+from shardwise.plan.placement import AUTO, SHARDED, Placement, placement_of, strategy_of
 from shardwise.train.config import TrainConfig
 from shardwise.train.config_section import InvalidConfig
 

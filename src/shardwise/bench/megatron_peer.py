@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from shardwise.bench.contestants import STAGES
 from shardwise.bench.peer_setup import accumulating, make_real, unit_classes
-from shardwise.engine.params.precision import planned_dtype
+from shardwise.engine.core.precision import planned_dtype
 from shardwise.plan import Plan
 from shardwise.torch_engine.prepare import rename_parameters
 from shardwise.train.config import TrainConfig

@@ -4,7 +4,7 @@ No engine is a part of its own, ours included: each of them is one.
 """
 
 from shardwise.bench.case_result import CaseResult
-from shardwise.placement import AUTO, SHARDED, STRATEGIES
+from shardwise.plan.placement import AUTO, SHARDED, STRATEGIES
 
 _OPTIM, _GRADS, _PARAMS = "sharded optimizer state", "sharded gradients", "sharded parameters"
 _REGATHER, _PER_UNIT = "second gather", "plan per unit"

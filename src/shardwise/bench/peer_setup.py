@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.dtensor import dtensor_types
 from shardwise.engine.activations.compiled_units import compile_units
-from shardwise.materialize import materialize
 from shardwise.plan import Plan
 from shardwise.spec import ROOT
 from shardwise.torch_engine.prepare import rename_parameters, to_master_dtype
 from shardwise.train.batches import to_device
 from shardwise.train.loop import Training, Update
 from shardwise.units import unit_modules
+from shardwise.units.materialize import materialize
 
 
 @contextmanager

@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 
 from shardwise.bench.gradients import plain_name
 from shardwise.bench.peer_setup import accumulating, make_real, told_of_the_group, unit_classes
-from shardwise.engine.params.precision import planned_dtype
-from shardwise.placement import SHARDED, placement_of
+from shardwise.engine.core.precision import planned_dtype
 from shardwise.plan import Plan
+from shardwise.plan.placement import SHARDED, placement_of
 from shardwise.torch_engine.prepare import rename_parameters, shard_units
 from shardwise.train.config import TrainConfig
 from shardwise.train.loop import Update

@@ -14,7 +14,7 @@ from shardwise.bench.case_result import CaseResult
 from shardwise.bench.moving_parts import is_simpler, missing_parts
 from shardwise.bench.results import Bench
 from shardwise.bench.spread import SpeedRelation, Spread, relation
-from shardwise.quantities import fixed_text, significant, table_unit
+from shardwise.vocabulary.quantities import fixed_text, significant, table_unit
 
 # Memory savings below this factor are not mentioned.
 _WORTHWHILE = 1.05

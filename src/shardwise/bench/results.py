@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.atomic import atomic_write
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results_form import check_bench
 from shardwise.errors import ShardwiseError
-from shardwise.json_form import WrongForm
-from shardwise.regular_file import read_at_most
+from shardwise.files.atomic import atomic_write
+from shardwise.files.json_form import WrongForm
+from shardwise.files.regular_file import read_at_most
 
 FILE = "bench.json"
 """What a bench leaves in its folder, next to `runs/`."""

@@ -6,9 +6,8 @@ Checked where a bench is read (results.py), so that tables and the page can take
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwise.categories import CATEGORIES
 from shardwise.errors import ShardwiseError
-from shardwise.json_form import (
+from shardwise.files.json_form import (
     WrongForm,
     any_number,
     anything,
@@ -22,9 +21,10 @@ from shardwise.json_form import (
     text,
     whole,
 )
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
-from shardwise.span import QUEUES
+from shardwise.plan.mesh import Mesh
+from shardwise.vocabulary.categories import CATEGORIES
+from shardwise.vocabulary.span import QUEUES
 
 _MOST_RANKS = 2**24
 _SECONDS = number(most=1e9)

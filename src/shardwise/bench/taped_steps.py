@@ -14,8 +14,8 @@ import torch
 from shardwise.bench.case_result import Happening
 from shardwise.bench.run_files import Found
 from shardwise.bench.subject import BenchTraining
+from shardwise.engine.core.tape import TapeEntry
 from shardwise.engine.engine import is_prepared, tape
-from shardwise.engine.tape import TapeEntry
 from shardwise.profile.memory_ledger import Lasts
 from shardwise.profile.recording import StepRecording
 from shardwise.program import Kind

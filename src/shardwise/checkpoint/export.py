@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.atomic import atomic_write
 from shardwise.checkpoint.disk import Disk
 from shardwise.checkpoint.folder import begin, commit, write_file
 from shardwise.checkpoint.manifest import MODEL, Contents, Manifest, StoredBox, StoredTensor, box_key
@@ -20,6 +19,7 @@ from shardwise.checkpoint.tensor_file import TensorEntry, TensorFile, opened_all
 from shardwise.checkpoint.typed import dtype_name
 from shardwise.checkpoint.verify import verify
 from shardwise.errors import CheckpointError
+from shardwise.files.atomic import atomic_write
 from shardwise.models.hugging_face import HuggingFaceLayout, layout_of_ours, layout_of_theirs
 
 _INDEX = "model.safetensors.index.json"

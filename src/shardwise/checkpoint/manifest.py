@@ -26,7 +26,7 @@ from shardwise.checkpoint.boxes import Box, covers
 from shardwise.checkpoint.tensor_file import checksum
 from shardwise.checkpoint.typed import dtype_name, dtype_of
 from shardwise.errors import CheckpointError
-from shardwise.regular_file import read_at_most
+from shardwise.files.regular_file import read_at_most
 
 FILE_NAME = "manifest.json"
 FORMAT = "shardwise-checkpoint"

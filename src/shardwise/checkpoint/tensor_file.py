@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
-from shardwise.regular_file import open_to_read
+from shardwise.files.regular_file import open_to_read
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shardwise import __version__
 from shardwise.cli.autopsy import autopsy
 from shardwise.cli.bench import bench
 from shardwise.cli.calibrate import calibrate
@@ -23,6 +22,7 @@ from shardwise.cli.report import report
 from shardwise.cli.tokens import tokens
 from shardwise.cli.train import train
 from shardwise.errors import ShardwiseError
+from shardwise.vocabulary.version import __version__
 
 # Spellings that still work, and are shown nowhere.
 _FORMERLY = {"--nproc": "--ranks", "--strategies": "--strategy"}

@@ -15,7 +15,7 @@ import typer
 from shardwise.cli.strategies import listed, strategy_names
 from shardwise.cli.train import ranks_to_start
 from shardwise.errors import InvalidCluster, ShardwiseError
-from shardwise.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.config_section import InvalidConfig
 

@@ -98,7 +98,7 @@ def export(
         raise InvalidData(f"{there} exists; --force replaces it")
 
     from shardwise.checkpoint.export import export_weights
-    from shardwise.engine.params.precision import planned_dtype
+    from shardwise.engine.core.precision import planned_dtype
 
     written = export_weights(
         _chosen(path),

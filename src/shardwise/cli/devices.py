@@ -12,7 +12,7 @@ from shardwise.hardware.device import Device, device_of
 from shardwise.hardware.device import devices as all_devices
 from shardwise.hardware.link import Link, links
 from shardwise.hardware.sourced import Sourced
-from shardwise.quantities import GIB, significant
+from shardwise.vocabulary.quantities import GIB, significant
 
 
 def devices(

@@ -7,8 +7,8 @@ import typer
 
 from shardwise.cli.own_files import describe_own
 from shardwise.errors import InvalidPlan
-from shardwise.placement import SHARDED, placement_of
 from shardwise.plan import Plan
+from shardwise.plan.placement import SHARDED, placement_of
 
 if TYPE_CHECKING:
     from shardwise.interchange.foreign_setup import ForeignSetup
@@ -57,7 +57,7 @@ def doctor(
         source = Source(model, seq=seq)
         found, more = predict(setup, source.spec_for, cluster=parse_cluster(cluster), micro_batch=micro_batch)
         findings += more
-        from shardwise.quantities import bytes_text
+        from shardwise.vocabulary.quantities import bytes_text
 
         time = f", {found.time.samples_per_s:,.0f} samples per second" if found.time is not None else ""
         needs = bytes_text(found.memory.device_bytes)
@@ -84,7 +84,7 @@ def _setup(path: Path) -> "ForeignSetup":
 
 def _our_plan(path: Path) -> Plan:
     """Of a plan, or of a config of `shardwise train`."""
-    from shardwise.toml_file import UnreadableFile, read_toml
+    from shardwise.files.toml_file import UnreadableFile, read_toml
 
     try:
         is_config = "task" in read_toml(path)

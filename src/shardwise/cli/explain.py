@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from shardwise.errors import InvalidPlan, UnknownName
-from shardwise.placement import STRATEGIES, resolve_strategy
+from shardwise.plan.placement import STRATEGIES, resolve_strategy
 
 
 def explain(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import InvalidData, InvalidPlan, ShardwiseError
-from shardwise.toml_file import read_toml
+from shardwise.files.toml_file import read_toml
 
 _CLUSTER_KEYS = {"num_nodes", "devices_per_node", "device", "fabric", "link"}
 

@@ -18,8 +18,8 @@ from shardwise.cli.plan_options import (
     hybrid_mesh,
 )
 from shardwise.errors import InvalidPlan
-from shardwise.placement import STRATEGIES
-from shardwise.quantities import SIZE_EXAMPLE, byte_count
+from shardwise.plan.placement import STRATEGIES
+from shardwise.vocabulary.quantities import SIZE_EXAMPLE, byte_count
 
 
 def plan(

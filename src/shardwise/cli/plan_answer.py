@@ -6,8 +6,8 @@ from pathlib import Path
 from shardwise.cli.strategies import asked_strategies, strategy_names
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster
-from shardwise.placement import AUTO
 from shardwise.plan import Plan
+from shardwise.plan.placement import AUTO
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.auto import AutoRequest, NoPlanFits, solve_plan, with_budget
 from shardwise.planner.search.candidates import Candidate, candidates, cost, way_out
@@ -19,7 +19,7 @@ from shardwise.planner.search.training_cost import TrainingCost, training_cost
 from shardwise.planner.time.step_time import timeline
 from shardwise.report.text.verdict import no_fit, reasons
 from shardwise.sources import Source
-from shardwise.span import Span
+from shardwise.vocabulary.span import Span
 
 _CLEARLY_FASTER = 0.95
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import InvalidPlan, UnknownName
-from shardwise.mesh import Mesh
+from shardwise.plan.mesh import Mesh
 
 if TYPE_CHECKING:
     from shardwise.hardware import Cluster

@@ -7,7 +7,6 @@ from shardwise.cli.plan_answer import PlanAnswer
 from shardwise.hardware.host_here import host_is_probed
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.time.step_time import why_not_timed
-from shardwise.quantities import GIB, fixed_text, step_seconds_text
 from shardwise.report.text.budgets import frontier_data, frontier_table, training_data, training_table
 from shardwise.report.text.costs import as_data as candidate_data
 from shardwise.report.text.costs import as_table, legend, scaling_data, scaling_table
@@ -15,6 +14,7 @@ from shardwise.report.text.queue_lanes import as_data as spans_as_data
 from shardwise.report.text.queue_lanes import as_lanes
 from shardwise.report.text.verdict import verdict
 from shardwise.spec.largest_unit import why_hardly_cut
+from shardwise.vocabulary.quantities import GIB, fixed_text, step_seconds_text
 
 
 def as_data(shown: PlanAnswer) -> dict[str, Any]:

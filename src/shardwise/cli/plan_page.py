@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from shardwise.atomic import atomic_write
 from shardwise.errors import InvalidPlan
+from shardwise.files.atomic import atomic_write
 from shardwise.hardware import cluster_of
 from shardwise.interchange.exported import JobShape
 from shardwise.interchange.targets import TARGETS

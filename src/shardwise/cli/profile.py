@@ -11,7 +11,7 @@ import typer
 
 from shardwise.cli.strategies import asked_strategies
 from shardwise.errors import InvalidCluster, InvalidData, InvalidModel, InvalidPlan, UnknownName
-from shardwise.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES
 
 if TYPE_CHECKING:
     from shardwise.profile.compare import Profile

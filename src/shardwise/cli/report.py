@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from shardwise.atomic import atomic_write
 from shardwise.errors import InvalidData
+from shardwise.files.atomic import atomic_write
 
 _PAGE = "report.html"
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from shardwise.engine_limits import strategies_of
 from shardwise.errors import InvalidPlan, UnknownName
-from shardwise.mesh import Mesh
-from shardwise.placement import AUTO, STRATEGIES, resolve_strategy
+from shardwise.plan.limits import strategies_of
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import AUTO, STRATEGIES, resolve_strategy
 
 
 def asked_strategies(asked: str, *, engine: str, mesh: Mesh | None = None) -> list[str]:

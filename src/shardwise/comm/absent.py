@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.comm.collectives import DONE, Work, own_slice
 from shardwise.comm.groups import Group
 from shardwise.errors import InvalidPlan
-from shardwise.mesh import Mesh
+from shardwise.plan.mesh import Mesh
 
 
 class AbsentCollectives:

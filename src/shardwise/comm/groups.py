@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from shardwise.comm.issued import IssueLog
-from shardwise.mesh import Mesh
+from shardwise.plan.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

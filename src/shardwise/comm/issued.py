@@ -2,7 +2,7 @@
 
 Two all-reduces of equal size that one rank issues in another order give wrong sums on all of them, and no backend
 notices. So each group keeps the collectives that were issued in it, noted down where they are handed to the backend;
-ranks compare the number that they fold into (engine/grads/same_order.py), and the names only if that differs.
+ranks compare the number that they fold into (engine/guards/same_order.py), and the names only if that differs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

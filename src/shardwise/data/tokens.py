@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from shardwise.atomic import atomic_write
 from shardwise.errors import InvalidData
+from shardwise.files.atomic import atomic_write
 
 TokenPiece = tuple[NDArray[Any], bool]
 """A run of token numbers, and whether a document ends with it."""

@@ -11,15 +11,15 @@ from torch import nn
 
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import MeshGroups
+from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.precision import attach_casts
+from shardwise.engine.core.runner import Runner
+from shardwise.engine.core.step_errors import backward_without_forward
+from shardwise.engine.core.tape import Tape
+from shardwise.engine.guards.first_inputs import FirstInputs
+from shardwise.engine.guards.guard import unguarded
 from shardwise.engine.optimizer.owned import OwnedParameters
-from shardwise.engine.params.flat import FlatParams
-from shardwise.engine.params.guard import unguarded
-from shardwise.engine.params.loading import attach_loads
-from shardwise.engine.params.precision import attach_casts
-from shardwise.engine.step.first_inputs import FirstInputs
-from shardwise.engine.step.runner import Runner
-from shardwise.engine.step_errors import backward_without_forward
-from shardwise.engine.tape import Tape
+from shardwise.engine.prepared.loading import attach_loads
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 

@@ -19,9 +19,19 @@ from shardwise.comm.record_writer import RECORDS
 from shardwise.comm.watch import WATCH_SECONDS, check_watch_seconds, watch_over
 from shardwise.engine.activations.compiled_units import check_compile
 from shardwise.engine.activations.wrap import wrap_units
-from shardwise.engine.assembly import EngineSetting, make_owned, make_runner, make_units
-from shardwise.engine.description import asked_device, describe, tell_hardly_cut
+from shardwise.engine.core.assembly import EngineSetting, make_owned, make_runner, make_units
+from shardwise.engine.core.broadcast import fill
+from shardwise.engine.core.host import HostCopies
+from shardwise.engine.core.pass_state import PassState
+from shardwise.engine.core.precision import check_kept, tell_upcast, torch_dtype
+from shardwise.engine.core.tape import Tape
 from shardwise.engine.engine import Engine, is_prepared, register
+from shardwise.engine.guards.description import asked_device, describe, tell_hardly_cut
+from shardwise.engine.guards.first_inputs import FirstInputs
+from shardwise.engine.guards.last_issued import last_issued
+from shardwise.engine.guards.refuse import check_model
+from shardwise.engine.guards.replicas import COMPARE_EVERY, check_compare_every
+from shardwise.engine.guards.taken_apart import take_apart
 from shardwise.engine.optimizer.known import (
     Stepped,
     check_optimizer,
@@ -34,23 +44,13 @@ from shardwise.engine.optimizer.known import (
     tell_owned,
 )
 from shardwise.engine.optimizer.reach import Verdict
-from shardwise.engine.params.broadcast import fill
-from shardwise.engine.params.host import HostCopies
-from shardwise.engine.params.precision import check_kept, tell_upcast, torch_dtype
-from shardwise.engine.params.replicas import COMPARE_EVERY, check_compare_every
-from shardwise.engine.params.taken_apart import take_apart
-from shardwise.engine.pass_state import PassState
-from shardwise.engine.prepared.out_of_memory import explain_out_of_memory
+from shardwise.engine.out_of_memory.out_of_memory import explain_out_of_memory
 from shardwise.engine.prepared.prepared_module import become_prepared
-from shardwise.engine.refuse import check_model
-from shardwise.engine.step.first_inputs import FirstInputs
-from shardwise.engine.step.last_issued import last_issued
-from shardwise.engine.tape import Tape
 from shardwise.errors import InvalidModel, InvalidPlan
-from shardwise.mesh import Mesh
-from shardwise.patterns import unmatched
-from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.patterns import unmatched
+from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program.buffers import param_dtypes
 from shardwise.spec import ModelSpec
 from shardwise.units import model_spec
@@ -81,7 +81,7 @@ def prepare(
     by the rank that owns it. `any_optimizer` leaves that out and lets it step slices.
     `collectives` replaces the plan's, for tests. The job ends when a rank has held up the others for `watch_seconds`
     (comm/watch.py); 0: nobody watches. Every `compare_every` steps ranks compare what they should hold alike, bit by
-    bit (params/replicas.py); 0: never. Parameters and buffers that `weights` has names of are taken from there, each
+    bit (guards/replicas.py); 0: never. Parameters and buffers that `weights` has names of are taken from there, each
     asked for once, by rank 0: a mapping that reads a file when it is asked needs memory for one tensor.
     """
     if is_prepared(model):

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import InvalidCluster, ShardwiseError
+from shardwise.files.toml_file import read_toml
 from shardwise.hardware.cluster import Cluster, check_count, fabric_of, make_cluster, parse_cluster
 from shardwise.hardware.device import Device, device_of, read_device
 from shardwise.hardware.link import Fabric, Link, link_of, read_link
 from shardwise.hardware.sourced import check_table
-from shardwise.toml_file import read_toml
 
 _RUNS_WITH = ("software", "matmul_precision")
 

@@ -23,8 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.atomic import atomic_write
 from shardwise.errors import InvalidData
+from shardwise.files.atomic import atomic_write
 from shardwise.hardware.cluster_file import read_cluster_file
 from shardwise.hardware.device import Device, device_of, devices
 from shardwise.hardware.fit import fit_calibration, fit_link, measured_peaks, shared

@@ -14,8 +14,8 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from shardwise.cache_folder import cached_text, keep_text
 from shardwise.errors import InvalidCluster, InvalidData
+from shardwise.files.cache_folder import cached_text, keep_text
 from shardwise.hardware.cluster import Cluster
 from shardwise.hardware.device import Device
 from shardwise.hardware.host_speed import HostSpeed, read_host_speed

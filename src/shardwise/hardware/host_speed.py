@@ -14,7 +14,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from shardwise.errors import InvalidData
-from shardwise.json_form import WrongForm, number, record, table, text
+from shardwise.files.json_form import WrongForm, number, record, table, text
 
 _SECONDS = number(least=1e-12, most=1e3)
 _PAIR = record(forward=_SECONDS, backward=_SECONDS)

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.atomic import atomic_write
 from shardwise.checkpoint.tensor_file import TensorEntry, TensorFile, opened, write_tensors
+from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.engine import Engine, engine_of
-from shardwise.engine.params.flat import FlatParams
-from shardwise.engine.params.guard import unguarded
+from shardwise.engine.guards.guard import unguarded
 from shardwise.engine.prepared.prepared_module import PreparedModule
 from shardwise.engines import prepare
 from shardwise.errors import InvalidData, InvalidModel, InvalidPlan, ShardwiseError
+from shardwise.files.atomic import atomic_write
 from shardwise.integrations.tested_versions import tell_if_untested
 from shardwise.plan import Plan, as_plan
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from shardwise.automatic import auto_plan
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.tasks import Task
+from shardwise.train.automatic import auto_plan
 
 
 def solved_plan(trainer: Any, *, plan: Plan) -> Plan:

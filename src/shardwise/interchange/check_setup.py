@@ -5,7 +5,7 @@ from difflib import get_close_matches
 
 from shardwise.interchange.foreign_setup import ForeignSetup, count, truth
 from shardwise.interchange.mistakes import Mistake
-from shardwise.placement import SHARDED, placement_of
+from shardwise.plan.placement import SHARDED, placement_of
 
 _OF_VERSION_1 = ("sharding_strategy", "backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states")
 _EMBEDDINGS = ("Embedding", "Linear", "LMHead")

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.interchange.foreign_setup import ForeignSetup, count, flat, names, truth, units_of
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 
 _PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
 # By name, and by the number that older files have.

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.interchange.foreign_setup import ForeignSetup, count, flat, truth
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _OTHER_AXES = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree")

@@ -6,10 +6,10 @@ from dataclasses import replace
 from shardwise.hardware import Cluster
 from shardwise.interchange.foreign_setup import ForeignSetup
 from shardwise.interchange.mistakes import Mistake
-from shardwise.placement import SHARDED, placement_of
 from shardwise.plan import Plan
+from shardwise.plan.placement import SHARDED, placement_of
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost
-from shardwise.quantities import bytes_text
+from shardwise.vocabulary.quantities import bytes_text
 
 # A step in which the CPU takes this share is bound by it.
 _HOST_BOUND = 0.9

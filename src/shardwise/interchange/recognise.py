@@ -8,14 +8,14 @@ from typing import Any
 import yaml
 
 from shardwise.errors import InvalidPlan, ShardwiseError
+from shardwise.files.regular_file import read_at_most
+from shardwise.files.toml_file import read_toml
 from shardwise.interchange.foreign_setup import ForeignSetup
 from shardwise.interchange.from_accelerate import from_accelerate, is_accelerate
 from shardwise.interchange.from_deepspeed import from_deepspeed, is_deepspeed
 from shardwise.interchange.from_lightning import from_lightning, is_lightning
 from shardwise.interchange.from_torchtitan import from_torchtitan, is_torchtitan
 from shardwise.interchange.from_trainer import from_trainer, is_trainer
-from shardwise.regular_file import read_at_most
-from shardwise.toml_file import read_toml
 
 Table = Mapping[str, Any]
 _MOST_BYTES = 4 * 2**20

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from shardwise.atomic import atomic_write
 from shardwise.errors import InvalidPlan, UnknownName
+from shardwise.files.atomic import atomic_write
 from shardwise.interchange.exported import Exported, JobShape
 from shardwise.interchange.to_accelerate import to_accelerate
 from shardwise.interchange.to_deepspeed import to_deepspeed

@@ -5,9 +5,9 @@ from typing import Any
 import yaml
 
 from shardwise.interchange.exported import Exported, JobShape, comment, not_expressed
-from shardwise.placement import SHARDED, placement_of
 from shardwise.plan import Plan
-from shardwise.policy import Cut, UnitPolicy
+from shardwise.plan.placement import SHARDED, placement_of
+from shardwise.plan.policy import Cut, UnitPolicy
 
 _MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "native": "no"}
 _STAGES = {"zero1": 1, "zero2": 2}

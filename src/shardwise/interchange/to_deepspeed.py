@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 from shardwise.interchange.exported import Exported, JobShape, not_expressed
-from shardwise.placement import SHARDED, placement_of
 from shardwise.plan import Plan
+from shardwise.plan.placement import SHARDED, placement_of
 
 _STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "shard_grad_op": 3, "fsdp": 3}
 _REDUCES_IN = {"fp32": "fp32", "bf16": "bfp16", "fp16": "fp16"}

@@ -1,9 +1,9 @@
 """A plan as a Python file for Lightning: `from lightning_trainer import make_trainer`."""
 
 from shardwise.interchange.exported import Exported, JobShape, comment, not_expressed
-from shardwise.placement import SHARDED, placement_of
 from shardwise.plan import Plan
-from shardwise.policy import Cut, UnitPolicy
+from shardwise.plan.placement import SHARDED, placement_of
+from shardwise.plan.policy import Cut, UnitPolicy
 
 _PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "native": "32-true"}
 _EXPRESSED = {"strategy", "units", "micro_batch", "accumulate", "precision", "recompute"}

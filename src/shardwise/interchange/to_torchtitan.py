@@ -3,8 +3,8 @@
 from typing import Any
 
 from shardwise.interchange.exported import Exported, JobShape, comment, not_expressed
-from shardwise.placement import SHARDED, placement_of
 from shardwise.plan import Plan
+from shardwise.plan.placement import SHARDED, placement_of
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "native": "float32"}
 _EXPRESSED = {

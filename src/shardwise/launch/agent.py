@@ -28,9 +28,9 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from shardwise.autopsy.own_record import clear_records, path_of
 from shardwise.comm.job_environment import AUTOPSY, STORE
+from shardwise.files.regular_file import open_to_append
 from shardwise.launch.failure import LAST_WORDS_SECONDS, LOG, Failure, ended, first, reported
 from shardwise.launch.rank_process import LAUNCHER
-from shardwise.regular_file import open_to_append
 
 _MONITOR_SECONDS = 0.05
 # How long ranks that lost a peer have to leave a record, where the job ends with it.

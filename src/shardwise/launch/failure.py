@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.atomic import atomic_write
 from shardwise.comm.rank_progress import PROGRESS
 from shardwise.errors import ShardwiseError
-from shardwise.regular_file import open_to_append
+from shardwise.files.atomic import atomic_write
+from shardwise.files.regular_file import open_to_append
 
 # A rank that has failed ends by itself within this time, whatever its threads and destructors wait for.
 LAST_WORDS_SECONDS = 3.0

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 from shardwise.errors import ShardwiseError
-from shardwise.regular_file import open_to_append
+from shardwise.files.regular_file import open_to_append
 
 # How the names of private folders begin, and the file in each that names the lock it belongs to.
 _PRIVATE = "shardwise-"

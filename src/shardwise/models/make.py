@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
-from shardwise.materialize import materialize
 from shardwise.models.gpt import GPT
 from shardwise.models.llama import Llama
 from shardwise.models.resnet import ResNet
 from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, Shape, ViTShape
 from shardwise.models.vit import ViT
+from shardwise.units.materialize import materialize
 
 
 def build_model(shape: Shape, *, device: torch.device | str = "cpu") -> nn.Module:

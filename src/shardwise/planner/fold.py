@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 
-from shardwise.patterns import unmatched
 from shardwise.plan import Plan
+from shardwise.plan.patterns import unmatched
 from shardwise.spec import ModelSpec
 from shardwise.spec.step import Run
 

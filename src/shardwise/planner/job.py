@@ -6,10 +6,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
-from shardwise.categories import CATEGORIES
-from shardwise.dtypes import PRECISIONS
-from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
+from shardwise.plan.placement import SHARDED, Placement
 from shardwise.planner.engine_model import EngineModel, engine_model_of
 from shardwise.planner.fold import Short, cut
 from shardwise.planner.memory.allocations import Ledger
@@ -27,6 +25,8 @@ from shardwise.program.first_step import first_step
 from shardwise.spec import ModelSpec
 from shardwise.spec.law import Line
 from shardwise.spec.step import StepRow, StepTrace, Stream
+from shardwise.vocabulary.categories import CATEGORIES
+from shardwise.vocabulary.dtypes import PRECISIONS
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.dtypes import BYTES_PER_ELEMENT
 from shardwise.plan import Plan
 from shardwise.program.buffers import param_dtypes, reduce_bytes
 from shardwise.spec import ModelSpec, UnitSpec
+from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT
 
 MASTER_BYTES = 4
 """Of an element that the optimizer steps."""

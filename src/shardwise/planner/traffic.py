@@ -1,6 +1,6 @@
 """The bytes that a rank sends in a step."""
 
-from shardwise.placement import SHARDED
+from shardwise.plan.placement import SHARDED
 from shardwise.planner.job import Job
 from shardwise.planner.sizes import sizes_of
 from shardwise.program import Kind

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.errors import InvalidModel, InvalidPlan
-from shardwise.patterns import short_patterns
-from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
+from shardwise.plan.patterns import short_patterns
+from shardwise.plan.placement import SHARDED, Placement
 from shardwise.planner.memory.states import OptimizerRule
 from shardwise.program.buffers import flat_specs
 from shardwise.program.owners import assign_owners

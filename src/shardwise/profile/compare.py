@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.engine_limits import LIMITS, strategies_of
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS, strategies_of
 from shardwise.planner.memory.peak import MemoryEstimate, estimate, job_of
 from shardwise.planner.memory.replay import row_peaks
 from shardwise.profile.memory_ledger import LedgerEntry, paired
 from shardwise.profile.rehearsal import Measured, Rehearsal, rehearse_apart
-from shardwise.quantities import GIB, fixed_text
 from shardwise.spec import ModelSpec
+from shardwise.vocabulary.quantities import GIB, fixed_text
 
 SpecFor = Callable[[Plan], ModelSpec]
 

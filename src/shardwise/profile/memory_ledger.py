@@ -18,7 +18,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
-from shardwise.categories import ACTIVATIONS, CATEGORIES, OTHER
+from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, OTHER
 
 FOREVER = 2**63
 """When a storage is freed that is never freed."""

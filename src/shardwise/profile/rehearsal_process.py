@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from shardwise.atomic import atomic_write
 from shardwise.comm.absent import AbsentCollectives, absent_group, leave_out_reduce
 from shardwise.comm.job_environment import Start
 from shardwise.comm.join import joined
 from shardwise.engines import prepare
 from shardwise.errors import ShardwiseError
-from shardwise.muon import MuonWithAdamW, split_off_matrices
+from shardwise.files.atomic import atomic_write
+from shardwise.models.muon import MuonWithAdamW, split_off_matrices
 from shardwise.profile.cuda_allocations import AllocatorHistory
 from shardwise.profile.recording import WARM_UP_STEPS, Recording, StepRecording, allocations_on
 from shardwise.profile.rehearsal import Measured, Rehearsal

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.prepared.out_of_memory import held_now
+from shardwise.engine.out_of_memory.out_of_memory import held_now
 from shardwise.profile.cpu_allocations import LiveBytes
 
 _BLOCK = "block"

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from shardwise.categories import ACTIVATIONS, GRADS, HOST, OPTIM, OTHER, PARAMS
 from shardwise.comm.dtensor import dtensor_types, local_part
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.prepared.inventory import held_tensors
 from shardwise.program import Trigger
 from shardwise.program.hooks import StepHooks
 from shardwise.spec import ROOT, ModelSpec
+from shardwise.vocabulary.categories import ACTIVATIONS, GRADS, HOST, OPTIM, OTHER, PARAMS
 
 OnRow = Callable[[Trigger, str], None]
 

@@ -6,11 +6,11 @@ The engine allocates by this, the planner counts by it, and the program takes it
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.dtypes import BYTES_PER_ELEMENT, compute_dtype, has_gradients, master_dtype, reduce_dtype
-from shardwise.layout import ALIGNMENT, Layout, lay_out
-from shardwise.placement import SHARDED
 from shardwise.plan import Plan
+from shardwise.plan.placement import SHARDED
 from shardwise.spec import TensorSpec, UnitSpec
+from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT, compute_dtype, has_gradients, master_dtype, reduce_dtype
+from shardwise.vocabulary.layout import ALIGNMENT, Layout, lay_out
 
 SAMPLED_EVERY = 61
 """One in so many elements of a captured step's gradients is compared with an ordinary step's, now and then. A prime

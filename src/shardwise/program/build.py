@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
+from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program.buffers import gather_bytes, owned_bytes, reduce_bytes, update_gather_bytes
 from shardwise.program.operations import Bucket, Kind, Operation, Row, StepProgram, Trigger
 from shardwise.program.rules import rules_of

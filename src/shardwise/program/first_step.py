@@ -1,4 +1,4 @@
-"""The first step of our engine, which has yet to learn in which order units are called (engine/step/learn.py)."""
+"""The first step of our engine, which has yet to learn in which order units are called (engine/core/learn.py)."""
 
 from collections.abc import Iterator
 from dataclasses import replace

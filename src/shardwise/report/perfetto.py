@@ -16,7 +16,7 @@ from shardwise.bench.case_peak import measured_ledger
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench
 from shardwise.report.tape_spans import scaled_tape, spans_of
-from shardwise.span import QUEUES, Span
+from shardwise.vocabulary.span import QUEUES, Span
 
 PerfettoEvent = dict[str, Any]
 _MICROSECONDS = 1e6

@@ -10,9 +10,9 @@ from enum import Enum
 from typing import assert_never
 
 from shardwise.bench.case_result import UnitOutline
-from shardwise.mesh import Mesh
-from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program import Kind, Operation, Row, StepProgram, build, crossing_buckets
 from shardwise.program.run import run_in_order
 from shardwise.spec import ModelSpec, UnitSpec

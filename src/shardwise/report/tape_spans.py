@@ -14,7 +14,7 @@ from dataclasses import replace
 from shardwise.bench.case_result import CaseResult, Happening
 from shardwise.program import Kind
 from shardwise.program.operations import COMPUTES, WAITS
-from shardwise.span import Span
+from shardwise.vocabulary.span import Span
 
 _WAITS = {wait.value: kind for wait, kind in WAITS.items()}
 _SENDS = {kind.value: kind for kind in WAITS.values()}

@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from shardwise.cache_folder import cached_text, keep_text
 from shardwise.errors import InvalidData
+from shardwise.files.cache_folder import cached_text, keep_text
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.store import decode_text, encode_text
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.atomic import atomic_write
 from shardwise.errors import InvalidData, ShardwiseError
+from shardwise.files.atomic import atomic_write
 from shardwise.spec.law import Law
 from shardwise.spec.model import ANNOUNCED, ModelSpec, UnitSpec
 from shardwise.spec.step import Act, Op, Run, StepRow, StepTrace, StorageEvent, Stream, What

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from math import prod
 
-from shardwise.dtypes import BYTES_PER_ELEMENT
 from shardwise.errors import InvalidModel
+from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

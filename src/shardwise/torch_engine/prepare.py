@@ -17,19 +17,19 @@ from torch.optim import Optimizer
 from shardwise.comm.agreement import agree
 from shardwise.comm.join import join_job
 from shardwise.engine.activations.compiled_units import check_compile, compile_units
-from shardwise.engine.description import asked_device, check_precision, describe, tell_hardly_cut
+from shardwise.engine.core.precision import planned_dtype
 from shardwise.engine.engine import is_prepared
+from shardwise.engine.guards.carried import broadcast_carried
+from shardwise.engine.guards.description import asked_device, check_precision, describe, tell_hardly_cut
 from shardwise.engine.optimizer.known import StaleOptimizer, describe_optimizer
-from shardwise.engine.params.carried import broadcast_carried
-from shardwise.engine.params.precision import planned_dtype
 from shardwise.errors import InvalidModel, InvalidPlan
-from shardwise.materialize import materialize
-from shardwise.mesh import Mesh
-from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import SHARDED, Placement
 from shardwise.spec import ROOT
 from shardwise.torch_engine.refuse import check_plan, check_replicated, check_sharded
 from shardwise.units import model_spec, unit_modules
+from shardwise.units.materialize import materialize
 
 AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None)
 

@@ -5,10 +5,10 @@ What a plan alone can ask for is in engine_limits.py.
 
 from collections.abc import Mapping
 
-from shardwise.engine_limits import LIMITS
 from shardwise.errors import InvalidModel, InvalidPlan
-from shardwise.placement import Placement
 from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS
+from shardwise.plan.placement import Placement
 from shardwise.spec import ROOT, ModelSpec, TensorSpec
 
 

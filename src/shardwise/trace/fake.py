@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
-from shardwise.engine.params.carried import carried_tensors
+from shardwise.engine.guards.carried import carried_tensors
 
 COMPUTE_DTYPES: dict[str, torch.dtype | None] = {
     "fp32": torch.float32,

@@ -13,7 +13,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.activations.recompute import recompute_unit
-from shardwise.engine.params.precision import cast_inputs
+from shardwise.engine.core.precision import cast_inputs
 from shardwise.errors import InvalidModel, ShardwiseError
 from shardwise.program.hooks import StepHooks
 from shardwise.spec import NONE, ROOT, most_demanding

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.engine.params.carried import carried_tensors
+from shardwise.engine.guards.carried import carried_tensors
 from shardwise.errors import InvalidModel
-from shardwise.policy import UnitPolicy
+from shardwise.plan.policy import UnitPolicy
 from shardwise.spec import ANNOUNCED, ModelSpec, TensorSpec, UnitSpec
 from shardwise.spec.law import Law, fit
 from shardwise.spec.step import Run, StepRow, StepTrace

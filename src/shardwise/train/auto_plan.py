@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from shardwise.atomic import atomic_write
-from shardwise.automatic import job_cluster, solved_by_rank_0
 from shardwise.comm.join import Place
 from shardwise.errors import InvalidPlan
+from shardwise.files.atomic import atomic_write
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
 from shardwise.planner.search.auto import AutoRequest, solve_plan
 from shardwise.planner.search.candidates import capacity_bytes
 from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.sources import Source
+from shardwise.train.automatic import job_cluster, solved_by_rank_0
 from shardwise.train.config import TrainConfig
 from shardwise.train.run_folder import samples_of_step
 from shardwise.train.what_fits import optimizer_rule

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from shardwise.atomic import atomic_write
 from shardwise.errors import InvalidPlan, ShardwiseError
-from shardwise.placement import SHARDED, placement_of
+from shardwise.files.atomic import atomic_write
+from shardwise.files.toml_file import read_toml
 from shardwise.plan import Plan
-from shardwise.quantities import SIZE_EXAMPLE, byte_count
-from shardwise.toml_file import read_toml
+from shardwise.plan.placement import SHARDED, placement_of
 from shardwise.train.config_section import ConfigSection, InvalidConfig, key, unknown_key
+from shardwise.vocabulary.quantities import SIZE_EXAMPLE, byte_count
 
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "adamw": ("betas", "eps", "fused"),

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.data.sampler import DistributedSampler
-from shardwise.engine.compile_clock import CompileClock
+from shardwise.engine.captured.compile_clock import CompileClock
 from shardwise.engine.optimizer.scaler import GradScaler
-from shardwise.engine.prepared.survive import NoGuard
+from shardwise.engine.out_of_memory.survive import NoGuard
 from shardwise.engines import accumulate, clip_grad_norm_
 from shardwise.launch.failure import during
-from shardwise.quantities import seconds_text
 from shardwise.tasks import Task
 from shardwise.train.batches import Sharing, samples_seen, to_device, tokens_per_sample
 from shardwise.train.config import TrainConfig
@@ -29,6 +28,7 @@ from shardwise.train.nonfinite import NonFinite, check_finite
 from shardwise.train.optimizers import set_lr
 from shardwise.train.preemption import Preemption
 from shardwise.train.randomness import random_states
+from shardwise.vocabulary.quantities import seconds_text
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Checkpoints

@@ -1,6 +1,6 @@
 """A training that runs out of device memory: its error says what was predicted, and which change of the plan fits.
 
-The engine's own note, what was held at that moment, is on the error already (engine/prepared/out_of_memory.py).
+The engine's own note, what was held at that moment, is on the error already (engine/out_of_memory/out_of_memory.py).
 """
 
 import json

@@ -1,8 +1,8 @@
 """Before training, a step is rehearsed: if it needs more memory than was predicted, the plan is chosen again.
 
 The passes of the first step run on their own samples, and are undone as those of a step are that ran out of memory
-(engine/undo.py); the samples are read again. So what follows is, bit for bit, what would follow without. There is no
-update: it could not be undone without a second copy of parameters and states. The states are there, though.
+(engine/out_of_memory/undo.py); the samples are read again. So what follows is, bit for bit, what would follow without.
+There is no update: it could not be undone without a second copy of parameters and states. The states are there, though.
 
 The largest peak of all ranks counts, in relation to the predicted one. Beyond the planner's error band the budget is
 divided by that ratio, rank 0 solves again, and the model moves to the new plan, which is rehearsed in its turn. A rank
@@ -14,25 +14,25 @@ from functools import partial
 
 import torch
 
-from shardwise.automatic import job_cluster, solved_by_rank_0
 from shardwise.comm.agreement import exchange
 from shardwise.comm.join import Place
 from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.engine.optimizer.allocate import allocate_states
-from shardwise.engine.prepared.survive import StepGuard, StepUndone
-from shardwise.engine.replan import fixed_by, replan
-from shardwise.engine.surviving import Surviving
+from shardwise.engine.out_of_memory.survive import StepGuard, StepUndone
+from shardwise.engine.out_of_memory.surviving import Surviving
+from shardwise.engine.plan_change.replan import fixed_by, replan
 from shardwise.launch.failure import during
 from shardwise.plan import Plan
 from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.search.auto import NoPlanFits, with_budget
 from shardwise.planner.search.candidates import capacity_bytes
 from shardwise.profile.step_peak import step_peak
-from shardwise.quantities import bytes_text
 from shardwise.train.auto_plan import ChosenPlan, solve_again
+from shardwise.train.automatic import job_cluster, solved_by_rank_0
 from shardwise.train.loop import Training, next_passes, run_passes
 from shardwise.train.randomness import random_states, restore_random_states
 from shardwise.train.surviving_update import SmallerPlans, follow_plan
+from shardwise.vocabulary.quantities import bytes_text
 
 # Plans that are moved to at most, for each of both reasons.
 _MOST_MOVES = 3

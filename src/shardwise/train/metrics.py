@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.atomic import atomic_write
 from shardwise.comm.agreement import exchange
-from shardwise.regular_file import open_to_append
+from shardwise.files.atomic import atomic_write
+from shardwise.files.regular_file import open_to_append
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

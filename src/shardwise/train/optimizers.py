@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import InvalidModel
-from shardwise.muon import MuonWithAdamW, split_off_matrices
+from shardwise.models.muon import MuonWithAdamW, split_off_matrices
 from shardwise.train.config import OptimizerSection
 
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {

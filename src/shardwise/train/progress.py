@@ -6,8 +6,8 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from shardwise.quantities import MIB, seconds_text, significant
 from shardwise.train.metrics import StepMetrics, Writer
+from shardwise.vocabulary.quantities import MIB, seconds_text, significant
 
 
 def progress_on(console: Console, *, first_step: int, num_steps: int) -> Writer:

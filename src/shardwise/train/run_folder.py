@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
-from shardwise import __version__
-from shardwise.atomic import atomic_write
 from shardwise.autopsy.own_record import clear_records
 from shardwise.checkpoint.disk import Disk
 from shardwise.checkpoint.folder import checkpoints_in, sweep
 from shardwise.errors import InvalidPlan
+from shardwise.files.atomic import atomic_write
 from shardwise.train.config import TrainConfig
 from shardwise.train.config_section import InvalidConfig
+from shardwise.vocabulary.version import __version__
 
 CHECKPOINTS, METRICS, TENSORBOARD = "checkpoints", "metrics.jsonl", "tensorboard"
 _SAVED, _AUTO = "saved.json", "auto.json"

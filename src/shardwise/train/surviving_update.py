@@ -1,7 +1,7 @@
 """A training that outlives a lack of memory: the step is undone, and runs again under a plan that needs less.
 
-In forward and backward the run continues (engine/prepared/survive.py). In an update it ends, with the smaller plan in
-the run folder: the next start resumes under it. What was chosen as `auto` is solved again with less memory; a fixed
+In forward and backward the run continues (engine/out_of_memory/survive.py). In an update it ends, with the smaller plan
+in the run folder: the next start resumes under it. What was chosen as `auto` is solved again with less memory; a fixed
 plan is changed as little as possible. Either may split the passes of a step (undercut.py): then the samples of the step
 are read again.
 """
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.automatic import job_cluster, solved_by_rank_0
 from shardwise.comm.join import Place
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.optimizer.allocate import allocate_states
-from shardwise.engine.prepared.survive import StepGuard, StepUndone
-from shardwise.engine.surviving import NotSurvived, Surviving
+from shardwise.engine.out_of_memory.survive import StepGuard, StepUndone
+from shardwise.engine.out_of_memory.surviving import NotSurvived, Surviving
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
 from shardwise.train import run_folder
 from shardwise.train.auto_plan import ChosenPlan, source_of
+from shardwise.train.automatic import job_cluster, solved_by_rank_0
 from shardwise.train.loop import Training, next_passes, update
 from shardwise.train.randomness import random_states, restore_random_states
 from shardwise.train.setup import open_batches

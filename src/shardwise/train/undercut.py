@@ -8,10 +8,10 @@ is predicted to be faster, or if nothing else is left.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from shardwise.engine.smaller_plan import keeps_passes
+from shardwise.engine.out_of_memory.smaller_plan import keeps_passes
 from shardwise.hardware import Cluster
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.planner.search.auto import AutoRequest, NoPlanFits, solve_plan
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost
 from shardwise.planner.search.nearest import changes

@@ -17,9 +17,9 @@ from shardwise.hardware.sourced import Sourced
 from shardwise.plan import Plan
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.nearest import changed_settings, nearest_fit
-from shardwise.quantities import bytes_text
 from shardwise.sources import Source
 from shardwise.train.config import OptimizerSection, TrainConfig
+from shardwise.vocabulary.quantities import bytes_text
 
 _VERDICTS = {
     "no": "does not fit",

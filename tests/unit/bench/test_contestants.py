@@ -8,8 +8,8 @@ from shardwise.bench import contestants
 from shardwise.bench.contestants import ENGINES, plan_for, why_not
 from shardwise.bench.modes import mode_of, without_mode
 from shardwise.errors import UnknownName
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 from shardwise.train.config import TrainConfig
 
 

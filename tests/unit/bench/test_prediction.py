@@ -8,7 +8,7 @@ import pytest
 from shardwise.bench.case import cases_of
 from shardwise.bench.prediction import cluster_here, forecast_of
 from shardwise.errors import InvalidCluster, UnknownName
-from shardwise.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.memory.states import OPTIMIZERS
 from shardwise.train.config import OptimizerSection, TrainConfig
 from shardwise.train.what_fits import optimizer_rule

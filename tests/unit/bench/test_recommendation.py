@@ -10,7 +10,7 @@ from shardwise.bench.moving_parts import is_simpler
 from shardwise.bench.recommendation import recommended
 from shardwise.bench.results import Bench, Difference, Equivalence
 from shardwise.bench.spread import SpeedRelation, Spread, relation
-from shardwise.placement import AUTO, STRATEGIES
+from shardwise.plan.placement import AUTO, STRATEGIES
 
 MIB = 2**20
 

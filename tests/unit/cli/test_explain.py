@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.app import main
-from shardwise.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "how-it-works.md"
 

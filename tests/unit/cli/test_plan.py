@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.categories import CATEGORIES
 from shardwise.cli.app import main
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
+from shardwise.vocabulary.categories import CATEGORIES
 
 
 def run(*arguments: str, command: tuple[str, ...] = ("plan",)) -> int:

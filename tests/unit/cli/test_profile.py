@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.categories import CATEGORIES
 from shardwise.cli.app import main
-from shardwise.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES
+from shardwise.vocabulary.categories import CATEGORIES
 
 SMALL = ("gpt-tiny", "--seq", "8", "--device", "cpu", "--steps", "1")
 

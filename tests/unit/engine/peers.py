@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Work, own_slice
 from shardwise.comm.groups import Group, MeshGroups
-from shardwise.mesh import Mesh
+from shardwise.plan.mesh import Mesh
 
 
 class Peers:

@@ -8,8 +8,8 @@ from planned_specs import spec_for
 
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import cluster_of
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.planner.fold import Short, cut, shorten
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import estimate, job_of

@@ -10,8 +10,8 @@ from planned_specs import spec_for
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.hardware import cluster_of
 from shardwise.hardware.borrowed import kernel_model_of
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.planner import estimate
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import job_of

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from shardwise.categories import CATEGORIES
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
 from shardwise.profile.compare import DoesNotFit, Profile, host_room_bytes, predict, profile
@@ -15,6 +14,7 @@ from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.profile.rehearsal import Measured, Rehearsal, RehearsalFailed, rehearse_apart
 from shardwise.report.text.profile_table import as_data, as_table
 from shardwise.sources import Source
+from shardwise.vocabulary.categories import CATEGORIES
 
 # As on a GPU: specs of the catalogue come with the package, so that nothing has to be traced.
 JOB = Rehearsal(model="gpt2-124m", plan=Plan(precision="bf16"), num_ranks=8, device="cuda")

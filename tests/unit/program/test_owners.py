@@ -9,8 +9,8 @@ from planned_specs import spec_for
 
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import cluster_of
-from shardwise.patterns import short_patterns
 from shardwise.plan import Plan
+from shardwise.plan.patterns import short_patterns
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.time.step_time import _lengthened, _prepare, _steady
 from shardwise.planner.traffic import sent_bytes

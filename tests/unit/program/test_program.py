@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.program import Kind, Operation, Trigger, build
 from shardwise.program.operations import ON_BUCKETS
 from shardwise.spec import NONE, ROOT, UNANNOUNCED, ModelSpec, TensorSpec, UnitSpec

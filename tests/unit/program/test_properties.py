@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from program.random_specs import cases, specs
 
-from shardwise.placement import REPLICATED, SHARDED, STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import REPLICATED, SHARDED, STRATEGIES
 from shardwise.program import Kind, Operation, StepProgram, Trigger, build
 from shardwise.program.build import _context
 from shardwise.program.rules.ours import OURS

@@ -3,10 +3,9 @@
 from shardwise.bench.case_result import CaseResult, Happening, PredictedCase, UnitOutline
 from shardwise.bench.results import Bench, Equivalence
 from shardwise.bench.spread import Spread
-from shardwise.categories import CATEGORIES
 from shardwise.hardware import cluster_of
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.memory.peak import estimate, job_of
 from shardwise.planner.memory.replay import row_peaks
 from shardwise.planner.search.candidates import cost
@@ -14,6 +13,7 @@ from shardwise.planner.time.step_time import timeline
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.program import build
 from shardwise.sources import Source
+from shardwise.vocabulary.categories import CATEGORIES
 
 NUM_RANKS = 4
 MICRO_BATCH = 2

@@ -5,9 +5,9 @@ import pytest
 from report.sample_bench import sample_bench
 
 from shardwise.bench.results import Bench
-from shardwise.categories import CATEGORIES
 from shardwise.report.perfetto import trace_of
 from shardwise.report.tape_spans import scaled_tape
+from shardwise.vocabulary.categories import CATEGORIES
 
 
 @pytest.fixture(scope="module")

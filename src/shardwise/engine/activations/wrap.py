@@ -9,7 +9,7 @@ from shardwise.engine.activations.compiled_units import compile_units
 from shardwise.engine.activations.offload import ActivationOffload, offload_unit
 from shardwise.engine.activations.recompute import recompute_unit
 from shardwise.engine.activations.saved import Kept
-from shardwise.engine.params.unit import Unit
+from shardwise.engine.core.unit import Unit
 from shardwise.plan import Plan
 from shardwise.spec import ROOT
 

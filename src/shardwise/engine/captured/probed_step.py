@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from shardwise.engine.captured.compile_clock import CompileClock
 from shardwise.engine.captured.python_state import PythonState, generators, versions
 from shardwise.engine.captured.reads import Read, noting_reads
 from shardwise.engine.captured.step_device import StepDevice
-from shardwise.engine.compile_clock import CompileClock
 from shardwise.engine.engine import Engine
 
 _GENERATORS = ("torch's", "Python's", "numpy's")

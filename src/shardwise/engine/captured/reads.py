@@ -207,7 +207,7 @@ def _place(frame: FrameType | None) -> str:
         frame = frame.f_back
     if frame is None:
         return "Python"
-    if frame.f_globals.get("__name__") == "shardwise.engine.grads.used":
+    if frame.f_globals.get("__name__") == "shardwise.engine.core.used":
         return "the engine, for a parameter that got no gradient,"
     return source_line(frame.f_code.co_filename, frame.f_lineno)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from shardwise.engine.captured.reads import source_line
-from shardwise.quantities import bytes_text
+from shardwise.vocabulary.quantities import bytes_text
 
 _WAITS = "called a synchronizing CUDA operation"
 _PROTOTYPE = "Synchronization debug mode"

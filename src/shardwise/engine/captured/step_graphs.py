@@ -33,7 +33,7 @@ from shardwise.engine.captured.step_key import StepInputs
 from shardwise.engine.captured.step_memory import StepMemory
 from shardwise.engine.captured.step_pool import Block
 from shardwise.engine.engine import Engine
-from shardwise.engine.undo import WrittenTensors
+from shardwise.engine.out_of_memory.undo import WrittenTensors
 
 # What the host sees before the device has written the flag.
 _NOT_YET = -1

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.engine.guards.guard import unguarded
 from shardwise.engine.optimizer.known import ELEMENTWISE
-from shardwise.engine.params.guard import unguarded
 
 
 def allocate_states(optimizer: Optimizer) -> None:

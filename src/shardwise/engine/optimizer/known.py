@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from shardwise.engine.optimizer.reach import Reach, Verdict, is_plain, own_attributes, probe
 from shardwise.errors import InvalidPlan, ShardwiseError
-from shardwise.layout import ALIGNMENT
+from shardwise.vocabulary.layout import ALIGNMENT
 
 # Each element's update depends on that element's gradient and state alone, whatever their options, so a slice can be
 # updated by itself. By exact class: a subclass, or another package's class of the same name, may do something else.

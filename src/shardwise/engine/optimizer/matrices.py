@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.issued import CollectiveName
-from shardwise.engine.params.flat import FlatParams
-from shardwise.engine.params.guard import ShardedParameter, rest, unguarded, wake
-from shardwise.engine.params.unit import Unit
-from shardwise.engine.step_errors import frozen_was_stepped
-from shardwise.engine.tape import Tape
+from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.step_errors import frozen_was_stepped
+from shardwise.engine.core.tape import Tape
+from shardwise.engine.core.unit import Unit
+from shardwise.engine.guards.guard import ShardedParameter, rest, unguarded, wake
 from shardwise.program import Kind
 from shardwise.program.owners import assign_owners
 

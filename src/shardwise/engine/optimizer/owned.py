@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.agreement import agree, meet
 from shardwise.comm.rank_progress import PROGRESS, UPDATE
+from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.optimizer.closure import StepClosure, is_inside_step
 from shardwise.engine.optimizer.known import (
     Stepped,
@@ -33,7 +34,6 @@ from shardwise.engine.optimizer.matrices import OwnedMatrices
 from shardwise.engine.optimizer.numbered_state import load_numbered, numbered_state
 from shardwise.engine.optimizer.scaler import called_by_torchs, foreign_scaler
 from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
-from shardwise.engine.params.flat import FlatParams
 from shardwise.errors import InvalidPlan
 
 

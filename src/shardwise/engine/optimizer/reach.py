@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.layout import ALIGNMENT
+from shardwise.vocabulary.layout import ALIGNMENT
 
 NUM_STEPS = 10
 # A prime number of columns, and no multiple of a vector's length in all; the last for three and more dimensions.

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from shardwise.comm.agreement import exchange
 from shardwise.comm.collectives import own_slice
+from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.flat_buffers import FOR_STATE, Owned
 from shardwise.engine.optimizer.matrices import OwnedMatrix
-from shardwise.engine.params.flat import FlatParams
-from shardwise.engine.params.flat_buffers import FOR_STATE, Owned
 from shardwise.errors import InvalidData
-from shardwise.placement import SHARDED
+from shardwise.plan.placement import SHARDED
 
 States = Mapping[Any, Mapping[str, Any]]
 

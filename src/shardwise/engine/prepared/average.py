@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.agreement import meet
+from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.engine import engine_of, is_prepared
-from shardwise.engine.params.flat import FlatParams
-from shardwise.engine.step.edit import distribute
+from shardwise.engine.prepared.edit import distribute
 from shardwise.errors import InvalidData, InvalidModel, InvalidPlan
 
 _APPLIED = "ema.applied()"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shardwise.comm.rank_progress import waiting_in
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.errors import InvalidData
-from shardwise.placement import SHARDED
+from shardwise.plan.placement import SHARDED
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     Where parameters are sharded a gather needs every rank. So the ranks tell each other before each gather what they
     want next, and all take part; one that has come to the end of the block goes on taking part until all have
-    (step/learn.py). Without sharded parameters it costs nothing.
+    (engine/core/learn.py). Without sharded parameters it costs nothing.
     """
     runner = engine_of(model).runner
     runner.passes.check_values(_NAME)

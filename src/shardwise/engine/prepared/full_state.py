@@ -13,7 +13,7 @@ from shardwise.comm.agreement import meet
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
 from shardwise.errors import InvalidData
-from shardwise.placement import SHARDED
+from shardwise.plan.placement import SHARDED
 
 
 def full_state_dict(

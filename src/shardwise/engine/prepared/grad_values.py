@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.comm.rank_progress import waiting_in
+from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.engine import Engine, engine_of
-from shardwise.engine.params.flat import FlatParams
 from shardwise.errors import InvalidData
-from shardwise.placement import SHARDED
+from shardwise.plan.placement import SHARDED
 
 
 @torch.no_grad()

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.categories import GATHERED, GRADS, HOST, OPTIM, OTHER, PARAMS, REDUCE
+from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.engine import Engine, engine_of
-from shardwise.engine.params.flat import FlatParams
-from shardwise.engine.params.guard import unguarded
-from shardwise.placement import SHARDED
+from shardwise.engine.guards.guard import unguarded
+from shardwise.plan.placement import SHARDED
+from shardwise.vocabulary.categories import GATHERED, GRADS, HOST, OPTIM, OTHER, PARAMS, REDUCE
 
 
 def held_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, int]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.engine import engine_of, register, unregister
-from shardwise.engine.params.guard import unguarded
+from shardwise.engine.guards.guard import unguarded
 from shardwise.engine.prepared.accumulate import accumulate
 from shardwise.engine.prepared.full_state import full_tensors, load_tensors
 from shardwise.errors import InvalidModel

@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engine.engine import Engine, engine_of
-from shardwise.engine.params.guard import unguarded
+from shardwise.engine.guards.guard import unguarded
+from shardwise.engine.prepared.edit import distribute, editing
 from shardwise.engine.prepared.prepared_module import PreparedModule
-from shardwise.engine.step.edit import distribute, editing
-from shardwise.placement import SHARDED
+from shardwise.plan.placement import SHARDED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.agreement import meet
+from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.engine import Engine, engine_of
-from shardwise.engine.params.flat import FlatParams
 from shardwise.engine.prepared.slices import OwnedModel, held
 
 _NAME = "`for … in shardwise.weight_stream(model):`"

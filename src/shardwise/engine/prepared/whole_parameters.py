@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from shardwise.comm.agreement import RanksDisagree, exchange, meet
 from shardwise.comm.collectives import own_slice
+from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.engine import engine_of
-from shardwise.engine.params.flat import FlatParams
-from shardwise.engine.params.replicas import bit_sums
-from shardwise.engine.step.edit import distribute
+from shardwise.engine.guards.replicas import bit_sums
+from shardwise.engine.prepared.edit import distribute
 from shardwise.errors import InvalidModel
-from shardwise.placement import SHARDED
+from shardwise.plan.placement import SHARDED
 
 _NAME = "shardwise.whole(model)"
 

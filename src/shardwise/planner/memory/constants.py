@@ -33,7 +33,7 @@ RULES: Mapping[str, MemoryRules] = MappingProxyType(
         # pair of handle and stream 32 MiB on compute capability 9.0; forward and backward run on two threads, and so
         # on two handles.
         "cuda": MemoryRules(block_bytes=512, workspace_bytes=2 * 32 * _MIB, sums_in_blocks=True),
-        # engine/grads/bucket.py keeps buffers on a CPU. torch.get_rng_state() of the CPU's own generator.
+        # engine/core/bucket.py keeps buffers on a CPU. torch.get_rng_state() of the CPU's own generator.
         "cpu": MemoryRules(keeps_reduce_buffers=True, random_state_bytes=5056),
     }
 )

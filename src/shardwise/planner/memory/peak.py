@@ -6,8 +6,8 @@ from functools import lru_cache
 from operator import attrgetter
 
 from shardwise.errors import InvalidPlan
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.fold import shorten
 from shardwise.planner.job import Job

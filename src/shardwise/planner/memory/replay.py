@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from shardwise.categories import ACTIVATIONS, CATEGORIES, GATHERED, REDUCE
 from shardwise.planner.memory.column_sum import ColumnSum
 from shardwise.planner.memory.stream_peak import StreamPeak
 from shardwise.spec.law import Line
+from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, GATHERED, REDUCE
 
 _INDEX = {name: index for index, name in enumerate(CATEGORIES)}
 _ACTIVATIONS, _GATHERED, _REDUCE = _INDEX[ACTIVATIONS], _INDEX[GATHERED], _INDEX[REDUCE]

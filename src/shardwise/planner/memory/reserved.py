@@ -15,10 +15,10 @@ Captured steps have a pool of their own, in which the optimizer's state comes in
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.categories import CATEGORIES
 from shardwise.planner.job import Job
 from shardwise.planner.memory.allocations import AllocationEntry
 from shardwise.planner.memory.allocator import SMALL_BYTES, SMALL_SEGMENT_BYTES, CachingAllocator, MemoryBlock
+from shardwise.vocabulary.categories import CATEGORIES
 
 HeldBlocks = dict[int, tuple[MemoryBlock | None, int]]
 """Slot → its block (None for what is small) and its size."""

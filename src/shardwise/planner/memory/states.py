@@ -9,13 +9,13 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwise.errors import UnknownName
-from shardwise.layout import Layout
-from shardwise.placement import SHARDED, Placement
 from shardwise.plan import Plan
+from shardwise.plan.placement import SHARDED, Placement
 from shardwise.planner.memory.constants import MemoryRules
 from shardwise.program.buffers import SAMPLED_EVERY, FlatSpec, flat_specs
 from shardwise.spec import TensorSpec, UnitSpec
 from shardwise.spec.block_matrices import is_block_matrix
+from shardwise.vocabulary.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,13 +4,13 @@ Read from torch 2.11 to 2.13: torch/csrc/distributed/c10d/reducer.cpp and torch/
 torch_engine/prepare.py sets them up.
 """
 
-from shardwise.dtypes import BYTES_PER_ELEMENT, PRECISIONS, master_dtype
-from shardwise.placement import Placement
 from shardwise.plan import Plan
+from shardwise.plan.placement import Placement
 from shardwise.planner.memory.constants import MemoryRules
 from shardwise.planner.memory.states import OptimizerRule, UnitStates, moment_bytes, rounded
 from shardwise.program.buffers import param_dtypes
 from shardwise.spec import TensorSpec, UnitSpec
+from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT, PRECISIONS, master_dtype
 
 
 def ddp_states(

@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 
-from shardwise.engine_limits import LIMITS, strategies_of
 from shardwise.errors import ShardwiseError
 from shardwise.hardware import Cluster
 from shardwise.hardware.sourced import Sourced
-from shardwise.mesh import Mesh
-from shardwise.patterns import Patterns
-from shardwise.placement import AUTO, SHARDED, STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS, strategies_of
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.patterns import Patterns
+from shardwise.plan.placement import AUTO, SHARDED, STRATEGIES
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.candidates import Candidate, SpecFor, capacity_bytes, cost, meshes
 from shardwise.planner.search.compile_choice import compiling_pays, tried_first
@@ -21,7 +21,7 @@ from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches, micro_batches_of
 from shardwise.planner.search.solver import Solver
 from shardwise.planner.time.step_time import why_not_timed
-from shardwise.quantities import bytes_text
+from shardwise.vocabulary.quantities import bytes_text
 
 RECOMPUTES = ("none", "selective", "full")
 # How often the search is repeated with less room, because the allocator needs more than the tensors.

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log2
 
-from shardwise.engine_limits import LIMITS, strategies_of
 from shardwise.hardware import Cluster
-from shardwise.mesh import Mesh
-from shardwise.placement import SHARDED, STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS, strategies_of
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.memory.peak import MemoryEstimate, estimate, job_of
 from shardwise.planner.search.micro_batches import MicroBatches, largest_fitting, micro_batches_of

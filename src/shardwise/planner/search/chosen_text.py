@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from shardwise.placement import strategy_of
 from shardwise.plan import Plan
+from shardwise.plan.placement import strategy_of
 from shardwise.spec import ROOT
 
 

@@ -11,8 +11,8 @@ from itertools import combinations
 from math import inf
 from typing import NamedTuple
 
-from shardwise.mesh import Mesh
-from shardwise.placement import SHARDED, STRATEGIES
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.planner.search.dial import Choice, Dial
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches

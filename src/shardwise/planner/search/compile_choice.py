@@ -7,8 +7,8 @@ if they make a step clearly faster, because compiling takes time too.
 from dataclasses import replace
 
 from shardwise.hardware import Cluster
-from shardwise.placement import AUTO
 from shardwise.plan import Plan
+from shardwise.plan.placement import AUTO
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.time.step_time import estimate_time
 from shardwise.spec import ModelSpec

@@ -14,8 +14,8 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import NamedTuple
 
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.spec import ROOT, ModelSpec, UnitSpec
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")

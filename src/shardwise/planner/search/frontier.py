@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from shardwise.engine_limits import strategies_of
 from shardwise.errors import InvalidPlan
+from shardwise.plan.limits import strategies_of
 from shardwise.planner.search.auto import AutoRequest, NoPlanFits, costs_of, solve_for, with_budget
 from shardwise.planner.search.candidates import Candidate, SpecFor, candidates, capacity_bytes
 from shardwise.planner.search.dial_cost import DialCosts
-from shardwise.quantities import SIZE_EXAMPLE
+from shardwise.vocabulary.quantities import SIZE_EXAMPLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

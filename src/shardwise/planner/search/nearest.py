@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 
-from shardwise.engine_limits import LIMITS, strategies_of
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS, strategies_of
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from shardwise.engine_limits import LIMITS
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS
+from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost, largest_batch
 
 PAIR_BAND = 0.05

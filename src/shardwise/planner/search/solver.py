@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
 
-from shardwise.mesh import Mesh
+from shardwise.plan.mesh import Mesh
 from shardwise.planner.search.climb import Climb
 from shardwise.planner.search.dial import Choice, Dial
 from shardwise.planner.search.dial_cost import DialCosts

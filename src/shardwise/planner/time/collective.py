@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import ceil, log2
 
 from shardwise.hardware import Cluster, Link
-from shardwise.mesh import Mesh
+from shardwise.plan.mesh import Mesh
 
 USUAL_SHARE = 0.8
 """What a ring reaches of a link's speed where the table does not say: NCCL counts on 20 of the 25 GB/s of an NVLink

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardwise.span import Span
+from shardwise.vocabulary.span import Span
 
 COMPUTE, CALL, SEND, WAIT, MARK = range(5)
 """What is done: compute; let the CPU do something else; send; let the device wait for it; stand for other units."""

@@ -17,8 +17,8 @@ from shardwise.planner.time.pieces import Pieces, timed_pieces
 from shardwise.planner.time.queues import Queues, Work
 from shardwise.planner.time.straggler import straggler_share
 from shardwise.planner.traffic import sent_bytes
-from shardwise.span import Span
 from shardwise.spec import ModelSpec
+from shardwise.vocabulary.span import Span
 
 _FAR_AHEAD = 1e6
 

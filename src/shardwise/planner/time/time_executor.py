@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 from typing import assert_never
 
 from shardwise.hardware import Cluster, Device
-from shardwise.placement import SHARDED
+from shardwise.plan.placement import SHARDED
 from shardwise.planner.job import Job
 from shardwise.planner.overhead import Overhead
 from shardwise.planner.sizes import MASTER_BYTES, UnitSizes

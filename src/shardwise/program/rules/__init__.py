@@ -1,7 +1,7 @@
 """The rules of a step: trigger → operations. One set for each engine; `rules_of` says which a plan follows."""
 
-from shardwise.placement import SHARDED
 from shardwise.plan import Plan
+from shardwise.plan.placement import SHARDED
 from shardwise.program.rules.context import Rules
 from shardwise.program.rules.ddp import DDP
 from shardwise.program.rules.fully_shard import FULLY_SHARD

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from shardwise.placement import SHARDED, Placement
+from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program.operations import Bucket, Operation, Trigger
 
 

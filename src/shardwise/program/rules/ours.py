@@ -4,7 +4,7 @@ under way, and when each is waited for.
 
 from dataclasses import dataclass, replace
 
-from shardwise.placement import SHARDED
+from shardwise.plan.placement import SHARDED
 from shardwise.program.operations import Bucket, Kind, Operation
 from shardwise.program.rules.context import Rules, StepContext, StepEvent, one_per_trigger
 from shardwise.spec import NONE, ROOT, UNANNOUNCED

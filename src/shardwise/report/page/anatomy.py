@@ -13,11 +13,10 @@ from typing import Any
 from shardwise.bench.case_peak import measured_ledger
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench
-from shardwise.categories import CATEGORIES, GRADS
 from shardwise.errors import ShardwiseError
-from shardwise.mesh import Mesh
-from shardwise.placement import SHARDED, Placement, placement_of
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import SHARDED, Placement, placement_of
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.program import Kind, Operation
 from shardwise.report.page.captions import beginning, caption
@@ -26,6 +25,7 @@ from shardwise.report.snapshots import STATES, Holding, bucket_label
 from shardwise.report.tape_spans import scaled_tape
 from shardwise.report.text.ring_rounds import Round, first_cells, rounds
 from shardwise.report.text.step_picture import OTHER_NAMES, in_words
+from shardwise.vocabulary.categories import CATEGORIES, GRADS
 
 MAX_RANKS = 8
 """With more ranks, the first 7 and the last are drawn, and a ring of 8 stands for theirs."""

@@ -2,7 +2,7 @@
 
 import math
 
-from shardwise.quantities import byte_unit, second_unit
+from shardwise.vocabulary.quantities import byte_unit, second_unit
 
 Tick = tuple[float, str]
 """Where on the axis, and what is written there."""

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from shardwise.mesh import Mesh
-from shardwise.placement import SHARDED, Placement
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program import Kind
 
 SIZE = "{size}"

@@ -5,11 +5,11 @@ from typing import Any
 
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench
-from shardwise.quantities import bytes_text, digits, error_text, seconds_text, table_rate
 from shardwise.report.page.axes import ticks
 from shardwise.report.page.bars import Bar, BarPiece, bar_chart
 from shardwise.report.page.markup import numbers_below, small, table
 from shardwise.report.page.section import PageSection, SectionLook, cases_that_ran, section
+from shardwise.vocabulary.quantities import bytes_text, digits, error_text, seconds_text, table_rate
 
 
 def prediction_section(bench: Bench) -> PageSection | None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from shardwise.bench.case_result import CaseResult, Happening
 from shardwise.errors import ShardwiseError
-from shardwise.placement import SHARDED, Placement
+from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program import Kind, Operation
 from shardwise.program.operations import COMPUTES, ON_BUCKETS, WAITS
 from shardwise.report.snapshots import Holding, RankState

@@ -5,7 +5,6 @@ from datetime import datetime
 
 from shardwise.bench.case_result import NOT_MEASURABLE, CaseResult
 from shardwise.bench.results import Bench
-from shardwise.quantities import bytes_text, digits, seconds_text
 from shardwise.report.page.markup import Markup, element, join, small, table
 from shardwise.report.page.section import (
     PageSection,
@@ -17,6 +16,7 @@ from shardwise.report.page.section import (
     section,
     shown,
 )
+from shardwise.vocabulary.quantities import bytes_text, digits, seconds_text
 
 _TOO_NOISY = "Too noisy to rank"
 

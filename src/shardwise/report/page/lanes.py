@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from shardwise.quantities import second_unit, seconds_text
 from shardwise.report.page.axes import second_ticks
 from shardwise.report.page.bars import axis_text
 from shardwise.report.page.markup import Markup, element, percent, title_of
-from shardwise.span import QUEUES, Span
+from shardwise.vocabulary.quantities import second_unit, seconds_text
+from shardwise.vocabulary.span import QUEUES, Span
 
 VERBS = {
     "forward": "forward",

@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from shardwise.bench.case_peak import peak_ledger, peak_parts
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench
-from shardwise.categories import CATEGORIES
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger, paired
-from shardwise.quantities import byte_unit, bytes_text, digits_in, error_text
 from shardwise.report.page.axes import Tick, byte_ticks
 from shardwise.report.page.bars import Bar, BarPiece, Limit, bar_chart, key
 from shardwise.report.page.markup import Markup, element, join, numbers_below, table
 from shardwise.report.page.plots import PlotFrame, area_plot
 from shardwise.report.page.section import PageSection, SectionLook, cases_that_ran, is_chosen, section
+from shardwise.vocabulary.categories import CATEGORIES
+from shardwise.vocabulary.quantities import byte_unit, bytes_text, digits_in, error_text
 
 _HEIGHT = 84
 # A line for a capacity farther away than this many times the highest bar would make the bars too short to read.

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from shardwise.bench.case_result import NOT_MEASURABLE, CaseResult
 from shardwise.bench.results import Bench
-from shardwise.quantities import digits, seconds_text
 from shardwise.report.page.axes import second_ticks, ticks
 from shardwise.report.page.bars import Bar, BarPiece, bar_chart, key
 from shardwise.report.page.markup import Markup, numbers_below, table
@@ -17,6 +16,7 @@ from shardwise.report.page.section import (
     off_text,
     section,
 )
+from shardwise.vocabulary.quantities import digits, seconds_text
 
 
 def throughput_section(bench: Bench) -> PageSection | None:

@@ -9,13 +9,13 @@ from importlib.resources import files
 
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench
-from shardwise.quantities import seconds_text
 from shardwise.report.page.bars import key
 from shardwise.report.page.lanes import VERBS, exposed_gaps, kind_of, lane_chart, time_axis
 from shardwise.report.page.markup import Markup, element, numbers_below, table
 from shardwise.report.page.section import PageSection, cases_that_ran, section
 from shardwise.report.tape_spans import spans_of, tape_scale
-from shardwise.span import Span
+from shardwise.vocabulary.quantities import seconds_text
+from shardwise.vocabulary.span import Span
 
 SCRIPT = files("shardwise.report.page").joinpath("timeline.js").read_text(encoding="utf-8")
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench
-from shardwise.quantities import scientific
 from shardwise.report.page.axes import Tick, between, round_step
 from shardwise.report.page.bars import key
 from shardwise.report.page.markup import Markup, element, join, numbers_below, table
 from shardwise.report.page.plots import Curve, PlotFrame, curve_plot
 from shardwise.report.page.section import PageSection, SectionLook, cases_that_ran, section
+from shardwise.vocabulary.quantities import scientific
 
 _HEIGHT = 160
 _NUM_COLOURS = 8

@@ -9,12 +9,11 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from shardwise.categories import CATEGORIES
 from shardwise.errors import InvalidModel
 from shardwise.hardware import Cluster, cluster_of
-from shardwise.mesh import Mesh
-from shardwise.placement import SHARDED, STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.memory.replay import Change, MemoryChange, Recategorize
@@ -28,6 +27,7 @@ from shardwise.report.planner_page.priced_step import priced_step
 from shardwise.spec import ModelSpec
 from shardwise.spec.law import Law
 from shardwise.spec.step import Act, Op, StorageEvent, What
+from shardwise.vocabulary.categories import CATEGORIES
 
 WAYS = ("none", "selective", "full")
 """Of recomputing."""

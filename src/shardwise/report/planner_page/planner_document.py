@@ -12,9 +12,9 @@ from typing import Any
 
 import tomli_w
 
-from shardwise.mesh import Mesh
 from shardwise.models.catalogue import CATALOGUE
 from shardwise.models.shapes import GPTShape, LlamaShape
+from shardwise.plan.mesh import Mesh
 from shardwise.report.page.content_policy import content_policy
 from shardwise.report.page.markup import Markup, data_script, element
 from shardwise.report.planner_page.device_tables import hardware_data, offered_devices

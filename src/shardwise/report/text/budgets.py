@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.frontier import FrontierPoint
 from shardwise.planner.search.training_cost import TrainingCost
-from shardwise.quantities import GIB, digits, fixed, significant
+from shardwise.vocabulary.quantities import GIB, digits, fixed, significant
 
 if TYPE_CHECKING:
     from rich.table import Table

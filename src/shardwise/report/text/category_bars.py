@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from shardwise.categories import ACTIVATIONS, CATEGORIES, GATHERED, GRADS, OPTIM, OTHER, PARAMS, REDUCE
+from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, GATHERED, GRADS, OPTIM, OTHER, PARAMS, REDUCE
 
 if TYPE_CHECKING:
     from rich.text import Text

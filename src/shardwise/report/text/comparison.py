@@ -8,9 +8,9 @@ from shardwise.bench.case_peak import peak_parts
 from shardwise.bench.case_result import NOT_MEASURABLE, CaseResult
 from shardwise.bench.modes import without_mode
 from shardwise.bench.results import Bench
-from shardwise.categories import CATEGORIES
-from shardwise.placement import SHARDED, placement_of
-from shardwise.quantities import MIB, UnitOfMeasure, error_text, table_number, table_rate, table_unit
+from shardwise.plan.placement import SHARDED, placement_of
+from shardwise.vocabulary.categories import CATEGORIES
+from shardwise.vocabulary.quantities import MIB, UnitOfMeasure, error_text, table_number, table_rate, table_unit
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardwise.categories import ACTIVATIONS, CATEGORIES, OTHER
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.scale import Scaled
-from shardwise.quantities import GIB, MIB, byte_unit, digits, fixed, step_seconds_text, table_rate
 from shardwise.report.text import category_bars
+from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, OTHER
+from shardwise.vocabulary.quantities import GIB, MIB, byte_unit, digits, fixed, step_seconds_text, table_rate
 
 if TYPE_CHECKING:
     from rich.table import Table

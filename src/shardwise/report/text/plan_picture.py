@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from shardwise.mesh import Mesh
-from shardwise.placement import strategy_of
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import strategy_of
 from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.report.snapshots import snapshots_of
 from shardwise.report.text.step_picture import in_words, step_lines, sum_lines

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwise.categories import ACTIVATIONS, CATEGORIES, GATHERED
 from shardwise.profile.compare import Profile
-from shardwise.quantities import error_text, step_seconds_text, table_number, table_unit
 from shardwise.report.text.category_bars import bar
+from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, GATHERED
+from shardwise.vocabulary.quantities import error_text, step_seconds_text, table_number, table_unit
 
 if TYPE_CHECKING:
     from rich.table import Table

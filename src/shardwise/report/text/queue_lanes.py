@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from shardwise.quantities import seconds_text
-from shardwise.span import QUEUES, Span
+from shardwise.vocabulary.quantities import seconds_text
+from shardwise.vocabulary.span import QUEUES, Span
 
 _WIDTH = 72
 _LETTERS = {"forward": "F", "backward": "B", "update": "U", "gather": "g", "reduce": "r"}

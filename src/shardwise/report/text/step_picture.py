@@ -6,14 +6,14 @@ All ranks do the same at the same time, each with its own slice; so rank 0 is dr
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwise.mesh import Mesh
-from shardwise.placement import SHARDED, STRATEGIES, Placement, placement_of
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import SHARDED, STRATEGIES, Placement, placement_of
 from shardwise.program import Kind, Trigger
 from shardwise.program.operations import ON_BUCKETS, WAITS
-from shardwise.quantities import GIB, KIB, MIB, TIB, UnitOfMeasure, byte_unit, fixed, fixed_text
 from shardwise.report.snapshots import STATES, Holding, Snapshot, StepSnapshots, bucket_label, snapshots_of
 from shardwise.spec import ROOT, ModelSpec
+from shardwise.vocabulary.quantities import GIB, KIB, MIB, TIB, UnitOfMeasure, byte_unit, fixed, fixed_text
 
 WIDTH = 80
 GLYPHS: Mapping[Holding, str] = {

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
-from shardwise.engine_limits import LIMITS
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.recommend import PAIR_BAND, Condition, Reason, Recommendation, RunnerUp, Simpler
-from shardwise.quantities import GIB, fixed, fixed_text, significant
+from shardwise.vocabulary.quantities import GIB, fixed, fixed_text, significant
 
 # What is to be said of a candidate that is taken although it may not fit.
 _DOUBTS = {"tight": "it may fit", "unknown": "whether it fits is not known"}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise import Plan
 from shardwise.errors import InvalidModel
-from shardwise.placement import STRATEGIES
+from shardwise.plan.placement import STRATEGIES
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ from whole import whole
 
 import shardwise
 from shardwise import Plan
+from shardwise.engine.captured.compile_clock import CompileClock
 from shardwise.engine.captured.reads import assuming_reads, noting_reads
 from shardwise.engine.captured.step_graphs import _in_one_line
-from shardwise.engine.compile_clock import CompileClock
 
 
 @pytest.fixture(autouse=True)

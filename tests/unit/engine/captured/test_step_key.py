@@ -9,7 +9,7 @@ from torch import nn
 from shardwise.engine.captured.python_state import PythonState, foreign_hook
 from shardwise.engine.captured.reads import NotCaptured
 from shardwise.engine.captured.step_key import StepKey, optimizer_key, step_key, take_apart
-from shardwise.engine.pass_state import PassState
+from shardwise.engine.core.pass_state import PassState
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.planner.engine_model import ENGINE_MODELS, engine_model_of
 from shardwise.planner.memory.constants import RULES
 from shardwise.planner.memory.events import memory_rows

@@ -7,11 +7,10 @@ import pytest
 import torch
 from planned_specs import spec_for
 
-from shardwise.categories import CATEGORIES
 from shardwise.errors import InvalidPlan
-from shardwise.mesh import Mesh
-from shardwise.placement import SHARDED, STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.planner import estimate
 from shardwise.planner.fold import Short, shorten
 from shardwise.planner.job import Job
@@ -21,6 +20,7 @@ from shardwise.planner.memory.states import optimizer_of
 from shardwise.sources import states_only
 from shardwise.spec import ModelSpec, UnitSpec
 from shardwise.trace import Way, trace_model
+from shardwise.vocabulary.categories import CATEGORIES
 
 PLANS = [
     *(Plan(precision="bf16", strategy=name, engine="torch", accumulate=3) for name in ("ddp", "shard_grad_op", "fsdp")),

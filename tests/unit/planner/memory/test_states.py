@@ -3,12 +3,12 @@
 import pytest
 
 from shardwise.errors import UnknownName
-from shardwise.layout import lay_out
-from shardwise.placement import SHARDED, STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.planner.memory.constants import RULES
 from shardwise.planner.memory.states import OPTIMIZERS, optimizer_of, unit_states
 from shardwise.spec import TensorSpec, UnitSpec
+from shardwise.vocabulary.layout import lay_out
 
 UNIT = UnitSpec(
     name="block",

@@ -10,16 +10,16 @@ from random_models import PLAN, RandomModel, random_model
 
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster, cluster_of
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.planner.search.auto import RECOMPUTES, AutoRequest, NoPlanFits, Solved, _shrunk, solve_plan
 from shardwise.planner.search.candidates import candidates, cost
 from shardwise.planner.search.dial import Dial
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches
-from shardwise.quantities import GIB
 from shardwise.sources import Source
 from shardwise.spec import ModelSpec
+from shardwise.vocabulary.quantities import GIB
 
 SHARES = (0.1, 0.3, 0.5, 0.8)
 GIBI = int(GIB.size)

@@ -6,9 +6,9 @@ import pytest
 from planned_specs import spec_for
 
 from shardwise.hardware import Cluster, cluster_of
-from shardwise.mesh import Mesh
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.search.candidates import _refined, candidates, cost, largest_batch, meshes, way_out
 from shardwise.planner.search.micro_batches import largest_fitting

@@ -6,8 +6,8 @@ import pytest
 from planned_specs import spec_for
 
 from shardwise.hardware import cluster_of
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, candidates
 from shardwise.planner.search.recommend import Condition, Reason, Recommendation, fastest, recommend
 from shardwise.sources import Source

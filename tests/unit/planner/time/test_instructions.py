@@ -3,8 +3,8 @@
 import pytest
 
 from shardwise.hardware import cluster_of
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.sizes import sizes_of

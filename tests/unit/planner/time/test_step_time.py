@@ -8,9 +8,9 @@ from planned_specs import spec_for
 
 from shardwise.errors import UnknownName
 from shardwise.hardware import cluster_of
-from shardwise.mesh import Mesh
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.time.step_time import (
     TimeEstimate,

@@ -7,8 +7,8 @@ import pytest
 from planned_specs import spec_for
 
 from shardwise.hardware import cluster_of
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.planner.time.step_time import TimeEstimate, estimate_time
 from shardwise.planner.time.straggler import expected_maximum
 

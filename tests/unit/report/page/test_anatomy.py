@@ -11,11 +11,10 @@ from report.sample_bench import sample_bench
 
 from shardwise.bench.case_result import CaseResult, Happening, UnitOutline
 from shardwise.bench.results import Bench
-from shardwise.categories import CATEGORIES
-from shardwise.mesh import Mesh
 from shardwise.models.catalogue import shape_of
-from shardwise.placement import STRATEGIES, Placement
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import STRATEGIES, Placement
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.program import Kind, build
 from shardwise.report.outline import outline
@@ -25,6 +24,7 @@ from shardwise.report.snapshots import STATES, Holding, snapshots_of
 from shardwise.report.tape_spans import tape_scale
 from shardwise.report.text.ring_rounds import rounds
 from shardwise.spec import ROOT, ModelSpec
+from shardwise.vocabulary.categories import CATEGORIES
 
 States = list[dict[str, dict[str, str]]]
 """Before the first operation and after each: params, grads, optim → unit → what is held."""

@@ -10,9 +10,9 @@ import pytest
 from report.chromium import Page, needs_chromium, page
 from report.sample_bench import sample_bench
 
-from shardwise.quantities import bytes_text
 from shardwise.report.page import page_of
 from shardwise.report.page.anatomy import anatomy_data
+from shardwise.vocabulary.quantities import bytes_text
 
 pytestmark = needs_chromium
 

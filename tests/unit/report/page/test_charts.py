@@ -8,7 +8,7 @@ from shardwise.report.page.bars import Bar, BarPiece, Limit, bar_chart
 from shardwise.report.page.lanes import exposed_gaps, lane_chart, merged
 from shardwise.report.page.plots import Curve, PlotFrame, area_plot, curve_plot
 from shardwise.report.tape_spans import recorded_spans
-from shardwise.span import Span
+from shardwise.vocabulary.span import Span
 
 FRAME = PlotFrame(low=0, high=10, ticks=[(0, "0"), (10, "10")], below=[(0.0, "step 1")], height=108)
 

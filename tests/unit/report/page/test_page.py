@@ -11,11 +11,11 @@ from report.sample_bench import sample_bench, sample_case
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench, Difference, Equivalence
 from shardwise.bench.spread import Spread
-from shardwise.quantities import bytes_text, seconds_text
 from shardwise.report.page import page_of
 from shardwise.report.page.anatomy import anatomy_data
 from shardwise.report.page.markup import Markup, data_script, element
 from shardwise.report.page.timeline import timelines
+from shardwise.vocabulary.quantities import bytes_text, seconds_text
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\u2028"
 SECTIONS = ["anatomy", "numbers", "memory", "throughput", "step-time", "loss", "timeline", "step-memory", "predicted"]

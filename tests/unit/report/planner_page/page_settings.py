@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from shardwise.categories import CATEGORIES
 from shardwise.hardware import Cluster
 from shardwise.hardware.cluster import make_cluster
 from shardwise.hardware.device import device_of
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.auto import with_budget
 from shardwise.planner.search.candidates import Candidate, candidates, cost, meshes
 from shardwise.planner.search.recommend import recommend
@@ -20,6 +19,7 @@ from shardwise.report.planner_page.model_laws import DEVICE_COUNTS, PAGE_PLAN, P
 from shardwise.report.planner_page.planner_document import longest_sample
 from shardwise.sources import Source
 from shardwise.spec import ModelSpec
+from shardwise.vocabulary.categories import CATEGORIES
 
 MODELS = ("llama-3.1-70b", "resnet18")
 """More layers than the allocator's model runs; images and convolutions."""

@@ -28,8 +28,8 @@ from report.planner_page.page_settings import (
 )
 from whole import whole
 
-from shardwise.mesh import Mesh
-from shardwise.placement import STRATEGIES
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import capacity_bytes
 from shardwise.planner.time.step_time import timeline
 from shardwise.report.planner_page import planner_page

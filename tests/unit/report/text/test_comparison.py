@@ -9,8 +9,8 @@ from rich.console import Console
 from shardwise.bench.recommendation import recommended
 from shardwise.bench.results import Bench, Difference, Equivalence
 from shardwise.bench.spread import Spread
-from shardwise.categories import CATEGORIES
 from shardwise.report.text.comparison import as_markdown, as_table, baseline, columns, heading, peak_table, remarks, row
+from shardwise.vocabulary.categories import CATEGORIES
 
 
 @pytest.fixture(scope="module")

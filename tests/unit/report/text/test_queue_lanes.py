@@ -1,7 +1,7 @@
 """The queues of a step as text: a column shows what most of its time went to."""
 
 from shardwise.report.text.queue_lanes import as_data, as_lanes
-from shardwise.span import Span
+from shardwise.vocabulary.span import Span
 
 SPANS = [
     Span("compute", "forward blocks.0", 0.0, 0.4),

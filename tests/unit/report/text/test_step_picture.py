@@ -2,10 +2,10 @@
 
 import pytest
 
-from shardwise.mesh import Mesh
 from shardwise.models.catalogue import CATALOGUE, shape_of
-from shardwise.placement import SHARDED, STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.program import Kind, build
 from shardwise.report.outline import outline, picture_model
 from shardwise.report.snapshots import STATES, Holding, StepSnapshots, snapshots_of

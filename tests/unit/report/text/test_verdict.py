@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from shardwise.hardware import cluster_of
-from shardwise.mesh import Mesh
-from shardwise.placement import STRATEGIES
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, candidates
 from shardwise.planner.search.recommend import Condition, Reason, Recommendation, Rival, RunnerUp, Simpler
 from shardwise.report.text.verdict import name_of, no_fit, reasons, verdict

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import assert_never
 
-from shardwise.placement import SHARDED
+from shardwise.plan.placement import SHARDED
 from shardwise.planner.memory.executors.setting import MemorySetting, update_changes
 from shardwise.planner.memory.replay import Change, MemoryChange, Recategorize, TakeGrads
 from shardwise.planner.trace_order import do_nothing
@@ -71,7 +71,7 @@ class OurMemory:
 
     def at_rest(self) -> Mapping[str, int]:
         """Buffers that stay from step to step, gradients of earlier passes, and a flag for each parameter: was it used?
-        (engine/grads/used.py)
+        (engine/core/used.py)
         """
         setting, plan = self.setting, self.setting.plan
         found = {"grads": 0, "reduce": 0, "other": 4 * setting.num_params}

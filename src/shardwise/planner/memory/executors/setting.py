@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardwise.placement import Placement
 from shardwise.plan import Plan
+from shardwise.plan.placement import Placement
 from shardwise.planner.memory.constants import MemoryRules
 from shardwise.planner.memory.replay import Change, MemoryChange
 from shardwise.planner.memory.states import UnitStates

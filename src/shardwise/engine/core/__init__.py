@@ -1,0 +1,1 @@
+"""The core: everything that trains a model under a plan, and nothing else."""

@@ -1,0 +1,212 @@
+"""Gradients: copied once into a buffer of the reduce dtype, summed over the ranks, handed to their owners.
+
+Replicated gradients keep the buffer: it is the gradients. Sharded ones keep this rank's slice of it, which on a mesh
+with a second axis is summed over that too, while backward goes on. In an accumulation the buffer waits, and each pass
+adds to what it holds.
+"""
+
+from collections.abc import Set as AbstractSet
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import Collectives
+from shardwise.comm.groups import MeshGroups
+from shardwise.comm.issued import CollectiveName
+from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.pass_state import PassState
+from shardwise.engine.core.segment import Segment
+from shardwise.engine.core.tape import Tape
+from shardwise.engine.core.unit import Unit
+from shardwise.plan.placement import SHARDED
+from shardwise.program import Bucket, Kind
+
+
+class ReduceBucket:
+    """A bucket of the program at work."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        *,
+        units: list[Unit],
+        groups: MeshGroups,
+        collectives: Collectives,
+        tape: Tape,
+        passes: PassState,
+    ) -> None:
+        self.name = bucket.name
+        self._reduces = CollectiveName(f"{Kind.REDUCE.value} {bucket.name}")
+        self._reduces_slice = CollectiveName(f"{Kind.REDUCE_SLICE.value} {bucket.name}")
+        self.units = units
+        self.groups = groups
+        self.collectives = collectives
+        self.tape = tape
+        self.passes = passes
+        self.sharded = units[0].placement.grads is SHARDED
+        # Whether slices are summed over a second axis of the mesh too.
+        self.crosses = self.sharded and groups.replicate.size > 1
+        self.scale = 1 / groups.mesh.num_ranks
+        self.segments: list[Segment] = []
+        # Where the gradients of each unit go.
+        self._places: dict[str, list[tuple[FlatParams, Segment]]] = {
+            unit.name: [(flat, self._segment_for(flat, dtype=flat.reduce_dtype)) for flat in unit.trained_flats]
+            for unit in units
+        }
+
+    def _segment_for(self, flat: FlatParams, *, dtype: torch.dtype) -> Segment:
+        """Sharded gradients are cut into slices flat by flat; replicated ones of a dtype go together."""
+        if not self.sharded:
+            for segment in self.segments:
+                if segment.dtype == dtype:
+                    segment.add(flat)
+                    return segment
+        self.segments.append(Segment(flat, dtype=dtype, is_freed=self.sharded, group=self.groups.reduce))
+        return self.segments[-1]
+
+    def take_grads(self, unit: Unit) -> None:
+        """Move a unit's gradients into the buffer; a parameter without one counts as zero."""
+        unit.grads.closed = True
+        weight = self.passes.weight(num_ranks=self.groups.mesh.num_ranks)
+        if weight:
+            unit.used |= unit.grads.arrived
+        for flat, segment in self._places[unit.name]:
+            segment.take(flat, weight=weight)
+        self.tape.record(Kind.TAKE_GRADS, unit.name)
+
+    def keep(self) -> None:
+        """Leave the gradients in the buffer for a later pass."""
+        for segment in self.segments:
+            segment.holds = True
+
+    @property
+    def holds(self) -> bool:
+        return any(segment.holds for segment in self.segments)
+
+    def forget(self, names: AbstractSet[str]) -> None:
+        """Clear what is held for the parameters of these names; with all of them, the buffer goes."""
+        for segment in self.segments:
+            if not segment.holds:
+                continue
+            for flat in segment.flats:
+                for view, name in zip(segment.views(flat), flat.names, strict=True):
+                    if name in names:
+                        view.zero_()
+            if all(name in names for flat in segment.flats for name in flat.names):
+                segment.holds = False
+                segment.release()
+
+    def held(self) -> dict[int, Tensor]:
+        """Parameter, by id → what is held for it."""
+        held: dict[int, Tensor] = {}
+        for segment in self.segments:
+            for flat in segment.flats if segment.holds else ():
+                held |= {id(p): view for p, view in zip(flat.params, segment.views(flat), strict=True)}
+        return held
+
+    def let_go(self) -> None:
+        """The bucket is at its end."""
+        for segment in self.segments:
+            segment.let_go()
+
+    def hold(self, held: dict[int, Tensor]) -> None:
+        """Take over what another bucket has held."""
+        for segment in self.segments:
+            for flat in segment.flats:
+                for parameter, view in zip(flat.params, segment.views(flat), strict=True):
+                    view.copy_(held.pop(id(parameter)))
+        self.keep()
+
+    def start(self) -> None:
+        """Sum over the ranks."""
+        group = self.groups.reduce if self.sharded else self.groups.reduce_world
+        group.log.name = self._reduces
+        for segment in self.segments:
+            buffer = segment.buffer
+            assert buffer is not None
+            if self.sharded:
+                segment.work = self.collectives.reduce_scatter(buffer, group=group, own=segment.own)
+            else:
+                segment.work = self.collectives.all_reduce(buffer, group=group)
+        self.tape.record(Kind.REDUCE, self.name, self._num_bytes)
+
+    def finish(self) -> None:
+        """Wait for the sums, average them, and give each owner its gradient, unless its slice is to cross first."""
+        if self.passes.failed and not self.crosses:
+            self._forget_sums()
+            return
+        for segment in self.segments:
+            segment.wait()
+            segment.holds = False
+            if not self.sharded:
+                self._deliver_whole(segment)
+            elif not self.crosses:
+                self._deliver_slice(segment)
+        self.tape.record(Kind.WAIT_REDUCE, self.name, self._num_bytes)
+
+    def start_slice(self) -> None:
+        """Sum this rank's slice over `replicate`: a copy of it, so that the buffer can go meanwhile."""
+        self.groups.replicate.log.name = self._reduces_slice
+        for segment in self.segments:
+            if segment.work is not None:
+                # Memory ran out at a later one the first time.
+                continue
+            assert segment.own is not None
+            mine = segment.own.clone()
+            segment.release()
+            segment.buffer = mine
+            segment.work = self.collectives.all_reduce(mine, group=self.groups.replicate)
+        self.tape.record(Kind.REDUCE_SLICE, self.name, self._slice_bytes)
+
+    def finish_slice(self) -> None:
+        """Wait for the sum of the slice, average it, and give it to its owner."""
+        if self.passes.failed:
+            self._forget_sums()
+            return
+        for segment in self.segments:
+            segment.wait()
+            (flat,) = segment.flats
+            assert segment.buffer is not None
+            flat.add_grads(segment.buffer.to(flat.master_dtype).mul_(self.scale))
+            segment.release()
+        self.tape.record(Kind.WAIT_SLICE, self.name, self._slice_bytes)
+
+    def _forget_sums(self) -> None:
+        """Of a step in which this rank has failed: it will be undone."""
+        for segment in self.segments:
+            segment.holds = False
+        self.drop()
+
+    def _num_bytes(self) -> int:
+        return sum(segment.num_bytes for segment in self.segments)
+
+    def _slice_bytes(self) -> int:
+        return self._num_bytes() // self.groups.reduce.size
+
+    def drop(self) -> None:
+        """Forget what is under way, once nobody writes into it any more (a backward that raised)."""
+        for segment in self.segments:
+            if segment.work is not None:
+                segment.wait()
+            if not segment.holds:
+                segment.release()
+
+    def _deliver_slice(self, segment: Segment) -> None:
+        (flat,) = segment.flats
+        mine = segment.own
+        assert mine is not None
+        # A copy in any case, so that the buffer can go.
+        same = flat.master_dtype == segment.dtype
+        flat.add_grads(mine * self.scale if same else mine.to(flat.master_dtype).mul_(self.scale))
+        segment.release()
+
+    def _deliver_whole(self, segment: Segment) -> None:
+        assert segment.buffer is not None
+        if self.scale != 1:
+            segment.buffer.mul_(self.scale)
+        for flat, part, views in zip(segment.flats, segment.parts(), segment.gradients(), strict=True):
+            if flat.master_dtype == segment.dtype:
+                flat.add_grads(part, views=views)
+            else:
+                flat.add_grads(part.to(flat.master_dtype))
+        segment.release()

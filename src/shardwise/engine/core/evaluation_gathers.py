@@ -1,0 +1,61 @@
+"""Forwards without gradients: no part of a step. A unit is gathered when it is needed, and freed at once."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from shardwise.comm.agreement import RanksMissing, meet
+from shardwise.comm.issued import IssueLog, of_no_step
+from shardwise.comm.rank_progress import PROGRESS
+from shardwise.engine.core.learn import FirstForward
+from shardwise.engine.core.unit import Unit
+from shardwise.program import Kind
+
+
+class EvaluationGathers:
+    """What ranks evaluate between two steps.
+
+    agreed              how ranks agree on each gather, while they may evaluate different numbers of batches
+    patience_seconds    how long a rank that goes on to train waits for the others, who may be busy with their results
+    """
+
+    def __init__(self, log: IssueLog, *, make_first_forward: Callable[[], FirstForward]) -> None:
+        self._log = log
+        self._make_first_forward = make_first_forward
+        self._gathered = False
+        self.agreed: FirstForward | None = None
+        self.patience_seconds = float("inf")
+
+    def begin(self, unit: Unit) -> None:
+        """A forward of the unit begins."""
+        with of_no_step(self._log):
+            if self.agreed is not None:
+                self.agreed.want(unit)
+            unit.ensure()
+        self._gathered |= unit.sharded
+        PROGRESS.kind, PROGRESS.unit = Kind.FORWARD, unit.name
+
+    def end(self) -> None:
+        """A step begins. Its gathers must not meet those of a rank that still evaluates: they may be of other units."""
+        if not self._gathered:
+            return
+        try:
+            meet("a step after an evaluation", limit_seconds=self.patience_seconds)
+        except RanksMissing as missing:
+            raise RanksMissing(
+                f"{missing}; where ranks evaluate different numbers of batches, do it inside `with "
+                "shardwise.evaluating(model):`"
+            ) from None
+        self._gathered = False
+
+    @contextmanager
+    def agreeing(self, what: str) -> Iterator[None]:
+        """In here ranks agree on each gather; at the end a rank takes part until all have come to it. Collective."""
+        meet(what, limit_seconds=self.patience_seconds)
+        self.agreed = self._make_first_forward()
+        try:
+            yield
+            with of_no_step(self._log):
+                self.agreed.end()
+            self._gathered = False
+        finally:
+            self.agreed = None

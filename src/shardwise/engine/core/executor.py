@@ -1,0 +1,152 @@
+"""The operations of a step program on tensors."""
+
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from functools import partial
+from typing import assert_never
+
+from torch import Tensor
+
+from shardwise.engine.core.bucket import ReduceBucket
+from shardwise.engine.core.flat_buffers import refresh
+from shardwise.engine.core.tape import Tape
+from shardwise.engine.core.unit import Unit
+from shardwise.engine.core.used import UsedFlags
+from shardwise.engine.optimizer.matrices import OwnedMatrices
+from shardwise.program import Kind, Operation, Row, Trigger
+from shardwise.program.run import Action
+from shardwise.spec import ROOT
+
+
+class EngineExecutor:
+    """What a rank does for each operation. `serve(unit)` sees to it that a unit that computes is whole."""
+
+    def __init__(
+        self,
+        units: Mapping[str, Unit],
+        *,
+        buckets: Iterable[ReduceBucket],
+        flags: UsedFlags,
+        broadcast_buffers: Callable[[], None],
+        serve: Callable[[Unit], None],
+        matrices: OwnedMatrices,
+        tape: Tape,
+    ) -> None:
+        self.units = units
+        self.matrices = matrices
+        self.buckets = {bucket.name: bucket for bucket in buckets}
+        self.flags = flags
+        self.broadcast_buffers = broadcast_buffers
+        self.serve = serve
+        self.tape = tape
+        self._bucket_of = {unit.name: bucket for bucket in self.buckets.values() for unit in bucket.units}
+
+    def action(self, operation: Operation, row: Row) -> Action:
+        name, kind = operation.subject, operation.kind
+        match kind:
+            case Kind.GATHER:
+                unit = self.units[name]
+                return unit.gather_updated if row.trigger is Trigger.AFTER_STEP else unit.gather
+            case Kind.WAIT_GATHER:
+                return self.units[name].wait_gather
+            case Kind.FREE:
+                return self.units[name].free
+            case Kind.FORWARD | Kind.BACKWARD:
+                return partial(self.compute, self.units[name], kind)
+            case Kind.TAKE_GRADS:
+                return partial(self._bucket_of[name].take_grads, self.units[name])
+            case Kind.REDUCE:
+                return self.buckets[name].start
+            case Kind.WAIT_REDUCE:
+                return self.buckets[name].finish
+            case Kind.REDUCE_SLICE:
+                return self.buckets[name].start_slice
+            case Kind.WAIT_SLICE:
+                return self.buckets[name].finish_slice
+            case Kind.REDUCE_FLAGS:
+                return self.flags.start
+            case Kind.BROADCAST:
+                return self.broadcast_buffers
+            case Kind.TO_OWNERS:
+                return partial(self.matrices.to_owners, name)
+            case Kind.UPDATE:
+                return self._updated
+            case Kind.FROM_OWNERS:
+                return partial(self.matrices.from_owners, name)
+            case _:
+                assert_never(kind)
+
+    def skipped(self, operation: Operation, row: Row) -> Action | None:
+        """A rank takes part in the gathers of what it does not call, and frees what it does not need."""
+        unit = self.units.get(operation.subject)
+        if unit is not None and operation.kind is Kind.GATHER:
+            return unit.gather
+        if unit is not None and operation.kind is Kind.FREE:
+            return unit.free_unused
+        return None
+
+    def is_ready(self, unit: str) -> bool:
+        """Other parameters of one that is partly frozen may be needed yet: it is closed when backward has left it."""
+        found = self.units[unit]
+        return found.grads.complete and not (found.sharded and found.partly_frozen)
+
+    def compute(self, unit: Unit, kind: Kind) -> None:
+        """The model computes with a unit from here on."""
+        if not unit.arrived or not unit.whole:
+            self.serve(unit)
+        elif unit.at_rest:
+            unit.wake()
+        self.tape.record(kind, unit.name)
+
+    def _updated(self) -> None:
+        self.tape.record(Kind.UPDATE, ROOT)
+        refresh([flat for unit in self.units.values() for flat in unit.updated()])
+
+    # Gradients between backwards
+
+    @property
+    def holds_grads(self) -> bool:
+        """Whether gradients are summed on this rank alone, for a later backward to reduce."""
+        return any(bucket.holds for bucket in self.buckets.values())
+
+    @property
+    def can_undo_grads(self) -> bool:
+        """Whether the gradients of before a backward that raised are still there."""
+        flats = (flat for unit in self.units.values() for flat in unit.flats)
+        return not self.holds_grads and all(flat.can_undo_grads for flat in flats)
+
+    def undo_grads(self) -> None:
+        """After a backward that raised: the gradients of before it."""
+        for unit in self.units.values():
+            unit.undo_grads()
+
+    def keep_grads(self) -> None:
+        """Backward is over: what it gave stays on this rank, for a later one to reduce."""
+        for bucket in self.buckets.values():
+            bucket.keep()
+
+    def forget_grads(self, names: AbstractSet[str]) -> None:
+        """Clear what is held for the parameters of these names."""
+        for bucket in self.buckets.values():
+            bucket.forget(names)
+
+    def held(self) -> dict[int, Tensor]:
+        """Parameter, by id → what this rank has summed of its gradients for a later backward to reduce."""
+        return {key: view for bucket in self.buckets.values() for key, view in bucket.held().items()}
+
+    def take_held(self) -> dict[int, Tensor]:
+        """What is held; the buckets are at their end, and the memory that they keep from step to step goes."""
+        held = self.held()
+        for bucket in self.buckets.values():
+            bucket.let_go()
+        return held
+
+    def hold(self, held: dict[int, Tensor]) -> None:
+        """Sums that another plan's buckets have held; each goes as it is taken."""
+        for bucket in self.buckets.values():
+            bucket.hold(held)
+
+    def drop_reduces(self) -> None:
+        """Forget what a backward that raised has left under way."""
+        for bucket in self.buckets.values():
+            bucket.drop()

@@ -1,0 +1,258 @@
+"""The buffers of a unit's parameters, and their gradients.
+
+Autograd leaves a rank's own gradients in `p.grad`; they are taken from there, and averages over all ranks come back.
+The owned parts, which the optimizer steps, get theirs. `p.grad` shows the averages where it can: where they are whole,
+and of the parameters' dtype.
+"""
+
+import weakref
+from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import Collectives, own_slice
+from shardwise.comm.groups import MeshGroups
+from shardwise.engine.core.flat_buffers import FlatBuffers, Owned, cut_pieces
+from shardwise.engine.core.host import HostCopies
+from shardwise.engine.guards.guard import unguarded
+from shardwise.plan.placement import SHARDED, Placement
+from shardwise.program.buffers import FlatSpec
+from shardwise.vocabulary.layout import ALIGNMENT, cut_out
+
+
+class FlatParams(FlatBuffers):
+    """Parameters of one unit and one dtype in one buffer, and what happens to their gradients."""
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        *,
+        spec: FlatSpec,
+        placement: Placement,
+        device: torch.device,
+        groups: MeshGroups,
+        collectives: Collectives,
+        alignment: int = ALIGNMENT,
+        host: HostCopies | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            spec=spec,
+            placement=placement,
+            device=device,
+            groups=groups,
+            collectives=collectives,
+            alignment=alignment,
+            host=host,
+        )
+        if self.placement.optim is SHARDED:
+            self._owned_cut = cut_out([(p.start, p.stop) for p in self.owned], end=self.layout.slice_elements)
+        self._every = frozenset(range(len(self.params)))
+        # The averaged gradients that `p.grad` showed before this backward, which are to be added to.
+        self.hidden: list[Tensor | None] = [None] * len(self.params)
+        self.awaits_grads = False
+        # The averaged gradients that `p.grad` was given, where the owned part's are views of them.
+        self.shown: list[Tensor | None] = [None] * len(self.params)
+        # The buffers of averages that `p.grad` may show.
+        self._averages: list[weakref.ref[Tensor]] = []
+        # The parameters whose gradients this backward alone has made.
+        self.with_new_grads: set[int] = set()
+        # The parameters that have reduced gradients, on this rank or on others, where `p.grad` does not show them.
+        self._reduced: set[int] = set()
+        # Whether `p.grad` of the module's parameters is the averaged gradient.
+        self.shows_grads = self.placement.grads is not SHARDED and self.full.dtype == self.master_dtype
+
+    def indices_of(self, names: AbstractSet[str]) -> AbstractSet[int]:
+        """Which of its parameters have one of these names: all of them, where a whole model is meant."""
+        if all(map(names.__contains__, self.names)):
+            return self._every
+        return {index for index, name in enumerate(self.names) if name in names}
+
+    def has_grad(self, index: int) -> bool:
+        """Whether a parameter has a reduced gradient: the same answer on all ranks, whatever each holds of it."""
+        if not self.shows_grads:
+            return index in self._reduced
+        with unguarded():
+            return self.params[index].grad is not None
+
+    def has_grads(self) -> bool:
+        return any(part.parameter.grad is not None for part in self.owned)
+
+    def add_grads(self, average: Tensor, *, views: list[Tensor] | None = None) -> None:
+        """Take this backward's averaged gradients, on top of those that are there: of the slice, or of everything.
+
+        `views`: the parameters' places in it, if they are made already.
+        """
+        olds: list[Tensor] = []
+        news: list[Tensor] = []
+        self.awaits_grads = False
+        self.with_new_grads.clear()
+        whole = [] if self.placement.grads is SHARDED else views or self.views(average)
+        if self.shows_grads:
+            self._note_average(average)
+            # The owned parts' gradients are views of the same memory.
+            for index, (parameter, view) in enumerate(zip(self.params, whole, strict=True)):
+                old = self.hidden[index]
+                if old is not None:
+                    olds.append(old)
+                    news.append(view)
+                else:
+                    self.with_new_grads.add(index)
+                # What was frozen since keeps the gradient that it had, as in one process.
+                shown = old if old is not None else view if parameter.requires_grad else None
+                parameter.grad = shown
+                if self.master is not self.full:
+                    self.shown[index] = shown
+        if self.master is not self.full:
+            grads = self._owned_grads(average) if self.placement.optim is SHARDED else whole
+            self._add_owned(grads, olds=olds, news=news)
+        if olds:
+            if self.host is not None:
+                self.host.land()
+            torch._foreach_add_(olds, news)
+
+    def _add_owned(self, grads: Sequence[Tensor], *, olds: list[Tensor], news: list[Tensor]) -> None:
+        """The owned parts get their gradients; what is to be added to one that is there goes to `olds` and `news`."""
+        with unguarded():
+            frozen = [index for index, parameter in enumerate(self.params) if not parameter.requires_grad]
+        trained = self._every.difference(frozen)
+        if not self.shows_grads:
+            self.with_new_grads |= trained - self._reduced
+        self._reduced |= trained
+        for part, new in zip(self.owned, grads, strict=True):
+            parameter = part.parameter
+            if frozen and part.index not in trained:
+                continue
+            old = parameter.grad
+            if old is None:
+                parameter.grad = new
+                self.with_new_grads.add(part.index)
+            elif not self.shows_grads:
+                olds.append(old)
+                news.append(new)
+
+    def _note_average(self, average: Tensor) -> None:
+        """A buffer may be the same one in every step: it is noted once."""
+        base = average if average._base is None else average._base
+        others = [held for held in self._averages if held() is not None and held() is not base]
+        self._averages = [*others, weakref.ref(base)]
+
+    def _owned_grads(self, average: Tensor) -> Sequence[Tensor]:
+        """The owned parts' places in a slice, which is cut out of everything where that is not done yet."""
+        mine = average if self.placement.grads is SHARDED else own_slice(average, group=self.groups.gather)
+        if self.host is not None:
+            mine = self.host.fetch(mine)
+        return cut_pieces(mine, self._owned_cut)
+
+    def shows_average(self, index: int) -> bool:
+        """Whether `p.grad` is an average over all ranks, as far as nobody has replaced it."""
+        grad = self.params[index].grad
+        if grad is None:
+            return False
+        base = grad if grad._base is None else grad._base
+        return any(held() is base for held in self._averages)
+
+    def hide_grads(self) -> None:
+        """Before backward: autograd must find no gradient, or it would add this rank's own to the average."""
+        with unguarded():
+            grads = [parameter.grad for parameter in self.params]
+            for parameter, grad in zip(self.params, grads, strict=True):
+                if grad is not None:
+                    parameter.grad = None
+        if self.shows_grads:
+            self.hidden = grads
+        self.awaits_grads = True
+
+    def restore_grads(self) -> None:
+        """Where no averages came, those of before backward count: what autograd left is this rank's own."""
+        if not self.awaits_grads:
+            return
+        with unguarded():
+            for parameter, average in zip(self.params, self.hidden, strict=True):
+                parameter.grad = average
+        self.awaits_grads = False
+
+    def undo_grads(self) -> None:
+        """After a backward that raised: the gradients of before it."""
+        if not self.awaits_grads:
+            self.drop_grads(set(self.with_new_grads))
+        self.restore_grads()
+
+    @property
+    def can_undo_grads(self) -> bool:
+        """Whether the backward that is under way has added nothing to gradients that were there before it."""
+        added_to = (part.index not in self.with_new_grads for part in self.owned if part.parameter.grad is not None)
+        return self.awaits_grads or not any(added_to)
+
+    def follow_shown_grads(self) -> None:
+        """Before an update: where `p.grad` was replaced, the owned part's gradient is cut out of the new one."""
+        with unguarded():
+            for part in self.owned:
+                grad = self.params[part.index].grad
+                if grad is not self.shown[part.index]:
+                    self._follow_shown_grad(part, grad)
+
+    def _follow_shown_grad(self, part: Owned, grad: Tensor | None) -> None:
+        if grad is not None:
+            start = self.groups.gather.index * self.layout.slice_elements + part.start - self.layout.offsets[part.index]
+            part.parameter.grad = grad.reshape(-1)[start : start + part.stop - part.start]
+        else:
+            part.parameter.grad = None
+        self.shown[part.index] = grad
+
+    def drop_stale_grads(self) -> None:
+        """Before forward: a gradient that was cleared in the optimizer is cleared in the model, and the reverse."""
+        if not self.shows_grads or self.master is self.full:
+            # There are none to be seen, or the model's parameters are the optimizer's.
+            return
+        for part in self.owned:
+            if self.params[part.index].grad is None:
+                part.parameter.grad = None
+            elif part.parameter.grad is None:
+                self.params[part.index].grad = None
+        if not self.has_grads():
+            # Also what this rank does not own a part of.
+            for parameter in self.params:
+                parameter.grad = None
+
+    def take_over_grads(self, average: Tensor, *, indices: Collection[int]) -> None:
+        """Averages that are there already, of these parameters: of the slice, or of everything (another plan's)."""
+        self.add_grads(average)
+        self.drop_grads(set(range(len(self.params))) - set(indices))
+        self.with_new_grads.clear()
+
+    def let_go(self) -> None:
+        self.drop_grads(range(len(self.params)))
+        self.hidden = [None] * len(self.params)
+        super().let_go()
+
+    def drop_new_grad(self, index: int) -> None:
+        """Take back a gradient that this backward alone has made: no rank used the parameter."""
+        if index in self.with_new_grads:
+            self.drop_grads({index})
+
+    def drop_grads(self, indices: Collection[int]) -> None:
+        """Forget the gradients of these parameters."""
+        if len(indices) == len(self.params):
+            self._drop_all_grads()
+            return
+        self._reduced.difference_update(indices)
+        with unguarded():
+            for part in self.owned:
+                if part.index in indices:
+                    # It may be the parameter itself, at rest, which would come back here.
+                    part.parameter.grad = None
+            for index in indices:
+                self.params[index].grad = self.shown[index] = None
+
+    def _drop_all_grads(self) -> None:
+        """As after every step, when an optimizer clears its gradients."""
+        self._reduced.clear()
+        self.shown = [None] * len(self.params)
+        with unguarded():
+            for part in self.owned:
+                part.parameter.grad = None
+            for parameter in self.params:
+                parameter.grad = None

@@ -1,0 +1,277 @@
+"""The buffers of a unit's parameters: the full one that modules compute with, and the slice that a rank owns.
+
+full      compute dtype; parameters are views of it. Freed by resizing its storage to 0, so that what autograd
+          saved of the parameters is valid again as soon as it is gathered again.
+master    what the optimizer steps: the owned slice where optim is sharded, else everything. Where params are
+          replicated and compute in the master's dtype it is not a second copy but a view of `full`. It may
+          live in host memory; then it is staged there in the compute dtype, so that less crosses the bus.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import Collectives, Work, own_slice
+from shardwise.comm.groups import MeshGroups
+from shardwise.comm.issued import CollectiveName
+from shardwise.engine.core.host import HostCopies
+from shardwise.engine.core.precision import torch_dtype
+from shardwise.engine.guards.slice_writes import MasterWrites
+from shardwise.plan.placement import SHARDED, Placement
+from shardwise.program.buffers import FlatSpec
+from shardwise.vocabulary.layout import ALIGNMENT, BufferCut
+
+FOR_STATE = CollectiveName("gather for a state dict")
+
+
+@dataclass(slots=True, kw_only=True)
+class Owned:
+    """The part of one parameter that this rank's optimizer steps."""
+
+    parameter: nn.Parameter
+    index: int
+    start: int
+    stop: int
+
+
+class FlatBuffers:
+    """Parameters of one unit and one dtype in one buffer: all of them frozen at first, or all trained."""
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        *,
+        spec: FlatSpec,
+        placement: Placement,
+        device: torch.device,
+        groups: MeshGroups,
+        collectives: Collectives,
+        alignment: int = ALIGNMENT,
+        host: HostCopies | None = None,
+    ) -> None:
+        self.params = params
+        self.names = [param.name for param in spec.params]
+        self.placement = placement
+        self.device = device
+        self.groups = groups
+        self.collectives = collectives
+        self.host = host
+        compute_dtype, self.master_dtype = torch_dtype(spec.compute_dtype), torch_dtype(spec.master_dtype)
+        self.reduce_dtype = torch_dtype(spec.reduce_dtype)
+        self.has_gradients = spec.has_gradients
+        self.unstepped = spec.unstepped
+        self.alignment = alignment
+        self.layout = spec.layout(num_slices=groups.gather.size, alignment=alignment)
+        self._cut = self.layout.cut()
+        # Those whose piece of the buffer does not have their shape as it is.
+        self._shaped = [(index, shape) for index, shape in enumerate(self.layout.shapes) if len(shape) != 1]
+        # Empty until it is laid out.
+        self.full = torch.empty(0, dtype=compute_dtype, device=device)
+        self.full_views: list[Tensor] = []
+        # Whether an update of the master is an update of the full buffer.
+        self.aliased = host is None and placement.params is not SHARDED and compute_dtype == self.master_dtype
+        if placement.params is not SHARDED:
+            self.lay_out()
+        self.master = self._make_master()
+        # What is copied into the full buffer; the master itself, where it need not be staged.
+        self.staged = self.master
+        if host is not None and compute_dtype != self.master_dtype:
+            self.staged = host.zeros(self.master.numel(), dtype=compute_dtype)
+        self.owned = self._own()
+        # What somebody else wrote into the master; whether somebody got hold of the module's parameters.
+        self.writes = MasterWrites(self.master)
+        self.touched = False
+        # Whether a module holds on to the memory of a parameter by another name (carried.py).
+        self.followed = False
+        self.gathering: Work | None = None
+        # As ranks know it when they compare what they have issued; its unit's.
+        self.gathers = FOR_STATE
+
+    def lay_out(self) -> None:
+        """Make the full buffer and the parameters' places in it; where parameters are sharded, its memory goes again.
+
+        Of several buffers, once the masters of all are there: one that came later would come to lie in that memory,
+        which could then not be given back.
+        """
+        if self.full_views:
+            return
+        # Zeros, because the padding is communicated too and should not be what happened to lie there.
+        self.full = torch.zeros(self.layout.num_elements, dtype=self.full.dtype, device=self.device)
+        self._storage = self.full.untyped_storage()
+        self.full_bytes = self._storage.nbytes()
+        # Made while there is storage behind them: a view of freed storage can be kept, but not made.
+        self.full_views = self.views(self.full)
+        self._own_full = own_slice(self.full, group=self.groups.gather)
+        self.whole = True
+        if self.placement.params is SHARDED:
+            self._storage.resize_(0)
+            self.whole = False
+
+    def _make_master(self) -> Tensor:
+        optim_sharded = self.placement.optim is SHARDED
+        whole_size = self.layout.num_elements
+        size = self.layout.slice_elements if optim_sharded else whole_size
+        if self.host is not None:
+            return self.host.zeros(size, dtype=self.master_dtype)
+        if not self.aliased:
+            return torch.zeros(size, dtype=self.master_dtype, device=self.device)
+        # As `data`: what a gather writes into the full buffer does not count as a write into the slice.
+        return own_slice(self.full, group=self.groups.gather).data if optim_sharded else self.full
+
+    def _own(self) -> list[Owned]:
+        """What the optimizer steps: 1-D views of the owned slice, or whole parameters in their own shape.
+
+        Where the master is the full buffer, those are the module's own parameters.
+        """
+        if self.placement.optim is SHARDED:
+            parts = self.layout.owned(self.groups.gather.index)
+            views = [self.master[start:stop] for _, start, stop in parts]
+        else:
+            parts = [(i, offset, offset + size) for i, (offset, size) in enumerate(self.layout.sizes())]
+            views = [self.master[start:stop].view(self.params[i].shape) for i, start, stop in parts]
+        return [
+            Owned(
+                parameter=self.params[i]
+                if self.master is self.full
+                else nn.Parameter(view, requires_grad=self.params[i].requires_grad),
+                index=i,
+                start=start,
+                stop=stop,
+            )
+            for (i, start, stop), view in zip(parts, views, strict=True)
+        ]
+
+    @property
+    def block(self) -> int:
+        """The elements that an optimizer of blocks works on together: slices are cut between them; 1 without."""
+        return self.alignment if self.alignment > ALIGNMENT and self.placement.optim is SHARDED else 1
+
+    @torch.no_grad()
+    def fill(self, index: int, value: Tensor) -> None:
+        """Take the values of one parameter, given whole, into the master (and what is whole of the full buffer)."""
+        self.writes.before_own()
+        flat = value.detach().reshape(-1)
+        offset, size = self.layout.offsets[index], prod(self.layout.shapes[index])
+        if self.placement.optim is SHARDED:
+            first = self.groups.gather.index * self.layout.slice_elements
+            start, stop = max(offset, first), min(offset + size, first + self.layout.slice_elements)
+            if start < stop:
+                self.master[start - first : stop - first].copy_(flat[start - offset : stop - offset])
+        else:
+            self.master[offset : offset + size].copy_(flat)
+        if self.placement.params is not SHARDED:
+            self.full[offset : offset + size].copy_(flat)
+        self.writes.after_own()
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Values that were written into the module's parameters into the master, which keeps its digits elsewhere."""
+        self.wait_gather()
+        self.writes.before_own()
+        full = own_slice(self.full, group=self.groups.gather) if self.placement.optim is SHARDED else self.full
+        master = self.master.to(self.device)
+        self.master.copy_(torch.where(full != master.to(full.dtype), full.to(master.dtype), master))
+        self.stage()
+        self.writes.after_own()
+
+    def lend_master(self) -> None:
+        """Somebody gets at the master's memory in a way that torch does not count."""
+        self.wait_gather()
+        self.writes.lend()
+
+    def stage(self) -> None:
+        """The master has changed."""
+        if self.staged is not self.master:
+            with torch.no_grad():
+                self.staged.copy_(self.master)
+
+    def attach(self, index: int, parameter: nn.Parameter) -> None:
+        """Make the module's parameter, which may be a new one where it was on the meta device, a view of the buffer."""
+        parameter.data = self.full_views[index]
+        self.params[index] = parameter
+        if self.master is self.full:
+            self.owned[index].parameter = parameter
+
+    def make_room(self) -> None:
+        """Memory for the full buffer, where it was freed."""
+        if self.gathering is not None:
+            self.wait_gather()
+        if not self.whole:
+            self._storage.resize_(self.full_bytes)
+            self.whole = True
+
+    def gather(self) -> None:
+        """Start to make the full buffer whole from the owned slices."""
+        if self.gathering is not None or not self.whole:
+            self.make_room()
+        if not self.aliased:
+            self._own_full.copy_(self.staged, non_blocking=True)
+        group = self.groups.gather
+        group.log.name = self.gathers
+        self.gathering = self.collectives.all_gather(self.full, group=group, own=self._own_full)
+
+    def wait_gather(self) -> None:
+        """From here on the full buffer may be read."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+    def free(self) -> None:
+        """Give the full buffer's memory back; its views stay and come back to life with the next gather."""
+        if self.gathering is not None:
+            self.wait_gather()
+        self._storage.resize_(0)
+        self.whole = False
+
+    @torch.no_grad()
+    def full_master(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """All of the master, on every rank; cast first, so that no more is sent than is asked for.
+
+        Collective where optim is sharded.
+        """
+        wanted = dtype or self.master_dtype
+        if self.placement.optim is not SHARDED:
+            return self.master.to(wanted, copy=True)
+        return self.whole_of(self.master, dtype=wanted)
+
+    @torch.no_grad()
+    def whole_of(self, mine: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """All of what `mine` is this rank's part of, as the master is; itself, where that is all. Else collective."""
+        if self.placement.optim is not SHARDED:
+            return mine
+        whole = torch.zeros(self.layout.num_elements, dtype=dtype or mine.dtype, device=self.device)
+        own_slice(whole, group=self.groups.gather).copy_(mine)
+        self.groups.gather.log.name = FOR_STATE
+        self.collectives.all_gather(whole, group=self.groups.gather).wait()
+        return whole
+
+    def let_go(self) -> None:
+        """Its parameters lie in other buffers now: the memory of these goes, whoever still knows of them."""
+        self.full = self.master = self.staged = self._own_full = self.full.new_empty(0)
+        self._storage = self.full.untyped_storage()
+        self.writes = MasterWrites(self.master)
+        self.owned, self.full_views = [], []
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The parameters' places in a buffer of this layout, in their shapes."""
+        views = cut_pieces(buffer, self._cut)
+        for index, shape in self._shaped:
+            views[index] = views[index].view(shape)
+        return views
+
+
+@torch.no_grad()
+def refresh(flats: Sequence[FlatBuffers]) -> None:
+    """After an update of whole masters: the full buffers again in the compute dtype, all at once."""
+    copied = [flat for flat in flats if not flat.aliased]
+    if copied:
+        torch._foreach_copy_([flat.full for flat in copied], [flat.master for flat in copied])
+
+
+def cut_pieces(buffer: Tensor, cut: BufferCut) -> list[Tensor]:
+    """The parts of a buffer that a cut is for."""
+    pieces = torch.split_with_sizes(buffer, cut.sizes)
+    return [pieces[place] for place in cut.places]

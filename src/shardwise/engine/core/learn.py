@@ -1,0 +1,144 @@
+"""The first step: which units are called, on any rank, and in which order.
+
+Ranks may call different units (a branch that depends on the data), and a gather needs every rank. So in the first
+forward the ranks tell each other before each gather what they want next, and all take part in all of it; one that
+has come to the end of its forward goes on taking part until all have.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+
+from shardwise.engine.core.unit import Unit
+from shardwise.program import StepProgram
+from shardwise.spec import ANNOUNCED, NONE, ModelSpec, most_demanding
+
+_END = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What one rank saw in its first forward: its calls, how backward will come to each unit, what is whole now.
+
+    inputs   a digest of what the model was given (first_inputs.py)
+    """
+
+    calls: tuple[str, ...]
+    backward: Mapping[str, str]
+    whole: frozenset[str]
+    inputs: str | None = None
+
+
+class FirstForward:
+    """Gathers on demand, in step with the other ranks. `exchange`: a word → every rank's word."""
+
+    def __init__(self, units: Mapping[str, Unit], *, exchange: Callable[[str], list[str]]) -> None:
+        self.units = units
+        self.exchange = exchange
+        self.calls: list[str] = []
+        self.backward: dict[str, str] = {}
+        # What is left to gather of what the ranks have agreed on; any, if memory ran out.
+        self._agreed: list[str] = []
+
+    def note_call(self, unit: Unit) -> int:
+        """The number of this call among the unit's."""
+        self.calls.append(unit.name)
+        return self.calls.count(unit.name) - 1
+
+    def places_in(self, order: Sequence[str]) -> dict[tuple[str, int], int]:
+        """(unit, call) of this rank → which call of the unit it is in an order that holds all ranks' calls."""
+        places: dict[tuple[str, int], int] = {}
+        own: Counter[str] = Counter()
+        passed: Counter[str] = Counter()
+        calls = iter(self.calls)
+        mine = next(calls, None)
+        for name in order:
+            if name == mine:
+                places[name, own[name]] = passed[name]
+                own[name] += 1
+                mine = next(calls, None)
+            passed[name] += 1
+        return places
+
+    def want(self, unit: Unit) -> None:
+        """Make a unit whole, and on the way what other ranks want."""
+        while not unit.whole:
+            self._round(unit.name)
+
+    def note_backward(self, unit: Unit, how: str) -> None:
+        self.backward[unit.name] = most_demanding(how, self.backward.get(unit.name, NONE))
+
+    def end(self) -> Observation:
+        """This rank's forward is over; returns when everyone's is."""
+        self._gather_agreed(wish=_END)
+        while self._round(_END):
+            pass
+        whole = frozenset(unit.name for unit in self.units.values() if unit.whole)
+        return Observation(calls=tuple(self.calls), backward=self.backward, whole=whole)
+
+    def _round(self, wish: str) -> bool:
+        """One exchange; whether anybody wanted anything."""
+        wishes = sorted({other for other in self.exchange(wish) if other != _END})
+        self._agreed = list(wishes)
+        self._gather_agreed(wish=wish)
+        return bool(wishes)
+
+    def _gather_agreed(self, *, wish: str) -> None:
+        while self._agreed:
+            unit = self.units[self._agreed[0]]
+            was_whole = unit.whole
+            unit.gather()
+            unit.wait_gather()
+            if self._agreed.pop(0) != wish and not was_whole:
+                unit.free()
+
+
+def learned(
+    spec: ModelSpec, *, seen: Sequence[Observation], sharded: Iterable[str], trainable: AbstractSet[str]
+) -> ModelSpec:
+    """The spec with what all ranks together saw, and with the parameters that are trained now.
+
+    A sharded unit that nobody called has its place all the same, so that every rank gathers it should one of them
+    call it in a later step.
+    """
+    order: list[str] = []
+    for calls in dict.fromkeys(observation.calls for observation in seen):
+        order = _merge(order, calls)
+    names = [unit.name for unit in spec.units]
+    uncalled = [name for name in names if name in set(sharded) and name not in order]
+    for name in uncalled:
+        before = [other for other in names[: names.index(name)] if other in order]
+        place = max(index for index, other in enumerate(order) if other == before[-1]) if before else -1
+        order.insert(place + 1, name)
+    answers = {name: [other.backward[name] for other in seen if name in other.backward] for name in names}
+    units = tuple(
+        replace(
+            unit,
+            backward=most_demanding(*answers[unit.name]) if answers[unit.name] else ANNOUNCED,
+            params=tuple(param.trained_now(param.name in trainable) for param in unit.params),
+        )
+        for unit in spec.units
+    )
+    return replace(spec, call_order=tuple(order), units=units)
+
+
+def catch_up(units: Iterable[Unit], *, program: StepProgram, seen: Sequence[Observation]) -> None:
+    """Bring all ranks to where the program stands after forward, whatever each has called."""
+    whole = program.whole_after_forward()
+    for unit in units:
+        if unit.sharded and unit.name not in whole:
+            unit.free()
+        elif unit.sharded and not all(unit.name in other.whole for other in seen):
+            unit.gather()
+
+
+def _merge(one: Sequence[str], other: Sequence[str]) -> list[str]:
+    """An order that holds both: what is common once, what is not one after the other."""
+    merged: list[str] = []
+    for tag, start, stop, other_start, other_stop in SequenceMatcher(a=one, b=other, autojunk=False).get_opcodes():
+        merged += one[start:stop]
+        if tag != "equal":
+            merged += other[other_start:other_stop]
+    return merged

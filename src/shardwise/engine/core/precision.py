@@ -1,0 +1,87 @@
+"""Casts of inputs and outputs as the plan's precision asks for; which dtype is which says dtypes.py."""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from shardwise.errors import InvalidPlan
+from shardwise.plan import Plan
+from shardwise.plan.patterns import unmatched
+from shardwise.spec import ModelSpec
+from shardwise.units import called_modules
+from shardwise.vocabulary.dtypes import PRECISIONS
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of that name."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def planned_dtype(precision: str) -> torch.dtype:
+    """The dtype that a plan calls fp32, bf16 or fp16."""
+    return torch_dtype(PRECISIONS[precision])
+
+
+def attach_casts(model: nn.Module, *, plan: Plan) -> list[Any]:
+    """Cast the model's floating-point inputs to what it computes in, and around modules that are kept in fp32."""
+    if plan.precision == "native":
+        return []
+    dtype = planned_dtype(plan.precision)
+    inputs = partial(cast_inputs, dtype)
+    handles: list[Any] = [
+        called.register_forward_pre_hook(inputs, with_kwargs=True) for called in called_modules(model)
+    ]
+    if dtype is torch.float32:
+        return handles
+    for path, module in model.named_modules():
+        if plan.keeps_fp32(path) and not plan.keeps_fp32(path.rpartition(".")[0]):
+            handles.append(module.register_forward_pre_hook(partial(cast_inputs, torch.float32), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(_cast_back, dtype)))
+    return handles
+
+
+def check_kept(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> None:
+    """Refuse patterns that name nothing, and a parameter that two modules share of which one is kept in fp32."""
+    for pattern in unmatched(plan.keep_fp32, (path for path, _ in model.named_modules())):
+        raise InvalidPlan(f"keep_fp32: {pattern} matches no module of the model")
+    for param in (param for unit in spec.units for param in unit.params):
+        kept = {plan.keeps_fp32(name): name for name in (param.name, *param.aliases)}
+        if len(kept) > 1:
+            raise InvalidPlan(
+                f"keep_fp32 names {kept[True]} and not {kept[False]}, one parameter: name both modules or none"
+            )
+
+
+def tell_upcast(spec: ModelSpec, *, plan: Plan) -> None:
+    """Say so where a model in half precision computes in fp32, which a plan does unless it is told otherwise."""
+    params = [param for unit in spec.units for param in unit.params]
+    narrow = [param for param in params if param.dtype in (PRECISIONS["bf16"], PRECISIONS["fp16"])]
+    if plan.precision != "fp32" or not narrow:
+        return
+    word = next(word for word, dtype in PRECISIONS.items() if dtype == narrow[0].dtype)
+    warnings.warn(
+        f"{len(narrow)} of {len(params)} parameters are {narrow[0].dtype} ({narrow[0].name}) and compute in fp32 under "
+        f"precision = 'fp32', twice the memory: precision = {word!r} computes in {word} and steps fp32 masters, "
+        "'native' leaves them as they are",
+        stacklevel=4,
+    )
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Every floating-point tensor in a structure of them."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
+def cast_inputs(dtype: torch.dtype, module: nn.Module, inputs: Any, options: Any) -> Any:
+    """A forward pre-hook (with_kwargs) that casts what the module is given."""
+    return cast((inputs, options), dtype)
+
+
+def _cast_back(dtype: torch.dtype, module: nn.Module, inputs: Any, output: Any) -> Any:
+    return cast(output, dtype)

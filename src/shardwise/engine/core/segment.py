@@ -1,0 +1,159 @@
+"""A buffer in which gradients meet: where each of them goes, and its use from step to step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import Work, own_slice
+from shardwise.comm.groups import Group
+from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.guards.guard import unguarded
+
+
+class Segment:
+    """Flat buffers whose gradients share one buffer and one collective: all of one dtype.
+
+    `is_freed`: its memory goes when it has done its work; else the gradients lie in it, and it goes with them.
+    `group`: whose ranks own a slice of it each.
+    """
+
+    def __init__(self, flat: FlatParams, *, dtype: torch.dtype, is_freed: bool, group: Group) -> None:
+        self.dtype = dtype
+        self.is_freed = is_freed
+        self.group = group
+        self.flats: list[FlatParams] = []
+        self.num_elements = self.num_bytes = 0
+        self.add(flat)
+        # Of all gradients, this rank's slice of it, and their places in it, flat by flat; once these are summed over
+        # the shard axis, of the slice that goes over `replicate`.
+        self.buffer: Tensor | None = None
+        self.own: Tensor | None = None
+        self._views: list[list[Tensor]] = []
+        # Whether earlier passes have left gradients in the buffer.
+        self.holds = False
+        self.work: Work | None = None
+        self._kept: _Kept | None = None
+
+    def add(self, flat: FlatParams) -> None:
+        self.flats.append(flat)
+        self.num_elements += flat.layout.num_elements
+        self.num_bytes = self.num_elements * self.dtype.itemsize
+
+    def views(self, flat: FlatParams) -> list[Tensor]:
+        """The places of a flat's gradients in the buffer, which comes into being with the first that asks."""
+        if self.buffer is None:
+            self._renew(flat.device)
+        return self._views[self.flats.index(flat)]
+
+    def _renew(self, device: torch.device) -> None:
+        """The last step's buffer with its views, if there is one that can be used again; else a new one."""
+        if self._kept is not None and (self.is_freed or self._kept.is_unused()):
+            self.buffer, self.own, self._views = self._kept.buffer, self._kept.own, self._kept.views
+            if self.is_freed:
+                self.buffer.untyped_storage().resize_(self.num_bytes)
+            return
+        self.buffer = torch.empty(self.num_elements, dtype=self.dtype, device=device)
+        self._views = self._cut()
+        if self.is_freed:
+            # Its views come back to life with its memory, and need not be made again.
+            self.own = own_slice(self.buffer, group=self.group)
+            self._kept = _Kept(buffer=self.buffer, own=self.own, views=self._views)
+
+    def parts(self) -> Sequence[Tensor]:
+        """The buffer, flat by flat."""
+        assert self.buffer is not None
+        if len(self.flats) == 1:
+            return [self.buffer]
+        return torch.split_with_sizes(self.buffer, [flat.layout.num_elements for flat in self.flats])
+
+    def _cut(self) -> list[list[Tensor]]:
+        return [flat.views(part) for flat, part in zip(self.flats, self.parts(), strict=True)]
+
+    def take(self, flat: FlatParams, *, weight: float) -> None:
+        """A flat's gradients × weight into their places, or on top of what earlier passes have left there.
+
+        With weight 0 they do not even count as NaN; a parameter without one counts as zero.
+        """
+        # First, since memory may run out in it.
+        views = self.views(flat)
+        with unguarded():
+            given = [parameter.grad for parameter in flat.params]
+            for parameter in flat.params:
+                parameter.grad = None
+        grads = [grad for grad in given if grad is not None and not grad.is_sparse]
+        if not weight or len(grads) < len(views):
+            views, grads = self._present(views, given if weight else [None] * len(views))
+        if not views:
+            return
+        if self.holds:
+            # In the buffer's dtype also where the gradients are narrower.
+            torch._foreach_add_(views, grads, alpha=weight)
+            return
+        torch._foreach_copy_(views, grads)
+        if weight != 1.0:
+            torch._foreach_mul_(views, weight)
+
+    def _present(self, views: list[Tensor], given: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        """The places of the gradients that are there, and these, dense; the other places become zero."""
+        present = []
+        for view, grad in zip(views, given, strict=True):
+            if grad is not None:
+                present.append((view, grad.to_dense() if grad.is_sparse else grad))
+            elif not self.holds:
+                view.zero_()
+        return [view for view, _ in present], [grad for _, grad in present]
+
+    def wait(self) -> None:
+        """Until what was sent is there."""
+        assert self.work is not None
+        self.work.wait()
+        self.work = None
+
+    def release(self) -> None:
+        """The buffer has done its work here."""
+        if self.buffer is None:
+            return
+        if self.is_freed and self._kept is not None:
+            self._kept.buffer.untyped_storage().resize_(0)
+        self.buffer = self.own = None
+        self._views = []
+
+    def let_go(self) -> None:
+        """It is used no more. What somebody holds of its gradients keeps its memory."""
+        self.buffer = self.own = self._kept = None
+        self._views = []
+        self.holds = False
+
+    @property
+    def kept(self) -> Tensor | None:
+        """The buffer whose memory stays for the next step, if any."""
+        return self._kept.buffer if self._kept is not None and not self.is_freed else None
+
+    def gradients(self) -> list[list[Tensor]]:
+        """Views of the buffer that can be its parameters' gradients.
+
+        On a CPU, where a new buffer costs a page fault every 4 KiB, it is used again when no gradient lies in it any
+        more; so gradients are then views of their own, that can be counted.
+        """
+        assert self.buffer is not None
+        if self.buffer.device.type != "cpu":
+            return self._views
+        if self._kept is None or self._kept.buffer is not self.buffer:
+            self._kept = _Kept(buffer=self.buffer, own=None, views=self._views)
+        return self._cut()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """A buffer that has done its work, with the views of it that are needed to fill it again."""
+
+    buffer: Tensor
+    own: Tensor | None
+    views: list[list[Tensor]]
+
+    def is_unused(self) -> bool:
+        """Whether no gradient lies in it any more: its uses are the buffer itself, our views, and this question."""
+        num_uses = int(torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata))
+        return num_uses == 2 + sum(map(len, self.views))

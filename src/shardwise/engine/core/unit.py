@@ -1,0 +1,325 @@
+"""A unit at work: its module, its flat buffers, and where it stands in the step."""
+
+import warnings
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.issued import CollectiveName
+from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.step_errors import (
+    added_to_average,
+    forward_called_directly,
+    frozen_was_stepped,
+    thawed_in_forward,
+    thawed_without_master,
+)
+from shardwise.engine.core.tape import Tape
+from shardwise.engine.guards.guard import ShardedParameter, refuse, rest, runs_forward_of, unguarded, wake
+from shardwise.plan.placement import SHARDED, Placement
+from shardwise.program import Kind
+from shardwise.program.hooks import UnitGrads
+
+
+class Unit:
+    """Gather, wait, free: each does nothing where it is done already, so that any order of calls is safe."""
+
+    def __init__(
+        self, name: str, *, module: nn.Module, placement: Placement, flats: list[FlatParams], tape: Tape
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.placement = placement
+        self.tape = tape
+        self._gathers = CollectiveName(f"{Kind.GATHER.value} {name}")
+        self.hold(flats)
+        self.whole = True
+        self.arrived = True
+        self.at_rest = False
+        # How often forward has called it in this step, and the number of the last call in the program.
+        self.calls = 0
+        self.call = -1
+        # This backward's gradients; and the parameters, by id, that any backward since the last reduction has used.
+        self.grads: UnitGrads[Unit]
+        self.used: set[int] = set()
+        self.learned_trainable: frozenset[int] = frozenset()
+        # The buffers that hold any of the parameters that are trained (see learn_trained).
+        self.trained_flats: list[FlatParams] = []
+        self._told = False
+        # The parameters, and those whose gradients are hidden, as they are once the buffers are filled.
+        self.settled: list[nn.Parameter] = []
+        self._hides: list[nn.Parameter] = []
+
+    def hold(self, flats: list[FlatParams]) -> None:
+        """From now on these are its buffers; `settle` comes next, once they are filled."""
+        self.flats = flats
+        for flat in flats:
+            flat.gathers = self._gathers
+        # Whether there is anything to gather and free.
+        self.sharded = self.placement.params is SHARDED and bool(flats)
+        # Where `p.grad` does not show the gradient, which is sharded or of another dtype.
+        self.hides_grads = [flat for flat in flats if not flat.shows_grads]
+        self.shows_grads = len(self.hides_grads) < len(flats)
+        self._is_on_gpu = bool(flats) and flats[0].device.type == "cuda"
+        self._num_params = sum(len(flat.params) for flat in flats)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def params(self) -> Iterator[nn.Parameter]:
+        return (parameter for flat in self.flats for parameter in flat.params)
+
+    # The parameters
+
+    def gather(self) -> None:
+        """Take part in a gather. A rank that has no need of it does so too: the others cannot do without it."""
+        in_use = self.whole and self.arrived
+        self._gather(self.flats)
+        if in_use and self.sharded:
+            # Whoever uses it does not ask again.
+            self.wait_gather()
+
+    def _gather(self, flats: list[FlatParams]) -> None:
+        # All of it or nothing: memory may run out, and then nobody knows what was issued.
+        for flat in flats:
+            flat.make_room()
+        for flat in flats:
+            flat.gather()
+        self.whole = True
+        self.arrived = False
+        self.tape.record(Kind.GATHER, self.name, partial(_full_bytes, flats))
+
+    def wait_gather(self) -> None:
+        if self.arrived or not self.whole:
+            return
+        for flat in self.flats:
+            flat.wait_gather()
+        self.arrived = True
+        if self._is_on_gpu and torch.cuda.is_current_stream_capturing():
+            _meet(self.flats[0].full)
+        self.tape.record(Kind.WAIT_GATHER, self.name)
+
+    def ensure(self) -> None:
+        """Whole, arrived and awake, now."""
+        if not self.whole:
+            self.gather()
+        self.wait_gather()
+        if self.at_rest:
+            self.wake()
+
+    def wake(self) -> None:
+        """It is whole, and whoever reads its parameters may."""
+        wake(self.settled)
+        self.at_rest = False
+
+    def free(self) -> None:
+        """Give the gathered parameters' memory back, where they are sharded."""
+        if not self.sharded or not self.whole:
+            return
+        for flat in self.flats:
+            flat.free()
+        self.whole = self.arrived = False
+        self._rest()
+        self.tape.record(Kind.FREE, self.name, partial(_full_bytes, self.flats))
+
+    def free_unused(self) -> None:
+        """Free it if this step has not called it."""
+        if not self.calls:
+            self.free()
+
+    def updated(self) -> list[FlatParams]:
+        """After the optimizer's step: what is whole is old. Slices of what is replicated are gathered next.
+
+        Returns the buffers of which this rank has the whole master, to be refreshed with those of other units.
+        """
+        # An optimizer may step what is frozen by now, if its gradient was not cleared.
+        written = [flat for flat in self.flats if flat not in self.trained_flats and flat.writes.counted]
+        stepped = [*self.trained_flats, *written]
+        for flat in stepped:
+            flat.stage()
+        if self.placement.optim is not SHARDED:
+            return stepped
+        if self.sharded:
+            self.free()
+        elif written:
+            raise frozen_was_stepped(written[0].names)
+        return []
+
+    def gather_updated(self) -> None:
+        """Each rank has updated its slice: until all are here, nobody may read."""
+        self._gather(self.trained_flats)
+        self._rest()
+
+    def settle(self) -> None:
+        """Once the buffers are filled: as a step finds it. What is sharded is freed, and noticed when it is read."""
+        self.settled = list(self.params())
+        self._learn_trained({id(parameter) for parameter in self.settled if parameter.requires_grad})
+        self._hides = [parameter for flat in self.hides_grads for parameter in flat.params]
+        for flat in self.flats:
+            for index, (parameter, name) in enumerate(zip(flat.params, flat.names, strict=True)):
+                parameter._touched = partial(self._touched, flat, name)  # type: ignore[attr-defined]
+                parameter._drop_grad = partial(flat.drop_grads, {index})  # type: ignore[attr-defined]
+            flat.stage()
+        self.whole = self.arrived = not self.sharded
+        if self.hides_grads:
+            self._rest()
+
+    def refilled(self) -> None:
+        """New values have come into the master, and where parameters are replicated also into what is whole."""
+        for flat in self.flats:
+            flat.stage()
+        self.free()
+
+    def _rest(self) -> None:
+        rest(self.settled)
+        self.at_rest = True
+
+    def _touched(self, flat: FlatParams, name: str, is_grad: bool) -> None:
+        """Somebody reads a parameter at rest."""
+        if is_grad:
+            # Before a backward there is no gradient, and None is the truth.
+            if flat.shows_grads or not any(flat.has_grads() for flat in self.flats):
+                return
+            if self.placement.grads is SHARDED:
+                refuse(name, is_grad=True)
+            raise ShardedParameter(
+                f"the gradient of {name} is {flat.master_dtype} and not in p.grad of the {flat.full.dtype} parameter: "
+                "call shardwise.clip_grad_norm_, clip_grad_value_ or grad_norms with the model; it is in "
+                "optimizer.param_groups"
+            )
+        if self.sharded and not self.whole:
+            if runs_forward_of(self.module):
+                raise forward_called_directly(self.name)
+            refuse(name, is_grad=False)
+        for other in self.flats:
+            other.wait_gather()
+        # It may be written to in ways that torch does not count.
+        flat.touched = True
+
+    def tell_unannounced(self) -> None:
+        """Say once that nobody will know when backward comes to it."""
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"{self.name} returns an object in which no tensor can be found, so its parameters stay gathered until "
+                "backward is over: return tensors, or tuples, dicts or dataclasses of them",
+                stacklevel=3,
+            )
+
+    # The step
+
+    def begin(self) -> None:
+        """A new forward: what has been thawed gets its hook, what has been cleared is forgotten."""
+        self.calls = 0
+        self.call = -1
+        before = self.grads.expected
+        with unguarded():
+            self.grads.expect(self.settled)
+            for flat in self.flats:
+                flat.drop_stale_grads()
+        if self.grads.expected != before:
+            for flat in self.flats:
+                self._check_thawed(flat)
+                for part in flat.owned:
+                    part.parameter.requires_grad_(self.is_trainable(flat, part.index))
+
+    def _check_thawed(self, flat: FlatParams) -> None:
+        for index, name in enumerate(flat.names):
+            if flat.unstepped and self.is_trainable(flat, index):
+                raise thawed_without_master(name, dtype=flat.master_dtype)
+
+    @property
+    def used_all(self) -> bool:
+        return len(self.used) == len(self.grads.expected)
+
+    @property
+    def partly_frozen(self) -> bool:
+        """Then its last gradient does not tell that backward is done with its parameters."""
+        return len(self.grads.expected) < self._num_params
+
+    def learn_trained(self, trained: frozenset[int] | None = None) -> set[str]:
+        """What is trained now, by name: only of its buffers gradients are reduced, and an update changes no other.
+
+        `trained`: what was trained when another unit of the same parameters learned it.
+        """
+        self.learned_trainable = self.grads.expected if trained is None else trained
+        self._learn_trained(self.learned_trainable)
+        return {
+            name
+            for flat in self.flats
+            for parameter, name in zip(flat.params, flat.names, strict=True)
+            if id(parameter) in self.learned_trainable
+        }
+
+    def _learn_trained(self, trained: AbstractSet[int]) -> None:
+        self.trained_flats = [
+            flat for flat in self.flats if flat.has_gradients and any(id(one) in trained for one in flat.params)
+        ]
+
+    def is_trainable(self, flat: FlatParams, index: int) -> bool:
+        return id(flat.params[index]) in self.grads.expected
+
+    def begin_backward(self) -> None:
+        for flat in self.flats:
+            flat.hide_grads()
+
+    def check_first_grad(self, parameter: Tensor) -> None:
+        """Before a backward that begins with this parameter's gradient: was it added to an average?"""
+        for flat in self.flats:
+            for index, name in enumerate(flat.names):
+                if flat.params[index] is parameter and flat.shows_average(index):
+                    raise added_to_average(name)
+
+    def end_backward(self) -> None:
+        """Where gradients are sharded or of another dtype, `p.grad` has nothing to show, and says so."""
+        self.free()
+        if self.hides_grads and not self.at_rest:
+            rest(self._hides)
+            self.at_rest = True
+
+    def restore_grads(self) -> None:
+        """Where backward has brought no averages, those of before it."""
+        for flat in self.flats:
+            if flat not in self.trained_flats:
+                self._check_no_grads(flat)
+            flat.restore_grads()
+
+    def _check_no_grads(self, flat: FlatParams) -> None:
+        """Of a buffer of which nothing is reduced, no parameter may have got a gradient."""
+        with unguarded():
+            for parameter, name in zip(flat.params, flat.names, strict=True):
+                if parameter.grad is not None:
+                    raise thawed_in_forward(name)
+
+    def undo_grads(self) -> None:
+        """After a backward that raised: the gradients of before it."""
+        self.used.clear()
+        for flat in self.flats:
+            flat.undo_grads()
+
+    def forget_grads(self, names: AbstractSet[str], *, drop: bool) -> None:
+        """Somebody clears the gradients of these parameters; with `drop`, also those that are reduced."""
+        for flat in self.flats:
+            cleared = flat.indices_of(names)
+            if drop:
+                flat.drop_grads(cleared)
+            # Of these nothing is left that was there before.
+            flat.with_new_grads |= cleared
+            if self.used:
+                self.used.difference_update([id(flat.params[index]) for index in cleared])
+
+
+def _full_bytes(flats: list[FlatParams]) -> int:
+    return sum(flat.full_bytes for flat in flats)
+
+
+def _meet(gathered: Tensor) -> None:
+    """A kernel where two streams of a graph meet.
+
+    Many products of matrices begin with a memset. In a graph one that follows on two streams starts some 60 µs late, in
+    each unit; a kernel does not.
+    """
+    gathered[:1] + 0

@@ -1,1 +1,0 @@
-"""Gradients: the buffers in which they are reduced, and which parameters were used."""

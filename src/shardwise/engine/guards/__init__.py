@@ -1,0 +1,1 @@
+"""Checks around the core: misuse of prepared objects, foreign writes, ranks that do different things."""

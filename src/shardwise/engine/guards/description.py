@@ -1,0 +1,71 @@
+"""What both engines settle before they touch a model: its device, and what all ranks must have been given alike."""
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.engine.guards.carried import describe_carried, is_packed
+from shardwise.errors import InvalidModel
+from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import SHARDED
+from shardwise.spec import ModelSpec
+from shardwise.spec.largest_unit import why_hardly_cut
+from shardwise.vocabulary.dtypes import compute_dtype, master_dtype
+
+
+def asked_device(model: nn.Module, *, device: torch.device | str | None) -> torch.device | None:
+    """The device that is asked for, or the one that the model is on; None for a model on the meta device."""
+    if device is not None:
+        return torch.device(device)
+    found = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    if len(found) > 1:
+        raise InvalidModel(
+            f"the model's parameters are on {', '.join(sorted(map(str, found)))}: move it to one device first"
+        )
+    return found.pop() if found else None
+
+
+def check_precision(model: nn.Module, *, plan: Plan) -> None:
+    """Refuse what the plan's precision would change beyond rounding to it: float64, and packed bits called floats."""
+    if plan.precision == "native":
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.dtype is torch.float64:
+            raise InvalidModel(
+                f"{name} is float64, and precision = {plan.precision!r} would make it float32: set precision = "
+                "'native', or cast the model first (model.float())"
+            )
+        own = str(parameter.dtype).removeprefix("torch.")
+        kept = {own} == {
+            compute_dtype(own, precision=plan.precision, keep_fp32=False),
+            master_dtype(own, precision=plan.precision),
+        }
+        if not kept and is_packed(parameter):
+            raise InvalidModel(
+                f"{name} is a quantised weight that is stored as {own}, and precision = {plan.precision!r} would "
+                "change its bits: store it as uint8 (bitsandbytes: quant_storage=torch.uint8), or set precision = "
+                "'native'"
+            )
+
+
+def describe(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> str:
+    """A plan and a model, a line each thing: equal on all ranks, or they would wait for each other in vain."""
+    lines = [f"{name} = {value}" for name, value in plan.to_dict().items()]
+    for unit in spec.units:
+        lines += [f"{p.name} {list(p.shape)} {p.dtype} trainable={p.trainable}" for p in unit.params]
+    lines += [f"buffer {name} {list(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
+    lines += describe_carried(model)
+    return "\n".join(lines)
+
+
+def tell_hardly_cut(spec: ModelSpec, *, plan: Plan, mesh: Mesh) -> None:
+    """Say so, on rank 0, where parameters are sharded but most of them are in one unit."""
+    line = why_hardly_cut(spec, units=plan.units)
+    if not line or dist.get_rank() != 0 or mesh.shard == 1:
+        return
+    largest = max(spec.units, key=lambda unit: unit.num_params)
+    if plan.placement(largest.name).params is SHARDED:
+        warnings.warn(line, stacklevel=4)

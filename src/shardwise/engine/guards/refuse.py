@@ -1,0 +1,72 @@
+"""Models that this engine cannot run, refused before anything of them is touched."""
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shardwise.comm.dtensor import dtensor_types
+from shardwise.engine.engine import is_prepared
+from shardwise.engine.guards.description import check_precision
+from shardwise.errors import InvalidModel
+from shardwise.plan import Plan
+
+
+def check_model(model: nn.Module, *, plan: Plan) -> None:
+    """Refuse what is distributed already, is part of a prepared model, or would lose precision without notice."""
+    for path, module in model.named_modules():
+        if is_prepared(module):
+            raise InvalidModel(
+                f"{path or 'the model'} has been through shardwise.prepare already: prepare the outermost model only"
+            )
+        if isinstance(module, _wrappers()):
+            raise InvalidModel(
+                f"{path or 'the model'} is a {type(module).__name__}: hand the model inside to shardwise.prepare, "
+                "which does the same by plan.strategy"
+            )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        can_be_taken_apart = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        check_tensor(name, tensor, can_be_taken_apart=can_be_taken_apart)
+        if hasattr(tensor, "_touched"):
+            raise InvalidModel(
+                f"{name} is part of another model that has been through shardwise.prepare: prepare both at once, in "
+                "nn.ModuleDict({'one': …, 'other': …}), and call each as before"
+            )
+    check_precision(model, plan=plan)
+
+
+def check_tensor(name: str, tensor: torch.Tensor, *, can_be_taken_apart: bool = False) -> None:
+    """Refuse what cannot lie in a buffer."""
+    if isinstance(tensor, dtensor_types()):
+        raise InvalidModel(
+            f"{name} is a DTensor (fully_shard, tensor parallel): shardwise.prepare takes the model as it was before, "
+            "and shards it by plan.strategy"
+        )
+    if is_traceable_wrapper_subclass(tensor) and not can_be_taken_apart:
+        kind = type(tensor)
+        raise InvalidModel(
+            f"{name} is a {kind.__module__}.{kind.__qualname__}, which only a frozen parameter can be: freeze it "
+            "(requires_grad_(False)), or prepare the model with plain parameters"
+        )
+
+
+def _wrappers() -> tuple[type[Any], ...]:
+    """torch's data-parallel wrappers; FSDP only if it is imported, as it is wherever there is one."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    found = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    return found if fsdp is None else (*found, fsdp.FullyShardedDataParallel)
+
+
+def _refuse_wrapper(parent: nn.Module, name: str, child: Any) -> None:
+    """A module gets a child: a wrapper around a prepared model would average its gradients a second time."""
+    if isinstance(child, nn.Module) and is_prepared(child) and isinstance(parent, _wrappers()):
+        raise InvalidModel(
+            f"{type(parent).__name__} around a model that has been through shardwise.prepare: it is distributed "
+            "already; use it as it is"
+        )
+
+
+_HOOK = register_module_module_registration_hook(_refuse_wrapper)

@@ -1,0 +1,144 @@
+"""Whether what all ranks should hold alike still is alike, bit by bit: asked every so many steps.
+
+A bit that flips in one rank's memory, or code that writes to a parameter on one rank, is noticed by nobody: gradients
+are averaged, and each replica is stepped by the same amount from another place. So the bits of each buffer are added up
+as whole numbers, on its device, and the sums are exchanged; which parameter it is, is asked only where they differ.
+
+    params replicated     the full buffer, on all ranks
+    optim replicated      the master, on all ranks, where it is not the full buffer itself
+    optim sharded         the master's slice, on the ranks of the mesh's `replicate` axis that hold the same one
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.agreement import RanksDisagree, exchange
+from shardwise.comm.groups import MeshGroups
+from shardwise.engine.core.flat import FlatParams
+from shardwise.errors import InvalidPlan
+from shardwise.plan.placement import SHARDED
+
+COMPARE_EVERY = 1000
+
+
+def check_compare_every(steps: int) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise InvalidPlan(f"compare_every = {steps!r}: must be a number of steps, or 0 to compare nothing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Replica:
+    """A buffer of which other ranks hold the same. `sharded`: only those at this rank's place of the shard axis."""
+
+    flat: FlatParams
+    is_master: bool
+    sharded: bool
+
+    @property
+    def buffer(self) -> Tensor:
+        return self.flat.master if self.is_master else self.flat.full
+
+    def parts(self) -> list[tuple[str, Tensor]]:
+        """The parameters that lie in it."""
+        flat = self.flat
+        if not self.is_master:
+            return list(zip(flat.names, flat.full_views, strict=True))
+        return [(flat.names[part.index], flat.master[part.start : part.stop]) for part in flat.owned]
+
+
+class Replicas:
+    """The buffers of one model of which other ranks hold the same."""
+
+    def __init__(self, flats: Sequence[FlatParams], *, groups: MeshGroups, every: int) -> None:
+        self._groups = groups
+        self._num_steps = 0
+        self.every = every
+        self._replicas = [
+            _Replica(flat=flat, is_master=is_master, sharded=is_master and flat.placement.optim is SHARDED)
+            for flat in flats
+            for is_master, compared in (
+                (False, flat.placement.params is not SHARDED),
+                (True, not flat.aliased and (flat.placement.optim is not SHARDED or groups.replicate.size > 1)),
+            )
+            if compared
+        ]
+        alone = groups.mesh.num_ranks == 1 or not self._replicas
+        self._every = 0 if alone else every
+
+    def resume_from(self, before: "Replicas") -> None:
+        """Count on where another plan of the same job has stopped."""
+        self._num_steps = before._num_steps
+
+    def count_step(self) -> None:
+        """Before an update. Collective where a comparison is due: every rank counts alike."""
+        self._num_steps += 1
+        if self._every and self._num_steps % self._every == 0:
+            self.compare()
+
+    @torch.no_grad()
+    def compare(self) -> None:
+        """Refuse to continue where ranks hold different bits; the rank and the parameter are named. Collective."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            # Nothing is computed yet.
+            return
+        everyone = exchange(bit_sums([replica.buffer for replica in self._replicas]))
+        for number, replica in enumerate(self._replicas):
+            found = self._differing([sums[number] for sums in everyone], sharded=replica.sharded)
+            if found:
+                self._refuse(replica, found=found)
+
+    def _refuse(self, replica: _Replica, *, found: list[list[int]]) -> None:
+        parts = replica.parts()
+        # Slices on other places of the shard axis hold other parameters.
+        named = dict(zip([name for name, _ in parts], bit_sums([part for _, part in parts]), strict=True))
+        everyone = exchange(named)
+        for name in dict.fromkeys(name for sums in everyone for name in sums):
+            ranks = self._differing([sums.get(name) for sums in everyone], sharded=replica.sharded)
+            if ranks:
+                raise RanksDisagree(_told(name, ranks))
+        raise RanksDisagree(_told(f"the padding between {', '.join(replica.flat.names)}", found))
+
+    def _differing(self, sums: Sequence[int | None], *, sharded: bool) -> list[list[int]]:
+        """Ranks that should all hold the same and do not: those that do, together; the fewest first."""
+        mesh = self._groups.mesh
+        together = {mesh.replicate_group(rank) if sharded else tuple(range(len(sums))) for rank in range(len(sums))}
+        for ranks in sorted(together):
+            counts = Counter(sums[rank] for rank in ranks)
+            if len(counts) > 1:
+                alike = [[rank for rank in ranks if sums[rank] == held] for held in counts]
+                return sorted(alike, key=lambda group: (len(group), group))
+        return []
+
+
+def bit_sums(buffers: Sequence[Tensor]) -> list[int]:
+    """The bits of each, added up as whole numbers modulo 2^64; waits for the device once."""
+    if not buffers:
+        return []
+    sums = [_bits(buffer).sum(dtype=torch.int64) for buffer in buffers]
+    if len({total.device for total in sums}) > 1:
+        # Some lie in host memory.
+        sums = [total.cpu() for total in sums]
+    return [int(total) for total in torch.stack(sums).tolist()]
+
+
+def _bits(buffer: Tensor) -> Tensor:
+    """As int64 where that fits, so that nothing is copied to be added up: whole buffers are padded to that."""
+    flat = buffer.detach().reshape(-1)
+    if buffer.nbytes % 8 == 0 and flat.data_ptr() % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0:
+        return flat.view(torch.int64)
+    return flat.view(torch.uint8)
+
+
+def _told(name: str, ranks: Sequence[Sequence[int]]) -> str:
+    """`ranks`: those that hold the same together, the fewest first; with two of two nobody knows who is right."""
+    few = [] if not ranks or len(ranks[0]) == len(ranks[-1]) else ranks[0]
+    each = " and ".join(f"rank {group[0]}" for group in ranks)
+    who = f"rank {', '.join(map(str, few))} differs from the others" if few else f"{each} differ"
+    return (
+        f"{name} is no longer the same on all ranks: {who} (a bit that flipped in memory, or code that wrote to it on "
+        "one rank alone); this step is not taken: resume from an earlier checkpoint"
+    )

@@ -1,0 +1,152 @@
+"""When a rank runs out of device memory: the error says what the memory was held for, and where the step was.
+
+A kernel of backward or of an optimizer raises past all code of ours, and what it held is gone when somebody catches it.
+But every torch.OutOfMemoryError, whoever raises it, is made by a call of its class. So the class asks here, at that
+moment. While nothing fails, nothing runs. No memory of the device is needed to tell.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.comm.rank_progress import PROGRESS, UPDATE
+from shardwise.engine.engine import Engine, engine_of, is_prepared
+from shardwise.engine.prepared.inventory import held_tensors
+from shardwise.plan import Plan
+from shardwise.plan.placement import STRATEGIES
+from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, HOST, OTHER
+from shardwise.vocabulary.quantities import bytes_text
+
+# The planner's rule for torch's own optimizers, and train's: (fused, one tensor after the other, all at once).
+_RULES = {
+    "Adam": ("adam-fused", "adamw-loop", "adamw-foreach"),
+    "AdamW": ("adamw-fused", "adamw-loop", "adamw-foreach"),
+    "MuonWithAdamW": ("muon-fused", "muon-loop", "muon-foreach"),
+}
+_MODELS: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def explain_out_of_memory(model: nn.Module) -> None:
+    """From now on an error for want of memory tells of this prepared model, for as long as it exists."""
+    _MODELS.add(model)
+    if not hasattr(torch.OutOfMemoryError, "_shardwise_explains"):
+        # Only where a model was prepared: nobody else's process is touched.
+        torch.OutOfMemoryError.__init__ = _made  # type: ignore[method-assign, assignment]
+        torch.OutOfMemoryError._shardwise_explains = True  # type: ignore[attr-defined]
+
+
+def _made(error: torch.OutOfMemoryError, *arguments: Any) -> None:
+    """The class's own `__init__`, and a note."""
+    RuntimeError.__init__(error, *arguments)
+    engines = [engine_of(model) for model in list(_MODELS) if is_prepared(model)]
+    if not engines:
+        return
+    try:
+        note = "\n".join(_told(engines))
+    except Exception as failed:
+        # The user's error is the one for want of memory, whatever is wrong with its explanation.
+        note = f"shardwise could not tell what the memory was held for: {type(failed).__name__}: {failed}"
+    error.add_note(note)
+
+
+def _told(engines: Sequence[Engine]) -> Iterator[str]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    yield f"rank {rank} ran out of memory in {PROGRESS.standing(rank, idle_seconds=0.0)}"
+    held = held_now(engines)
+    shown = ", ".join(f"{category} {bytes_text(held[category])}" for category in CATEGORIES if category in held)
+    yield f"  held then: {shown}{_of_device(engines[0].device)}"
+    for engine in engines:
+        if engine.predicts_alone:
+            yield from _states(engine)
+            yield (
+                "  what a whole step needs, and which plan fits: shardwise plan python:FILE.py:FUNCTION --cluster "
+                f"{dist.get_world_size()}xDEVICE, where FUNCTION returns shardwise.Task(model, loss, make_batch); it "
+                "traces the model with a batch, which is not done in the middle of a step"
+            )
+
+
+def held_now(engines: Sequence[Engine]) -> dict[str, int]:
+    """Bytes on the device by category. What is allocated and the engines do not know of are activations in forward and
+    backward, and optimizer temporaries in an update; a CPU does not count what is allocated.
+    """
+    device = engines[0].device
+    seen: dict[int, tuple[str, int]] = {}
+    for engine in engines:
+        optimizers: list[Optimizer | None] = [*engine.owned.group_names]
+        for optimizer in optimizers or [None]:
+            for category, tensor in held_tensors(engine.runner.root.module, optimizer):
+                storage = tensor.untyped_storage()
+                if tensor.device == device and category != HOST and storage.nbytes():
+                    seen.setdefault(storage.data_ptr(), (category, storage.nbytes()))
+    held = dict.fromkeys(CATEGORIES, 0)
+    for category, num_bytes in seen.values():
+        held[category] += num_bytes
+    if device.type != "cuda":
+        del held[ACTIVATIONS]
+        return held
+    unknown = max(0, torch.cuda.memory_allocated(device) - sum(held.values()))
+    held[OTHER if PROGRESS.phase == UPDATE else ACTIVATIONS] += unknown
+    return held
+
+
+def _of_device(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "; activations are not counted on a CPU"
+    total = torch.cuda.get_device_properties(device).total_memory
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    return (
+        f"; in all {bytes_text(allocated)} allocated and {bytes_text(reserved)} reserved of the device's "
+        f"{bytes_text(total)}"
+    )
+
+
+def states_bytes(engine: Engine, plan: Plan) -> int | None:
+    """The predicted peak under a plan of a model that was not traced: without activations. None if the planner has no
+    rule for the optimizer.
+    """
+    rule = _rule(next(iter(engine.owned.group_names), None), device=engine.device)
+    if rule is None:
+        return None
+    # Here, so that a job that does not fail does not import it.
+    from shardwise.planner.memory.peak import estimate
+
+    found = estimate(
+        replace(engine.runner.spec, traces=()),
+        plan=plan,
+        num_ranks=dist.get_world_size(),
+        batch=1,
+        optimizer=rule,
+        device=engine.device.type,
+        quick=True,
+    )
+    return found.allocated_bytes
+
+
+def _states(engine: Engine) -> Iterator[str]:
+    """What the planner can say of a model that it has not traced: all but the activations."""
+    plan, needs = engine.plan, {}
+    for strategy in STRATEGIES:
+        num_bytes = states_bytes(engine, replace(plan, strategy=strategy, offload_states=False))
+        if num_bytes is None:
+            return
+        needs[strategy] = num_bytes
+    this = {plan.strategy: " (this plan)"}
+    shown = ", ".join(f"{name} {bytes_text(num_bytes)}{this.get(name, '')}" for name, num_bytes in needs.items())
+    yield f"  predicted peak without activations: {shown}"
+
+
+def _rule(optimizer: Optimizer | None, *, device: torch.device) -> str | None:
+    """The planner's name for an optimizer; None for one that it has no rule for."""
+    if optimizer is None:
+        return None
+    name, options = type(optimizer).__name__, {**optimizer.defaults, **optimizer.param_groups[-1]}
+    if name in _RULES:
+        fused, one_by_one, at_once = _RULES[name]
+        return fused if options.get("fused") else one_by_one if device.type == "cpu" else at_once
+    return ("sgd" if options.get("momentum") else "sgd-plain") if name == "SGD" else None

@@ -1,0 +1,120 @@
+"""A step that is undone before its update, so that it can run again: all that outlives it is as it was.
+
+Parameters and optimizer state change in the update alone. What the passes change are tensors that modules write into
+(BatchNorm's statistics), random numbers and gradients. A captured step copies the tensors inside its graph
+(captured/step_graphs.py); an ordinary one copies them before it begins.
+"""
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.guards.guard import unguarded
+
+
+class WrittenTensors:
+    """Tensors that a step writes into, besides parameters, gradients and optimizer state; and copies of them."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
+
+    @torch.no_grad()
+    def note(self) -> None:
+        """Copy them, before the step."""
+        if self._tensors:
+            torch._foreach_copy_(self._copies, self._tensors)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        if self._tensors:
+            torch._foreach_copy_(self._tensors, self._copies)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the copies."""
+        return sum(copy.nbytes for copy in self._copies)
+
+
+class StepStart:
+    """An ordinary step's start: the model's buffers, where random numbers stood, and the gradients there were."""
+
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self._engine = engine
+        self._written = WrittenTensors(model.buffers())
+        self._written.note()
+        self._random = _random_states(engine.device)
+        self.learned, self._called = engine.runner.learned, engine.runner.called
+        self._grads = _GradsBefore(engine)
+
+    @property
+    def copied_bytes(self) -> int:
+        """What it has taken of the device's memory itself, where the step begins without gradients."""
+        return self._written.num_bytes
+
+    def undo(self, *, keeps_order: bool = False) -> None:
+        """After the last pass, before anything of the update. `keeps_order`: all ranks have called all that they call,
+        so that what a first step has learned of it stays.
+        """
+        runner = self._engine.runner
+        self._written.undo()
+        _restore(self._random, device=self._engine.device)
+        self._grads.undo()
+        if not keeps_order:
+            # A rank that failed has not called all that it would have called.
+            runner.learned = self.learned
+        runner.called = self._called
+        runner.forwards = 0
+
+
+class _GradsBefore:
+    """Gradients of earlier backwards: most steps begin with none."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        with unguarded():
+            self._shown = {p: p.grad for flat in engine.flats for p in flat.params if p.grad is not None}
+        self._owned = {
+            part.parameter: part.parameter.grad
+            for flat in engine.flats
+            for part in flat.owned
+            if part.parameter.grad is not None
+        }
+        self._copies = [(grad, grad.clone()) for grad in {*self._shown.values(), *self._owned.values()}]
+        self._held = {key: view.clone() for key, view in engine.runner.executor.held().items()}
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        for grad, copy in self._copies:
+            grad.copy_(copy)
+        for flat in self._engine.flats:
+            flat.drop_grads(range(len(flat.params)))
+            with unguarded():
+                for index, parameter in enumerate(flat.params):
+                    parameter.grad = self._shown.get(parameter)
+                    if flat.shows_grads and flat.master is not flat.full:
+                        flat.shown[index] = parameter.grad
+            for part in flat.owned:
+                if part.parameter in self._owned:
+                    part.parameter.grad = self._owned[part.parameter]
+        if self._held:
+            self._engine.runner.executor.hold(dict(self._held))
+
+
+def _random_states(device: torch.device) -> tuple[Any, ...]:
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=True), on_device
+
+
+def _restore(states: tuple[Any, ...], *, device: torch.device) -> None:
+    torchs, pythons, numpys, on_device = states
+    torch.set_rng_state(torchs)
+    random.setstate(pythons)
+    np.random.set_state(numpys)
+    if on_device is not None:
+        torch.cuda.set_rng_state(on_device, device)

@@ -1,1 +1,0 @@
-"""Parameters: flat buffers, units, guards, precision."""

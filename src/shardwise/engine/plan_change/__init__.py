@@ -1,0 +1,1 @@
+"""Another plan, or more parameters, for a model that is being trained."""

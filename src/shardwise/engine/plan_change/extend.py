@@ -1,0 +1,252 @@
+"""`extend`: a prepared model was changed (adapters added, a head replaced), and is to be trained as it is now.
+
+Buffers whose parameters are still there stay as they are, and so does what optimizers hold of them. New parameters get
+buffers of their own, with rank 0's values. A buffer that has lost some of its parameters is laid out again for the
+others, one buffer at a time; so is one without masters of which something is trained by now.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.comm.agreement import agree
+from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.unit import Unit
+from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.guards.description import check_precision, describe
+from shardwise.engine.guards.guard import unguarded
+from shardwise.engine.guards.managed import ManagedParameters
+from shardwise.engine.guards.refuse import check_tensor
+from shardwise.engine.guards.replicas import Replicas
+from shardwise.engine.optimizer.known import Stepped
+from shardwise.engine.optimizer.whole_state import own_states, whole_states
+from shardwise.errors import InvalidModel
+from shardwise.plan.placement import SHARDED
+from shardwise.program import build
+from shardwise.program.buffers import FlatSpec, flat_specs
+from shardwise.spec import ModelSpec, TensorSpec
+from shardwise.units import model_spec, unit_modules
+
+_NAME = "shardwise.extend(model)"
+
+
+def extend(model: nn.Module) -> None:
+    """A prepared model was given other parameters (adapters, a new head): take them over. Collective.
+
+        model.head = nn.Linear(width, 10)
+        shardwise.extend(model)
+        optimizer.add_param_group({"params": model.head.parameters()})
+
+    New parameters have rank 0's values. What is still there keeps its values and its optimizer's state; what is gone
+    leaves its optimizer. Gradients are cleared. A base that was frozen in bf16 is held without fp32 masters: after
+    requires_grad_(True) it gets them here.
+    """
+    engine = engine_of(model)
+    runner = engine.runner
+    runner.passes.check_values(_NAME)
+    engine.check_between_steps(what=_NAME)
+    agree(lambda: _description(model, engine), what="models")
+    model.zero_grad()
+    runner.wait_gathers()
+    runner.writes.settle()
+    spec = _spec_now(model, engine)
+    with unguarded():
+        _Extension(model, engine, spec=spec).run()
+
+
+def _description(model: nn.Module, engine: Engine) -> str:
+    """What ranks must agree on; raises for what cannot be taken over, before anything is touched."""
+    plan, known = engine.plan, _known(engine)
+    if engine.averages:
+        raise InvalidModel(f"{_NAME} with a shardwise.EMA of the model, which is of the old parameters: make it after")
+    if engine.captured:
+        raise InvalidModel(f"{_NAME} with a captured step, whose graphs are of the old parameters: capture it after")
+    if engine.runner.matrices.of(None):
+        raise InvalidModel(
+            f"{_NAME} with parameters that are OWNED (stepped whole by one rank each), whose slices would move: change "
+            "the model before shardwise.prepare, or use an optimizer that updates each element by itself"
+        )
+    modules = unit_modules(model, policy=plan.units)
+    units = {name: unit.module for name, unit in engine.runner.units.items()}
+    if modules != units:
+        name = next(iter(set(modules) ^ set(units)), None) or next(n for n in units if modules[n] is not units[n])
+        raise InvalidModel(f"{_NAME}: unit {name} was added, taken away or replaced; prepare such a model after that")
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in known:
+            check_tensor(name, parameter)
+            if parameter.is_meta:
+                raise InvalidModel(f"{_NAME}: {name} is on the meta device; give it values first")
+    check_precision(model, plan=plan)
+    return describe(model, spec=_spec_now(model, engine), plan=plan)
+
+
+def _known(engine: Engine) -> dict[int, tuple[FlatParams, int]]:
+    return {id(parameter): (flat, index) for flat in engine.flats for index, parameter in enumerate(flat.params)}
+
+
+def _spec_now(model: nn.Module, engine: Engine) -> ModelSpec:
+    """The spec of the model as it is; what is known of a parameter stays, but for its names."""
+    before = engine.runner.spec
+    known, by_name = _known(engine), {param.name: param for unit in before.units for param in unit.params}
+    parameters = dict(model.named_parameters())
+
+    def now(found: TensorSpec, *, unit: str) -> TensorSpec:
+        place = known.get(id(parameters[found.name]))
+        if place is None:
+            return found
+        flat, index = place
+        if not any(flat is own for own in engine.runner.units[unit].flats):
+            raise InvalidModel(f"{_NAME}: {found.name} is shared between units that did not share it before")
+        kept = replace(by_name[flat.names[index]], name=found.name, aliases=found.aliases)
+        return replace(kept, trainable=True, switched=False) if flat.unstepped and found.trainable else kept
+
+    fresh = model_spec(model, policy=engine.plan.units)
+    return replace(
+        before,
+        units=tuple(
+            replace(old, params=tuple(now(param, unit=unit.name) for param in unit.params), buffers=unit.buffers)
+            for old, unit in zip(before.units, fresh.units, strict=True)
+        ),
+    )
+
+
+class _Extension:
+    """One change of a model."""
+
+    def __init__(self, model: nn.Module, engine: Engine, *, spec: ModelSpec) -> None:
+        self._model, self._engine, self._spec = model, engine, spec
+        self._parameters = dict(model.named_parameters())
+        self._known = _known(engine)
+        self._alignment = engine.flats[0].alignment
+        self._host = next((flat.host for flat in engine.flats if flat.host is not None), None)
+        # Old name → new name, of the parameters that are still there.
+        self._names = {
+            flat.names[index]: name
+            for name, parameter in self._parameters.items()
+            if id(parameter) in self._known
+            for flat, index in (self._known[id(parameter)],)
+        }
+
+    @torch.no_grad()
+    def run(self) -> None:
+        engine, runner = self._engine, self._engine.runner
+        runner.hooks.detach()
+        for handle in engine.handles:
+            handle.remove()
+        engine.owned.follow(self._names)
+        changed = []
+        for unit, spec in zip(runner.units.values(), self._spec.units, strict=True):
+            flats = self._flats_of(unit, spec.params)
+            if flats != unit.flats:
+                unit.hold(flats)
+                changed.append(unit)
+        engine.flats[:] = [flat for unit in runner.units.values() for flat in unit.flats]
+        self._move_buffers()
+        for unit in changed:
+            unit.settle()
+        self._learn_again()
+        engine.owned.rewrite()
+        engine.attach(self._model)
+
+    def _learn_again(self) -> None:
+        """The runner follows what the units hold now, and the next step is a first one."""
+        engine, runner = self._engine, self._engine.runner
+        runner.spec, runner.learned = self._spec, False
+        runner.managed = ManagedParameters(self._model, flats=engine.flats)
+        runner.writes = runner.managed.writes
+        runner.replicas = Replicas(engine.flats, groups=engine.groups, every=runner.replicas.every)
+        runner.any_sharded = any(unit.sharded for unit in runner.units.values())
+        runner.flags.cover()
+        runner.follow(build(self._spec, plan=engine.plan))
+
+    def _flats_of(self, unit: Unit, params: tuple[TensorSpec, ...]) -> list[FlatParams]:
+        """The buffers of a unit as it is now: those of before, and after them those of what is new."""
+        flats = []
+        for flat in unit.flats:
+            left = [param for param in params if self._place(param) is flat]
+            stays = len(left) == len(flat.params) and not (flat.unstepped and any(one.trainable for one in left))
+            # In the order in which they lie there.
+            left.sort(key=lambda param: self._known[id(self._parameters[param.name])][1])
+            flat.names = [self._names.get(name, name) for name in flat.names]
+            if stays:
+                flats.append(flat)
+            else:
+                flats += self._laid_out_again(flat, left, unit=unit)
+        new = [param for param in params if self._place(param) is None]
+        return flats + [self._filled(spec, unit=unit) for spec in self._specs(new, unit=unit)]
+
+    def _specs(self, params: list[TensorSpec], *, unit: Unit) -> tuple[FlatSpec, ...]:
+        return flat_specs(replace(self._spec.unit(unit.name), params=tuple(params)), plan=self._engine.plan)
+
+    def _place(self, param: TensorSpec) -> FlatParams | None:
+        place = self._known.get(id(self._parameters[param.name]))
+        return place[0] if place is not None else None
+
+    def _make(self, spec: FlatSpec, *, unit: Unit) -> FlatParams:
+        engine = self._engine
+        flat = FlatParams(
+            [self._parameters[param.name] for param in spec.params],
+            spec=spec,
+            placement=unit.placement,
+            device=engine.device,
+            groups=engine.groups,
+            collectives=engine.collectives,
+            host=self._host if unit.placement.grads is SHARDED else None,
+            alignment=self._alignment,
+        )
+        flat.lay_out()
+        return flat
+
+    def _filled(self, spec: FlatSpec, *, unit: Unit) -> FlatParams:
+        """A buffer of new parameters, with rank 0's values."""
+        flat = self._make(spec, unit=unit)
+        for index, parameter in enumerate(flat.params):
+            value = parameter.detach().to(self._engine.device).contiguous()
+            dist.broadcast(value, src=0, group=self._engine.groups.reduce_world.handle)
+            flat.fill(index, value)
+        self._take_in(flat)
+        return flat
+
+    def _laid_out_again(self, old: FlatParams, left: list[TensorSpec], *, unit: Unit) -> list[FlatParams]:
+        """Buffers of those parameters of an old one that are left, and what optimizers keep for them."""
+        if not left:
+            self._forget_states(old)
+            return []
+        values = dict(zip(map(id, old.params), old.views(old.full_master()), strict=True))
+        optimizers = list(self._engine.owned.group_names)
+        states = [whole_states(optimizer, flats=[old], matrices=()) for optimizer in optimizers]
+        # First: a replicated parameter may be what the optimizer steps, before and after.
+        self._forget_states(old)
+        flats = [self._make(spec, unit=unit) for spec in self._specs(left, unit=unit)]
+        for flat in flats:
+            for index, parameter in enumerate(flat.params):
+                flat.fill(index, values[id(parameter)])
+            for optimizer, whole in zip(optimizers, states, strict=True):
+                kept = {name: whole[name] for name in flat.names if name in whole}
+                optimizer.state.update(own_states(kept, flats=[flat], matrices=()))
+            self._take_in(flat)
+        return flats
+
+    def _take_in(self, flat: FlatParams) -> None:
+        """The module's parameters become views of a buffer, and optimizers know what stands for them."""
+        parts = {part.index: part for part in flat.owned}
+        stepped = Stepped(sharded=flat.placement.optim is SHARDED, dtype=flat.master_dtype)
+        for index, (parameter, name) in enumerate(zip(flat.params, flat.names, strict=True)):
+            parameter.__class__ = nn.Parameter
+            flat.attach(index, parameter)
+            owned = parts[index].parameter if index in parts else None
+            self._engine.owned.add(parameter, name=name, owned=owned, stepped=stepped)
+
+    def _forget_states(self, flat: FlatParams) -> None:
+        for optimizer in self._engine.owned.group_names:
+            for part in flat.owned:
+                optimizer.state.pop(part.parameter, None)
+
+    def _move_buffers(self) -> None:
+        """New modules' buffers; their values come from rank 0 before the next step, as always."""
+        for module in self._model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != self._engine.device:
+                    module._buffers[name] = buffer.to(self._engine.device)

@@ -1,0 +1,184 @@
+"""`replan`: another plan for a prepared model, between two steps, without a checkpoint.
+
+The model, the optimizer and whatever holds them stay the same objects. Their buffers are exchanged unit by unit, those
+first that become smaller: a rank holds no more than the larger of both plans, and one unit. Training continues as if it
+had been saved under the old plan and loaded under the new one, bit for bit.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.comm.agreement import agree, meet
+from shardwise.comm.groups import mesh_groups
+from shardwise.engine.activations.wrap import wrap_units
+from shardwise.engine.core.assembly import EngineSetting, around_steps, make_flat, make_runner
+from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.host import HostCopies
+from shardwise.engine.core.runner import Runner
+from shardwise.engine.core.unit import Unit
+from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.guards.guard import wake
+from shardwise.engine.plan_change.reshard import HeldBesides, held_besides, move
+from shardwise.engine.plan_change.resume import resume
+from shardwise.engine.prepare import check_plan, tell_records
+from shardwise.engine.prepared.edit import distribute
+from shardwise.errors import InvalidModel, InvalidPlan
+from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import SHARDED, Placement
+from shardwise.program.buffers import flat_specs
+from shardwise.spec import UnitSpec
+from shardwise.vocabulary.layout import ALIGNMENT
+
+# What a model was built with: another value would change what is computed, or which units there are.
+_FIXED = ("units", "precision", "keep_fp32", "reduce_dtype", "compile", "engine", "collectives")
+_WHAT = "shardwise.replan"
+
+
+def replan(model: nn.Module, plan: Plan) -> None:
+    """The model and its optimizers run `plan` from here on. Collective, between a backward and the next forward."""
+    engine = engine_of(model)
+    meet(_WHAT, limit_seconds=engine.limit_seconds)
+    mesh = plan.mesh or Mesh(shard=dist.get_world_size())
+    agree(lambda: describe_replan(engine, plan=plan, mesh=mesh), what="plans")
+    if plan == engine.plan:
+        return
+    setting = EngineSetting(
+        spec=engine.runner.spec,
+        plan=plan,
+        groups=mesh_groups(mesh),
+        collectives=engine.collectives,
+        tape=engine.tape,
+        device=engine.device,
+        host=HostCopies(engine.device) if plan.offload_states else None,
+        alignment=ALIGNMENT,
+        compare_every=engine.compare_every,
+    )
+    besides = held_besides(engine)
+    engine.detach()
+    try:
+        _exchange(engine, model, setting=setting, besides=besides)
+    except BaseException:
+        # Some of its units are of one plan, some of the other.
+        engine.handles = [model.register_forward_pre_hook(_refuse)]
+        raise
+    for captured in list(engine.captured):
+        captured.follow_plan()
+
+
+def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
+    """What ranks must agree on; raises for what cannot be, before anything is touched."""
+    runner = engine.runner
+    runner.passes.check_values(_WHAT)
+    if runner.hooks.in_backward or runner.forwards:
+        raise InvalidModel(
+            f"{_WHAT} in the middle of a step: a forward has run whose backward is not over; call it after "
+            "loss.backward(), or after the step"
+        )
+    before, after = (replace(one, compile=one.compiler) for one in (engine.plan, plan))
+    for name in _FIXED:
+        then, now = getattr(before, name), getattr(after, name)
+        if then != now:
+            raise InvalidPlan(
+                f"{_WHAT} with {name} = {now!r}, but the model was prepared with {then!r}: it changes where "
+                "things live and when they move, not what is computed; save a checkpoint and prepare again"
+            )
+    trait = fixed_by(engine, plan=plan)
+    if trait:
+        raise InvalidModel(f"{_WHAT} with {trait}: save a checkpoint and prepare the model again")
+    placements = check_plan(plan, spec=runner.spec, mesh=mesh, device=engine.device)
+    if plan.dynamic and runner.executor.holds_grads:
+        raise InvalidPlan(f"{_WHAT} with dynamic = true in the middle of an accumulation: do it after the step")
+    sharded = {
+        name: placements[unit.name].optim is SHARDED
+        for unit in runner.units.values()
+        for flat in unit.flats
+        for name in flat.names
+    }
+    for optimizer in engine.owned.group_names:
+        engine.owned.check(optimizer, sharded=sharded)
+    _settle(engine)
+    return "\n".join(f"{name} = {value}" for name, value in plan.to_dict().items())
+
+
+def fixed_by(engine: Engine, *, plan: Plan) -> str:
+    """What keeps a model under the plan that it has, whatever the other one is; "" if nothing does."""
+    traits = {
+        "parameters that are OWNED (stepped whole by one rank each)": bool(
+            engine.runner.matrices.of(None) or plan.owned
+        ),
+        "an optimizer of blocks of elements": any(flat.alignment != ALIGNMENT for flat in engine.flats),
+        "weights of which a module keeps the memory (bitsandbytes int8)": any(flat.followed for flat in engine.flats),
+    }
+    return next((trait for trait, found in traits.items() if found), "")
+
+
+def _settle(engine: Engine) -> None:
+    """Nothing is under way, and what users wrote is where it belongs."""
+    engine.runner.wait_gathers()
+    engine.runner.managed.check(thorough=True)
+    engine.runner.writes.follow_grads()
+    engine.runner.land()
+
+
+def _exchange(engine: Engine, model: nn.Module, *, setting: EngineSetting, besides: HeldBesides) -> None:
+    before, plan = engine.runner, setting.plan
+    placements = plan.placements(before.units)
+    held = before.executor.take_held()
+    before.writes.let_go()
+    for unit in before.units.values():
+        wake(unit.params())
+    numbers = {id(flat): number for number, flat in enumerate(engine.flats)}
+    flats: dict[str, list[FlatParams]] = {}
+    for unit_spec in _smaller_first(before, placements=placements, setting=setting):
+        unit, flats[unit_spec.name] = before.units[unit_spec.name], []
+        for old, spec in zip(unit.flats, flat_specs(unit_spec, plan=plan), strict=True):
+            new = make_flat(list(old.params), spec=spec, placement=placements[unit.name], setting=setting)
+            new.lay_out()
+            move(engine, numbers[id(old)], new, besides=besides)
+            flats[unit.name].append(new)
+    units = {
+        name: Unit(name, module=unit.module, placement=placements[name], flats=flats[name], tape=engine.tape)
+        for name, unit in before.units.items()
+    }
+    runner = make_runner(model, units=units, inputs=engine.inputs, passes=before.passes, setting=setting)
+    if setting.host is not None:
+        setting.host.land()
+    for unit in units.values():
+        unit.settle()
+    resume(runner, before=before)
+    if held:
+        runner.executor.hold(held)
+    engine.owned.around = around_steps(runner)
+    engine.groups, engine.runner = setting.groups, runner
+    # In place: the optimizers' side has the same list.
+    engine.flats[:] = [flat for unit in units.values() for flat in unit.flats]
+    engine.attach(model)
+    engine.undo = wrap_units(model, units=units, plan=plan, device=engine.device)
+    distribute(runner)
+    tell_records(engine)
+
+
+def _smaller_first(before: Runner, *, placements: dict[str, Placement], setting: EngineSetting) -> list[UnitSpec]:
+    """The units, those first of which a rank will hold less: so it never holds more than the larger of both plans."""
+    slices_before, slices = before.flags.groups.gather.size, setting.groups.gather.size
+
+    def growth(unit: UnitSpec) -> float:
+        share = _held_share(placements[unit.name], slices)
+        share -= _held_share(before.units[unit.name].placement, slices_before)
+        return share * sum(param.num_bytes for param in unit.params)
+
+    return sorted(before.spec.units, key=growth)
+
+
+def _held_share(placement: Placement, num_slices: int) -> float:
+    """What a rank holds of parameters, gradients, and two states, in sizes of the parameters."""
+    kinds = (placement.params, placement.grads, placement.optim, placement.optim)
+    return sum(1 / num_slices if kind is SHARDED else 1.0 for kind in kinds)
+
+
+def _refuse(module: nn.Module, inputs: Any) -> None:
+    raise InvalidModel("shardwise.replan has failed on this model, which cannot be used: resume from a checkpoint")

@@ -1,0 +1,184 @@
+"""From the buffers of one plan to those of another, a buffer at a time: values, gradients, state and averages.
+
+What a rank holds of a buffer is its slice or all of it. Between two equal cuts into slices each rank copies its own;
+else the ranks gather the whole, and each keeps what it owns next. The old buffer goes before the next one is moved, so
+that a rank holds both of one buffer at most.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwise.comm.agreement import exchange
+from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.flat_buffers import Owned
+from shardwise.engine.engine import Engine
+from shardwise.engine.guards.guard import unguarded
+from shardwise.engine.optimizer.whole_state import Laid, own_state, state_kinds
+from shardwise.errors import InvalidModel
+from shardwise.plan.placement import SHARDED
+from shardwise.vocabulary.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldBesides:
+    """What there is besides the parameters, on any rank.
+
+    kinds      of each optimizer: (flat, parameter, key) → the kind of a state
+    counts     of each optimizer: the keys of states that are one number, whatever the parameter
+    with_grad  (flat, parameter) that have a reduced gradient
+    """
+
+    kinds: Mapping[Optimizer, Mapping[tuple[int, int, str], Any]]
+    counts: Mapping[Optimizer, frozenset[str]]
+    with_grad: frozenset[tuple[int, int]]
+
+
+def held_besides(engine: Engine) -> HeldBesides:
+    """A rank knows only of what it owns, so the ranks tell each other. Collective."""
+    flats = engine.flats
+    mine = {
+        (number, part.index)
+        for number, flat in enumerate(flats)
+        for part in flat.owned
+        if part.parameter.grad is not None
+    }
+    everyone = exchange(mine)
+    with_grad = frozenset(place for theirs in everyone for place in theirs)
+    with unguarded():
+        for number, index in sorted(with_grad):
+            if not flats[number].params[index].requires_grad:
+                raise InvalidModel(
+                    f"shardwise.replan: {flats[number].names[index]} was frozen while it had a gradient; call "
+                    "optimizer.zero_grad() first"
+                )
+    kinds = {optimizer: state_kinds(optimizer, flats=flats) for optimizer in engine.owned.group_names}
+    counts = {
+        optimizer: frozenset(
+            key
+            for (flat, index, key), kind in found.items()
+            if flats[flat].layout.shapes[index] and not isinstance(kind, Laid)
+        )
+        for optimizer, found in kinds.items()
+    }
+    return HeldBesides(kinds=kinds, counts=counts, with_grad=with_grad)
+
+
+@torch.no_grad()
+def move(engine: Engine, number: int, new: FlatParams, *, besides: HeldBesides) -> None:
+    """All that a buffer of the engine holds into `new`, which is for the same parameters. Collective."""
+    old = engine.flats[number]
+    new.writes.before_own()
+    new.master.copy_(_moved(old.master, old=old, new=new))
+    new.writes.after_own()
+    for optimizer, kinds in besides.kinds.items():
+        of_flat = {(index, key): kind for (flat, index, key), kind in kinds.items() if flat == number}
+        moving = _MovingState(optimizer, kinds=of_flat, counts=besides.counts[optimizer], old=old, new=new)
+        states = moving.states()
+        for part in old.owned:
+            optimizer.state.pop(part.parameter, None)
+        optimizer.state.update(states)
+    for ema in engine.averages:
+        average = ema.of_flat(old)
+        if average is not None:
+            ema.exchange(old, new, _moved(average, old=old, new=new).to(new.master.device))
+    indices = {index for place, index in besides.with_grad if place == number}
+    grads = _moved_grads(old=old, new=new) if indices else None
+    owned = {part.index: part.parameter for part in new.owned}
+    engine.owned.exchange(
+        {name: owned.get(index) for index, name in enumerate(new.names)}, sharded=new.placement.optim is SHARDED
+    )
+    params = list(old.params)
+    old.let_go()
+    for index, parameter in enumerate(params):
+        new.attach(index, parameter)
+    if grads is not None:
+        new.take_over_grads(grads, indices=indices)
+
+
+def _moved(mine: Tensor, *, old: FlatParams, new: FlatParams, sharded: bool | None = None) -> Tensor:
+    """What this rank holds of `old`, as its master is cut, cut as `new`'s master; or whole or not, as `sharded` says.
+
+    On the device, wherever it was.
+    """
+    sharded = new.placement.optim is SHARDED if sharded is None else sharded
+    was_sharded = old.placement.optim is SHARDED
+    same = old.layout == new.layout and old.groups.gather.ranks == new.groups.gather.ranks
+    if same and sharded == was_sharded:
+        return mine.to(new.device, copy=True)
+    whole = old.whole_of(mine)
+    size = new.layout.slice_elements if sharded else new.layout.num_elements
+    target = torch.zeros(size, dtype=mine.dtype, device=new.device)
+    first = new.groups.gather.index * new.layout.slice_elements if sharded else 0
+    for index, start, stop in _parts(new.layout, index=new.groups.gather.index if sharded else None):
+        begin = old.layout.offsets[index] + first + start - new.layout.offsets[index]
+        target[start:stop].copy_(whole[begin : begin + stop - start])
+    return target
+
+
+def _parts(layout: Layout, *, index: int | None) -> Sequence[tuple[int, int, int]]:
+    """(parameter, start, stop) of what lies in a slice, or in everything."""
+    if index is not None:
+        return layout.owned(index)
+    return [(number, offset, offset + size) for number, (offset, size) in enumerate(layout.sizes())]
+
+
+def _moved_grads(*, old: FlatParams, new: FlatParams) -> Tensor:
+    """The averages that the optimizer would step by, as `new` takes them: whole where gradients are replicated."""
+    mine = torch.zeros(old.master.numel(), dtype=old.master_dtype, device=old.device)
+    for part in old.owned:
+        grad = part.parameter.grad
+        if grad is not None:
+            mine[part.start : part.stop].copy_(grad.reshape(-1))
+    return _moved(mine, old=old, new=new, sharded=new.placement.grads is SHARDED)
+
+
+@dataclass(frozen=True, slots=True)
+class _MovingState:
+    """An optimizer's state of one buffer on its way. `kinds`: (parameter, key) → kind."""
+
+    optimizer: Optimizer
+    _: KW_ONLY
+    kinds: Mapping[tuple[int, str], Any]
+    counts: frozenset[str]
+    old: FlatParams
+    new: FlatParams
+
+    def states(self) -> dict[Tensor, dict[str, Any]]:
+        """What the optimizer will find for each part that this rank owns; the old state goes key by key."""
+        states: dict[Tensor, dict[str, Any]] = {}
+        for key in dict.fromkeys(key for _, key in self.kinds):
+            moved = self._moved(key)
+            for part in self.new.owned:
+                if (part.index, key) in self.kinds:
+                    states.setdefault(part.parameter, {})[key] = self._value(part, key, moved)
+        return states
+
+    def _moved(self, key: str) -> Tensor | None:
+        """One kind of state, cut as the new master; None where it is one number for each parameter."""
+        laid = next((kind for (_, other), kind in self.kinds.items() if other == key and isinstance(kind, Laid)), None)
+        if laid is None:
+            return None
+        moved = _moved(own_state(self.old, self.optimizer, key=key, kind=laid), old=self.old, new=self.new)
+        for part in self.old.owned:
+            if isinstance(self.kinds.get((part.index, key)), Laid):
+                self.optimizer.state.get(part.parameter, {}).pop(key, None)
+        return moved
+
+    def _value(self, part: Owned, key: str, moved: Tensor | None) -> Any:
+        kind, device = self.kinds[part.index, key], part.parameter.device
+        if isinstance(kind, Laid):
+            assert moved is not None
+            return moved[part.start : part.stop].to(device, copy=True).view_as(part.parameter)
+        if not isinstance(kind, Tensor):
+            return kind
+        if key not in self.counts and kind.numel() == 1:
+            # Of a parameter without dimensions.
+            return kind.to(device, copy=True).view_as(part.parameter)
+        groups = self.optimizer.param_groups
+        on_device = any(group.get("capturable") or group.get("fused") for group in groups)
+        return kind.to(device if on_device else kind.device, copy=True)

@@ -1,0 +1,287 @@
+"""nn.Module → units: cuts a model by a policy, and says which unit each parameter belongs to.
+
+Two rules make this exact. A unit's module covers all that is below it, less what deeper units
+cover. A parameter that several modules share belongs to the lowest unit that covers all of them,
+because only that one's forward encloses every use.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shardwise.errors import InvalidModel
+from shardwise.plan.policy import Cut, UnitPolicy
+from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+
+_STACKS = (nn.ModuleList, nn.Sequential)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+LARGE_LAYER = 2**18
+"""A layer that `auto` makes a unit has at least so many parameters: 512 × 512. Gathering less costs mostly latency."""
+
+
+def model_spec(
+    model: nn.Module,
+    *,
+    policy: UnitPolicy | str = "auto",
+    name: str | None = None,
+    forward: Callable[[], object] | None = None,
+) -> ModelSpec:
+    """The spec of a model, which may be on the meta device.
+
+    With `forward` (a function that runs the model once, on the meta device for free) the call
+    order is the one observed; without, it is the order in which the modules were registered.
+    """
+    modules = unit_modules(model, policy=policy)
+    owners = _owners(model, modules=modules)
+    units = tuple(
+        UnitSpec(
+            name=unit,
+            class_name=type(module).__name__,
+            params=tuple(tensor for owner, is_buffer, tensor in owners if owner == unit and not is_buffer),
+            buffers=tuple(tensor for owner, is_buffer, tensor in owners if owner == unit and is_buffer),
+        )
+        for unit, module in modules.items()
+    )
+    order = tuple(modules) if forward is None else _observe(modules, forward=forward)
+    return ModelSpec(name=name or type(model).__name__, units=units, call_order=order)
+
+
+def unit_modules(model: nn.Module, *, policy: UnitPolicy | str = "auto") -> dict[str, nn.Module]:
+    """Unit name → module, the root first, then as registered; a module of several names goes by its first."""
+    if isinstance(policy, str):
+        policy = UnitPolicy.parse(policy)
+    chosen = _RULES[policy.cut](model, policy)
+    chosen.update(_named(model, policy=policy))
+    chosen.discard("")
+    named = {path: module for path, module in model.named_modules() if path in chosen}
+    for path, module in named.items():
+        if isinstance(module, _CONTAINERS) and not isinstance(module, nn.Sequential):
+            raise InvalidModel(f"{path} is a {type(module).__name__}, which has no forward: name its children")
+    return {ROOT: model, **named}
+
+
+def called_modules(module: nn.Module) -> list[nn.Module]:
+    """The modules whose call is a forward of this one: itself; of a ModuleDict or ModuleList, the models in it.
+
+    One that lies inside another of them is called by that, and is no model of its own.
+    """
+    is_plain = type(module).forward is nn.Module.forward and "forward" not in vars(module)
+    if not isinstance(module, nn.ModuleDict | nn.ModuleList) or not is_plain:
+        return [module]
+    models = list(module.children())
+    inside = {id(part) for model in models for part in model.modules() if part is not model}
+    return [model for model in models if id(model) not in inside]
+
+
+def _auto(model: nn.Module, policy: UnitPolicy) -> set[str]:
+    """Repeated blocks; where they leave most of the model at the root, the large layers of its stacks as well."""
+    blocks = _repeated_blocks(model)
+    own = _untied_sizes(model)
+    sizes = {path: sum(own[id(p)] for p in module.parameters()) for path, module in model.named_modules()}
+    in_blocks = sum(sizes.get(path, 0) for path in blocks)
+    if 2 * in_blocks >= sizes[""]:
+        return blocks
+    return blocks | _large_layers(model, sizes=sizes, blocks=blocks)
+
+
+def _repeated_blocks(model: nn.Module) -> set[str]:
+    """The outermost modules in stacks whose class occurs at least twice in stacks.
+
+    A block has parts of its own: a Linear in a Sequential is not one, nor is a stack in a stack.
+    """
+    blocks = {
+        path: child
+        for path, child in _stacked(model)
+        if any(True for _ in child.children()) and not isinstance(child, _CONTAINERS) and _holds_params(child)
+    }
+    classes = [type(block) for block in blocks.values()]
+    return _outermost({path for path, block in blocks.items() if classes.count(type(block)) > 1})
+
+
+def _large_layers(model: nn.Module, *, sizes: dict[str, int], blocks: set[str]) -> set[str]:
+    """The outermost modules in stacks that hold at least LARGE_LAYER parameters, outside of blocks.
+
+    One that holds most of the model is left out in favour of those inside it.
+    """
+    large = {
+        path
+        for path, child in _stacked(model)
+        if sizes.get(path, 0) >= LARGE_LAYER
+        and not isinstance(child, _CONTAINERS)
+        and not any(path == block or path.startswith(block + ".") or block.startswith(path + ".") for block in blocks)
+    }
+    for path in sorted(large):
+        if 2 * sizes[path] > sizes[""] and any(other.startswith(path + ".") for other in large):
+            large.discard(path)
+    return _outermost(large)
+
+
+def _stacked(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of what lies directly in a ModuleList or Sequential."""
+    for path, stack in model.named_modules():
+        if isinstance(stack, _STACKS):
+            for key, child in stack.named_children():
+                yield f"{path}.{key}" if path else key, child
+
+
+def _outermost(paths: set[str]) -> set[str]:
+    return {path for path in paths if not any(path.startswith(outer + ".") for outer in paths)}
+
+
+def _untied_sizes(model: nn.Module) -> dict[int, int]:
+    """Parameter → how many elements it brings to the unit that its module becomes: none if several modules share it."""
+    holders = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return {id(p): p.numel() if holders[id(p)] == 1 else 0 for p in model.parameters()}
+
+
+def _classes(model: nn.Module, policy: UnitPolicy) -> set[str]:
+    found = {
+        path: type(module).__name__
+        for path, module in model.named_modules()
+        if type(module).__name__ in policy.class_names
+    }
+    for class_name in policy.class_names:
+        if class_name not in found.values():
+            there = sorted({type(module).__name__ for module in model.modules() if any(module.children())})
+            raise InvalidModel(f"units = '{policy}': the model has no {class_name}; its modules are {', '.join(there)}")
+    return set(found)
+
+
+def _min_params(model: nn.Module, policy: UnitPolicy) -> set[str]:
+    """Deepest first: a module is a unit when what deeper units leave to it is large enough."""
+    chosen: set[str] = set()
+    counted: set[int] = set()
+
+    def visit(module: nn.Module, path: str) -> int:
+        own = [p for p in module.parameters(recurse=False) if id(p) not in counted]
+        counted.update(map(id, own))
+        left = sum(p.numel() for p in own)
+        for key, child in module.named_children():
+            left += visit(child, f"{path}.{key}" if path else key)
+        if left >= policy.min_params and (not isinstance(module, _CONTAINERS) or isinstance(module, nn.Sequential)):
+            chosen.add(path)
+            return 0
+        return left
+
+    visit(model, "")
+    return chosen
+
+
+def _leaves(model: nn.Module, policy: UnitPolicy) -> set[str]:
+    return {path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
+
+
+def _nothing(model: nn.Module, policy: UnitPolicy) -> set[str]:
+    return set()
+
+
+_RULES: dict[Cut, Callable[[nn.Module, UnitPolicy], set[str]]] = {
+    Cut.AUTO: _auto,
+    Cut.CLASSES: _classes,
+    Cut.MIN_PARAMS: _min_params,
+    Cut.LEAVES: _leaves,
+    Cut.NOTHING: _nothing,
+}
+
+
+def _named(model: nn.Module, *, policy: UnitPolicy) -> set[str]:
+    paths = [path for path, _ in model.named_modules()]
+    for path in policy.modules:
+        if path not in paths:
+            raise InvalidModel(f"units = '{policy}': the model has no module {path}")
+    return set(policy.modules)
+
+
+def _holds_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _owners(model: nn.Module, *, modules: dict[str, nn.Module]) -> list[tuple[str, bool, TensorSpec]]:
+    """(unit, is it a buffer, tensor) for every parameter and buffer, each once, in registration order."""
+    unit_at = _unit_paths(model, modules=modules)
+    saved = _persistent_buffers(model)
+    found: dict[int, tuple[list[str], bool, TensorSpec]] = {}
+    for path, tensor, is_buffer in _tensors(model):
+        holder = path.rpartition(".")[0]
+        if id(tensor) not in found:
+            spec = TensorSpec(
+                name=path,
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                trainable=tensor.requires_grad,
+                persistent=not is_buffer or path in saved,
+                keep_fp32=isinstance(model.get_submodule(holder), _BatchNorm),
+            )
+            found[id(tensor)] = ([holder], is_buffer, spec)
+        else:
+            holders, _, spec = found[id(tensor)]
+            found[id(tensor)] = ([*holders, holder], is_buffer, replace(spec, aliases=(*spec.aliases, path)))
+    return [(_lowest_common(holders, unit_at), is_buffer, spec) for holders, is_buffer, spec in found.values()]
+
+
+def _unit_paths(model: nn.Module, *, modules: dict[str, nn.Module]) -> dict[str, str]:
+    """Module path → the unit it is; a module that is registered twice is one unit at two paths."""
+    unit_of = {id(module): name for name, module in modules.items()}
+    return {
+        path: unit_of[id(module)]
+        for path, module in model.named_modules(remove_duplicate=False)
+        if id(module) in unit_of
+    }
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        yield path, parameter, False
+    for path, buffer in model.named_buffers(remove_duplicate=False):
+        yield path, buffer, True
+
+
+def _persistent_buffers(model: nn.Module) -> set[str]:
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def _lowest_common(paths: Iterable[str], unit_at: dict[str, str]) -> str:
+    """The deepest unit at or above all of these module paths."""
+    first, *others = (_units_above(path, unit_at) for path in paths)
+    return next(unit for unit in first if all(unit in other for other in others))
+
+
+def _units_above(path: str, unit_at: dict[str, str]) -> list[str]:
+    """The units at or above a module's path, deepest first; the root is always the last."""
+    units = []
+    while path:
+        if path in unit_at:
+            units.append(unit_at[path])
+        path = path.rpartition(".")[0]
+    return [*units, ROOT]
+
+
+def _observe(modules: dict[str, nn.Module], *, forward: Callable[[], object]) -> tuple[str, ...]:
+    calls: list[str] = []
+    with _calls_recorded(modules, calls), torch.no_grad():
+        forward()
+    return tuple(calls)
+
+
+@contextmanager
+def _calls_recorded(modules: dict[str, nn.Module], calls: list[str]) -> Iterator[None]:
+    def recorder(name: str) -> Callable[[nn.Module, object], None]:
+        return lambda module, inputs: calls.append(name)
+
+    handles = [module.register_forward_pre_hook(recorder(name)) for name, module in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,1 @@
+"""Words that the whole package shares: dtypes, layouts of flat buffers, memory categories, number formats. No torch."""
