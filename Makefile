@@ -13,7 +13,7 @@ BARE := $(VENV)/.bare-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 READY := $(VENV)/.ready-$(shell echo '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)'
 
-.PHONY: setup demo wheel compiled test test-unit test-jobs test-ranks slurm-test reliability chaos chaos-long check format bench docs docs-pages planner-docs clean
+.PHONY: setup demo wheel compiled test test-unit test-jobs test-ranks test-gpu test-gpu-1 test-gpu-2 slurm-test reliability chaos chaos-long check format bench docs docs-pages planner-docs clean
 
 setup: $(READY)
 
@@ -69,6 +69,14 @@ test-jobs:
 
 test-ranks:
 	@$(BIN)/python -m pytest $(SLOWEST) tests/dist $(JOBS:%=--ignore=%) $(WITH_UNIT:%=--ignore=%)
+
+# All of tests/gpu on this machine's GPU, one file after another, by the Python that has a CUDA build of torch: nothing is
+# installed. `make test-gpu-1` and `make test-gpu-2` run one half each.
+test-gpu:
+	@$(PYTHON) scripts/test_gpu.py $(ARGS)
+
+test-gpu-1 test-gpu-2:
+	@$(PYTHON) scripts/test_gpu.py --half $(@:test-gpu-%=%) $(ARGS)
 
 # The exported sbatch script on a real SLURM on this machine (Debian: slurm-wlm), as root; otherwise skipped.
 slurm-test: setup

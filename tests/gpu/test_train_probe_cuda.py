@@ -11,6 +11,9 @@ from rich.console import Console
 from shardwise.train.config import TrainConfig
 from shardwise.train.rank_run import train
 
+# A run writes its resolved config as TOML; an environment without this dependency of Shardwise says so here.
+pytest.importorskip("tomli_w")
+
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
 
 

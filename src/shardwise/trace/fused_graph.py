@@ -7,9 +7,11 @@ step     one kernel of either kind
 
 A fused kernel writes what the graph gives back, what a kernel called as it is reads, and what a later kernel would
 take too much to compute again (Inductor's limits: torch/_inductor/config.py, ir.py). Views have the memory of what
-they are of. What no later step reads is freed, and a fused kernel writes over it where the sizes are equal.
+they are of. What no later step reads is freed. A fused kernel writes a result over a buffer of the same size that no
+other of its results, and no later step, comes from (Inductor: `decide_inplace_update` in torch/_inductor/scheduler.py).
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,10 +72,11 @@ class FusedGraph:
         before = len(self._recorder.entries)
         written = [tree_map_only(Tensor, _like, node.meta["val"]) for node in step.nodes]
         values.update(zip(step.nodes, written, strict=True))
-        self._free(values, (node for node in frees if node not in step.nodes))
+        read = [node for node in frees if node not in step.nodes]
+        self._free(values, (node for node in read if node not in step.shared))
         self._recorder.wrote(tree_leaves(written), since=before)
         del written
-        self._free(values, (node for node in frees if node in step.nodes))
+        self._free(values, (node for node in frees if node in step.nodes or node in step.shared))
 
     def _value(self, wanted: Any, values: Mapping[fx.Node, Any]) -> Any:
         """The values of all nodes in `wanted`: buffers, and views of them."""
@@ -95,10 +98,14 @@ def _like(tensor: Any) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """One kernel: the nodes whose results it writes, and the buffers that it reads."""
+    """One kernel: the nodes whose results it writes, and the buffers that it reads.
+
+    Several of its results come from each of the `shared` buffers, so that none of them may be written over it.
+    """
 
     nodes: tuple[fx.Node, ...]
     reads: frozenset[fx.Node]
+    shared: frozenset[fx.Node]
     is_fused: bool
 
 
@@ -143,8 +150,9 @@ class _Kernels:
                 continue
             nodes = (node,) if _is_called(node) else self._fused_with(node, done=done)
             done.update(nodes)
-            reads = frozenset().union(*(self._reads[one] for one in nodes)) - set(nodes)
-            yield _Step(nodes=nodes, reads=reads, is_fused=not _is_called(node))
+            counts = Counter(read for one in nodes for read in self._reads[one] if read not in nodes)
+            shared = frozenset(read for read, count in counts.items() if count > 1)
+            yield _Step(nodes=nodes, reads=frozenset(counts), shared=shared, is_fused=not _is_called(node))
 
     def _fused_with(self, first: fx.Node, *, done: set[fx.Node]) -> tuple[fx.Node, ...]:
         """What one kernel writes: results that come from some of the same buffers, which are all there."""

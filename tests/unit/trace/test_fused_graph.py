@@ -70,8 +70,18 @@ def test_results_that_come_from_the_same_buffers_are_written_by_one_kernel() -> 
         product = a @ w
         return product.sin() @ w + product.cos() @ w
 
-    # Of the two, one is written over the product that both read.
-    assert run(two, 2) == "+ mm + - + + mm - + mm - - - +"
+    # Neither is written over the product, because both read it.
+    assert run(two, 2) == "+ mm + + - + mm - + mm - - - +"
+
+
+def test_a_result_is_written_over_a_buffer_that_it_alone_reads() -> None:
+    def gated(a: Tensor, w: Tensor) -> Tensor:
+        """The backward of a gated layer: one product is read by both results, the other by one of them."""
+        shared, own = a @ w, a.t() @ w
+        return (shared * 2) @ w + (shared * own) @ w
+
+    # Memory for one of the two results: the other is written over `own`.
+    assert run(gated, 2) == "+ mm + mm + - + - + mm - + mm - - - +"
 
 
 def test_what_is_written_by_index_has_memory_of_its_own() -> None:

@@ -12,6 +12,7 @@ on after it: the look itself is Python's, and is seen.
 import linecache
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -210,6 +211,23 @@ def _place(frame: FrameType | None) -> str:
     if frame.f_globals.get("__name__") == "shardwise.engine.core.used":
         return "the engine, for a parameter that got no gradient,"
     return source_line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def failing_line(error: BaseException) -> str:
+    """Return the last line of source outside of torch and this package that an error passed through; "" if none.
+
+    Frames are judged by their module, not by their path: a user's code may well lie in a folder called `shardwise`.
+    """
+    users = [
+        source_line(frame.f_code.co_filename, number)
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if not _is_own(frame)
+    ]
+    return users[-1] if users else ""
+
+
+def _is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _OWN_PACKAGES
 
 
 def source_line(file: str, number: int) -> str:

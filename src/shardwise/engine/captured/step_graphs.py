@@ -11,7 +11,6 @@ not launched: the step is undone, and nothing that outlives it has changed.
 
 import gc
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +26,7 @@ from shardwise.comm.groups import job_timeout
 from shardwise.engine.activations.recompute import without_random_numbers
 from shardwise.engine.captured.abandon import abandon_step
 from shardwise.engine.captured.graph_fills import fill_by_kernels
-from shardwise.engine.captured.reads import NotCaptured, Read, assuming_reads, hidden_capture, source_line
+from shardwise.engine.captured.reads import NotCaptured, Read, assuming_reads, failing_line, hidden_capture
 from shardwise.engine.captured.replayed_grads import sampled
 from shardwise.engine.captured.step_key import StepInputs
 from shardwise.engine.captured.step_memory import StepMemory
@@ -304,16 +303,11 @@ class RecordedStep:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """What went wrong, and the last line of source outside of torch and this package that it passed through."""
+    """Return what went wrong, after the last line of the user's source that the error passed through."""
     if isinstance(error, NotCaptured):
         return str(error)
     message = str(error).strip().splitlines()[0][:200]
     if message.startswith(_RECOMPILES):
         return f"torch.compile compiles again when the step is recorded: {message.removeprefix(_RECOMPILES).strip()}"
-    own = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in frame.filename and "/shardwise/" not in frame.filename
-    ]
-    place = f"{source_line(own[-1].filename, own[-1].lineno or 0)}: " if own else ""
-    return place + message
+    place = failing_line(error)
+    return f"{place}: {message}" if place else message

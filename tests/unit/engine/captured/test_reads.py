@@ -1,6 +1,8 @@
 """Truth values that a step looks at are noted, assumed and compared; numbers are not; nothing is left behind."""
 
+import runpy
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from shardwise.engine.captured.reads import (
     NotCaptured,
     Read,
     assuming_reads,
+    failing_line,
     hidden_capture,
     noting_reads,
 )
@@ -120,3 +123,12 @@ def test_model_code_is_told_that_nothing_is_captured_and_torch_the_truth(monkeyp
             answers[name] = scope["ask"]()  # type: ignore[operator]
     assert answers == {"torch.nn.modules._functions": True, "transformers.utils": False, "my_model": False}
     assert torch.cuda.is_current_stream_capturing()
+
+
+def test_an_error_is_placed_in_the_users_source_also_below_a_folder_of_our_name(tmp_path: Path) -> None:
+    file = tmp_path / "shardwise" / "torch" / "model.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("import torch\ntorch.empty(2).view(3)\n")
+    with pytest.raises(RuntimeError) as raised:
+        runpy.run_path(str(file))
+    assert failing_line(raised.value) == "model.py:2 (torch.empty(2).view(3))"
