@@ -88,7 +88,7 @@ def without_checks(model: torch.nn.Module) -> Iterator[None]:
         wake(part.parameter for flat in engine_of(model).flats for part in flat.owned)
         yield
     # What was updated meanwhile was not written by anybody else.
-    _SETTLED(engine_of(model).runner.writes)
+    _SETTLED(engine_of(model).guards.managed.writes)
 
 
 @contextmanager

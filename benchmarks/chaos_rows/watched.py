@@ -92,7 +92,7 @@ def flip_bit(rank: int, kind: str, precision: str, seed: int) -> tuple[list[str]
     model, optimizer = order.prepared(plan, compare_every=COMPARE_EVERY)
     before = COMPARE_EVERY - 1 if mended else chance.randint(1, COMPARE_EVERY)
     order.train(model, optimizer, rank, num_steps=before)
-    engine_of(model).runner.wait_gathers()
+    engine_of(model).core.wait_gathers()
     flipped = chance.randrange(dist.get_world_size())
     flat = chance.choice(list(engine_of(model).flats))
     told = [""]

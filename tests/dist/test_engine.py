@@ -362,7 +362,7 @@ def units_backward_came_to(rank: int, plan: Plan) -> list[str]:
     """Of a step after the first."""
     model: nn.Module = nn.Sequential(*(module for _ in range(3) for module in (nn.Linear(4, 4), nn.Tanh())))
     model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
-    runner = engine_of(model).runner
+    runner = engine_of(model).core._runner
     came: list[str] = []
     before_backward = runner.before_backward
 

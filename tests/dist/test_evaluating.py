@@ -104,7 +104,7 @@ def without_the_block(rank: int) -> str:
             model(batch(number, rank)[0])
     said = ""
     if rank == 1:
-        engine_of(model).runner.evaluation.patience_seconds = 0.5
+        engine_of(model).core.evaluation.patience_seconds = 0.5
         with pytest.raises(RanksMissing) as caught:
             model(batch(2, rank)[0])
         said = str(caught.value)

@@ -202,7 +202,7 @@ def told(rank: int) -> None:
     with shardwise.tape(model) as tape:
         optimizer.step()
     kinds = [entry.kind.value for entry in tape.take()]
-    program = engine_of(model).runner.cursor.program
+    program = engine_of(model).core.program
     row = [operation.kind.value for operation in program.rows[-1].operations]
     assert kinds == [kind for kind in row if kind != "wait gather"]
     assert {"to owners", "from owners"} <= set(kinds)

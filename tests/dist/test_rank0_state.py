@@ -24,7 +24,7 @@ def taken(rank: int, strategy: str) -> tuple[int, int, int]:
         optimizer.step()
         optimizer.zero_grad()
         flats = engine_of(model).flats
-        engine_of(model).runner.wait_gathers()
+        engine_of(model).core.wait_gathers()
         for flat in flats:
             # A backend's thread would free memory unseen.
             flat.collectives = Silent()

@@ -73,7 +73,7 @@ def train(rank: int, plan: Plan, collectives: Collectives, *, breaks: bool = Fal
         optimizer.step()
         optimizer.zero_grad()
     engine = engine_of(model)
-    engine.runner.wait_gathers()
+    engine.core.wait_gathers()
     if isinstance(collectives, Watched):
         collectives.assert_all_waited()
         collectives.assert_same_order(engine.groups.reduce)

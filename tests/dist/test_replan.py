@@ -227,7 +227,7 @@ def follows_program(rank: int, first: Plan, then: Plan) -> None:
     with tape(run.model) as recorded:
         run.backward()
         run.update()
-    expected = build(engine_of(run.model).runner.spec, plan=then).operations()
+    expected = build(engine_of(run.model).core.spec, plan=then).operations()
     # What an update would have left to be waited for is there already.
     found, program = (
         [str(operation) for operation in operations if operation.kind is not Kind.WAIT_GATHER]

@@ -161,7 +161,7 @@ def flips_a_gathered_bit(rank: int) -> str:
     """
     model, optimizer = prepared(Plan(strategy="zero1"), compare_every=2)
     train(model, optimizer, rank, num_steps=1)
-    engine_of(model).runner.wait_gathers()
+    engine_of(model).core.wait_gathers()
     if rank == 1:
         engine_of(model).flats[0].full.view(torch.int32)[:1].bitwise_xor_(1)
     backward(model, rank)
@@ -176,7 +176,7 @@ def test_a_flipped_bit_in_what_another_rank_steps_is_found_too() -> None:
 def compares_always(rank: int, strategy: str) -> int:
     model, optimizer = prepared(Plan(strategy=strategy, precision="bf16"), compare_every=1)
     train(model, optimizer, rank, num_steps=4)
-    return len(engine_of(model).runner.replicas._replicas)
+    return len(engine_of(model).guards.replicas._replicas)
 
 
 @pytest.mark.parametrize(("strategy", "num_compared"), [("ddp", 8), ("zero1", 4), ("zero2", 4), ("fsdp", 0)])

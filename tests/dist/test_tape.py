@@ -8,7 +8,6 @@ import torch
 from cases import MODELS
 from late import LateCollectives
 from ranks import run_ranks
-from training import model_units
 from whole import whole
 
 from shardwise.comm.collectives import BackendCollectives
@@ -18,8 +17,7 @@ from shardwise.engine.prepare import prepare
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
-from shardwise.program import Kind, StepProgram, build
-from shardwise.program.first_step import first_step
+from shardwise.program import Kind, StepProgram, build, build_first_step
 from shardwise.tasks import cross_entropy
 
 
@@ -35,10 +33,10 @@ def compare_with_program(rank: int, model_name: str, plans: list[Plan]) -> int:
                 optimizer.step()
                 optimizer.zero_grad()
                 entries = recorded.take()
-                spec = engine_of(model).runner.spec
+                spec = engine_of(model).core.spec
                 program = build(spec, plan=plan)
                 if step == 0:
-                    _compare_buffers(entries, first_step(program, spec=spec, plan=plan))
+                    _compare_buffers(entries, build_first_step(spec, plan=plan))
                     continue
                 expected = list(program.operations())
                 assert [str(entry) for entry in entries] == [str(operation) for operation in expected], plan
@@ -131,8 +129,7 @@ def count_collectives(rank: int, strategy: str) -> Counter[str]:
         optimizer.step()
         optimizer.zero_grad()
     counted = Counter(name for name, *_ in late.issued)
-    for unit in model_units(model):
-        unit.ensure()
+    engine_of(model).core.wait_gathers()
     return counted
 
 

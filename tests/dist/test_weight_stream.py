@@ -82,7 +82,7 @@ def in_order(rank: int) -> list[str]:
     buffers: list[weakref.ref[Any]] = []
     units: list[str] = []
     most = 0
-    owner = {name: unit.name for unit in engine_of(model).runner.units.values() for f in unit.flats for name in f.names}
+    owner = {name: unit.name for unit in engine_of(model).core.units.values() for f in unit.flats for name in f.names}
     for name, tensor in shardwise.weight_stream(model, dtype=torch.bfloat16):
         assert tensor.dtype == torch.bfloat16
         if not buffers or buffers[-1]() is not tensor._base:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from reliability.said import say
 from shardwise.comm.collectives import BackendCollectives, Collectives
+from shardwise.engine.engine import engine_of
 from shardwise.engine.prepare import prepare
 from shardwise.engine.prepared.clip import clip_grad_norm_
 from shardwise.errors import ShardwiseError
@@ -137,16 +138,13 @@ def on_ranks(rank: int, case: Case, plan: Plan, late: bool, different_start: boo
     state = model.state_dict()
     weights = {name: state[name] for name, _ in model.named_parameters()}
     if isinstance(collectives, LateCollectives):
-        for unit in model_units(model):
-            unit.ensure()
+        engine_of(model).core.wait_gathers()
         collectives.assert_all_waited()
     return Result(losses=losses, weights=weights)
 
 
 def model_units(model: nn.Module) -> Any:
-    from shardwise.engine.engine import engine_of
-
-    return engine_of(model).runner.units.values()
+    return engine_of(model).core.units.values()
 
 
 def assert_equal(results: list[Result], expected: Result) -> None:

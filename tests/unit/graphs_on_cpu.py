@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only, tree_unflatten
 
 from shardwise.comm.host_group import HostGroup
-from shardwise.engine.captured.abandon import abandon_step
 from shardwise.engine.captured.captured_step import CapturedStep
 from shardwise.engine.captured.python_state import PythonState
 from shardwise.engine.captured.reads import Read, noting_reads
@@ -24,6 +23,7 @@ from shardwise.engine.captured.replayed_grads import sampled
 from shardwise.engine.captured.step_key import StepInputs
 from shardwise.engine.captured.step_memory import StepMemory
 from shardwise.engine.captured.step_pool import Block
+from shardwise.engine.core.events import heard_by
 from shardwise.engine.engine import Engine, engine_of
 
 
@@ -169,20 +169,15 @@ class CpuGraph:
             assert self.thread.is_alive(), self.error
 
     def _run(self) -> None:
-        passes = self.recorder.engine.runner.passes
-        passes.watcher = self
+        events = self.recorder.engine.core.events
         try:
-            with noting_reads("cpu") as noted:
+            with heard_by((events.gradients_asked, self.passes_are_over)), noting_reads("cpu") as noted:
                 self.noted = noted
                 self.result = self.step(*tree_unflatten(self.leaves, self.tree))
         except _Undone:
             pass
         except BaseException as error:  # shown by the thread that waits
             self.error = error
-        finally:
-            passes.watcher = None
-
-    def last_backward_begins(self) -> None: ...
 
     def passes_are_over(self) -> None:
         if self.over.is_set():
@@ -206,7 +201,8 @@ class CpuGraph:
     def undo(self) -> None:
         self.recorder.log.append("undo")
         self._end(keeps=False)
-        abandon_step(self.recorder.engine, self.recorder.optimizer)
+        self.recorder.engine.core.abandon_captured()
+        self.recorder.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             for tensor, copy in zip(self.written, self.copies, strict=True):
                 tensor.copy_(copy)

@@ -45,7 +45,7 @@ class BenchTraining:
     def settle(self) -> None:
         """Wait until all that was issued is done: on the device, and the gathers that our update has started."""
         if is_prepared(self.training.model):
-            engine_of(self.training.model).runner.wait_gathers()
+            engine_of(self.training.model).core.wait_gathers()
         if self.training.device.type == "cuda":
             torch.cuda.synchronize(self.training.device)
 

@@ -207,7 +207,7 @@ def _buckets(training: Training) -> dict[str, tuple[str, ...]]:
     if not is_prepared(training.model):
         return {}
     engine = engine_of(training.model)
-    return {bucket.name: bucket.units for bucket in build(engine.runner.spec, plan=engine.plan).buckets}
+    return {bucket.name: bucket.units for bucket in build(engine.core.spec, plan=engine.plan).buckets}
 
 
 def _environment(run: BenchRun, *, place: Place) -> dict[str, Any]:

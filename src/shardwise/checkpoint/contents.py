@@ -113,7 +113,7 @@ def snapshot(
 def _check_values(model: nn.Module, *, what: str) -> None:
     """Refuse it in a block of code in which the model has other values than those of its training (ema.applied)."""
     if is_prepared(model):
-        engine_of(model).runner.passes.check_values(what)
+        engine_of(model).core.passes.check_values(what)
 
 
 def _averaged(held: OwnedModel, ema: EMA) -> list[tuple[OwnedSlice, Tensor]]:

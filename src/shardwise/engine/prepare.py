@@ -19,19 +19,21 @@ from shardwise.comm.record_writer import RECORDS
 from shardwise.comm.watch import WATCH_SECONDS, check_watch_seconds, watch_over
 from shardwise.engine.activations.compiled_units import check_compile
 from shardwise.engine.activations.wrap import wrap_units
-from shardwise.engine.core.assembly import EngineSetting, make_owned, make_runner, make_units
-from shardwise.engine.core.broadcast import fill
-from shardwise.engine.core.host import HostCopies
-from shardwise.engine.core.pass_state import PassState
+from shardwise.engine.core.assembly import make_core
 from shardwise.engine.core.precision import check_kept, tell_upcast, torch_dtype
-from shardwise.engine.core.tape import Tape
+from shardwise.engine.core.setting import CoreSetting
 from shardwise.engine.engine import Engine, is_prepared, register
+from shardwise.engine.guards.carried import broadcast_carried, follow_carried
 from shardwise.engine.guards.description import asked_device, describe, tell_hardly_cut
 from shardwise.engine.guards.first_inputs import FirstInputs
-from shardwise.engine.guards.last_issued import last_issued
+from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.refuse import check_model
 from shardwise.engine.guards.replicas import COMPARE_EVERY, check_compare_every
+from shardwise.engine.guards.resting_units import guard_units
 from shardwise.engine.guards.taken_apart import take_apart
+from shardwise.engine.last_issued import last_issued
+from shardwise.engine.offload.host import HostCopies
+from shardwise.engine.optimizer.any_step import look_after
 from shardwise.engine.optimizer.known import (
     Stepped,
     check_optimizer,
@@ -43,6 +45,7 @@ from shardwise.engine.optimizer.known import (
     slice_alignment,
     tell_owned,
 )
+from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.optimizer.reach import Verdict
 from shardwise.engine.out_of_memory.out_of_memory import explain_out_of_memory
 from shardwise.engine.prepared.prepared_module import become_prepared
@@ -106,16 +109,14 @@ def prepare(
         what="plans, models or optimizers",
     )
     take_apart(model)
-    setting = EngineSetting(
+    setting = CoreSetting(
         spec=model_spec(model, policy=plan.units),
         plan=plan,
         groups=mesh_groups(mesh),
         collectives=collectives or _collectives(plan),
-        tape=Tape(),
         device=chosen,
         host=HostCopies(chosen) if plan.offload_states else None,
         alignment=slice_alignment(verdicts),
-        compare_every=compare_every,
     )
     owned = _owned_names(verdicts)
     if dist.get_rank() == 0:
@@ -127,10 +128,14 @@ def prepare(
             if num_owned:
                 tell_owned(one, num_owned=num_owned, num_held=len(held))
     tell_hardly_cut(setting.spec, plan=plan, mesh=mesh)
-    engine = _engine(model, optimizers, owned=owned, setting=setting, any_optimizer=any_optimizer, weights=weights)
+    engine = _engine(model, setting=setting, any_optimizer=any_optimizer, compare_every=compare_every, weights=weights)
+    for one in optimizers:
+        engine.owned.adopt(one, owned=owned)
+    engine.attach()
+    engine.undo = wrap_units(model, units=engine.core.units, plan=plan, device=chosen)
     if watch_seconds:
         # Before the watchdog ends the job: an error tells the way out.
-        engine.runner.evaluation.patience_seconds = 0.9 * watch_seconds
+        engine.core.evaluation.patience_seconds = 0.9 * watch_seconds
     register(model, engine)
     become_prepared(model)
     explain_out_of_memory(model)
@@ -140,18 +145,18 @@ def prepare(
         waits_on_host=chosen.type == "cpu",
         issues=partial(_history, weakref.ref(engine)),
     )
-    tell_records(engine)
+    write_records_of(engine)
     return model, optimizer
 
 
-def tell_records(engine: Engine) -> None:
-    """From now on the record of a job that fails tells what this engine has issued."""
-    RECORDS.tell_of(engine, groups=engine.groups, last=lambda engine: last_issued(engine.runner))
+def write_records_of(engine: Engine) -> None:
+    """Let the record of a job that fails say what this engine has issued."""
+    RECORDS.tell_of(engine, groups=engine.groups, last=last_issued)
 
 
 def _history(held: "weakref.ref[Engine]") -> dict[int, dict[str, list[str]]]:
     engine = held()
-    return {} if engine is None else engine.runner.flags.same_order.history()
+    return {} if engine is None else engine.guards.same_order.history()
 
 
 def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> Sequence[Optimizer]:
@@ -160,43 +165,24 @@ def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> Sequence[Optim
 
 def _engine(
     model: nn.Module,
-    optimizers: Sequence[Optimizer],
     *,
-    owned: Sequence[str],
-    setting: EngineSetting,
+    setting: CoreSetting,
     any_optimizer: bool,
+    compare_every: int,
     weights: Mapping[str, Tensor] | None,
 ) -> Engine:
-    """Give the model its buffers, and make what runs its steps."""
-    plan, device = setting.plan, setting.device
-    units = make_units(model, setting=setting)
-    flats = [flat for unit in units.values() for flat in unit.flats]
-    # Parameters on the meta device are replaced; an optimizer may hold those that were there before.
-    before = [list(flat.params) for flat in flats]
-    fill(model, flats=flats, groups=setting.groups, device=device, weights=weights)
-    inputs = FirstInputs()
-    runner = make_runner(model, units=units, inputs=inputs, passes=PassState(), setting=setting)
-    for unit in units.values():
+    """Give the model its buffers and its core, and attach everything else to that."""
+    broadcast_carried(model, device=setting.device, group=setting.groups.reduce_world.handle)
+    guard_units(setting.events)
+    core, places = make_core(model, setting=setting, weights=weights, on_filled=follow_carried)
+    guards = Guards(core, inputs=FirstInputs(), compare_every=compare_every)
+    for unit in core.units.values():
         unit.settle()
-    parameters = make_owned(flats, before=before, runner=runner, any_optimizer=any_optimizer)
-    for optimizer in optimizers:
-        parameters.adopt(optimizer, owned=owned)
-    engine = Engine(
-        groups=setting.groups,
-        collectives=setting.collectives,
-        flats=flats,
-        runner=runner,
-        inputs=inputs,
-        owned=parameters,
-        tape=setting.tape,
-        device=device,
-        compare_every=setting.compare_every,
-        handles=[],
-        undo=[],
-    )
-    engine.attach(model)
-    engine.undo = wrap_units(model, units=units, plan=plan, device=device)
-    return engine
+    owned = OwnedParameters(core, any_optimizer=any_optimizer)
+    look_after(owned)
+    for flat, index, parameter in places:
+        owned.cover(flat, index, parameter)
+    return Engine(core=core, guards=guards, owned=owned)
 
 
 def _description(

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.tensor_file import TensorEntry, TensorFile, opened, write_tensors
 from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.engine import Engine, engine_of
-from shardwise.engine.guards.guard import unguarded
 from shardwise.engine.prepared.prepared_module import PreparedModule
 from shardwise.engines import prepare
 from shardwise.errors import InvalidData, InvalidModel, InvalidPlan, ShardwiseError
@@ -65,7 +65,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, most_file_bytes: in
     engine = engine_of(model)
     stored = _stored_names(model)
     engine.check_state(what="save_pretrained")
-    engine.runner.wait_gathers()
+    engine.core.wait_gathers()
     entries = _entries(model, engine)
     parts = _parts(entries, most_file_bytes=most_file_bytes)
     failure: str | None = None

@@ -20,8 +20,7 @@ from shardwise.planner.memory.stream_peak import StreamPeak, stream_peak
 from shardwise.planner.trace_order import Key
 from shardwise.planner.ways import memory_way
 from shardwise.planner.whole_matrices import WholeMatrices, update_bytes, whole_matrices
-from shardwise.program import StepProgram, build
-from shardwise.program.first_step import first_step
+from shardwise.program import StepProgram, build, build_first_step
 from shardwise.spec import ModelSpec
 from shardwise.spec.law import Line
 from shardwise.spec.step import StepRow, StepTrace, Stream
@@ -156,7 +155,7 @@ class Job:
         """The first step: our engine learns in it which units it gathers when."""
         if not self.in_order:
             return self.memory_rows
-        return self._memory_rows(first_step(self.program, spec=self.short.spec, plan=self.plan))
+        return self._memory_rows(build_first_step(self.short.spec, plan=self.plan))
 
     def _memory_rows(self, program: StepProgram) -> Sequence[MemoryRow]:
         found = memory_rows(

@@ -1,7 +1,7 @@
 """A program in the order of a trace: how the planner moves the cursor through a step that nobody runs."""
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shardwise.program import StepProgram, Trigger
 from shardwise.program.run import Cursor, Executor
@@ -17,6 +17,12 @@ _ENDS: tuple[Key, ...] = ((Trigger.BACKWARD_DONE.value, ROOT, 0), (Trigger.AFTER
 
 def do_nothing() -> None:
     """What an operation is to an executor that has nothing to do for it."""
+
+
+class _Unit(NamedTuple):
+    """A unit, of which the planner has nothing but the name."""
+
+    name: str
 
 
 class PlannedExecutor(Executor, Protocol):
@@ -36,7 +42,8 @@ class TracedStep:
 
     def __init__(self, program: StepProgram, executor: PlannedExecutor, *, in_order: bool) -> None:
         self._executor = executor
-        self._cursor = Cursor(program, executor)
+        self._cursor = Cursor(executor)
+        self._cursor.follow(program)
         self._in_order = in_order
         self._in_backward = False
 
@@ -48,7 +55,7 @@ class TracedStep:
             self._cursor.begin_backward(in_order=self._in_order)
         if trigger is Trigger.GRADS_READY:
             self._executor.ready.add(unit)
-            self._cursor.grads_ready(unit)
+            self._cursor.grads_ready(_Unit(unit))
         elif trigger is Trigger.BACKWARD_DONE:
             self._cursor.end_backward()
         elif trigger is Trigger.AFTER_STEP:

@@ -1,33 +1,64 @@
 """Spec + plan → the program of one step: the events of a step in order, and what the rules make of each."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program.buffers import gather_bytes, owned_bytes, reduce_bytes, update_gather_bytes
 from shardwise.program.operations import Bucket, Kind, Operation, Row, StepProgram, Trigger
 from shardwise.program.rules import rules_of
 from shardwise.program.rules.context import StepContext, StepEvent
+from shardwise.program.rules.learning import LEARNING, catch_up
 from shardwise.spec import ANNOUNCED, NONE, ROOT, ModelSpec
 
 
-def build(spec: ModelSpec, *, plan: Plan, reduces: bool = True) -> StepProgram:
+def build(spec: ModelSpec, *, plan: Plan, mesh: Mesh | None = None, reduces: bool = True) -> StepProgram:
     """The program of a step that follows on a step: forward, backward, update.
 
-    With `reduces=False`, that of a pass whose gradients are kept for a later one to reduce.
+    mesh      where the plan leaves it open; without any, of more ranks than one
+    reduces   with False, the program of a pass whose gradients are kept for a later one to reduce
     """
-    events, context = _context(spec, plan=plan, reduces=reduces)
+    events, context = _events_and_context(spec, plan=plan, mesh=mesh, reduces=reduces)
     rules = rules_of(plan)
     state = rules.first_state(context)
     rows = []
     for event in events:
         state, operations = rules.by_trigger[event.trigger](state, event, context)
-        rows.append(Row(trigger=event.trigger, unit=event.unit, call=event.call, operations=operations))
+        rows.append(_row(event, operations))
     return StepProgram(rows=tuple(rows), buckets=context.buckets)
 
 
-def _context(spec: ModelSpec, *, plan: Plan, reduces: bool) -> tuple[tuple[StepEvent, ...], StepContext]:
-    """The events of a step, and what the rules have to know."""
+def build_first_step(spec: ModelSpec, *, plan: Plan, mesh: Mesh | None = None) -> StepProgram:
+    """The program of our engine's first step, in which ranks learn the order that the spec has (rules/learning.py)."""
+    program = build(spec, plan=plan, mesh=mesh)
+    events, context = _events_and_context(spec, plan=plan, mesh=mesh, reduces=True)
+    state, rows = LEARNING.first_state(context), []
+    for event in events[: program.first_of_backward]:
+        state, operations = LEARNING.by_trigger[event.trigger](state, event, context)
+        rows.append(_row(event, operations))
+    first, *later = program.rows[program.first_of_backward :]
+    caught_up = catch_up(program, gathered=state.gathered, gathered_by_all=state.gathered, context=context)
+    first = replace(first, operations=(*caught_up.operations, *first.operations))
+    return replace(program, rows=(*rows, first, *later))
+
+
+def context_of(spec: ModelSpec, *, plan: Plan, mesh: Mesh | None = None) -> StepContext:
+    """What the rules have to know of a step."""
+    return _events_and_context(spec, plan=plan, mesh=mesh, reduces=True)[1]
+
+
+def _row(event: StepEvent, operations: tuple[Operation, ...]) -> Row:
+    return Row(trigger=event.trigger, unit=event.unit, call=event.call, operations=operations)
+
+
+def _events_and_context(
+    spec: ModelSpec, *, plan: Plan, mesh: Mesh | None, reduces: bool
+) -> tuple[tuple[StepEvent, ...], StepContext]:
+    """The events of a step, and what the rules have to know of it."""
+    mesh = plan.mesh or mesh
+    alone = mesh is not None and mesh.num_ranks == 1
     placements = plan.placements(unit.name for unit in spec.units)
     trainable = frozenset(unit.name for unit in spec.units if any(param.trainable for param in unit.params))
     backward = {unit.name: unit.backward for unit in spec.units}
@@ -49,12 +80,14 @@ def _context(spec: ModelSpec, *, plan: Plan, reduces: bool) -> tuple[tuple[StepE
         gather_bytes={unit.name: gather_bytes(unit, plan=plan) for unit in spec.units},
         update_gather_bytes={unit.name: update_gather_bytes(unit, plan=plan) for unit in spec.units},
         owned_bytes={unit.name: owned_bytes(unit, plan=plan) for unit in spec.units},
-        slice_bytes=_slice_bytes(buckets, placements=placements, plan=plan),
-        broadcasts=_broadcasts(spec),
-        flags=Operation(kind=Kind.REDUCE_FLAGS, subject=ROOT, num_bytes=4 * num_flags),
+        slice_bytes=_slice_bytes(buckets, placements=placements, mesh=mesh),
+        broadcasts=_broadcasts(spec, is_local=alone),
+        flags=Operation(kind=Kind.REDUCE_FLAGS, subject=ROOT, num_bytes=4 * num_flags, is_local=alone),
         reduces=reduces,
         prefetch=plan.prefetch,
         reduces_in_flight=plan.reduces_in_flight,
+        alone=alone,
+        alone_on_shard=mesh is not None and mesh.shard == 1,
     )
 
 
@@ -132,9 +165,10 @@ def _buckets(
     )
 
 
-def _slice_bytes(buckets: tuple[Bucket, ...], *, placements: Mapping[str, Placement], plan: Plan) -> dict[str, int]:
+def _slice_bytes(
+    buckets: tuple[Bucket, ...], *, placements: Mapping[str, Placement], mesh: Mesh | None
+) -> dict[str, int]:
     """A rank's share of each bucket that a second axis of the mesh sums too."""
-    mesh = plan.mesh
     if mesh is None or mesh.replicate == 1:
         return {}
     return {
@@ -144,7 +178,8 @@ def _slice_bytes(buckets: tuple[Bucket, ...], *, placements: Mapping[str, Placem
     }
 
 
-def _broadcasts(spec: ModelSpec) -> tuple[Operation, ...]:
+def _broadcasts(spec: ModelSpec, *, is_local: bool) -> tuple[Operation, ...]:
     """Buffers that training changes and checkpoints keep come from rank 0 at the start of each forward."""
     num_bytes = sum(buffer.num_bytes for unit in spec.units for buffer in unit.buffers if buffer.persistent)
-    return (Operation(kind=Kind.BROADCAST, subject=ROOT, num_bytes=num_bytes),) if num_bytes else ()
+    sent = Operation(kind=Kind.BROADCAST, subject=ROOT, num_bytes=num_bytes, is_local=is_local)
+    return (sent,) if num_bytes else ()

@@ -41,8 +41,8 @@ class Kind(Enum):
         """The queue it runs in: `compute`, `gather` or `reduce`; waits and frees happen on `compute`.
 
         A broadcast, and what goes to and from owners, has no wait of its own: it is over before anything else begins.
-        Nor have flags (one per parameter:
-        did this rank use it?): only a rank that left a parameter unused has to read whether all others did.
+        Nor have flags (one per parameter: did this rank use it?): only a rank that left a parameter unused has to read
+        whether all others did.
         """
         if self in (Kind.GATHER, Kind.TO_OWNERS, Kind.FROM_OWNERS):
             return "gather"
@@ -61,7 +61,7 @@ WAITS = {Kind.WAIT_GATHER: Kind.GATHER, Kind.WAIT_REDUCE: Kind.REDUCE, Kind.WAIT
 
 
 class Trigger(Enum):
-    """What happens in a step; each has its rule (rules/)."""
+    """The events of a step, each of which has its rule (rules/); and the events outside of one (rules/demand.py)."""
 
     BEFORE_FORWARD = "before forward"
     AFTER_FORWARD = "after forward"
@@ -70,7 +70,24 @@ class Trigger(Enum):
     BACKWARD_DONE = "backward done"
     AFTER_STEP = "after step"
 
+    DEMANDED = "demanded"
+    AGREED = "agreed"
+    RELEASED = "released"
+    CAUGHT_UP = "caught up"
+    EDITED = "edited"
+
     __hash__ = object.__hash__
+
+
+OF_A_STEP = (
+    Trigger.BEFORE_FORWARD,
+    Trigger.AFTER_FORWARD,
+    Trigger.BEFORE_BACKWARD,
+    Trigger.GRADS_READY,
+    Trigger.BACKWARD_DONE,
+    Trigger.AFTER_STEP,
+)
+"""The triggers of a step, in the order in which a unit comes to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +96,15 @@ class Operation:
 
     `num_bytes` is what the whole group works on: the full parameters of a gather, the full gradients of a
     reduce, one slice of them where that is reduced, all matrices that go to or from owners; 0 for the others.
+
+    `is_local`: a collective in a group of one rank. Nothing is sent: a gather casts the slice, which is everything,
+    into its place, and a reduce leaves the sum as it is.
     """
 
     kind: Kind
     subject: str
     num_bytes: int = 0
+    is_local: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind.value} {self.subject}"
@@ -134,13 +155,13 @@ class StepProgram:
         forward = (Trigger.BEFORE_FORWARD, Trigger.AFTER_FORWARD)
         return next(index for index, row in enumerate(self.rows) if row.trigger not in forward)
 
-    def whole_after_forward(self) -> set[str]:
+    def gathered_after_forward(self) -> set[str]:
         """The sharded units that forward leaves gathered for backward."""
-        whole: set[str] = set()
+        gathered: set[str] = set()
         for row in self.rows[: self.first_of_backward]:
             for operation in row.operations:
                 if operation.kind is Kind.GATHER:
-                    whole.add(operation.subject)
+                    gathered.add(operation.subject)
                 elif operation.kind is Kind.FREE:
-                    whole.discard(operation.subject)
-        return whole
+                    gathered.discard(operation.subject)
+        return gathered

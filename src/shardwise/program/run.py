@@ -3,15 +3,16 @@
 Whoever runs a program is an executor: the engine does its operations on tensors, the planner on bytes and on seconds,
 the reports on pictures. Executors say what an operation means to them; when it is its turn is decided here.
 
-Two orders hold on every rank, whatever it comes by. Gathers are issued in the program's order: rows that a rank does
-not come by are given to its executor as skipped. Reduces are issued in the program's order: a bucket that is complete
-early waits for its turn.
+Two orders hold on every rank, whichever rows it reaches. Gathers are issued in the program's order: rows that a rank
+does not reach are given to its executor as skipped. Reduces are issued in the program's order: a bucket that is
+complete early waits for its turn.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from shardwise.program.operations import ON_BUCKETS, Kind, Operation, Row, StepProgram, Trigger
+from shardwise.program.rules.context import Rules, StepContext, StepEvent
 
 Action = Callable[[], object]
 
@@ -20,20 +21,27 @@ class Executor(Protocol):
     """What each operation of a program means."""
 
     def action(self, operation: Operation, row: Row) -> Action:
-        """What doing the operation is."""
+        """Return a function that does the operation."""
         ...
 
     def skipped(self, operation: Operation, row: Row) -> Action | None:
-        """What is to be done of the operation where the run does not come by its row."""
+        """Return a function that does what is left of an operation whose row the run does not reach, if anything is."""
         ...
 
     def is_ready(self, unit: str) -> bool:
-        """Whether the unit's gradients are complete in this backward, and its parameters no longer needed."""
+        """Return whether the unit's gradients are complete in this backward, and its parameters no longer needed."""
         ...
 
 
+class Named(Protocol):
+    """A unit at work."""
+
+    @property
+    def name(self) -> str: ...
+
+
 def run_in_order(program: StepProgram, do: Callable[[Operation, Row], object]) -> None:
-    """All rows of a program from its first to its last: what a rank does that comes by every one of them."""
+    """Run every row in order."""
     for row in program.rows:
         for operation in row.operations:
             do(operation, row)
@@ -49,7 +57,7 @@ class Compiled:
         self.index = {(row.trigger, row.unit, row.call): index for index, row in enumerate(program.rows)}
         self.backward_done = program.index(Trigger.BACKWARD_DONE)
         members = {bucket.name: bucket.units for bucket in program.buckets}
-        # What is done when a row is reached, and, of the rows of gradients, what waits for the turn of their bucket.
+        # What is done when a row is reached; and, of the rows of gradients, what waits for the turn of their bucket.
         self.actions: list[tuple[Action, ...]] = []
         self.reduces: list[tuple[Action, ...]] = []
         self.skipped: list[tuple[Action, ...]] = []
@@ -74,7 +82,7 @@ class Compiled:
 
 
 def _cut(row: Row) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
-    """(What is this rank's own business when its gradients are ready, what all ranks do in one order)."""
+    """(What a rank does by itself when its gradients are ready, what all ranks do in one order)."""
     if row.trigger is not Trigger.GRADS_READY:
         return row.operations, ()
     start = next((i for i, operation in enumerate(row.operations) if operation.kind in ON_BUCKETS), len(row.operations))
@@ -86,22 +94,61 @@ def _around_update(row: Row) -> tuple[tuple[Operation, ...], tuple[Operation, ..
     return row.operations[:place], row.operations[place:]
 
 
+def _unplanned(kind: Kind, unit: str) -> Row:
+    """A unit computes at a place that the program does not have: whatever it needs, the executor sees to."""
+    return Row(trigger=Trigger.DEMANDED, unit=unit, call=0, operations=(Operation(kind=kind, subject=unit),))
+
+
+class _Learning:
+    """Rules that are run event by event, because the order of the events is not known before."""
+
+    def __init__(self, rules: Rules, context: StepContext) -> None:
+        self._rules, self._context = rules, context
+        self._state: Any = rules.first_state(context)
+
+    def row(self, trigger: Trigger, unit: str, call: int) -> Row:
+        """Return the row of an event that happens now."""
+        event = StepEvent(trigger=trigger, unit=unit, call=call)
+        self._state, operations = self._rules.by_trigger[trigger](self._state, event, self._context)
+        return Row(trigger=trigger, unit=unit, call=call, operations=operations)
+
+
 class Cursor:
     """Where a run stands in its program."""
 
-    def __init__(self, program: StepProgram, executor: Executor) -> None:
+    def __init__(self, executor: Executor) -> None:
         self.executor = executor
-        self._compiled = Compiled(program, executor)
         self._keeping: Compiled | None = None
-        self._steps = self._compiled
         # The next row to reach.
         self._next = 0
-        # Rows of gradients whose turn has come or does not matter, and the next of those that reduce.
+        # Units whose gradients were taken in this backward, and the next of the rows that reduce.
         self._closed: set[str] = set()
         self._next_reduce = 0
         self._in_order = False
-        # What is still to be done of a row in which an action has raised, that action first.
+        # What remains of a row in which an action has raised, that action first.
         self._undone: tuple[Action, ...] = ()
+        # While the order is learned; and, in the backward after it, (unit, call) on this rank → the program's call.
+        self._learning: _Learning | None = None
+        self._places: Mapping[tuple[str, int], int] = {}
+
+    def follow(self, program: StepProgram) -> None:
+        """From here on the steps are this program's."""
+        self._compiled = self._steps = Compiled(program, self.executor)
+        self._keeping = None
+        self._next = 0
+
+    @property
+    def program(self) -> StepProgram:
+        return self._compiled.program
+
+    def upcoming(self, *, restarts: bool) -> tuple[Operation, ...]:
+        """Return the operations of the next row that has any; with `restarts`, of a new step."""
+        rows = self._steps.program.rows
+        return next((row.operations for row in rows[0 if restarts else self._next :] if row.operations), ())
+
+    def run(self, row: Row) -> None:
+        """Run a row that is not in the program."""
+        self._do(tuple(self.executor.action(operation, row) for operation in row.operations))
 
     def _do(self, actions: tuple[Action, ...]) -> None:
         self._undone, num_done = (), 0
@@ -113,37 +160,46 @@ class Cursor:
             self._undone = actions[num_done:]
             raise
 
-    def take_up(self, *, in_backward: bool) -> None:
-        """After an action has raised: it, and what follows on it in its row. In forward, all of its rows."""
-        self._do(self._undone)
-        if in_backward:
-            self._reduce()
-        else:
-            self._skip_to(self.program.first_of_backward)
+    # The first step
+
+    def learn(self, rules: Rules, context: StepContext) -> None:
+        """A forward begins whose order is not known: its rows come from these rules, event by event."""
+        self._learning = _Learning(rules, context)
 
     @property
-    def program(self) -> StepProgram:
-        return self._compiled.program
+    def learns(self) -> bool:
+        return self._learning is not None
 
-    def upcoming(self, *, restarts: bool) -> tuple[Operation, ...]:
-        """The operations of the next row that has any; with `restarts`, of a new step."""
-        rows = self._steps.program.rows
-        return next((row.operations for row in rows[0 if restarts else self._next :] if row.operations), ())
+    def learned(self, *, places: Mapping[tuple[str, int], int]) -> None:
+        """The forward is over, and the program that it gave is followed; its backward comes next.
 
-    def restart(self, *, at: int = 0) -> None:
-        """A new forward, from this row on."""
-        self._next = at
+        places   (unit, call) of this rank's forward → which of the program's calls of the unit that was
+        """
+        self._learning = None
+        self._places = places
+        self._next = self.program.first_of_backward
+
+    # Forward
+
+    def restart(self) -> None:
+        """A new forward begins."""
+        self._next = 0
         self._undone = ()
+        self._places = {}
+        self._learning = None
 
     def call_of(self, unit: str, *, after: int) -> int:
-        """Which of the program's calls of a unit comes now: the next one after `after` that was not skipped."""
+        """Return which of the program's calls of a unit comes now: the next one after `after` that was not skipped."""
         call = after + 1
         while self._steps.index.get((Trigger.BEFORE_FORWARD, unit, call), self._next) < self._next:
             call += 1
         return call
 
     def reach(self, trigger: Trigger, unit: str, call: int) -> bool:
-        """Do a row; whether there is one. A call that the program does not know, or is past, is not in it."""
+        """Run a row; return whether there is one. A call that the program does not know, or is past, is not in it."""
+        if self._learning is not None:
+            self.run(self._learning.row(trigger, unit, call))
+            return True
         row = self._steps.index.get((trigger, unit, call))
         if row is None or row < self._next:
             return False
@@ -153,33 +209,57 @@ class Cursor:
         self._do(self._steps.actions[row])
         return True
 
-    def begin_backward(self, *, in_order: bool, keeping: StepProgram | None = None) -> None:
-        """`in_order`: a unit whose gradients are ready early waits for its turn, and one that backward has passed has
-        all the gradients that it will get. `keeping`: the program of a pass that keeps its gradients.
+    def before_forward(self, unit: Named, call: int) -> None:
+        """A call of a unit begins."""
+        if not self.reach(Trigger.BEFORE_FORWARD, unit.name, call):
+            self.run(_unplanned(Kind.FORWARD, unit.name))
+
+    def take_up(self, *, in_backward: bool) -> None:
+        """After an action has raised: do it again, and the rest of its row. In forward, pass over all its rows."""
+        self._do(self._undone)
+        if in_backward:
+            self._do(self._due())
+        else:
+            self._skip_to(self.program.first_of_backward)
+
+    # Backward
+
+    def begin_backward(self, *, in_order: bool, keeping: Callable[[], StepProgram] | None = None) -> None:
+        """A backward begins.
+
+        in_order   a unit whose gradients are ready early waits for its turn, and one that backward has passed has all
+                   the gradients that it will get
+        keeping    makes the program of a pass that keeps its gradients, if this is one
         """
         if keeping is not None and self._keeping is None:
-            self._keeping = Compiled(keeping, self.executor)
+            self._keeping = Compiled(keeping(), self.executor)
         self._steps = self._compiled if keeping is None else self._keeping or self._compiled
         self._in_order = in_order
         self._closed.clear()
         self._next_reduce = 0
 
-    def grads_ready(self, unit: str) -> None:
+    def before_backward(self, unit: Named, call: int) -> None:
+        """Backward comes to a call of a unit."""
+        name = unit.name
+        if not self.reach(Trigger.BEFORE_BACKWARD, name, self._places.get((name, call), call)):
+            self.run(_unplanned(Kind.BACKWARD, name))
+
+    def grads_ready(self, unit: Named) -> None:
         """A unit's gradients are complete: take them if it is its turn, and those after it that are complete."""
-        row = self._steps.index.get((Trigger.GRADS_READY, unit, 0))
+        steps = self._steps
+        row = steps.index.get((Trigger.GRADS_READY, unit.name, 0))
         if row is None:
-            # Nobody expected any: they are taken when backward is done.
+            # None were expected: they are taken when backward is done.
             return
         if not self._in_order:
             self._close(row)
             return
-        steps = self._steps
         while steps.has_grads[self._next] and self.executor.is_ready(steps.units[self._next]):
             self._next += 1
             self._close(self._next - 1)
 
     def end_backward(self) -> None:
-        """Rows that backward did not come by, then the last of its rows."""
+        """Run the rows that backward did not reach, then the last of its rows."""
         self._skip_to(self._steps.backward_done)
         for row in self._steps.grads_rows:
             if self._steps.units[row] not in self._closed:
@@ -187,39 +267,26 @@ class Cursor:
         self._next = max(self._next, self._steps.backward_done + 1)
         self._do(self._steps.actions[self._steps.backward_done])
 
-    def before_step(self) -> None:
-        """What the update has to wait for."""
-        for action in self._compiled.before_step:
-            action()
-
-    def to_owners(self) -> None:
-        """What the update has to find whole."""
-        for action in self._compiled.to_owners:
-            action()
-
-    def after_step(self) -> None:
-        """The update, and what follows on it."""
-        for action in self._compiled.after_step:
-            action()
-
     def _close(self, row: int) -> None:
         """Take a unit's gradients, then reduce as far as buckets are complete, in the program's order."""
         steps = self._steps
         self._closed.add(steps.units[row])
-        self._do(steps.actions[row])
-        self._reduce()
+        self._do((*steps.actions[row], *self._due()))
 
-    def _reduce(self) -> None:
+    def _due(self) -> tuple[Action, ...]:
+        """Return the reduces whose turn has come: of complete buckets, up to the first that is not."""
         steps = self._steps
+        due: tuple[Action, ...] = ()
         while self._next_reduce < len(steps.reduce_rows):
             reduces = steps.reduce_rows[self._next_reduce]
             if not self._closed.issuperset(steps.bucket[reduces]):
-                return
+                break
             self._next_reduce += 1
-            self._do(steps.reduces[reduces])
+            due += steps.reduces[reduces]
+        return due
 
     def _skip_to(self, row: int) -> None:
-        """Rows that this run does not come by."""
+        """Pass over rows that this run does not reach."""
         while self._next < row:
             skipped = self._next
             self._next += 1
@@ -227,3 +294,20 @@ class Cursor:
                 self._close(skipped)
                 continue
             self._do(self._steps.skipped[skipped])
+
+    # Update
+
+    def before_step(self) -> None:
+        """Wait for what the update writes into."""
+        for action in self._compiled.before_step:
+            action()
+
+    def to_owners(self) -> None:
+        """Send matrices that one rank steps whole to that rank."""
+        for action in self._compiled.to_owners:
+            action()
+
+    def after_step(self) -> None:
+        """Run the update's own row, and what follows on it."""
+        for action in self._compiled.after_step:
+            action()

@@ -10,7 +10,7 @@ from program.random_specs import cases, specs
 from shardwise.plan import Plan
 from shardwise.plan.placement import REPLICATED, SHARDED, STRATEGIES
 from shardwise.program import Kind, Operation, StepProgram, Trigger, build
-from shardwise.program.build import _context
+from shardwise.program.build import _events_and_context
 from shardwise.program.rules.ours import OURS
 from shardwise.spec import ANNOUNCED, NONE, ROOT, UNANNOUNCED, ModelSpec
 
@@ -65,7 +65,8 @@ class Replay:
     def between_steps(self, name: str) -> str:
         if self.sharded(name):
             return "absent"
-        return "arriving" if self.updates_a_slice(name) else "here"
+        is_alone = self.plan.mesh is not None and self.plan.mesh.shard == 1
+        return "arriving" if self.updates_a_slice(name) and not is_alone else "here"
 
     def whole(self) -> set[str]:
         """The sharded units that take the memory of whole ones."""
@@ -104,6 +105,9 @@ class Replay:
             Kind.BROADCAST: self.broadcast,
             Kind.UPDATE: self.update,
         }[operation.kind](operation.subject)
+        if operation.is_local and operation.kind is Kind.GATHER:
+            # A copy on this rank.
+            self.wait_gather(operation.subject)
 
     def gather(self, name: str) -> None:
         assert self.params[name] == ("absent" if self.sharded(name) else "stale")
@@ -215,7 +219,7 @@ def test_every_program_can_be_carried_out_step_after_step(case: tuple[ModelSpec,
 def test_the_rules_leave_their_state_as_they_found_it(case: tuple[ModelSpec, Plan]) -> None:
     """So the program of one step is that of every step."""
     spec, plan = case
-    events, context = _context(spec, plan=plan, reduces=True)
+    events, context = _events_and_context(spec, plan=plan, mesh=None, reduces=True)
     state = OURS.first_state(context)
     for event in events:
         state, _ = OURS.by_trigger[event.trigger](state, event, context)

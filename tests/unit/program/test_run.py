@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 from program.random_specs import cases, specs
 
 from shardwise.plan import Plan
-from shardwise.program import Kind, Operation, Row, StepProgram, Trigger, build
+from shardwise.program import Kind, Operation, Row, StepProgram, Trigger, build, context_of
 from shardwise.program.operations import ON_BUCKETS
+from shardwise.program.rules.learning import LEARNING
 from shardwise.program.run import Cursor
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 
@@ -63,7 +65,13 @@ def model(*calls: str, never_called: tuple[str, ...] = ()) -> ModelSpec:
 
 def start(spec: ModelSpec, **settings: object) -> tuple[Cursor, Noting]:
     executor = Noting()
-    return Cursor(build(spec, plan=Plan.from_dict(settings)), executor), executor
+    return at_start(build(spec, plan=Plan.from_dict(settings)), executor), executor
+
+
+def at_start(program: StepProgram, executor: Noting) -> Cursor:
+    cursor = Cursor(executor)
+    cursor.follow(program)
+    return cursor
 
 
 def forward(cursor: Cursor) -> None:
@@ -76,7 +84,7 @@ def forward(cursor: Cursor) -> None:
 def ready(cursor: Cursor, executor: Noting, unit: str) -> str:
     """The unit's gradients are complete; what is done about it."""
     executor.ready.add(unit)
-    cursor.grads_ready(unit)
+    cursor.grads_ready(SimpleNamespace(name=unit))
     return executor.take()
 
 
@@ -86,7 +94,7 @@ def backward_of(
     """A cursor whose backward has just begun."""
     cursor, executor = start(model(*calls), **settings)
     forward(cursor)
-    cursor.begin_backward(in_order=in_order, keeping=keeping)
+    cursor.begin_backward(in_order=in_order, keeping=None if keeping is None else (lambda: keeping))
     executor.take()
     return cursor, executor
 
@@ -149,9 +157,18 @@ def test_a_forward_that_starts_again_comes_by_its_rows_again() -> None:
     assert executor.take() == first
 
 
-def test_a_restart_in_the_middle_skips_nothing_before_it() -> None:
+def test_a_first_forward_runs_its_rules_and_backward_begins_behind_the_programs_forward() -> None:
     cursor, executor = start(model("a", "b"), strategy="fsdp")
-    cursor.restart(at=cursor.program.first_of_backward)
+    cursor.learn(LEARNING, context_of(model("a", "b"), plan=Plan()))
+    # In an order that no program has.
+    for unit in (ROOT, "b", "a"):
+        assert cursor.reach(BEFORE, unit, 0)
+    assert cursor.reach(AFTER, "a", 0)
+    assert executor.take() == (
+        "gather (root); wait gather (root); forward (root); gather b; wait gather b; forward b; "
+        "gather a; wait gather a; forward a; free a"
+    )
+    cursor.learned(places={})
     assert cursor.reach(BACK, ROOT, 0)
     assert not executor.skipped_operations
     assert not cursor.reach(BEFORE, "a", 0)
@@ -282,7 +299,7 @@ def whole_backward(cursor: Cursor, executor: Noting) -> str:
             cursor.reach(BACK, row.unit, row.call)
         elif row.trigger is Trigger.GRADS_READY:
             executor.ready.add(row.unit)
-            cursor.grads_ready(row.unit)
+            cursor.grads_ready(SimpleNamespace(name=row.unit))
     cursor.end_backward()
     executor.ready.clear()
     kinds = (Kind.TAKE_GRADS, *ON_BUCKETS, Kind.REDUCE_FLAGS)
@@ -313,9 +330,9 @@ def test_a_pass_that_keeps_its_gradients_reduces_nothing_and_the_next_one_does(s
     keeping = build(spec, plan=plan, reduces=False)
     cursor, executor = start(spec, strategy=strategy, reduces_in_flight=4)
     backwards = []
-    for program in (keeping, keeping, None):
+    for keeps in (lambda: keeping, lambda: keeping, None):
         forward(cursor)
-        cursor.begin_backward(in_order=in_order, keeping=program)
+        cursor.begin_backward(in_order=in_order, keeping=keeps)
         executor.take()
         backwards.append(whole_backward(cursor, executor))
     assert backwards[:2] == ["take grads b; take grads a; take grads (root)"] * 2
@@ -369,7 +386,7 @@ def test_the_update_after_a_pass_that_kept_its_gradients_is_that_of_the_program(
 def walk(program: StepProgram, *, leaves_out: frozenset[int] = frozenset(), in_order: bool = True) -> Noting:
     """Run a step in program order, without the rows of these indices."""
     executor = Noting()
-    cursor = Cursor(program, executor)
+    cursor = at_start(program, executor)
     first_of_backward = program.first_of_backward
     for index, row in enumerate(program.rows):
         if index == first_of_backward:
@@ -383,7 +400,7 @@ def walk(program: StepProgram, *, leaves_out: frozenset[int] = frozenset(), in_o
             continue
         elif row.trigger is Trigger.GRADS_READY:
             executor.ready.add(row.unit)
-            cursor.grads_ready(row.unit)
+            cursor.grads_ready(SimpleNamespace(name=row.unit))
         else:
             assert cursor.reach(row.trigger, row.unit, row.call)
     return executor
@@ -429,7 +446,7 @@ def test_in_whatever_order_gradients_come_reduces_are_in_the_programs(
     spec, plan = case
     program = build(spec, plan=plan)
     executor = Noting()
-    cursor = Cursor(program, executor)
+    cursor = at_start(program, executor)
     forward(cursor)
     cursor.begin_backward(in_order=in_order)
     happenings = [row for row in program.rows if row.trigger in (BACK, Trigger.GRADS_READY)]
@@ -439,7 +456,7 @@ def test_in_whatever_order_gradients_come_reduces_are_in_the_programs(
             cursor.reach(BACK, row.unit, row.call)
         else:
             executor.ready.add(row.unit)
-            cursor.grads_ready(row.unit)
+            cursor.grads_ready(SimpleNamespace(name=row.unit))
     cursor.end_backward()
     on_buckets, expected = (
         [operation for operation in operations if operation.kind in ON_BUCKETS]

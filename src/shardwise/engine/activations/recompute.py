@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.engine.activations.saved import Kept, SavedTensor
 from shardwise.engine.activations.selective import Give, Keep, Products
-from shardwise.engine.guards.guard import unguarded
+from shardwise.engine.core.flat_buffers import unguarded
 
 # A persistent buffer larger than this holds weights rather than statistics, and a copy for each call would cost what
 # recomputation saves.

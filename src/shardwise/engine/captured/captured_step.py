@@ -28,6 +28,7 @@ from shardwise.engine.captured.step_device import StepDevice
 from shardwise.engine.captured.step_graphs import RecordedStep, StepRecorder
 from shardwise.engine.captured.step_key import StepInputs, StepKey, optimizer_key, step_key, take_apart
 from shardwise.engine.captured.step_memory import STEPS, StepMemory
+from shardwise.engine.core.events import heard_by
 from shardwise.engine.engine import Engine
 from shardwise.errors import InvalidModel
 
@@ -122,7 +123,7 @@ class CapturedStep:
             self._stop(why)
 
     def __call__(self, *inputs: Any) -> Any:
-        self._engine.runner.passes.check_values("a step")
+        self._engine.core.passes.check_values("a step")
         self._num_steps += 1
         self.report = StepReport()
         self._evaluation.leave()
@@ -174,13 +175,13 @@ class CapturedStep:
             inputs,
             device=self._engine.device,
             parameters=self._parameters,
-            passes=self._engine.runner.passes,
+            passes=self._engine.core.passes,
             state=self._state,
         )
 
     def _holds_grads(self) -> bool:
         """Gradients of an earlier backward would be part of the step."""
-        return self._engine.runner.executor.holds_grads or any(flat.has_grads() for flat in self._engine.flats)
+        return self._engine.core.holds_grads or any(flat.has_grads() for flat in self._engine.flats)
 
     # Ordinary steps
 
@@ -306,9 +307,9 @@ class CapturedStep:
 
     def _replay(self, history: KeyHistory[RecordedStep], apart: StepInputs, inputs: tuple[Any, ...]) -> Any:
         # As an ordinary step's forward does.
-        self._engine.runner.managed.check(thorough=False)
+        self._engine.guards.managed.check(thorough=False)
         # Of parameters that an ordinary step has updated: the graph begins with none under way.
-        self._engine.runner.wait_gathers()
+        self._engine.core.wait_gathers()
         timed = self._num_replays + 1 in _TIMED and not self._must
         began = self._device.settled_seconds() if timed else 0.0
         for tries, stored in enumerate(history.graphs[:_MOST_TRIES]):
@@ -324,7 +325,7 @@ class CapturedStep:
             history.num_captured += 1
             if is_compared(self._num_replays):
                 return self._compared(stored, inputs)
-            self._engine.runner.replicas.count_step()
+            self._engine.guards.replicas.count_step()
             graph.replay_update()
             PROGRESS.end_step()
             self.report.captured = True
@@ -346,12 +347,8 @@ class CapturedStep:
         samples = stored.graph.sample_grads()
         stored.graph.undo()
         comparison = GradientComparison(samples, self._recorder.owned_grads)
-        passes = self._engine.runner.passes
-        passes.watcher = comparison
-        try:
+        with heard_by((self._engine.core.events.gradients_asked, comparison.passes_are_over)):
             result = self._ordinary(inputs)
-        finally:
-            passes.watcher = None
         distance = max(self._group.gather(comparison.distance))
         if distance > most_distance(flat.full.dtype for flat in self._engine.flats):
             self._stop(

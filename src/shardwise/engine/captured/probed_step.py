@@ -10,6 +10,7 @@ from shardwise.engine.captured.compile_clock import CompileClock
 from shardwise.engine.captured.python_state import PythonState, generators, versions
 from shardwise.engine.captured.reads import Read, noting_reads
 from shardwise.engine.captured.step_device import StepDevice
+from shardwise.engine.core.events import heard_by
 from shardwise.engine.engine import Engine
 
 _GENERATORS = ("torch's", "Python's", "numpy's")
@@ -45,14 +46,15 @@ class ProbedStep:
         values, drawn, offset = self._state.values(), generators(), self._device.random_offset()
         tensors = self._state.tensors()
         before = versions(tensors)
-        passes = self._engine.runner.passes
+        events = self._engine.core.events
         began = self._device.settled_seconds()
         with CompileClock() as clock, self._device.noting_waits() as waits, noting_reads(self._device.type) as noted:
-            passes.watcher = noted
-            try:
+            heard = (
+                (events.last_backward_begins, noted.last_backward_begins),
+                (events.gradients_asked, noted.passes_are_over),
+            )
+            with heard_by(*heard):
                 result = step()
-            finally:
-                passes.watcher = None
         seconds = self._device.settled_seconds() - began
         now = self._state.tensors()
         after = versions(now)
@@ -87,7 +89,7 @@ class ProbedStep:
         return f"the step writes into {host[0]}, which lies in host memory" if host else ""
 
     def _random_recompute(self, offset: int) -> str:
-        plan, units = self._engine.plan, self._engine.runner.units
+        plan, units = self._engine.plan, self._engine.core.units
         recomputes = any(plan.recompute_of(name) != "none" for name in units)
         if not recomputes or self._device.random_offset() == offset:
             return ""

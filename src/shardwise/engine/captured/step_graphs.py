@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_map_only, tree_unflatten
 from shardwise.comm.agreement import RanksMissing
 from shardwise.comm.groups import job_timeout
 from shardwise.engine.activations.recompute import without_random_numbers
-from shardwise.engine.captured.abandon import abandon_step
 from shardwise.engine.captured.graph_fills import fill_by_kernels
 from shardwise.engine.captured.reads import NotCaptured, Read, assuming_reads, failing_line, hidden_capture
 from shardwise.engine.captured.replayed_grads import sampled
 from shardwise.engine.captured.step_key import StepInputs
 from shardwise.engine.captured.step_memory import StepMemory
 from shardwise.engine.captured.step_pool import Block
+from shardwise.engine.core.events import heard_by
 from shardwise.engine.engine import Engine
 from shardwise.engine.out_of_memory.undo import WrittenTensors
 
@@ -76,7 +76,7 @@ class StepRecorder:
         leaves = tree_map_only(Tensor, Tensor.clone, inputs.leaves)
         recorded = RecordedStep(self, leaves=leaves, written=written, guarded=guarded, early=early)
         # A gather that an earlier update has started is none of the graph's.
-        self.engine.runner.wait_gathers()
+        self.engine.core.wait_gathers()
         gc.collect()
         torch.cuda.synchronize(self.engine.device)
         torch.cuda.empty_cache()
@@ -92,17 +92,21 @@ class StepRecorder:
             recorded.break_off()
             # A capture that fails leaves the device's generator waiting for its end: no random number could be drawn.
             self.generator.graphsafe_set_state(random_state)
-            abandon_step(self.engine, self.optimizer)
+            self.engine.core.abandon_captured()
+            self.optimizer.zero_grad(set_to_none=True)
             raise NotCaptured(_in_one_line(error)) from error
         return recorded
 
     @contextmanager
     def _recording(self, recorded: "RecordedStep", reads: Sequence[Read]) -> Iterator[None]:
-        passes = self.engine.runner.passes
-        passes.watcher = recorded
+        events = self.engine.core.events
         self.memory.is_recording = True
         try:
             with (
+                heard_by(
+                    (events.last_backward_begins, recorded.last_backward_begins),
+                    (events.gradients_asked, recorded.passes_are_over),
+                ),
                 torch.cuda.stream(self.stream),
                 torch.compiler.set_stance("fail_on_recompile"),
                 without_random_numbers(),
@@ -111,7 +115,6 @@ class StepRecorder:
             ):
                 yield
         finally:
-            passes.watcher = None
             self.memory.is_recording = False
 
     def owned_grads(self) -> list[Tensor | None]:
@@ -178,7 +181,7 @@ class RecordedStep:
         if self._capturing is not self._passes:
             return
         # No collective may be under way when a graph ends.
-        self._recorder.engine.runner.wait_gathers()
+        self._recorder.engine.core.wait_gathers()
         self._send_flag()
         if self._sent:
             self._recorder.stream.wait_stream(self._recorder._side)
@@ -196,10 +199,8 @@ class RecordedStep:
     def end(self) -> None:
         if self._capturing is not self._update:
             raise NotCaptured("the step does not call optimizer.step()")
-        self._recorder.engine.runner.wait_gathers()
-        if self._recorder.engine.runner.executor.holds_grads or any(
-            grad is not None for grad in self._recorder.owned_grads()
-        ):
+        self._recorder.engine.core.wait_gathers()
+        if self._recorder.engine.core.holds_grads or any(grad is not None for grad in self._recorder.owned_grads()):
             raise NotCaptured("the step leaves gradients behind: call optimizer.zero_grad() at its end")
         self._end()
 

@@ -11,8 +11,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from shardwise.engine.captured.python_state import PythonState, Values
 from shardwise.engine.captured.reads import NotCaptured
+from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.core.pass_state import PassState
-from shardwise.engine.guards.guard import unguarded
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 

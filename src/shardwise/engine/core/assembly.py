@@ -1,57 +1,29 @@
-"""The parts of an engine for one plan: buffers, units, the runner of its steps, and the optimizers' side."""
+"""The parts of a core for one plan: buffers, units, and the core itself."""
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from shardwise.comm.agreement import exchange
 from shardwise.comm.collectives import Collectives
-from shardwise.comm.groups import MeshGroups
-from shardwise.engine.core.broadcast import broadcast_buffers
-from shardwise.engine.core.bucket import ReduceBucket
+from shardwise.comm.groups import mesh_groups
+from shardwise.engine.core.broadcast import fill
+from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.host import HostCopies
-from shardwise.engine.core.learn import FirstForward
-from shardwise.engine.core.pass_state import PassState
-from shardwise.engine.core.runner import Runner
-from shardwise.engine.core.tape import Tape
+from shardwise.engine.core.optimizer_slices import OptimizerSlices
+from shardwise.engine.core.setting import CoreSetting
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.core.used import UsedFlags
-from shardwise.engine.guards.first_inputs import FirstInputs
-from shardwise.engine.guards.managed import ManagedParameters
-from shardwise.engine.guards.replicas import Replicas
-from shardwise.engine.optimizer.any_step import look_after
-from shardwise.engine.optimizer.known import Stepped
-from shardwise.engine.optimizer.matrices import OwnedMatrices
-from shardwise.engine.optimizer.owned import AroundSteps, OwnedParameters
-from shardwise.engine.optimizer.ownership import own
-from shardwise.engine.prepared.edit import editing
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, Placement
-from shardwise.program import Bucket
 from shardwise.program.buffers import FlatSpec, flat_specs
-from shardwise.spec import ModelSpec
-from shardwise.units import unit_modules
+from shardwise.units import model_spec, unit_modules
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSetting:
-    """What all parts of an engine are made with."""
-
-    spec: ModelSpec
-    plan: Plan
-    groups: MeshGroups
-    collectives: Collectives
-    tape: Tape
-    device: torch.device
-    host: HostCopies | None
-    alignment: int
-    compare_every: int
-
-
-def make_units(model: nn.Module, *, setting: EngineSetting) -> dict[str, Unit]:
+def make_units(model: nn.Module, *, setting: CoreSetting) -> dict[str, Unit]:
+    """Cut the model into units, with buffers that are still to be filled."""
     plan = setting.plan
     modules = unit_modules(model, policy=plan.units)
     placements = plan.placements(modules)
@@ -65,8 +37,8 @@ def make_units(model: nn.Module, *, setting: EngineSetting) -> dict[str, Unit]:
             )
             for flat in flat_specs(unit, plan=plan)
         ]
-        units[unit.name] = Unit(
-            unit.name, module=modules[unit.name], placement=placement, flats=flats, tape=setting.tape
+        units[unit.name] = make_unit(
+            unit.name, module=modules[unit.name], placement=placement, flats=flats, setting=setting
         )
     for made in units.values():
         for flat in made.flats:
@@ -74,9 +46,14 @@ def make_units(model: nn.Module, *, setting: EngineSetting) -> dict[str, Unit]:
     return units
 
 
-def make_flat(
-    params: list[nn.Parameter], *, spec: FlatSpec, placement: Placement, setting: EngineSetting
-) -> FlatParams:
+def make_unit(
+    name: str, *, module: nn.Module, placement: Placement, flats: list[FlatParams], setting: CoreSetting
+) -> Unit:
+    """A unit that holds these buffers."""
+    return Unit(name, module=module, placement=placement, flats=flats, tape=setting.tape, events=setting.events)
+
+
+def make_flat(params: list[nn.Parameter], *, spec: FlatSpec, placement: Placement, setting: CoreSetting) -> FlatParams:
     """A buffer for these parameters, with nothing in it yet; `lay_out` comes next."""
     return FlatParams(
         params,
@@ -90,67 +67,48 @@ def make_flat(
     )
 
 
-def make_runner(
-    model: nn.Module, *, units: dict[str, Unit], inputs: FirstInputs, passes: PassState, setting: EngineSetting
-) -> Runner:
-    """What runs the steps of a model whose units have their buffers."""
-    plan, groups, collectives, tape = setting.plan, setting.groups, setting.collectives, setting.tape
+def make_core(
+    model: nn.Module,
+    *,
+    setting: CoreSetting,
+    weights: Mapping[str, Tensor] | None = None,
+    on_filled: Callable[[FlatParams, int, nn.Parameter, nn.Module], None] | None = None,
+) -> tuple[Core, list[tuple[FlatParams, int, nn.Parameter]]]:
+    """Give the model its buffers, with rank 0's values, and make the core that runs its steps.
+
+    Also returns the parameters that an optimizer may hold, with their places: those of the model, and those that were
+    on the meta device and have been replaced.
+    """
+    units = make_units(model, setting=setting)
     flats = [flat for unit in units.values() for flat in unit.flats]
+    before = [(flat, index, parameter) for flat in flats for index, parameter in enumerate(flat.params)]
+    fill(model, flats=flats, groups=setting.groups, device=setting.device, weights=weights, on_filled=on_filled)
+    core = Core(model, units=units, setting=setting)
+    now = [(flat, index, flat.params[index]) for flat, index, _ in before]
+    return core, [*now, *(place for place, new in zip(before, now, strict=True) if place[2] is not new[2])]
 
-    def make_bucket(bucket: Bucket) -> ReduceBucket:
-        return ReduceBucket(
-            bucket,
-            units=[units[name] for name in bucket.units],
-            groups=groups,
-            collectives=collectives,
-            tape=tape,
-            passes=passes,
-        )
 
-    def broadcast() -> None:
-        broadcast_buffers(model, source=passes.source, groups=groups, collectives=collectives, tape=tape)
+def assemble(
+    model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, *, collectives: Collectives, device: torch.device
+) -> Core:
+    """Make a model and its optimizers run a plan, by the core alone. The process group is there already.
 
-    return Runner(
-        setting.spec,
+    `shardwise.prepare` does the same with everything around it: checks, guards, captured steps and so on.
+    """
+    setting = CoreSetting(
+        spec=model_spec(model, policy=plan.units),
         plan=plan,
-        units=units,
-        make_bucket=make_bucket,
-        make_first_forward=lambda: FirstForward(units, exchange=partial(exchange, group=groups.gather)),
-        gather_seen=inputs.gather_seen,
-        broadcast_buffers=broadcast,
-        flags=UsedFlags(
-            units.values(), device=setting.device, groups=groups, collectives=collectives, tape=tape, passes=passes
-        ),
-        passes=passes,
-        land=setting.host.land if setting.host is not None else lambda: None,
-        managed=ManagedParameters(model, flats=flats),
-        matrices=OwnedMatrices(units, tape=tape),
-        replicas=Replicas(flats, groups=groups, every=setting.compare_every),
-        tape=tape,
+        groups=mesh_groups(plan.mesh or Mesh(shard=dist.get_world_size())),
+        collectives=collectives,
+        device=device,
     )
-
-
-def around_steps(runner: Runner) -> AroundSteps:
-    return AroundSteps(
-        before_step=runner.before_step,
-        after_step=runner.after_step,
-        forget_grads=runner.forget_grads,
-        edit=lambda: editing(runner),
-        own=partial(own, runner),
-        owns=lambda name: runner.plan.owns(name),
-        matrices=runner.matrices,
-    )
-
-
-def make_owned(
-    flats: list[FlatParams], *, before: list[list[nn.Parameter]], runner: Runner, any_optimizer: bool
-) -> OwnedParameters:
-    owned = OwnedParameters(around_steps(runner), any_optimizer=any_optimizer, flats=flats)
-    look_after(owned)
-    for flat, old_params in zip(flats, before, strict=True):
-        parts = {part.index: part.parameter for part in flat.owned}
-        stepped = Stepped(sharded=flat.placement.optim is SHARDED, dtype=flat.master_dtype)
-        for index, name in enumerate(flat.names):
-            for parameter in (flat.params[index], old_params[index]):
-                owned.add(parameter, name=name, owned=parts.get(index), stepped=stepped)
-    return owned
+    core, places = make_core(model, setting=setting)
+    for unit in core.units.values():
+        unit.settle()
+    slices = OptimizerSlices(core)
+    for flat, index, parameter in places:
+        slices.cover(flat, index, parameter)
+    for optimizer in optimizers:
+        slices.adopt(optimizer)
+    core.attach()
+    return core

@@ -1,6 +1,6 @@
 """Values that come from one rank: parameters and buffers when a model is prepared, buffers before each forward."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,6 @@ from shardwise.comm.groups import MeshGroups
 from shardwise.comm.issued import CollectiveName
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.tape import Tape
-from shardwise.engine.guards.carried import broadcast_carried, let_follow
 from shardwise.errors import InvalidData, ShardwiseError
 from shardwise.program import Kind
 from shardwise.spec import ROOT
@@ -27,18 +26,19 @@ def fill(
     groups: MeshGroups,
     device: torch.device,
     weights: Mapping[str, Tensor] | None = None,
+    on_filled: Callable[[FlatParams, int, nn.Parameter, nn.Module], None] | None = None,
 ) -> None:
-    """Rank 0's values into every rank's buffers, module by module, so that no rank need hold the model twice.
+    """Put rank 0's values into every rank's buffers, module by module, so that no rank has to hold the model twice.
 
-    The order is that of the modules, as in `materialize`, so a seed gives the same weights either way. What `weights`
-    has a name of is taken from there; rank 0 asks for each once.
+    The order is that of the modules, as in `materialize`, so a seed gives the same weights either way. Values that
+    `weights` has are taken from there; rank 0 asks for each once. `on_filled` is called for each parameter of a module,
+    before that becomes a view of its buffer.
     """
     places = {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.params)}
     real: dict[int, Tensor] = {}
     filled: set[int] = set()
     everyone = groups.reduce_world.handle
     given = GivenWeights(model, weights or {})
-    broadcast_carried(model, device=device, group=everyone)
     for path, module in model.named_modules():
         before = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
         buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
@@ -55,7 +55,8 @@ def fill(
             value = given.value_of(old, default=parameter.detach().to(device).contiguous())
             dist.broadcast(value, src=0, group=everyone)
             flat.fill(index, value)
-            flat.followed |= let_follow(parameter, module=module, place=flat.full_views[index])
+            if on_filled is not None:
+                on_filled(flat, index, parameter, module)
             flat.attach(index, parameter)
         for name, old_buffer in buffers.items():
             buffer = module._buffers[name]
@@ -112,13 +113,13 @@ class GivenWeights:
 def broadcast_buffers(
     model: nn.Module, *, source: int, groups: MeshGroups, collectives: Collectives, tape: Tape
 ) -> None:
-    """Buffers that training changes come from one rank, one collective a dtype."""
+    """Take buffers that training changes from one rank, with one collective per dtype."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
-    # All of them before the first is sent: memory may run out, and then nobody knows what was issued.
+    # All of them before the first is sent: memory may run out, and then it is unknown what was issued.
     flats = [torch.cat([buffer.reshape(-1) for buffer in buffers]) for buffers in by_dtype.values()]
     for buffers, flat in zip(by_dtype.values(), flats, strict=True):
         groups.reduce_world.log.name = _BUFFERS

@@ -10,13 +10,11 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Collectives
-from shardwise.comm.groups import MeshGroups
+from shardwise.comm.collectives import DONE
 from shardwise.comm.issued import CollectiveName
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.pass_state import PassState
 from shardwise.engine.core.segment import Segment
-from shardwise.engine.core.tape import Tape
+from shardwise.engine.core.setting import CoreSetting
 from shardwise.engine.core.unit import Unit
 from shardwise.plan.placement import SHARDED
 from shardwise.program import Bucket, Kind
@@ -25,28 +23,17 @@ from shardwise.program import Bucket, Kind
 class ReduceBucket:
     """A bucket of the program at work."""
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        *,
-        units: list[Unit],
-        groups: MeshGroups,
-        collectives: Collectives,
-        tape: Tape,
-        passes: PassState,
-    ) -> None:
+    def __init__(self, bucket: Bucket, *, units: list[Unit], setting: CoreSetting) -> None:
         self.name = bucket.name
         self._reduces = CollectiveName(f"{Kind.REDUCE.value} {bucket.name}")
         self._reduces_slice = CollectiveName(f"{Kind.REDUCE_SLICE.value} {bucket.name}")
         self.units = units
-        self.groups = groups
-        self.collectives = collectives
-        self.tape = tape
-        self.passes = passes
+        self.groups, self.collectives = setting.groups, setting.collectives
+        self.tape, self.passes = setting.tape, setting.passes
         self.sharded = units[0].placement.grads is SHARDED
         # Whether slices are summed over a second axis of the mesh too.
-        self.crosses = self.sharded and groups.replicate.size > 1
-        self.scale = 1 / groups.mesh.num_ranks
+        self.crosses = self.sharded and self.groups.replicate.size > 1
+        self.scale = 1 / self.groups.mesh.num_ranks
         self.segments: list[Segment] = []
         # Where the gradients of each unit go.
         self._places: dict[str, list[tuple[FlatParams, Segment]]] = {
@@ -104,10 +91,10 @@ class ReduceBucket:
                 held |= {id(p): view for p, view in zip(flat.params, segment.views(flat), strict=True)}
         return held
 
-    def let_go(self) -> None:
-        """The bucket is at its end."""
+    def discard(self) -> None:
+        """Give up the buffers: the bucket is not used any more."""
         for segment in self.segments:
-            segment.let_go()
+            segment.discard()
 
     def hold(self, held: dict[int, Tensor]) -> None:
         """Take over what another bucket has held."""
@@ -128,6 +115,12 @@ class ReduceBucket:
                 segment.work = self.collectives.reduce_scatter(buffer, group=group, own=segment.own)
             else:
                 segment.work = self.collectives.all_reduce(buffer, group=group)
+        self.tape.record(Kind.REDUCE, self.name, self._num_bytes)
+
+    def start_locally(self) -> None:
+        """Sum over a group of one rank: the sums are there."""
+        for segment in self.segments:
+            segment.work = DONE
         self.tape.record(Kind.REDUCE, self.name, self._num_bytes)
 
     def finish(self) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from shardwise.comm.agreement import RanksMissing, meet
 from shardwise.comm.issued import IssueLog, of_no_step
 from shardwise.comm.rank_progress import PROGRESS
-from shardwise.engine.core.learn import FirstForward
+from shardwise.engine.core.first_forward import FirstForward
 from shardwise.engine.core.unit import Unit
 from shardwise.program import Kind
 
@@ -15,11 +15,14 @@ class EvaluationGathers:
     """What ranks evaluate between two steps.
 
     agreed              how ranks agree on each gather, while they may evaluate different numbers of batches
-    patience_seconds    how long a rank that goes on to train waits for the others, who may be busy with their results
+    patience_seconds    how long a rank that continues with training waits for the others, who may be busy with results
     """
 
-    def __init__(self, log: IssueLog, *, make_first_forward: Callable[[], FirstForward]) -> None:
+    def __init__(
+        self, log: IssueLog, *, gather: Callable[[Unit], None], make_first_forward: Callable[[], FirstForward]
+    ) -> None:
         self._log = log
+        self._gather = gather
         self._make_first_forward = make_first_forward
         self._gathered = False
         self.agreed: FirstForward | None = None
@@ -30,7 +33,11 @@ class EvaluationGathers:
         with of_no_step(self._log):
             if self.agreed is not None:
                 self.agreed.want(unit)
-            unit.ensure()
+            elif not unit.whole:
+                self._gather(unit)
+            unit.wait_gather()
+        if unit.at_rest:
+            unit.wake()
         self._gathered |= unit.sharded
         PROGRESS.kind, PROGRESS.unit = Kind.FORWARD, unit.name
 

@@ -3,50 +3,58 @@
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import assert_never
 
 from torch import Tensor
 
 from shardwise.engine.core.bucket import ReduceBucket
+from shardwise.engine.core.first_forward import FirstForward
 from shardwise.engine.core.flat_buffers import refresh
 from shardwise.engine.core.tape import Tape
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.core.used import UsedFlags
-from shardwise.engine.optimizer.matrices import OwnedMatrices
 from shardwise.program import Kind, Operation, Row, Trigger
 from shardwise.program.run import Action
 from shardwise.spec import ROOT
 
+MakeAction = Callable[[Operation], Action]
+
 
 class EngineExecutor:
-    """What a rank does for each operation. `serve(unit)` sees to it that a unit that computes is whole."""
+    """What a rank does for each operation.
+
+    serve        sees to it that a unit that computes is gathered
+    others       makes the actions of operations that the core does not know (matrices that go to their owners)
+    first        while the order is learned: ranks agree on each gather
+    """
 
     def __init__(
         self,
         units: Mapping[str, Unit],
         *,
-        buckets: Iterable[ReduceBucket],
         flags: UsedFlags,
         broadcast_buffers: Callable[[], None],
         serve: Callable[[Unit], None],
-        matrices: OwnedMatrices,
         tape: Tape,
     ) -> None:
         self.units = units
-        self.matrices = matrices
-        self.buckets = {bucket.name: bucket for bucket in buckets}
         self.flags = flags
         self.broadcast_buffers = broadcast_buffers
         self.serve = serve
         self.tape = tape
+        self.others: dict[Kind, MakeAction] = {}
+        self.first: FirstForward | None = None
+        self.hold_buckets(())
+
+    def hold_buckets(self, buckets: Iterable[ReduceBucket]) -> None:
+        """Reduce gradients in these buckets from here on."""
+        self.buckets = {bucket.name: bucket for bucket in buckets}
         self._bucket_of = {unit.name: bucket for bucket in self.buckets.values() for unit in bucket.units}
 
     def action(self, operation: Operation, row: Row) -> Action:
         name, kind = operation.subject, operation.kind
         match kind:
             case Kind.GATHER:
-                unit = self.units[name]
-                return unit.gather_updated if row.trigger is Trigger.AFTER_STEP else unit.gather
+                return self._gather(self.units[name], operation, row)
             case Kind.WAIT_GATHER:
                 return self.units[name].wait_gather
             case Kind.FREE:
@@ -56,7 +64,7 @@ class EngineExecutor:
             case Kind.TAKE_GRADS:
                 return partial(self._bucket_of[name].take_grads, self.units[name])
             case Kind.REDUCE:
-                return self.buckets[name].start
+                return self.buckets[name].start_locally if operation.is_local else self.buckets[name].start
             case Kind.WAIT_REDUCE:
                 return self.buckets[name].finish
             case Kind.REDUCE_SLICE:
@@ -64,23 +72,29 @@ class EngineExecutor:
             case Kind.WAIT_SLICE:
                 return self.buckets[name].finish_slice
             case Kind.REDUCE_FLAGS:
-                return self.flags.start
+                return self.flags.start_locally if operation.is_local else self.flags.start
             case Kind.BROADCAST:
-                return self.broadcast_buffers
-            case Kind.TO_OWNERS:
-                return partial(self.matrices.to_owners, name)
+                return partial(self.tape.record, kind, ROOT) if operation.is_local else self.broadcast_buffers
             case Kind.UPDATE:
                 return self._updated
-            case Kind.FROM_OWNERS:
-                return partial(self.matrices.from_owners, name)
             case _:
-                assert_never(kind)
+                return self.others[kind](operation)
+
+    def _gather(self, unit: Unit, operation: Operation, row: Row) -> Action:
+        is_update = row.trigger is Trigger.AFTER_STEP
+        if operation.is_local:
+            return unit.gather_updated_locally if is_update else unit.gather_locally
+        if is_update:
+            return unit.gather_updated
+        if self.first is not None and row.trigger is Trigger.BEFORE_FORWARD:
+            return partial(self.first.want, unit)
+        return unit.gather
 
     def skipped(self, operation: Operation, row: Row) -> Action | None:
         """A rank takes part in the gathers of what it does not call, and frees what it does not need."""
         unit = self.units.get(operation.subject)
         if unit is not None and operation.kind is Kind.GATHER:
-            return unit.gather
+            return unit.gather_locally if operation.is_local else unit.gather
         if unit is not None and operation.kind is Kind.FREE:
             return unit.free_unused
         return None
@@ -111,17 +125,17 @@ class EngineExecutor:
 
     @property
     def can_undo_grads(self) -> bool:
-        """Whether the gradients of before a backward that raised are still there."""
+        """Whether the gradients from before a backward that raised are still there."""
         flats = (flat for unit in self.units.values() for flat in unit.flats)
         return not self.holds_grads and all(flat.can_undo_grads for flat in flats)
 
     def undo_grads(self) -> None:
-        """After a backward that raised: the gradients of before it."""
+        """After a backward that raised: restore the gradients from before it."""
         for unit in self.units.values():
             unit.undo_grads()
 
     def keep_grads(self) -> None:
-        """Backward is over: what it gave stays on this rank, for a later one to reduce."""
+        """Backward is over: its gradients stay on this rank, for a later one to reduce."""
         for bucket in self.buckets.values():
             bucket.keep()
 
@@ -135,14 +149,14 @@ class EngineExecutor:
         return {key: view for bucket in self.buckets.values() for key, view in bucket.held().items()}
 
     def take_held(self) -> dict[int, Tensor]:
-        """What is held; the buckets are at their end, and the memory that they keep from step to step goes."""
+        """Return what is held, and give up the buckets with the memory that they keep from step to step."""
         held = self.held()
         for bucket in self.buckets.values():
-            bucket.let_go()
+            bucket.discard()
         return held
 
     def hold(self, held: dict[int, Tensor]) -> None:
-        """Sums that another plan's buckets have held; each goes as it is taken."""
+        """Take over sums that another plan's buckets have held; each leaves `held` as it is taken."""
         for bucket in self.buckets.values():
             bucket.hold(held)
 

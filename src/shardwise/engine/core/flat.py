@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import Collectives, own_slice
 from shardwise.comm.groups import MeshGroups
-from shardwise.engine.core.flat_buffers import FlatBuffers, Owned, cut_pieces
-from shardwise.engine.core.host import HostCopies
-from shardwise.engine.guards.guard import unguarded
+from shardwise.engine.core.flat_buffers import FlatBuffers, HostMemory, Owned, cut_pieces, unguarded
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program.buffers import FlatSpec
 from shardwise.vocabulary.layout import ALIGNMENT, cut_out
@@ -35,7 +33,7 @@ class FlatParams(FlatBuffers):
         groups: MeshGroups,
         collectives: Collectives,
         alignment: int = ALIGNMENT,
-        host: HostCopies | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -223,10 +221,10 @@ class FlatParams(FlatBuffers):
         self.drop_grads(set(range(len(self.params))) - set(indices))
         self.with_new_grads.clear()
 
-    def let_go(self) -> None:
+    def discard(self) -> None:
         self.drop_grads(range(len(self.params)))
         self.hidden = [None] * len(self.params)
-        super().let_go()
+        super().discard()
 
     def drop_new_grad(self, index: int) -> None:
         """Take back a gradient that this backward alone has made: no rank used the parameter."""

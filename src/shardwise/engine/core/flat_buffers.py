@@ -10,6 +10,7 @@ master    what the optimizer steps: the owned slice where optim is sharded, else
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +18,27 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import Collectives, Work, own_slice
 from shardwise.comm.groups import MeshGroups
 from shardwise.comm.issued import CollectiveName
-from shardwise.engine.core.host import HostCopies
+from shardwise.engine.core.master_writes import MasterWrites
 from shardwise.engine.core.precision import torch_dtype
-from shardwise.engine.guards.slice_writes import MasterWrites
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program.buffers import FlatSpec
 from shardwise.vocabulary.layout import ALIGNMENT, BufferCut
 
 FOR_STATE = CollectiveName("gather for a state dict")
+
+
+class HostMemory(Protocol):
+    """Host memory from and to which the device copies while it computes (offload/host.py)."""
+
+    def zeros(self, size: int, *, dtype: torch.dtype) -> Tensor: ...
+
+    def fetch(self, source: Tensor) -> Tensor:
+        """Start to copy a tensor of the device; the result may be read after `land`."""
+        ...
+
+    def land(self) -> None:
+        """Wait until everything that was fetched has arrived."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +64,7 @@ class FlatBuffers:
         groups: MeshGroups,
         collectives: Collectives,
         alignment: int = ALIGNMENT,
-        host: HostCopies | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self.params = params
         self.names = [param.name for param in spec.params]
@@ -87,8 +101,6 @@ class FlatBuffers:
         # Whether a module holds on to the memory of a parameter by another name (carried.py).
         self.followed = False
         self.gathering: Work | None = None
-        # As ranks know it when they compare what they have issued; its unit's.
-        self.gathers = FOR_STATE
 
     def lay_out(self) -> None:
         """Make the full buffer and the parameters' places in it; where parameters are sharded, its memory goes again.
@@ -104,7 +116,7 @@ class FlatBuffers:
         self.full_bytes = self._storage.nbytes()
         # Made while there is storage behind them: a view of freed storage can be kept, but not made.
         self.full_views = self.views(self.full)
-        self._own_full = own_slice(self.full, group=self.groups.gather)
+        self.own_full = own_slice(self.full, group=self.groups.gather)
         self.whole = True
         if self.placement.params is SHARDED:
             self._storage.resize_(0)
@@ -203,15 +215,10 @@ class FlatBuffers:
             self._storage.resize_(self.full_bytes)
             self.whole = True
 
-    def gather(self) -> None:
-        """Start to make the full buffer whole from the owned slices."""
-        if self.gathering is not None or not self.whole:
-            self.make_room()
+    def load_own(self) -> None:
+        """Cast what this rank owns into its place in the full buffer."""
         if not self.aliased:
-            self._own_full.copy_(self.staged, non_blocking=True)
-        group = self.groups.gather
-        group.log.name = self.gathers
-        self.gathering = self.collectives.all_gather(self.full, group=group, own=self._own_full)
+            self.own_full.copy_(self.staged, non_blocking=True)
 
     def wait_gather(self) -> None:
         """From here on the full buffer may be read."""
@@ -242,15 +249,18 @@ class FlatBuffers:
         """All of what `mine` is this rank's part of, as the master is; itself, where that is all. Else collective."""
         if self.placement.optim is not SHARDED:
             return mine
+        if self.layout.slice_elements == self.layout.num_elements:
+            # A slice that is everything.
+            return mine.to(self.device, dtype or mine.dtype, copy=True)
         whole = torch.zeros(self.layout.num_elements, dtype=dtype or mine.dtype, device=self.device)
         own_slice(whole, group=self.groups.gather).copy_(mine)
         self.groups.gather.log.name = FOR_STATE
         self.collectives.all_gather(whole, group=self.groups.gather).wait()
         return whole
 
-    def let_go(self) -> None:
-        """Its parameters lie in other buffers now: the memory of these goes, whoever still knows of them."""
-        self.full = self.master = self.staged = self._own_full = self.full.new_empty(0)
+    def discard(self) -> None:
+        """Give the memory back: the parameters lie in other buffers now."""
+        self.full = self.master = self.staged = self.own_full = self.full.new_empty(0)
         self._storage = self.full.untyped_storage()
         self.writes = MasterWrites(self.master)
         self.owned, self.full_views = [], []
@@ -261,6 +271,11 @@ class FlatBuffers:
         for index, shape in self._shaped:
             views[index] = views[index].view(shape)
         return views
+
+
+def unguarded() -> Any:
+    """Return a context in which parameters that a guard watches (guards/guard.py) are handled without asking it."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardwise.comm.collectives import Work, own_slice
 from shardwise.comm.groups import Group
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.guards.guard import unguarded
+from shardwise.engine.core.flat_buffers import unguarded
 
 
 class Segment:
@@ -120,8 +120,8 @@ class Segment:
         self.buffer = self.own = None
         self._views = []
 
-    def let_go(self) -> None:
-        """It is used no more. What somebody holds of its gradients keeps its memory."""
+    def discard(self) -> None:
+        """Give up the buffer. Gradients that somebody holds keep its memory."""
         self.buffer = self.own = self._kept = None
         self._views = []
         self.holds = False

@@ -1,7 +1,7 @@
 """A unit at work: its module, its flat buffers, and where it stands in the step."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 
@@ -9,37 +9,49 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.issued import CollectiveName
+from shardwise.engine.core.events import StepEvents, announce
 from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.core.step_errors import (
     added_to_average,
-    forward_called_directly,
     frozen_was_stepped,
     thawed_in_forward,
     thawed_without_master,
 )
 from shardwise.engine.core.tape import Tape
-from shardwise.engine.guards.guard import ShardedParameter, refuse, rest, runs_forward_of, unguarded, wake
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program import Kind
 from shardwise.program.hooks import UnitGrads
 
 
 class Unit:
-    """Gather, wait, free: each does nothing where it is done already, so that any order of calls is safe."""
+    """Gather, wait, free: each does nothing where it is done already, so that any order of calls is safe.
+
+    whole      every rank's slice is here, or on its way; `arrived`: here
+    at_rest    its parameters, or their gradients, are not to be read
+    calls      how often forward has called it in this step; `call`: the number of the last call in the program
+    """
 
     def __init__(
-        self, name: str, *, module: nn.Module, placement: Placement, flats: list[FlatParams], tape: Tape
+        self,
+        name: str,
+        *,
+        module: nn.Module,
+        placement: Placement,
+        flats: list[FlatParams],
+        tape: Tape,
+        events: StepEvents,
     ) -> None:
         self.name = name
         self.module = module
         self.placement = placement
         self.tape = tape
+        self.events = events
         self._gathers = CollectiveName(f"{Kind.GATHER.value} {name}")
         self.hold(flats)
         self.whole = True
         self.arrived = True
         self.at_rest = False
-        # How often forward has called it in this step, and the number of the last call in the program.
         self.calls = 0
         self.call = -1
         # This backward's gradients; and the parameters, by id, that any backward since the last reduction has used.
@@ -48,7 +60,7 @@ class Unit:
         self.learned_trainable: frozenset[int] = frozenset()
         # The buffers that hold any of the parameters that are trained (see learn_trained).
         self.trained_flats: list[FlatParams] = []
-        self._told = False
+        self._has_warned = False
         # The parameters, and those whose gradients are hidden, as they are once the buffers are filled.
         self.settled: list[nn.Parameter] = []
         self._hides: list[nn.Parameter] = []
@@ -56,8 +68,6 @@ class Unit:
     def hold(self, flats: list[FlatParams]) -> None:
         """From now on these are its buffers; `settle` comes next, once they are filled."""
         self.flats = flats
-        for flat in flats:
-            flat.gathers = self._gathers
         # Whether there is anything to gather and free.
         self.sharded = self.placement.params is SHARDED and bool(flats)
         # Where `p.grad` does not show the gradient, which is sharded or of another dtype.
@@ -75,21 +85,45 @@ class Unit:
     # The parameters
 
     def gather(self) -> None:
-        """Take part in a gather. A rank that has no need of it does so too: the others cannot do without it."""
+        """Take part in a gather. A rank that does not need it does so too: the others cannot do without it."""
         in_use = self.whole and self.arrived
         self._gather(self.flats)
         if in_use and self.sharded:
             # Whoever uses it does not ask again.
             self.wait_gather()
 
+    def gather_updated(self) -> None:
+        """Each rank has updated its slice: until all are here, nobody may read."""
+        self._gather(self.trained_flats)
+        self._rest(self.settled)
+
     def _gather(self, flats: list[FlatParams]) -> None:
-        # All of it or nothing: memory may run out, and then nobody knows what was issued.
+        # All of it or nothing: memory may run out, and then it is unknown what was issued.
         for flat in flats:
             flat.make_room()
         for flat in flats:
-            flat.gather()
+            flat.load_own()
+            group = flat.groups.gather
+            group.log.name = self._gathers
+            flat.gathering = flat.collectives.all_gather(flat.full, group=group, own=flat.own_full)
         self.whole = True
         self.arrived = False
+        self.tape.record(Kind.GATHER, self.name, partial(_full_bytes, flats))
+
+    def gather_locally(self) -> None:
+        """Gather in a group of one rank, whose slice is everything."""
+        self._fill(self.flats)
+
+    def gather_updated_locally(self) -> None:
+        """The same after an update."""
+        self._fill(self.trained_flats)
+
+    def _fill(self, flats: list[FlatParams]) -> None:
+        for flat in flats:
+            flat.make_room()
+        for flat in flats:
+            flat.load_own()
+        self.whole = self.arrived = True
         self.tape.record(Kind.GATHER, self.name, partial(_full_bytes, flats))
 
     def wait_gather(self) -> None:
@@ -102,18 +136,14 @@ class Unit:
             _meet(self.flats[0].full)
         self.tape.record(Kind.WAIT_GATHER, self.name)
 
-    def ensure(self) -> None:
-        """Whole, arrived and awake, now."""
-        if not self.whole:
-            self.gather()
-        self.wait_gather()
-        if self.at_rest:
-            self.wake()
-
     def wake(self) -> None:
-        """It is whole, and whoever reads its parameters may."""
-        wake(self.settled)
+        """It is whole, and its parameters may be read."""
         self.at_rest = False
+        announce(self.events.unit_wakes, self)
+
+    def _rest(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.at_rest = True
+        announce(self.events.unit_rests, self, parameters)
 
     def free(self) -> None:
         """Give the gathered parameters' memory back, where they are sharded."""
@@ -122,7 +152,7 @@ class Unit:
         for flat in self.flats:
             flat.free()
         self.whole = self.arrived = False
-        self._rest()
+        self._rest(self.settled)
         self.tape.record(Kind.FREE, self.name, partial(_full_bytes, self.flats))
 
     def free_unused(self) -> None:
@@ -148,61 +178,22 @@ class Unit:
             raise frozen_was_stepped(written[0].names)
         return []
 
-    def gather_updated(self) -> None:
-        """Each rank has updated its slice: until all are here, nobody may read."""
-        self._gather(self.trained_flats)
-        self._rest()
-
     def settle(self) -> None:
-        """Once the buffers are filled: as a step finds it. What is sharded is freed, and noticed when it is read."""
+        """The buffers are filled: become as a step finds it. What is sharded is freed."""
         self.settled = list(self.params())
         self._learn_trained({id(parameter) for parameter in self.settled if parameter.requires_grad})
         self._hides = [parameter for flat in self.hides_grads for parameter in flat.params]
         for flat in self.flats:
-            for index, (parameter, name) in enumerate(zip(flat.params, flat.names, strict=True)):
-                parameter._touched = partial(self._touched, flat, name)  # type: ignore[attr-defined]
-                parameter._drop_grad = partial(flat.drop_grads, {index})  # type: ignore[attr-defined]
             flat.stage()
         self.whole = self.arrived = not self.sharded
+        announce(self.events.unit_settled, self)
         if self.hides_grads:
-            self._rest()
+            self._rest(self.settled)
 
-    def refilled(self) -> None:
-        """New values have come into the master, and where parameters are replicated also into what is whole."""
-        for flat in self.flats:
-            flat.stage()
-        self.free()
-
-    def _rest(self) -> None:
-        rest(self.settled)
-        self.at_rest = True
-
-    def _touched(self, flat: FlatParams, name: str, is_grad: bool) -> None:
-        """Somebody reads a parameter at rest."""
-        if is_grad:
-            # Before a backward there is no gradient, and None is the truth.
-            if flat.shows_grads or not any(flat.has_grads() for flat in self.flats):
-                return
-            if self.placement.grads is SHARDED:
-                refuse(name, is_grad=True)
-            raise ShardedParameter(
-                f"the gradient of {name} is {flat.master_dtype} and not in p.grad of the {flat.full.dtype} parameter: "
-                "call shardwise.clip_grad_norm_, clip_grad_value_ or grad_norms with the model; it is in "
-                "optimizer.param_groups"
-            )
-        if self.sharded and not self.whole:
-            if runs_forward_of(self.module):
-                raise forward_called_directly(self.name)
-            refuse(name, is_grad=False)
-        for other in self.flats:
-            other.wait_gather()
-        # It may be written to in ways that torch does not count.
-        flat.touched = True
-
-    def tell_unannounced(self) -> None:
-        """Say once that nobody will know when backward comes to it."""
-        if not self._told:
-            self._told = True
+    def warn_unannounced(self) -> None:
+        """Warn once that it will not be known when backward comes to it."""
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"{self.name} returns an object in which no tensor can be found, so its parameters stay gathered until "
                 "backward is over: return tensors, or tuples, dicts or dataclasses of them",
@@ -277,8 +268,7 @@ class Unit:
         """Where gradients are sharded or of another dtype, `p.grad` has nothing to show, and says so."""
         self.free()
         if self.hides_grads and not self.at_rest:
-            rest(self._hides)
-            self.at_rest = True
+            self._rest(self._hides)
 
     def restore_grads(self) -> None:
         """Where backward has brought no averages, those of before it."""

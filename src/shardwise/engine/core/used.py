@@ -1,25 +1,42 @@
 """Which parameters were used: one that no rank used keeps no gradient, so that the optimizer leaves it alone.
 
-AdamW moves a parameter whose gradient is zero. One flag a parameter is summed over the ranks at the end of a
+AdamW moves a parameter whose gradient is zero. One flag per parameter is summed over the ranks at the end of a
 backward. A rank that used all of its parameters knows the answer without reading it, so that the usual step waits
-for nothing on a GPU. What the ranks have issued is compared along with them (same_order.py).
+for nothing on a GPU. Something else may ride along in the first flag (guards/same_order.py).
 """
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Collectives, Work
+from shardwise.comm.collectives import DONE, Collectives, Work
 from shardwise.comm.groups import MeshGroups
 from shardwise.comm.issued import CollectiveName
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.pass_state import PassState
 from shardwise.engine.core.tape import Tape
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.guards.same_order import SameOrder
 from shardwise.program import Kind
 from shardwise.spec import ROOT
+
+
+class FlagRider(Protocol):
+    """Uses the upper bits of the first flag, `flag`, which is a view of one element."""
+
+    flag: Tensor
+
+    def send(self, used: int) -> None:
+        """Write the first flag: whether its parameter was used (0 or 1), and what rides along."""
+        ...
+
+    def read(self) -> None:
+        """The flags are summed."""
+        ...
+
+    def users(self, summed: int) -> int:
+        """Return how many ranks used the parameter of a summed flag."""
+        ...
 
 
 class UsedFlags:
@@ -33,14 +50,13 @@ class UsedFlags:
         groups: MeshGroups,
         collectives: Collectives,
         tape: Tape,
-        passes: PassState,
     ) -> None:
         self.units = list(units)
         self.groups = groups
         self.collectives = collectives
         self.tape = tape
         self._device = device
-        self.same_order = SameOrder(groups=groups, passes=passes)
+        self._rider: FlagRider | None = None
         self.cover()
         self._name = CollectiveName(f"{Kind.REDUCE_FLAGS.value} {ROOT}")
         self.unused: list[int] = []
@@ -52,19 +68,39 @@ class UsedFlags:
             (unit, flat, index) for unit in self.units for flat in unit.flats for index in range(len(flat.params))
         ]
         self.flags: Tensor = torch.ones(len(self.places), dtype=torch.int32, device=self._device)
-        self.same_order.flag = self.flags[:1]
+        if self._rider is not None:
+            self._rider.flag = self.flags[:1]
 
-    @torch.no_grad()
+    def carry(self, rider: FlagRider) -> None:
+        """Let `rider` use the first flag."""
+        self._rider = rider
+        rider.flag = self.flags[:1]
+
     def start(self) -> None:
         """Sum the flags over the ranks."""
+        self._write()
+        self.groups.reduce_world.log.name = self._name
+        self.work = self.collectives.all_reduce(self.flags, group=self.groups.reduce_world)
+        self.tape.record(Kind.REDUCE_FLAGS, ROOT, lambda: self.flags.nbytes)
+
+    def start_locally(self) -> None:
+        """Sum them over one rank."""
+        self._write()
+        self.work = DONE
+        self.tape.record(Kind.REDUCE_FLAGS, ROOT, lambda: self.flags.nbytes)
+
+    @torch.no_grad()
+    def _write(self) -> None:
         self.unused = [] if all(unit.used_all for unit in self.units) else self._unused_here()
         self.flags.fill_(1)
         if self.unused:
             self.flags[self.unused] = 0
-        self.same_order.send(int(0 not in self.unused))
-        self.groups.reduce_world.log.name = self._name
-        self.work = self.collectives.all_reduce(self.flags, group=self.groups.reduce_world)
-        self.tape.record(Kind.REDUCE_FLAGS, ROOT, lambda: self.flags.nbytes)
+        if self._rider is not None:
+            self._rider.send(int(0 not in self.unused))
+        else:
+            for group in self.groups.by_name().values():
+                # Nobody compares what was issued.
+                group.log.restart()
 
     def _unused_here(self) -> list[int]:
         return [
@@ -74,16 +110,15 @@ class UsedFlags:
         ]
 
     def settle(self) -> None:
-        """Once the gradients are there: take them from the parameters that no rank used.
-
-        Refuses gradients of ranks that have issued different collectives.
-        """
+        """Once the gradients are there: take them from the parameters that no rank used."""
         assert self.work is not None
         self.work.wait()
-        self.same_order.read()
+        rider = self._rider
+        if rider is not None:
+            rider.read()
         if self.unused:
             for place, summed in zip(self.unused, self.flags[self.unused].tolist(), strict=True):
-                if self.same_order.users(summed) == 0:
+                if (rider.users(summed) if rider is not None else summed) == 0:
                     _, flat, index = self.places[place]
                     flat.drop_new_grad(index)
         for unit in self.units:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from shardwise.engine.core.flat import FlatParams
+
 # How deep attributes are looked into: a parameter → its state → a nested state → what is in that.
 _DEPTH = 4
 _PLAIN = (bool, int, float, str, torch.dtype, torch.Size)
@@ -72,6 +74,11 @@ def let_follow(parameter: nn.Parameter, *, module: nn.Module, place: Tensor) -> 
         return False
     found = [_replace(vars(holder), own=own, place=place, depth=_DEPTH, seen=set()) for holder in (parameter, module)]
     return any(found)
+
+
+def follow_carried(flat: FlatParams, index: int, parameter: nn.Parameter, module: nn.Module) -> None:
+    """Note in `flat` whether a module holds on to the memory of a parameter by another name, and move that."""
+    flat.followed |= let_follow(parameter, module=module, place=flat.full_views[index])
 
 
 def _replace(

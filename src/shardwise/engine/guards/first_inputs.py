@@ -1,13 +1,12 @@
-"""Whether ranks train on the same batch, as a loader without a distributed sampler makes them: told once.
+"""Warns once if ranks train on the same batch, as a loader without a distributed sampler makes them.
 
-All ranks under every plan of ours are data parallel, so none has a reason to share a batch. Looked at in the first step
-only, whose observations the ranks exchange anyway (learn.py).
+All ranks under every plan of ours are data parallel, so none has a reason to share a batch. Only the first step is
+looked at.
 """
 
 import hashlib
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.agreement import exchange
-from shardwise.engine.core.learn import Observation
 from shardwise.units import called_modules
 
 # Elements of a tensor that are looked at, evenly spread: a batch of images is not copied from a GPU for this.
@@ -43,17 +41,12 @@ class FirstInputs:
         ]
         return self._handles
 
-    def gather_seen(self, seen: Observation) -> list[Observation]:
-        """What each rank saw in the first step, its inputs with it. Collective."""
-        everyone: list[Observation] = exchange(replace(seen, inputs=self._digest))
-        self._compare([other.inputs for other in everyone])
-        return everyone
-
-    def _compare(self, digests: Sequence[str | None]) -> None:
-        """Warn, on rank 0, where ranks were given the same; then look no more."""
+    def compare(self) -> None:
+        """Warn, on rank 0, where ranks were given the same; then look no more. Collective, the first time."""
         if not self._compares:
             return
         self._compares = False
+        digests: list[str | None] = exchange(self._digest)
         for handle in self._handles:
             handle.remove()
         same = _ranks_alike(digests)

@@ -107,8 +107,3 @@ def wake(parameters: Iterable[nn.Parameter]) -> None:
     """From now on these are ordinary parameters."""
     for parameter in parameters:
         parameter.__class__ = nn.Parameter
-
-
-def unguarded() -> Any:
-    """A context in which parameters at rest can be handled: metadata at full speed, gradients cleared."""
-    return torch._C.DisableTorchFunctionSubclass()

@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
 )
 
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.guards.guard import unguarded
+from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.guards.written import Writes
 from shardwise.errors import InvalidModel
 from shardwise.plan.placement import SHARDED

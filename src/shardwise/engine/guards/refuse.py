@@ -9,7 +9,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.comm.dtensor import dtensor_types
-from shardwise.engine.engine import is_prepared
 from shardwise.engine.guards.description import check_precision
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
@@ -18,7 +17,7 @@ from shardwise.plan import Plan
 def check_model(model: nn.Module, *, plan: Plan) -> None:
     """Refuse what is distributed already, is part of a prepared model, or would lose precision without notice."""
     for path, module in model.named_modules():
-        if is_prepared(module):
+        if _is_prepared(module):
             raise InvalidModel(
                 f"{path or 'the model'} has been through shardwise.prepare already: prepare the outermost model only"
             )
@@ -53,6 +52,10 @@ def check_tensor(name: str, tensor: torch.Tensor, *, can_be_taken_apart: bool = 
         )
 
 
+def _is_prepared(module: nn.Module) -> bool:
+    return "_shardwise_engine" in vars(module)
+
+
 def _wrappers() -> tuple[type[Any], ...]:
     """torch's data-parallel wrappers; FSDP only if it is imported, as it is wherever there is one."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -62,7 +65,7 @@ def _wrappers() -> tuple[type[Any], ...]:
 
 def _refuse_wrapper(parent: nn.Module, name: str, child: Any) -> None:
     """A module gets a child: a wrapper around a prepared model would average its gradients a second time."""
-    if isinstance(child, nn.Module) and is_prepared(child) and isinstance(parent, _wrappers()):
+    if isinstance(child, nn.Module) and _is_prepared(child) and isinstance(parent, _wrappers()):
         raise InvalidModel(
             f"{type(parent).__name__} around a model that has been through shardwise.prepare: it is distributed "
             "already; use it as it is"

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import refresh
-from shardwise.engine.guards.guard import unguarded
+from shardwise.engine.core.flat_buffers import refresh, unguarded
 from shardwise.engine.guards.slice_writes import Slice
 from shardwise.errors import InvalidModel
 from shardwise.plan.placement import SHARDED
@@ -54,15 +53,14 @@ class Writes:
         for parameter in self._slices:
             parameter.__class__ = Slice
 
-    def let_go(self) -> None:
-        """The parameters lie in other buffers now, and others look after them."""
+    def release(self) -> None:
+        """Look after nothing any more: the parameters lie in other buffers now."""
         self._copied, self._params, self._slices, self._sliced, self._shown = [], [], [], [], []
         self.settled()
 
     def before_step(self) -> None:
         """What was written into the module's parameters is stepped; what into slices is seen after the update."""
         self._take_over(but=())
-        self.follow_grads()
         for parameter in self._slices:
             parameter.__class__ = nn.Parameter
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engine.guards.guard import unguarded
+from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.optimizer.known import ELEMENTWISE
 
 

@@ -45,7 +45,7 @@ def _unscale_grads(scaler: torch.amp.GradScaler, optimizer: Optimizer, *argument
 
 def _with_slices(optimizer: Optimizer) -> Any:
     """What a scaler looks at: an optimizer's groups; and, of what it steps whole, the gradients in slices."""
-    slices = [part for owner in list(_PREPARED) for part in owner.around.matrices.slices(optimizer)]
+    slices = [part for owner in list(_PREPARED) for part in owner.matrices.slices(optimizer)]
     if not slices:
         return optimizer
     return SimpleNamespace(param_groups=[*optimizer.param_groups, {"params": slices}])

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.issued import CollectiveName
+from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.core.step_errors import frozen_was_stepped
-from shardwise.engine.core.tape import Tape
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.guards.guard import ShardedParameter, rest, unguarded, wake
-from shardwise.program import Kind
+from shardwise.engine.guards.guard import ShardedParameter, rest, wake
+from shardwise.program import Kind, Operation
 from shardwise.program.owners import assign_owners
 
 
@@ -64,13 +65,15 @@ class OwnedMatrix:
 class OwnedMatrices:
     """All owned matrices of a model, by the optimizer that steps them."""
 
-    def __init__(self, units: dict[str, Unit], *, tape: Tape) -> None:
-        self._units = units
-        self._tape = tape
+    def __init__(self, core: Core) -> None:
+        self._units = core.units
+        self._tape = core.setting.tape
+        core.add_operation(Kind.TO_OWNERS, lambda operation: partial(self.to_owners, operation))
+        core.add_operation(Kind.FROM_OWNERS, lambda operation: partial(self.from_owners, operation))
         self._of: weakref.WeakKeyDictionary[Optimizer, list[OwnedMatrix]] = weakref.WeakKeyDictionary()
         self._stepping: list[OwnedMatrix] = []
-        self._to = {name: CollectiveName(f"{Kind.TO_OWNERS.value} {name}") for name in units}
-        self._from = {name: CollectiveName(f"{Kind.FROM_OWNERS.value} {name}") for name in units}
+        self._to = {name: CollectiveName(f"{Kind.TO_OWNERS.value} {name}") for name in self._units}
+        self._from = {name: CollectiveName(f"{Kind.FROM_OWNERS.value} {name}") for name in self._units}
 
     def of(self, optimizer: Optimizer | None) -> list[OwnedMatrix]:
         """Those that an optimizer steps; without one, all."""
@@ -132,12 +135,12 @@ class OwnedMatrices:
         return (matrices for matrices in moving if matrices)
 
     @torch.no_grad()
-    def to_owners(self, unit: str) -> None:
-        """The slices of a unit's matrices and of their gradients go to the owners."""
-        num_bytes = 0
+    def to_owners(self, operation: Operation) -> None:
+        """Send the slices of a unit's matrices and of their gradients to the owners."""
+        unit, num_bytes = operation.subject, 0
         for matrices in self._moving(unit):
             num_bytes += 2 * _num_bytes(matrices)
-            exchange = _Exchange(matrices, tensors_each=2)
+            exchange = _Exchange(matrices, tensors_each=2, is_local=operation.is_local)
             received = exchange.send_slices(name=self._to[unit])
             for matrix, (values, grads) in received:
                 assert matrix.whole is not None
@@ -148,12 +151,12 @@ class OwnedMatrices:
             self._tape.record(Kind.TO_OWNERS, unit, lambda: num_bytes)
 
     @torch.no_grad()
-    def from_owners(self, unit: str) -> None:
-        """The new values of a unit's matrices come back into the slices."""
-        num_bytes = 0
+    def from_owners(self, operation: Operation) -> None:
+        """Send the new values of a unit's matrices back into the slices."""
+        unit, num_bytes = operation.subject, 0
         for matrices in self._moving(unit):
             num_bytes += _num_bytes(matrices)
-            _Exchange(matrices, tensors_each=1).return_slices(name=self._from[unit])
+            _Exchange(matrices, tensors_each=1, is_local=operation.is_local).return_slices(name=self._from[unit])
             for matrix in matrices:
                 if matrix.whole is not None:
                     _put_to_rest(matrix.whole)
@@ -164,7 +167,8 @@ class OwnedMatrices:
 class _Exchange:
     """One all-to-all of matrices that lie in one flat buffer: how many elements go from which rank to which."""
 
-    def __init__(self, matrices: list[OwnedMatrix], *, tensors_each: int) -> None:
+    def __init__(self, matrices: list[OwnedMatrix], *, tensors_each: int, is_local: bool) -> None:
+        self._is_local = is_local
         self._matrices = matrices
         self._flat = matrices[0].flat
         self._group = self._flat.groups.gather
@@ -210,6 +214,8 @@ class _Exchange:
     ) -> Tensor:
         nothing = torch.empty(0, dtype=self._flat.master_dtype, device=self._flat.device)
         sent = torch.cat([nothing, *pieces])
+        if self._is_local:
+            return sent
         received = nothing.new_empty(sum(received_sizes))
         self._group.log.name = name
         self._flat.collectives.all_to_all(

@@ -1,14 +1,12 @@
-"""An optimizer that steps what the rank owns.
+"""An optimizer of a prepared model: what is checked, stepped and saved of it in addition to the core's slices.
 
-Its param groups are rewritten in place: the module's parameters go, the owned slices come. An optimizer that is
-made after `prepare`, or was not handed to it, is recognised at its first step by the parameters that it holds
-(any_step.py).
+An optimizer that is made after `prepare`, or was not handed to it, is recognised at its first step by the parameters
+that it holds (any_step.py). Parameters of which it looks at more than an element are stepped whole, by their owners.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.agreement import agree, meet
-from shardwise.comm.rank_progress import PROGRESS, UPDATE
+from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.optimizer.closure import StepClosure, is_inside_step
+from shardwise.engine.core.optimizer_slices import OptimizerSlices
 from shardwise.engine.optimizer.known import (
     Stepped,
     check_optimizer,
@@ -32,50 +30,41 @@ from shardwise.engine.optimizer.known import (
 )
 from shardwise.engine.optimizer.matrices import OwnedMatrices
 from shardwise.engine.optimizer.numbered_state import load_numbered, numbered_state
+from shardwise.engine.optimizer.ownership import own
 from shardwise.engine.optimizer.scaler import called_by_torchs, foreign_scaler
 from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
 from shardwise.errors import InvalidPlan
+from shardwise.plan.placement import SHARDED
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AroundSteps:
-    """Whom the optimizers' side calls: around a step, when gradients are cleared, for what is to be stepped whole."""
+class OwnedParameters(OptimizerSlices):
+    """The optimizers of a prepared model.
 
-    before_step: Callable[[], None]
-    after_step: Callable[[], None]
-    forget_grads: Callable[..., None]
-    edit: Callable[[], AbstractContextManager[None]]
-    own: Callable[[Sequence[str]], None]
-    owns: Callable[[str], bool]
-    matrices: OwnedMatrices
+    matrices        what is stepped whole
+    limit_seconds   how long a rank waits for the others in a state_dict
+    """
 
-
-class OwnedParameters:
-    """Which slices stand for which parameters, and what is to happen around a step."""
-
-    def __init__(self, around: AroundSteps, *, any_optimizer: bool, flats: Sequence[FlatParams]) -> None:
-        # Another one after a change of plan.
-        self.around = around
-        self._flats = flats
-        # How long a rank waits for the others in a state_dict.
+    def __init__(self, core: Core, *, any_optimizer: bool) -> None:
+        super().__init__(core)
+        self.matrices = OwnedMatrices(core)
         self.limit_seconds = 60.0
-        self._owned: dict[int, nn.Parameter | None] = {}
-        # Held, so that an id stays that of its parameter.
-        self._known: list[nn.Parameter] = []
         self._stepped: dict[int, Stepped] = {}
-        self._names: dict[int, str] = {}
-        # The full names of each param group, also of what this rank owns nothing of.
-        self.group_names: weakref.WeakKeyDictionary[Optimizer, list[list[str]]] = weakref.WeakKeyDictionary()
-        # Whether any of them is stepped in slices.
+        # Whether any parameter of an optimizer is stepped in slices.
         self._steps_slices: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._any_optimizer = any_optimizer
 
-    def add(self, parameter: nn.Parameter, *, name: str, owned: nn.Parameter | None, stepped: Stepped) -> None:
-        """`owned` stands for `parameter`; None where this rank owns no element of it."""
-        self._known.append(parameter)
-        self._owned[id(parameter)] = owned
-        self._stepped[id(parameter)] = stepped
-        self._names[id(parameter)] = name
+    @property
+    def _flats(self) -> Sequence[FlatParams]:
+        return self.core.flats
+
+    def follow_core(self, core: Core) -> None:
+        """The model has another plan, and this core."""
+        self.core = core
+        self.matrices = OwnedMatrices(core)
+
+    def cover(self, flat: FlatParams, index: int, parameter: nn.Parameter) -> None:
+        super().cover(flat, index, parameter)
+        self._stepped[id(parameter)] = Stepped(sharded=flat.placement.optim is SHARDED, dtype=flat.master_dtype)
 
     def follow(self, names: Mapping[str, str]) -> None:
         """Parameters have other names now (old → new), or are gone; what stands for them is what was added last."""
@@ -158,24 +147,18 @@ class OwnedParameters:
             tell_owned(optimizer, num_owned=len(found), num_held=len(verdicts))
         return found
 
-    def adopt(self, optimizer: Optimizer, *, owned: Sequence[str]) -> None:
+    def adopt(self, optimizer: Optimizer, *, owned: Sequence[str] = ()) -> None:
         """Rewrite the param groups; their options, and whoever holds them (schedulers), stay. It has been checked.
 
         owned   the names of parameters that it must step whole; the plan may have more
         """
-        self.around.own(owned)
-        # What some make before their first step.
+        own(self.core, owned)
+        # Some optimizers make state before their first step.
         made = {self._names[id(parameter)]: state for parameter, state in optimizer.state.items()}
         optimizer.state.clear()
-        self.group_names[optimizer] = []
-        for group in optimizer.param_groups:
-            self._rewrite(group, optimizer=optimizer)
-        optimizer.state.update(own_states(made, flats=self._flats, matrices=self.around.matrices.of(optimizer)))
+        super().adopt(optimizer)
+        optimizer.state.update(own_states(made, flats=self._flats, matrices=self.matrices.of(optimizer)))
         held_weakly = weakref.ref(optimizer)
-        closure = StepClosure(lambda: self.before_step(held_weakly()))
-        optimizer.register_step_pre_hook(lambda one, *given: None if is_inside_step(one) else closure.begin(*given))
-        optimizer.register_step_post_hook(lambda one, *_: None if is_inside_step(one) else self._end_step(closure))
-        optimizer.zero_grad = partial(self._zero_grad, held_weakly)  # type: ignore[method-assign]
         optimizer.add_param_group = partial(self._add_param_group, held_weakly)  # type: ignore[method-assign]
         optimizer.state_dict = partial(self._state_dict, held_weakly)  # type: ignore[method-assign]
         optimizer.load_state_dict = partial(self._load_state_dict, held_weakly)  # type: ignore[method-assign]
@@ -187,7 +170,7 @@ class OwnedParameters:
         """`train` and `eval` of a schedule-free optimizer: it exchanges the parameters' values. Collective."""
         optimizer = held()
         assert optimizer is not None
-        with self.around.edit():
+        with self.core.editing():
             getattr(type(optimizer), switch)(optimizer)
 
     def _add_param_group(self, held: "weakref.ref[Optimizer]", param_group: dict[str, Any]) -> None:
@@ -208,39 +191,35 @@ class OwnedParameters:
         except InvalidPlan:
             optimizer.param_groups.pop()
             raise
-        self.around.own(owned)
+        own(self.core, owned)
         self._rewrite(optimizer.param_groups[-1], optimizer=optimizer)
 
-    def _rewrite(self, group: dict[str, Any], *, optimizer: Optimizer) -> None:
-        """A param group that is new to us: its parameters go, the slices that stand for them come."""
-        names = [self._names[id(parameter)] for parameter in group["params"]]
-        self.group_names[optimizer].append(names)
-        sharded = [self._stepped[id(parameter)].sharded for parameter in group["params"]]
+    def _stepped_for(
+        self, parameters: list[nn.Parameter], *, names: list[str], optimizer: Optimizer
+    ) -> list[nn.Parameter | None]:
+        """Return what is stepped for each parameter on this rank: a slice, a matrix that it owns, or nothing."""
+        sharded = [self._stepped[id(parameter)].sharded for parameter in parameters]
         self._steps_slices[optimizer] = any(sharded) or self._steps_slices.get(optimizer, False)
-        to_own = [name for name, in_slices in zip(names, sharded, strict=True) if in_slices and self.around.owns(name)]
-        matrices = self.around.matrices.own(optimizer, to_own)
-        owned = [
-            matrices[name] if name in matrices else self._owned[id(parameter)]
-            for name, parameter in zip(names, group["params"], strict=True)
-        ]
-        group["params"][:] = [parameter for parameter in owned if parameter is not None]
+        plan = self.core.plan
+        to_own = [name for name, in_slices in zip(names, sharded, strict=True) if in_slices and plan.owns(name)]
+        matrices = self.matrices.own(optimizer, to_own)
+        slices = super()._stepped_for(parameters, names=names, optimizer=optimizer)
+        return [matrices.get(name, part) for name, part in zip(names, slices, strict=True)]
 
     def _zero_grad(self, held: "weakref.ref[Optimizer]", set_to_none: bool = True) -> None:
-        """The optimizer's own, and what is not in its slices: gradients of an accumulation, `p.grad` of the model."""
+        """Clear also what lies in slices of matrices."""
         optimizer = held()
         assert optimizer is not None
-        type(optimizer).zero_grad(optimizer, set_to_none)
-        names = {name for group in self.group_names[optimizer] for name in group}
         if not set_to_none:
-            self.around.matrices.zero_grads(optimizer)
-        self.around.forget_grads(names, drop=set_to_none)
+            self.matrices.zero_grads(optimizer)
+        super()._zero_grad(held, set_to_none)
 
     def _state_dict(self, held: "weakref.ref[Optimizer]") -> dict[str, Any]:
         """The optimizer's own, with full tensors under the numbers that a plain optimizer would give. Collective."""
         optimizer = held()
         assert optimizer is not None
         meet("optimizer.state_dict", limit_seconds=self.limit_seconds)
-        states = whole_states(optimizer, flats=self._flats, matrices=self.around.matrices.of(optimizer))
+        states = whole_states(optimizer, flats=self._flats, matrices=self.matrices.of(optimizer))
         return numbered_state(optimizer, states=states, names=self.group_names[optimizer])
 
     def _load_state_dict(self, held: "weakref.ref[Optimizer]", state_dict: Mapping[str, Any]) -> None:
@@ -248,21 +227,13 @@ class OwnedParameters:
         optimizer = held()
         assert optimizer is not None
         states = named_states(state_dict, groups=self.group_names[optimizer])
-        own = own_states(states, flats=self._flats, matrices=self.around.matrices.of(optimizer))
+        own = own_states(states, flats=self._flats, matrices=self.matrices.of(optimizer))
         load_numbered(optimizer, state_dict, states=states, own=own, names=self.group_names[optimizer])
 
     def before_step(self, optimizer: Optimizer | None) -> None:
-        """Each rank's GradScaler sees its own slices only: one would skip a step that the others take."""
+        """Refuse torch's GradScaler: each rank's would see its own slices only, and skip a step that others take."""
         assert optimizer is not None
         if self._steps_slices[optimizer] and called_by_torchs():
             raise foreign_scaler()
-        self.around.matrices.begin_step(optimizer)
-        self.around.before_step()
-        PROGRESS.phase = UPDATE
-
-    def _end_step(self, closure: StepClosure) -> None:
-        closure.end()
-        self.around.after_step()
-
-    def adopted(self, optimizer: Optimizer) -> bool:
-        return optimizer in self.group_names
+        self.matrices.begin_step(optimizer)
+        super().before_step(optimizer)

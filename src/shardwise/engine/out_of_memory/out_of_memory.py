@@ -80,7 +80,7 @@ def held_now(engines: Sequence[Engine]) -> dict[str, int]:
     for engine in engines:
         optimizers: list[Optimizer | None] = [*engine.owned.group_names]
         for optimizer in optimizers or [None]:
-            for category, tensor in held_tensors(engine.runner.root.module, optimizer):
+            for category, tensor in held_tensors(engine.core.model, optimizer):
                 storage = tensor.untyped_storage()
                 if tensor.device == device and category != HOST and storage.nbytes():
                     seen.setdefault(storage.data_ptr(), (category, storage.nbytes()))
@@ -117,7 +117,7 @@ def states_bytes(engine: Engine, plan: Plan) -> int | None:
     from shardwise.planner.memory.peak import estimate
 
     found = estimate(
-        replace(engine.runner.spec, traces=()),
+        replace(engine.core.spec, traces=()),
         plan=plan,
         num_ranks=dist.get_world_size(),
         batch=1,

@@ -6,7 +6,7 @@
     guard.agree()                                      # raises StepUndone on all ranks
     optimizer.step()
 
-A rank that runs out in forward or backward drops its graph and takes part in the rest (out_of_memory/skipped.py).
+A rank that runs out in forward or backward drops its graph and takes part in the rest (Core.finish_pass).
 """
 
 import gc
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.engine.engine import engine_of
-from shardwise.engine.out_of_memory.skipped import finish_skipped
 from shardwise.engine.out_of_memory.undo import StepStart
 from shardwise.errors import ShardwiseError
 
@@ -63,13 +62,13 @@ class StepGuard(NoGuard):
 
     def run(self, one_pass: Callable[[], Tensor]) -> Tensor | None:
         """A forward and its backward; or, where this rank has run out of memory, its part in those of the others."""
-        runner = self._engine.runner
-        passes = runner.passes
+        core = self._engine.core
+        passes = core.passes
         if not passes.failed:
             try:
                 return one_pass()
             except torch.OutOfMemoryError as error:
-                if self._num_foreign or max(runner.forwards, passes.num_forwards) > 1:
+                if self._num_foreign or core.num_forwards > 1:
                     error.add_note(
                         "  this step could not be undone: its passes have collectives of their own, or more than one "
                         "forward; the other ranks wait for them"
@@ -79,14 +78,14 @@ class StepGuard(NoGuard):
                 # What was computed so far is held by the frames that the error came through.
                 traceback.clear_frames(error.__traceback__)
         gc.collect()
-        finish_skipped(runner)
+        core.finish_pass()
         return None
 
     def agree(self) -> None:
         """After the last pass, before anything of the update: StepUndone if any rank has run out of memory."""
         engine = self._engine
-        failures = engine.runner.flags.same_order.take_failures()
-        engine.runner.passes.failed = ""
+        failures = engine.guards.same_order.take_failures()
+        engine.core.passes.failed = ""
         if not failures:
             was_learned = self._start is not None and self._start.learned
             self._num_foreign = _num_collectives() - self._num_before if was_learned else 0

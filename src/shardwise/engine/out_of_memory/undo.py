@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.engine import Engine
-from shardwise.engine.guards.guard import unguarded
 
 
 class WrittenTensors:
@@ -49,8 +49,13 @@ class StepStart:
         self._written = WrittenTensors(model.buffers())
         self._written.note()
         self._random = _random_states(engine.device)
-        self.learned, self._called = engine.runner.learned, engine.runner.called
+        self._mark = engine.core.mark()
         self._grads = _GradsBefore(engine)
+
+    @property
+    def learned(self) -> bool:
+        """Whether the order of the units was known before the step."""
+        return self._mark.learned
 
     @property
     def copied_bytes(self) -> int:
@@ -61,15 +66,10 @@ class StepStart:
         """After the last pass, before anything of the update. `keeps_order`: all ranks have called all that they call,
         so that what a first step has learned of it stays.
         """
-        runner = self._engine.runner
         self._written.undo()
         _restore(self._random, device=self._engine.device)
         self._grads.undo()
-        if not keeps_order:
-            # A rank that failed has not called all that it would have called.
-            runner.learned = self.learned
-        runner.called = self._called
-        runner.forwards = 0
+        self._engine.core.rewind(self._mark, keeps_order=keeps_order)
 
 
 class _GradsBefore:
@@ -86,7 +86,7 @@ class _GradsBefore:
             if part.parameter.grad is not None
         }
         self._copies = [(grad, grad.clone()) for grad in {*self._shown.values(), *self._owned.values()}]
-        self._held = {key: view.clone() for key, view in engine.runner.executor.held().items()}
+        self._held = {key: view.clone() for key, view in engine.core.held().items()}
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -103,7 +103,7 @@ class _GradsBefore:
                 if part.parameter in self._owned:
                     part.parameter.grad = self._owned[part.parameter]
         if self._held:
-            self._engine.runner.executor.hold(dict(self._held))
+            self._engine.core.hold(dict(self._held))
 
 
 def _random_states(device: torch.device) -> tuple[Any, ...]:

@@ -12,19 +12,16 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.comm.agreement import agree
+from shardwise.engine.core.assembly import make_flat
+from shardwise.engine.core.events import announce
 from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.guards.description import check_precision, describe
-from shardwise.engine.guards.guard import unguarded
-from shardwise.engine.guards.managed import ManagedParameters
 from shardwise.engine.guards.refuse import check_tensor
-from shardwise.engine.guards.replicas import Replicas
-from shardwise.engine.optimizer.known import Stepped
 from shardwise.engine.optimizer.whole_state import own_states, whole_states
 from shardwise.errors import InvalidModel
-from shardwise.plan.placement import SHARDED
-from shardwise.program import build
 from shardwise.program.buffers import FlatSpec, flat_specs
 from shardwise.spec import ModelSpec, TensorSpec
 from shardwise.units import model_spec, unit_modules
@@ -44,13 +41,12 @@ def extend(model: nn.Module) -> None:
     requires_grad_(True) it gets them here.
     """
     engine = engine_of(model)
-    runner = engine.runner
-    runner.passes.check_values(_NAME)
+    engine.core.passes.check_values(_NAME)
     engine.check_between_steps(what=_NAME)
     agree(lambda: _description(model, engine), what="models")
     model.zero_grad()
-    runner.wait_gathers()
-    runner.writes.settle()
+    engine.core.wait_gathers()
+    announce(engine.core.events.values_read, False)
     spec = _spec_now(model, engine)
     with unguarded():
         _Extension(model, engine, spec=spec).run()
@@ -63,13 +59,13 @@ def _description(model: nn.Module, engine: Engine) -> str:
         raise InvalidModel(f"{_NAME} with a shardwise.EMA of the model, which is of the old parameters: make it after")
     if engine.captured:
         raise InvalidModel(f"{_NAME} with a captured step, whose graphs are of the old parameters: capture it after")
-    if engine.runner.matrices.of(None):
+    if engine.owned.matrices.of(None):
         raise InvalidModel(
             f"{_NAME} with parameters that are OWNED (stepped whole by one rank each), whose slices would move: change "
             "the model before shardwise.prepare, or use an optimizer that updates each element by itself"
         )
     modules = unit_modules(model, policy=plan.units)
-    units = {name: unit.module for name, unit in engine.runner.units.items()}
+    units = {name: unit.module for name, unit in engine.core.units.items()}
     if modules != units:
         name = next(iter(set(modules) ^ set(units)), None) or next(n for n in units if modules[n] is not units[n])
         raise InvalidModel(f"{_NAME}: unit {name} was added, taken away or replaced; prepare such a model after that")
@@ -88,7 +84,7 @@ def _known(engine: Engine) -> dict[int, tuple[FlatParams, int]]:
 
 def _spec_now(model: nn.Module, engine: Engine) -> ModelSpec:
     """The spec of the model as it is; what is known of a parameter stays, but for its names."""
-    before = engine.runner.spec
+    before = engine.core.spec
     known, by_name = _known(engine), {param.name: param for unit in before.units for param in unit.params}
     parameters = dict(model.named_parameters())
 
@@ -97,7 +93,7 @@ def _spec_now(model: nn.Module, engine: Engine) -> ModelSpec:
         if place is None:
             return found
         flat, index = place
-        if not any(flat is own for own in engine.runner.units[unit].flats):
+        if not any(flat is own for own in engine.core.units[unit].flats):
             raise InvalidModel(f"{_NAME}: {found.name} is shared between units that did not share it before")
         kept = replace(by_name[flat.names[index]], name=found.name, aliases=found.aliases)
         return replace(kept, trainable=True, switched=False) if flat.unstepped and found.trainable else kept
@@ -119,8 +115,6 @@ class _Extension:
         self._model, self._engine, self._spec = model, engine, spec
         self._parameters = dict(model.named_parameters())
         self._known = _known(engine)
-        self._alignment = engine.flats[0].alignment
-        self._host = next((flat.host for flat in engine.flats if flat.host is not None), None)
         # Old name → new name, of the parameters that are still there.
         self._names = {
             flat.names[index]: name
@@ -131,35 +125,26 @@ class _Extension:
 
     @torch.no_grad()
     def run(self) -> None:
-        engine, runner = self._engine, self._engine.runner
-        runner.hooks.detach()
+        engine, core = self._engine, self._engine.core
+        core.detach()
+        engine.guards.detach()
         for handle in engine.handles:
             handle.remove()
         engine.owned.follow(self._names)
         changed = []
-        for unit, spec in zip(runner.units.values(), self._spec.units, strict=True):
+        for unit, spec in zip(core.units.values(), self._spec.units, strict=True):
             flats = self._flats_of(unit, spec.params)
             if flats != unit.flats:
                 unit.hold(flats)
                 changed.append(unit)
-        engine.flats[:] = [flat for unit in runner.units.values() for flat in unit.flats]
         self._move_buffers()
         for unit in changed:
             unit.settle()
-        self._learn_again()
+        # The next step is a first one.
+        core.relearn(self._spec)
+        engine.guards.cover()
         engine.owned.rewrite()
-        engine.attach(self._model)
-
-    def _learn_again(self) -> None:
-        """The runner follows what the units hold now, and the next step is a first one."""
-        engine, runner = self._engine, self._engine.runner
-        runner.spec, runner.learned = self._spec, False
-        runner.managed = ManagedParameters(self._model, flats=engine.flats)
-        runner.writes = runner.managed.writes
-        runner.replicas = Replicas(engine.flats, groups=engine.groups, every=runner.replicas.every)
-        runner.any_sharded = any(unit.sharded for unit in runner.units.values())
-        runner.flags.cover()
-        runner.follow(build(self._spec, plan=engine.plan))
+        engine.attach()
 
     def _flats_of(self, unit: Unit, params: tuple[TensorSpec, ...]) -> list[FlatParams]:
         """The buffers of a unit as it is now: those of before, and after them those of what is new."""
@@ -185,17 +170,8 @@ class _Extension:
         return place[0] if place is not None else None
 
     def _make(self, spec: FlatSpec, *, unit: Unit) -> FlatParams:
-        engine = self._engine
-        flat = FlatParams(
-            [self._parameters[param.name] for param in spec.params],
-            spec=spec,
-            placement=unit.placement,
-            device=engine.device,
-            groups=engine.groups,
-            collectives=engine.collectives,
-            host=self._host if unit.placement.grads is SHARDED else None,
-            alignment=self._alignment,
-        )
+        params = [self._parameters[param.name] for param in spec.params]
+        flat = make_flat(params, spec=spec, placement=unit.placement, setting=self._engine.core.setting)
         flat.lay_out()
         return flat
 
@@ -230,14 +206,11 @@ class _Extension:
         return flats
 
     def _take_in(self, flat: FlatParams) -> None:
-        """The module's parameters become views of a buffer, and optimizers know what stands for them."""
-        parts = {part.index: part for part in flat.owned}
-        stepped = Stepped(sharded=flat.placement.optim is SHARDED, dtype=flat.master_dtype)
-        for index, (parameter, name) in enumerate(zip(flat.params, flat.names, strict=True)):
+        """Make the module's parameters views of a buffer, and let optimizers know what is stepped for them."""
+        for index, parameter in enumerate(flat.params):
             parameter.__class__ = nn.Parameter
             flat.attach(index, parameter)
-            owned = parts[index].parameter if index in parts else None
-            self._engine.owned.add(parameter, name=name, owned=owned, stepped=stepped)
+            self._engine.owned.cover(flat, index, parameter)
 
     def _forget_states(self, flat: FlatParams) -> None:
         for optimizer in self._engine.owned.group_names:

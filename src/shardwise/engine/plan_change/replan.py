@@ -14,17 +14,17 @@ from torch import nn
 from shardwise.comm.agreement import agree, meet
 from shardwise.comm.groups import mesh_groups
 from shardwise.engine.activations.wrap import wrap_units
-from shardwise.engine.core.assembly import EngineSetting, around_steps, make_flat, make_runner
+from shardwise.engine.core.assembly import make_flat, make_unit
+from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.host import HostCopies
-from shardwise.engine.core.runner import Runner
-from shardwise.engine.core.unit import Unit
+from shardwise.engine.core.setting import CoreSetting
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.guards.guard import wake
+from shardwise.engine.guards.guards import Guards
+from shardwise.engine.guards.resting_units import guard_units
+from shardwise.engine.offload.host import HostCopies
 from shardwise.engine.plan_change.reshard import HeldBesides, held_besides, move
-from shardwise.engine.plan_change.resume import resume
-from shardwise.engine.prepare import check_plan, tell_records
-from shardwise.engine.prepared.edit import distribute
+from shardwise.engine.prepare import check_plan, write_records_of
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
@@ -46,16 +46,15 @@ def replan(model: nn.Module, plan: Plan) -> None:
     agree(lambda: describe_replan(engine, plan=plan, mesh=mesh), what="plans")
     if plan == engine.plan:
         return
-    setting = EngineSetting(
-        spec=engine.runner.spec,
+    setting = CoreSetting(
+        spec=engine.core.spec,
         plan=plan,
         groups=mesh_groups(mesh),
         collectives=engine.collectives,
-        tape=engine.tape,
         device=engine.device,
         host=HostCopies(engine.device) if plan.offload_states else None,
-        alignment=ALIGNMENT,
-        compare_every=engine.compare_every,
+        tape=engine.tape,
+        passes=engine.core.passes,
     )
     besides = held_besides(engine)
     engine.detach()
@@ -71,9 +70,9 @@ def replan(model: nn.Module, plan: Plan) -> None:
 
 def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
     """What ranks must agree on; raises for what cannot be, before anything is touched."""
-    runner = engine.runner
-    runner.passes.check_values(_WHAT)
-    if runner.hooks.in_backward or runner.forwards:
+    core = engine.core
+    core.passes.check_values(_WHAT)
+    if core.is_in_step:
         raise InvalidModel(
             f"{_WHAT} in the middle of a step: a forward has run whose backward is not over; call it after "
             "loss.backward(), or after the step"
@@ -89,12 +88,12 @@ def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
     trait = fixed_by(engine, plan=plan)
     if trait:
         raise InvalidModel(f"{_WHAT} with {trait}: save a checkpoint and prepare the model again")
-    placements = check_plan(plan, spec=runner.spec, mesh=mesh, device=engine.device)
-    if plan.dynamic and runner.executor.holds_grads:
+    placements = check_plan(plan, spec=core.spec, mesh=mesh, device=engine.device)
+    if plan.dynamic and core.holds_grads:
         raise InvalidPlan(f"{_WHAT} with dynamic = true in the middle of an accumulation: do it after the step")
     sharded = {
         name: placements[unit.name].optim is SHARDED
-        for unit in runner.units.values()
+        for unit in core.units.values()
         for flat in unit.flats
         for name in flat.names
     }
@@ -108,7 +107,7 @@ def fixed_by(engine: Engine, *, plan: Plan) -> str:
     """What keeps a model under the plan that it has, whatever the other one is; "" if nothing does."""
     traits = {
         "parameters that are OWNED (stepped whole by one rank each)": bool(
-            engine.runner.matrices.of(None) or plan.owned
+            engine.owned.matrices.of(None) or plan.owned
         ),
         "an optimizer of blocks of elements": any(flat.alignment != ALIGNMENT for flat in engine.flats),
         "weights of which a module keeps the memory (bitsandbytes int8)": any(flat.followed for flat in engine.flats),
@@ -117,18 +116,18 @@ def fixed_by(engine: Engine, *, plan: Plan) -> str:
 
 
 def _settle(engine: Engine) -> None:
-    """Nothing is under way, and what users wrote is where it belongs."""
-    engine.runner.wait_gathers()
-    engine.runner.managed.check(thorough=True)
-    engine.runner.writes.follow_grads()
-    engine.runner.land()
+    """Wait for everything under way, and let values that users wrote go where they belong."""
+    engine.core.wait_gathers()
+    engine.guards.managed.check(thorough=True)
+    engine.guards.managed.writes.follow_grads()
+    engine.core.land()
 
 
-def _exchange(engine: Engine, model: nn.Module, *, setting: EngineSetting, besides: HeldBesides) -> None:
-    before, plan = engine.runner, setting.plan
+def _exchange(engine: Engine, model: nn.Module, *, setting: CoreSetting, besides: HeldBesides) -> None:
+    before, plan = engine.core, setting.plan
     placements = plan.placements(before.units)
-    held = before.executor.take_held()
-    before.writes.let_go()
+    held = before.take_held()
+    engine.guards.managed.writes.release()
     for unit in before.units.values():
         wake(unit.params())
     numbers = {id(flat): number for number, flat in enumerate(engine.flats)}
@@ -141,30 +140,31 @@ def _exchange(engine: Engine, model: nn.Module, *, setting: EngineSetting, besid
             move(engine, numbers[id(old)], new, besides=besides)
             flats[unit.name].append(new)
     units = {
-        name: Unit(name, module=unit.module, placement=placements[name], flats=flats[name], tape=engine.tape)
+        name: make_unit(name, module=unit.module, placement=placements[name], flats=flats[name], setting=setting)
         for name, unit in before.units.items()
     }
-    runner = make_runner(model, units=units, inputs=engine.inputs, passes=before.passes, setting=setting)
-    if setting.host is not None:
-        setting.host.land()
+    guard_units(setting.events)
+    core = Core(model, units=units, setting=setting)
+    core.evaluation.patience_seconds = before.evaluation.patience_seconds
+    guards = Guards(core, inputs=engine.guards.inputs, compare_every=engine.guards.replicas.every)
+    core.land()
     for unit in units.values():
         unit.settle()
-    resume(runner, before=before)
+    core.resume(before)
+    guards.resume(engine.guards)
     if held:
-        runner.executor.hold(held)
-    engine.owned.around = around_steps(runner)
-    engine.groups, engine.runner = setting.groups, runner
-    # In place: the optimizers' side has the same list.
-    engine.flats[:] = [flat for unit in units.values() for flat in unit.flats]
-    engine.attach(model)
+        core.hold(held)
+    engine.core, engine.guards = core, guards
+    engine.owned.follow_core(core)
+    engine.attach()
     engine.undo = wrap_units(model, units=units, plan=plan, device=engine.device)
-    distribute(runner)
-    tell_records(engine)
+    core.distribute()
+    write_records_of(engine)
 
 
-def _smaller_first(before: Runner, *, placements: dict[str, Placement], setting: EngineSetting) -> list[UnitSpec]:
+def _smaller_first(before: Core, *, placements: dict[str, Placement], setting: CoreSetting) -> list[UnitSpec]:
     """The units, those first of which a rank will hold less: so it never holds more than the larger of both plans."""
-    slices_before, slices = before.flags.groups.gather.size, setting.groups.gather.size
+    slices_before, slices = before.setting.groups.gather.size, setting.groups.gather.size
 
     def growth(unit: UnitSpec) -> float:
         share = _held_share(placements[unit.name], slices)

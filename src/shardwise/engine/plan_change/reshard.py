@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 
 from shardwise.comm.agreement import exchange
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import Owned
+from shardwise.engine.core.flat_buffers import Owned, unguarded
 from shardwise.engine.engine import Engine
-from shardwise.engine.guards.guard import unguarded
 from shardwise.engine.optimizer.whole_state import Laid, own_state, state_kinds
 from shardwise.errors import InvalidModel
 from shardwise.plan.placement import SHARDED
@@ -93,7 +92,7 @@ def move(engine: Engine, number: int, new: FlatParams, *, besides: HeldBesides) 
         {name: owned.get(index) for index, name in enumerate(new.names)}, sharded=new.placement.optim is SHARDED
     )
     params = list(old.params)
-    old.let_go()
+    old.discard()
     for index, parameter in enumerate(params):
         new.attach(index, parameter)
     if grads is not None:

@@ -15,7 +15,7 @@ def accumulate(model: nn.Module, *, enabled: bool = True) -> Iterator[None]:
     They add up on each rank, in the reduce dtype. Where the plan says `accumulate_reduced`, every backward reduces all
     the same, and it is the averages that add up: a slice of memory instead of the whole, and more communication.
     """
-    passes = engine_of(model).runner.passes
+    passes = engine_of(model).core.passes
     before = passes.accumulating
     passes.accumulating = before or enabled
     try:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.agreement import meet
+from shardwise.engine.core.events import announce
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.engine import engine_of, is_prepared
-from shardwise.engine.prepared.edit import distribute
 from shardwise.errors import InvalidData, InvalidModel, InvalidPlan
 
 _APPLIED = "ema.applied()"
@@ -39,7 +39,7 @@ class EMA:
         self._engine = engine_of(model)
         self.decay = decay
         self.num_updates = 0
-        self._engine.runner.writes.settle()
+        announce(self._engine.core.events.values_read, False)
         self._averages = {
             flat: flat.master.detach().to(_dtype(flat), copy=True) for flat in self._engine.flats if _is_trained(flat)
         }
@@ -58,9 +58,9 @@ class EMA:
     @torch.no_grad()
     def update(self) -> None:
         """After an update of the parameters. Local to this rank."""
-        runner = self._engine.runner
-        runner.passes.check_values("ema.update()")
-        runner.writes.settle()
+        core = self._engine.core
+        core.passes.check_values("ema.update()")
+        announce(core.events.values_read, False)
         for flat in self._engine.flats:
             if flat not in self._averages and _is_trained(flat):
                 raise InvalidModel(
@@ -78,12 +78,12 @@ class EMA:
         Meanwhile this rank holds its slices of the parameters' own values once more, which come back after the block.
         """
         engine = self._engine
-        passes = engine.runner.passes
+        passes = engine.core.passes
         passes.check_values(_APPLIED)
         engine.check_between_steps(what=_APPLIED)
         meet(_APPLIED, limit_seconds=engine.limit_seconds)
-        engine.runner.wait_gathers()
-        engine.runner.writes.settle()
+        engine.core.wait_gathers()
+        announce(engine.core.events.values_read, False)
         own = {flat: flat.master.clone() for flat in self._averages}
         self._exchange(self._averages)
         passes.values_by = f"`with {_APPLIED}:`"
@@ -93,7 +93,7 @@ class EMA:
             passes.values_by = ""
             # A rank may come here by an error that the others did not have.
             meet(f"the end of {_APPLIED}", limit_seconds=engine.limit_seconds)
-            engine.runner.wait_gathers()
+            engine.core.wait_gathers()
             self._exchange(own)
 
     @torch.no_grad()
@@ -102,7 +102,7 @@ class EMA:
             flat.writes.before_own()
             flat.master.copy_(value)
             flat.writes.after_own()
-        distribute(self._engine.runner)
+        self._engine.core.distribute()
 
     def of_flat(self, flat: FlatParams) -> Tensor | None:
         """The averages of a buffer's parameters, as its master; None where it has none."""

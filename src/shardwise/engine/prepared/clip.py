@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.comm.rank_progress import waiting_in
+from shardwise.engine.core.events import announce
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.errors import InvalidData
 from shardwise.plan.placement import SHARDED
@@ -23,8 +24,7 @@ def clip_grad_norm_(
     """
     engine = engine_of(model)
     engine.check_between_steps(what="clip_grad_norm_")
-    engine.runner.writes.follow_grads()
-    engine.runner.passes.end()
+    announce(engine.core.events.gradients_asked)
     everywhere, slices = (_grads(engine, sharded=sharded) for sharded in (False, True))
     total = _norm(everywhere, slices, engine=engine, norm_type=float(norm_type))
     if error_if_nonfinite and not total.isfinite():

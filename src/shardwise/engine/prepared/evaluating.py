@@ -20,14 +20,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     Where parameters are sharded a gather needs every rank. So the ranks tell each other before each gather what they
     want next, and all take part; one that has come to the end of the block goes on taking part until all have
-    (engine/core/learn.py). Without sharded parameters it costs nothing.
+    (engine/core/first_forward.py). Without sharded parameters it costs nothing.
     """
-    runner = engine_of(model).runner
-    runner.passes.check_values(_NAME)
-    runner.wait_gathers()
-    runner.passes.values_by = f"`with {_NAME}:`"
+    core = engine_of(model).core
+    core.passes.check_values(_NAME)
+    core.wait_gathers()
+    core.passes.values_by = f"`with {_NAME}:`"
     try:
-        with runner.evaluation.agreeing(_NAME) if runner.any_sharded else nullcontext():
+        with core.evaluation.agreeing(_NAME) if core.any_sharded else nullcontext():
             yield
     finally:
-        runner.passes.values_by = ""
+        core.passes.values_by = ""

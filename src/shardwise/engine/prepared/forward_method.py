@@ -63,7 +63,7 @@ def run_inside_forward(
 
 def _without_ours(model: nn.Module, hooks: Hooks) -> Hooks:
     engine = engine_of(model)
-    ours = {handle.id for handle in (*engine.handles, *engine.runner.hooks.handles)}
+    ours = {handle.id for handle in (*engine.handles, *engine.core.handles)}
     return {
         table: OrderedDict((number, hook) for number, hook in own.items() if number not in ours)
         for table, own in hooks.items()

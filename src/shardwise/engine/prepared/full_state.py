@@ -10,6 +10,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from shardwise.comm.agreement import meet
+from shardwise.engine.core.events import announce
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
 from shardwise.errors import InvalidData
@@ -41,7 +42,7 @@ def _take_part(engine: Engine, optimizer: Optimizer | None) -> None:
             flat.full_master()
     if optimizer is not None:
         engine.owned.adopt_alike(optimizer)
-        whole_states(optimizer, flats=engine.flats, matrices=engine.runner.matrices.of(optimizer), keeps=False)
+        whole_states(optimizer, flats=engine.flats, matrices=engine.owned.matrices.of(optimizer), keeps=False)
 
 
 def _begin_state(engine: Engine) -> None:
@@ -105,14 +106,14 @@ def load_tensors(
 ) -> _IncompatibleKeys:
     """Fill the owned slices from full tensors by name."""
     engine.check_between_steps(what="load_state_dict")
-    engine.runner.passes.check_values("load_state_dict")
+    engine.core.passes.check_values("load_state_dict")
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
     if strict and (missing or unexpected):
         raise InvalidData(f"the state does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}")
     # Nothing may still be on its way into what is filled; and not every name need be in the state.
-    engine.runner.wait_gathers()
-    engine.runner.writes.settle()
+    engine.core.wait_gathers()
+    announce(engine.core.events.values_read, False)
     places = {id(p): (flat, index) for flat in engine.flats for index, p in enumerate(flat.params)}
     for name in own:
         if name not in state:
@@ -129,9 +130,7 @@ def load_tensors(
                 place[0].fill(place[1], state[name])
             else:
                 own[name].copy_(state[name])
-    for unit in engine.runner.units.values():
-        unit.refilled()
-    engine.runner.writes.settled()
+    engine.core.filled()
     return _IncompatibleKeys(missing, unexpected)
 
 
@@ -142,7 +141,7 @@ def _optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
         for group, names in zip(optimizer.param_groups, engine.owned.group_names[optimizer], strict=True)
     ]
     return {
-        "state": whole_states(optimizer, flats=engine.flats, matrices=engine.runner.matrices.of(optimizer)),
+        "state": whole_states(optimizer, flats=engine.flats, matrices=engine.owned.matrices.of(optimizer)),
         "param_groups": groups,
     }
 
@@ -151,7 +150,7 @@ def _optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
 def _load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     engine.owned.adopt_alike(optimizer)
     states = named_states(state, groups=engine.owned.group_names[optimizer])
-    own = own_states(states, flats=engine.flats, matrices=engine.runner.matrices.of(optimizer))
+    own = own_states(states, flats=engine.flats, matrices=engine.owned.matrices.of(optimizer))
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     optimizer.state.update(own)

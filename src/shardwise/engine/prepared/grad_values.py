@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.comm.rank_progress import waiting_in
+from shardwise.engine.core.events import announce
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.errors import InvalidData
@@ -56,8 +57,7 @@ def _between_steps(model: nn.Module, *, what: str) -> Engine:
     """The engine, once what was written into `p.grad` is in the slices."""
     engine = engine_of(model)
     engine.check_between_steps(what=what)
-    engine.runner.writes.follow_grads()
-    engine.runner.passes.end()
+    announce(engine.core.events.gradients_asked)
     return engine
 
 

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.engine import Engine, engine_of
-from shardwise.engine.guards.guard import unguarded
 from shardwise.plan.placement import SHARDED
 from shardwise.vocabulary.categories import GATHERED, GRADS, HOST, OPTIM, OTHER, PARAMS, REDUCE
 
@@ -51,7 +51,7 @@ def held_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterat
     yield from _of_matrices(engine, optimizer)
     for buffer in model.buffers():
         yield OTHER, buffer
-    yield OTHER, engine.runner.flags.flags
+    yield OTHER, engine.core.flags
 
 
 def _averages(engine: Engine) -> Iterator[tuple[str, Tensor]]:
@@ -65,7 +65,7 @@ def _of_matrices(engine: Engine, optimizer: Optimizer | None) -> Iterator[tuple[
     """The states of matrices that this rank owns; during an update also the matrices and their gradients."""
     if optimizer is None:
         return
-    for matrix in engine.runner.matrices.of(optimizer):
+    for matrix in engine.owned.matrices.of(optimizer):
         if matrix.whole is None:
             continue
         for value in optimizer.state.get(matrix.whole, {}).values():
@@ -100,7 +100,7 @@ def _of_flat(flat: FlatParams, optimizer: Optimizer | None) -> Iterator[tuple[st
 
 
 def _of_buckets(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    for bucket in engine.runner.executor.buckets.values():
+    for bucket in engine.core.buckets.values():
         for segment in bucket.segments:
             if segment.kept is not None:
                 yield GRADS, segment.kept

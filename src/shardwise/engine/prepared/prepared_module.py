@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.activations.wrap import wrap_units
+from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.engine import engine_of, register, unregister
-from shardwise.engine.guards.guard import unguarded
 from shardwise.engine.prepared.accumulate import accumulate
 from shardwise.engine.prepared.full_state import full_tensors, load_tensors
 from shardwise.errors import InvalidModel
@@ -30,8 +30,8 @@ class PreparedModule(nn.Module):
 
         Inside shardwise.evaluating it need not, and another rank may not generate at all.
         """
-        runner = engine_of(self).runner
-        return runner.any_sharded and runner.evaluation.agreed is None
+        core = engine_of(self).core
+        return core.any_sharded and core.evaluation.agreed is None
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A pass in here does not reduce its gradients, as under DistributedDataParallel (`shardwise.accumulate`)."""
@@ -41,14 +41,14 @@ class PreparedModule(nn.Module):
         """Clear the gradients, also those that the optimizer steps by."""
         engine = engine_of(self)
         kept = [] if set_to_none else [part.parameter.grad for flat in engine.flats for part in flat.owned]
-        engine.runner.forget_grads({name for flat in engine.flats for name in flat.names}, drop=set_to_none)
+        engine.core.forget_grads({name for flat in engine.flats for name in flat.names}, drop=set_to_none)
         for grad in kept:
             if grad is not None:
                 grad.zero_()
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Full names, shapes and master values, on every rank. Collective; inside shardwise.whole they are there."""
-        if engine_of(self).runner.passes.lent:
+        if engine_of(self).core.passes.lent:
             return super().state_dict(*arguments, **options)
         with unguarded():
             state = super().state_dict(*arguments, **{**options, "keep_vars": True})
@@ -81,8 +81,8 @@ class PreparedModule(nn.Module):
         finally:
             self.__class__ = prepared
             register(self, engine)
-            engine.attach(self)
-            engine.undo = wrap_units(self, units=engine.runner.units, plan=engine.plan, device=engine.device)
+            engine.attach()
+            engine.undo = wrap_units(self, units=engine.core.units, plan=engine.plan, device=engine.device)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidModel("a prepared model cannot be pickled: save shardwise.full_state_dict(model) instead")

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.engine import Engine, engine_of
-from shardwise.engine.guards.guard import unguarded
-from shardwise.engine.prepared.edit import distribute, editing
 from shardwise.engine.prepared.prepared_module import PreparedModule
 from shardwise.plan.placement import SHARDED
 
@@ -67,7 +66,7 @@ def held(model: nn.Module) -> OwnedModel:
     engine = engine_of(model)
     assert isinstance(model, PreparedModule)
     engine.check_state(what="a checkpoint")
-    engine.runner.wait_gathers()
+    engine.core.wait_gathers()
     first = {id(p): name for flat in engine.flats for p, name in zip(flat.params, flat.names, strict=True)}
     with unguarded():
         state = super(PreparedModule, model).state_dict(keep_vars=True)
@@ -109,7 +108,7 @@ def _owned_slices(engine: Engine) -> list[OwnedSlice]:
 
 
 def _stepped(engine: Engine, slices: list[OwnedSlice]) -> list[OwnedSlice]:
-    matrices = engine.runner.matrices.of(None)
+    matrices = engine.owned.matrices.of(None)
     owned = {matrix.name for matrix in matrices}
     wholes = [
         OwnedSlice(
@@ -129,7 +128,7 @@ def _stepped(engine: Engine, slices: list[OwnedSlice]) -> list[OwnedSlice]:
 
 def slices_filled(model: nn.Module) -> None:
     """New values have come into the owned slices: whatever else holds them follows. Collective."""
-    distribute(engine_of(model).runner)
+    engine_of(model).core.distribute()
 
 
 @contextmanager
@@ -137,8 +136,8 @@ def edit(model: nn.Module) -> Iterator[None]:
     """What is written into `optimizer.param_groups` in here reaches every rank. Collective."""
     engine = engine_of(model)
     engine.check_between_steps(what="shardwise.edit")
-    engine.runner.passes.check_values("shardwise.edit")
-    with editing(engine.runner):
+    engine.core.passes.check_values("shardwise.edit")
+    with engine.core.editing():
         yield
 
 

@@ -28,7 +28,7 @@ def mean_count(model: nn.Module, count: float) -> float:
     accumulation give the count of the whole step to every pass. Collective, and it waits for the others.
     """
     engine = engine_of(model)
-    passes = engine.runner.passes
+    passes = engine.core.passes
     total = summed(count if passes.counts else 0.0, device=engine.device)
     return total / (passes.num_counting or engine.groups.mesh.num_ranks)
 
@@ -51,17 +51,17 @@ def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
     have a batch, and BatchNorm's statistics come from one of those. Collective: a small exchange a batch.
     """
     engine = engine_of(model)
-    if engine.runner.passes.num_counting is not None:
+    if engine.core.passes.num_counting is not None:
         raise InvalidModel("shardwise.join inside shardwise.join: one loop over batches at a time")
     try:
         yield from _joined(engine, iter(batches))
     finally:
-        passes = engine.runner.passes
+        passes = engine.core.passes
         passes.num_counting, passes.counts = None, True
 
 
 def _joined(engine: Engine, mine: Iterator[Batch]) -> Iterator[Batch]:
-    passes = engine.runner.passes
+    passes = engine.core.passes
     last: Batch | None = None
     while True:
         batch = next(mine, None)
@@ -80,5 +80,5 @@ def _joined(engine: Engine, mine: Iterator[Batch]) -> Iterator[Batch]:
         assert last is not None
         yield last
     # The buffers that count are those of a rank that had data to the end.
-    engine.runner.broadcast_buffers()
+    engine.core.broadcast_buffers()
     passes.source = 0

@@ -19,7 +19,7 @@ def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iter
     A buffer of one unit's parameters is gathered at a time, and is the receiver's to keep or to let go.
     """
     engine = engine_of(model)
-    passes = engine.runner.passes
+    passes = engine.core.passes
     engine.check_between_steps(what="shardwise.weight_stream")
     found = held(model)
     before, passes.values_by = passes.values_by, _NAME
@@ -27,7 +27,7 @@ def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iter
         for name in _in_order(engine):
             # A rank that has stopped to take weights is named, instead of being waited for.
             meet(f"shardwise.weight_stream at {name}", limit_seconds=engine.limit_seconds)
-            for flat in engine.runner.units[name].flats:
+            for flat in engine.core.units[name].flats:
                 yield from _named(flat, flat.full_master(dtype=_wanted(flat.master, dtype)), found)
         for name, value in found.buffers.items():
             # A module's extra state is no weight.
@@ -40,7 +40,7 @@ def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iter
 
 def _in_order(engine: Engine) -> list[str]:
     """The units as a step calls them, then those that it does not call."""
-    return list(dict.fromkeys((*engine.runner.spec.call_order, *engine.runner.units)))
+    return list(dict.fromkeys((*engine.core.spec.call_order, *engine.core.units)))
 
 
 def _named(flat: FlatParams, whole: Tensor, found: OwnedModel) -> Iterator[tuple[str, Tensor]]:

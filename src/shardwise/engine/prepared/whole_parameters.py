@@ -16,7 +16,6 @@ from shardwise.comm.collectives import own_slice
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.engine import engine_of
 from shardwise.engine.guards.replicas import bit_sums
-from shardwise.engine.prepared.edit import distribute
 from shardwise.errors import InvalidModel
 from shardwise.plan.placement import SHARDED
 
@@ -27,11 +26,11 @@ _NAME = "shardwise.whole(model)"
 def whole(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     """The model's parameters are whole in here. Collective, on the way in, and with `write` on the way out."""
     engine = engine_of(model)
-    passes = engine.runner.passes
+    passes = engine.core.passes
     passes.check_values(_NAME)
     engine.check_state(what=_NAME)
     meet(_NAME, limit_seconds=engine.limit_seconds)
-    engine.runner.wait_gathers()
+    engine.core.wait_gathers()
     lent = [_Lent(flat) for flat in engine.flats]
     passes.values_by, passes.lent = f"`with {_NAME}:`", True
     try:
@@ -50,7 +49,7 @@ def whole(model: nn.Module, *, write: bool = False) -> Iterator[None]:
             one.take_back()
         passes.values_by, passes.lent = "", False
     if write:
-        distribute(engine.runner)
+        engine.core.distribute()
 
 
 class _Lent:

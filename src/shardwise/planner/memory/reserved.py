@@ -1,7 +1,7 @@
 """What the caching allocator reserves for a plan: its steps, storage by storage, through the allocator's model.
 
 The optimizer's state comes into being in the first step, in memory that the first backward has left; so three steps are
-run. The first one gathers in another order (program/first_step.py), which decides where that state comes to lie.
+run. The first one gathers in another order (program/rules/learning.py), which decides where that state comes to lie.
 
 Of many equal units a moderate number is run, and what each further one adds is taken to be the same.
 

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwise.plan.placement import SHARDED, Placement
-from shardwise.program.operations import Bucket, Operation, Trigger
+from shardwise.program.operations import OF_A_STEP, Bucket, Kind, Operation, Trigger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,7 @@ class StepContext:
     owned_bytes   of each unit, the matrices that one rank each owns, as they are stepped
     slice_bytes   of the buckets whose slices are reduced over a second axis of the mesh, and of no others
     reduces       whether this pass reduces its gradients, or keeps them for a later pass
+    alone         whether this rank is the only one of the job; `alone_on_shard`: the only one on its shard axis
     """
 
     placements: Mapping[str, Placement]
@@ -37,6 +38,24 @@ class StepContext:
     reduces: bool
     prefetch: int
     reduces_in_flight: int
+    alone: bool
+    alone_on_shard: bool
+
+    def gather(self, unit: str) -> Operation:
+        """Gather a unit's parameters."""
+        return self._gather(unit, self.gather_bytes[unit])
+
+    def gather_updated(self, unit: str) -> Operation:
+        """Gather the parameters of a unit that an update has changed."""
+        return self._gather(unit, self.update_gather_bytes[unit])
+
+    def _gather(self, unit: str, num_bytes: int) -> Operation:
+        return Operation(kind=Kind.GATHER, subject=unit, num_bytes=num_bytes, is_local=self.alone_on_shard)
+
+    def reduce(self, bucket: Bucket) -> Operation:
+        """Reduce a bucket: over the shard axis where its gradients are sharded, else over all ranks."""
+        is_local = self.alone_on_shard if self.grads_sharded(bucket) else self.alone
+        return Operation(kind=Kind.REDUCE, subject=bucket.name, num_bytes=bucket.num_bytes, is_local=is_local)
 
     def sharded(self, unit: str) -> bool:
         """Whether there is anything to gather and free."""
@@ -74,4 +93,4 @@ class Rules:
 
 def one_per_trigger(*rules: Rule) -> Mapping[Trigger, Rule]:
     """Rules in the order of the triggers: before and after forward, before backward, grads ready, and the two ends."""
-    return MappingProxyType(dict(zip(Trigger, rules, strict=True)))
+    return MappingProxyType(dict(zip(OF_A_STEP, rules, strict=True)))

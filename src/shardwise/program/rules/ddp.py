@@ -43,7 +43,7 @@ def grads_ready(state: DdpState, event: StepEvent, context: StepContext) -> Outc
     taken = Operation(kind=Kind.TAKE_GRADS, subject=event.unit)
     if not context.reduces or not state.with_grads.issuperset(bucket.units):
         return state, (taken,)
-    state, reduced = _reduce(state, bucket)
+    state, reduced = _reduce(state, bucket, context)
     return state, (taken, *reduced)
 
 
@@ -53,7 +53,7 @@ def backward_done(state: DdpState, event: StepEvent, context: StepContext) -> Ou
         missing = [unit for unit in bucket.units if unit not in state.with_grads]
         operations += tuple(Operation(kind=Kind.TAKE_GRADS, subject=unit) for unit in missing)
         if missing and context.reduces:
-            state, reduced = _reduce(state, bucket)
+            state, reduced = _reduce(state, bucket, context)
             operations += reduced
     waits = tuple(Operation(kind=Kind.WAIT_REDUCE, subject=bucket.name) for bucket in state.reducing)
     return DdpState(), operations + waits
@@ -74,6 +74,5 @@ DDP = Rules(
 )
 
 
-def _reduce(state: DdpState, bucket: Bucket) -> Outcome:
-    reduced = Operation(kind=Kind.REDUCE, subject=bucket.name, num_bytes=bucket.num_bytes)
-    return replace(state, reducing=(*state.reducing, bucket)), (reduced,)
+def _reduce(state: DdpState, bucket: Bucket, context: StepContext) -> Outcome:
+    return replace(state, reducing=(*state.reducing, bucket)), (context.reduce(bucket),)

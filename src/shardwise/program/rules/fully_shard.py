@@ -46,7 +46,7 @@ def before_forward(state: FullyShardState, event: StepEvent, context: StepContex
     if event.unit in state.whole or not context.sharded(event.unit):
         return state, (computes,)
     state = replace(state, whole=state.whole | {event.unit}, left=event.unit)
-    return state, (_gather(event.unit, context), _wait(event.unit), computes)
+    return state, (context.gather(event.unit), _wait(event.unit), computes)
 
 
 def after_forward(state: FullyShardState, event: StepEvent, context: StepContext) -> Outcome:
@@ -64,13 +64,13 @@ def before_backward(state: FullyShardState, event: StepEvent, context: StepConte
     unit = event.unit
     operations: tuple[Operation, ...] = ()
     if unit not in state.whole and context.sharded(unit):
-        operations += () if unit in state.ahead else (_gather(unit, context),)
+        operations += () if unit in state.ahead else (context.gather(unit),)
         operations += (_wait(unit),)
         state = replace(state, whole=state.whole | {unit}, ahead=state.ahead - {unit})
     target = _before(state, event)
     if target is not None and target not in state.whole | state.ahead:
         state = replace(state, ahead=state.ahead | {target})
-        operations += (_gather(target, context),)
+        operations += (context.gather(target),)
     return state, (*operations, Operation(kind=Kind.BACKWARD, subject=unit))
 
 
@@ -111,10 +111,6 @@ FULLY_SHARD = Rules(
 )
 
 
-def _gather(unit: str, context: StepContext) -> Operation:
-    return Operation(kind=Kind.GATHER, subject=unit, num_bytes=context.gather_bytes[unit])
-
-
 def _wait(unit: str) -> Operation:
     return Operation(kind=Kind.WAIT_GATHER, subject=unit)
 
@@ -144,7 +140,7 @@ def _take(state: FullyShardState, unit: str, bucket: Bucket | None, context: Ste
     operations += (Operation(kind=Kind.TAKE_GRADS, subject=unit),)
     if not context.reduces:
         return state, operations
-    operations += (Operation(kind=Kind.REDUCE, subject=bucket.name, num_bytes=bucket.num_bytes),)
+    operations += (context.reduce(bucket),)
     if bucket.name in context.slice_bytes:
         num_bytes = context.slice_bytes[bucket.name]
         operations += (Operation(kind=Kind.REDUCE_SLICE, subject=bucket.name, num_bytes=num_bytes),)

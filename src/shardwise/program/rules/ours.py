@@ -2,6 +2,7 @@
 under way, and when each is waited for.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shardwise.plan.placement import SHARDED
@@ -109,22 +110,20 @@ def after_step(state: State, event: StepEvent, context: StepContext) -> Outcome:
     waits = tuple(Operation(kind=Kind.WAIT_GATHER, subject=unit) for unit in late)
     in_order_of_use = dict.fromkeys((*context.calls, *context.placements))
     updated = [unit for unit in in_order_of_use if _gathered_after_update(unit, context)]
-    gathers = tuple(
-        Operation(kind=Kind.GATHER, subject=unit, num_bytes=context.update_gather_bytes[unit]) for unit in updated
-    )
+    gathers = tuple(context.gather_updated(unit) for unit in updated)
     owned = [(unit, num_bytes) for unit, num_bytes in context.owned_bytes.items() if num_bytes]
     # The values and the gradients.
-    there = tuple(Operation(kind=Kind.TO_OWNERS, subject=unit, num_bytes=2 * size) for unit, size in owned)
-    back = tuple(Operation(kind=Kind.FROM_OWNERS, subject=unit, num_bytes=size) for unit, size in owned)
-    state = replace(state, arrived=state.arrived - set(updated))
+    there = tuple(_moved(Kind.TO_OWNERS, unit, 2 * size, context) for unit, size in owned)
+    back = tuple(_moved(Kind.FROM_OWNERS, unit, size, context) for unit, size in owned)
+    state = replace(state, arrived=state.arrived - _under_way(updated, context))
     return state, (*waits, *there, Operation(kind=Kind.UPDATE, subject=ROOT), *back, *gathers)
 
 
 def first_state(context: StepContext) -> State:
     """How a step finds things: as the step before it left them."""
     replicated = frozenset(unit for unit in context.placements if not context.sharded(unit))
-    on_their_way = {unit for unit in replicated if _gathered_after_update(unit, context)}
-    return State(whole=replicated, arrived=replicated - on_their_way)
+    updated = [unit for unit in replicated if _gathered_after_update(unit, context)]
+    return State(whole=replicated, arrived=replicated - _under_way(updated, context))
 
 
 OURS = Rules(
@@ -143,8 +142,9 @@ def _gathered_after_update(unit: str, context: StepContext) -> bool:
 
 def _gather_and_wait(state: State, unit: str, coming: tuple[str, ...], context: StepContext) -> Outcome:
     missing = [other for other in _wanted(unit, coming, context) if other not in state.whole]
-    operations = tuple(_gather(other, context) for other in missing)
-    state = replace(state, whole=state.whole | set(missing))
+    operations = tuple(context.gather(other) for other in missing)
+    arrived = state.arrived | (set(missing) - _under_way(missing, context))
+    state = replace(state, whole=state.whole | set(missing), arrived=arrived)
     if unit not in state.arrived:
         operations += (Operation(kind=Kind.WAIT_GATHER, subject=unit),)
         state = replace(state, arrived=state.arrived | {unit})
@@ -157,8 +157,13 @@ def _wanted(unit: str, coming: tuple[str, ...], context: StepContext) -> list[st
     return list(dict.fromkeys((unit, *ahead[: context.prefetch])))
 
 
-def _gather(unit: str, context: StepContext) -> Operation:
-    return Operation(kind=Kind.GATHER, subject=unit, num_bytes=context.gather_bytes[unit])
+def _under_way(gathered: Iterable[str], context: StepContext) -> set[str]:
+    """Which of the units whose gather is issued have to be waited for: none where it is a copy on this rank."""
+    return set() if context.alone_on_shard else set(gathered)
+
+
+def _moved(kind: Kind, unit: str, num_bytes: int, context: StepContext) -> Operation:
+    return Operation(kind=kind, subject=unit, num_bytes=num_bytes, is_local=context.alone_on_shard)
 
 
 def _free(state: State, unit: str) -> Outcome:
@@ -176,8 +181,7 @@ def _reduce(state: State, bucket: Bucket, context: StepContext) -> Outcome:
     bounded = [other for other in state.reducing if context.grads_sharded(other)]
     if context.grads_sharded(bucket) and len(bounded) >= context.reduces_in_flight:
         state, operations = _wait_reduce(state, bounded[0], context)
-    operations += (Operation(kind=Kind.REDUCE, subject=bucket.name, num_bytes=bucket.num_bytes),)
-    return replace(state, reducing=(*state.reducing, bucket)), operations
+    return replace(state, reducing=(*state.reducing, bucket)), (*operations, context.reduce(bucket))
 
 
 def _wait_reduce(state: State, bucket: Bucket, context: StepContext) -> Outcome:

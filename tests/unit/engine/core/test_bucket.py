@@ -10,16 +10,15 @@ from torch import Tensor, nn
 
 from shardwise.engine.core.bucket import ReduceBucket
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.pass_state import PassState
 from shardwise.engine.core.segment import Segment
-from shardwise.engine.core.tape import Tape
+from shardwise.engine.core.setting import CoreSetting
 from shardwise.engine.core.unit import Unit
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 from shardwise.program import Bucket
 from shardwise.program.buffers import flat_specs
-from shardwise.spec import TensorSpec, UnitSpec
+from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 
 SHAPES = ((5, 3), (40,))
 TWO_RANKS = Mesh(shard=2)
@@ -31,10 +30,16 @@ class Rank:
 
     def __init__(self, peers: Peers, *, rank: int, mesh: Mesh, plan: Plan, units: tuple[str, ...]) -> None:
         self.collectives: PeerCollectives = peers.rank(rank)
-        self.passes = PassState()
-        self.tape = Tape()
-        self.tape.recording = True
         groups = groups_of(mesh, rank=rank)
+        setting = CoreSetting(
+            spec=ModelSpec(name="none", units=(UnitSpec(name=ROOT, class_name="Net"),), call_order=(ROOT,)),
+            plan=plan,
+            groups=groups,
+            collectives=self.collectives,
+            device=torch.device("cpu"),
+        )
+        self.passes, self.tape = setting.passes, setting.tape
+        self.tape.recording = True
         placement = STRATEGIES[plan.strategy]
         self.units: list[Unit] = []
         for name in units:
@@ -55,17 +60,16 @@ class Rank:
                 flat.full.untyped_storage().resize_(flat.full_bytes)
                 for index, parameter in enumerate(flat.params):
                     flat.attach(index, parameter)
-            unit = Unit(name, module=nn.Identity(), placement=placement, flats=flats, tape=self.tape)
+            unit = Unit(
+                name, module=nn.Identity(), placement=placement, flats=flats, tape=self.tape, events=setting.events
+            )
             unit.grads = SimpleNamespace(closed=False, arrived=set(), expected=frozenset())  # type: ignore[assignment]
             unit.trained_flats = flats
             self.units.append(unit)
         self.bucket = ReduceBucket(
             Bucket(name="+".join(units), units=units, num_bytes=0),
             units=self.units,
-            groups=groups,
-            collectives=self.collectives,
-            tape=self.tape,
-            passes=self.passes,
+            setting=setting,
         )
 
     def backward(self, *values: float | None) -> None:

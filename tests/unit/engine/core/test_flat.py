@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import refresh
-from shardwise.engine.core.host import HostCopies
+from shardwise.engine.offload.host import HostCopies
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, STRATEGIES
@@ -59,9 +59,16 @@ def make(
     return flats, parameters
 
 
+def start_gather(flat: FlatParams) -> None:
+    """As a unit does it."""
+    flat.make_room()
+    flat.load_own()
+    flat.gathering = flat.collectives.all_gather(flat.full, group=flat.groups.gather, own=flat.own_full)
+
+
 def gather(flats: list[FlatParams]) -> None:
     for flat in flats:
-        flat.gather()
+        start_gather(flat)
     for flat in flats:
         flat.wait_gather()
 
@@ -123,7 +130,7 @@ def test_what_autograd_saved_is_valid_after_a_free_and_a_gather(strategy: str) -
 def test_a_free_waits_for_the_gather_that_is_under_way(strategy: str) -> None:
     flats, _ = make(strategy)
     for flat in flats:
-        flat.gather()
+        start_gather(flat)
     for flat in flats:
         flat.free()
         assert flat.gathering is None
@@ -133,7 +140,7 @@ def test_a_free_waits_for_the_gather_that_is_under_way(strategy: str) -> None:
 def test_until_it_is_waited_for_a_gather_is_not_there() -> None:
     flats, parameters = make("fsdp")
     for flat in flats:
-        flat.gather()
+        start_gather(flat)
     assert parameters[0][0].isnan().all()
     flats[0].wait_gather()
     assert_values(parameters[0])

@@ -15,8 +15,9 @@ from shardwise.comm.absent import absent_group
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.engine import engine_of, tape
 from shardwise.errors import InvalidData, InvalidModel
+from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
-from shardwise.program import Kind, build
+from shardwise.program import Kind, build, build_first_step
 from shardwise.spec import ROOT, UNANNOUNCED
 
 each_strategy = pytest.mark.parametrize("strategy", list(STRATEGIES))
@@ -75,7 +76,7 @@ class Training:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         _, self.optimizer = shardwise.prepare(model, optimizer, self.plan)
         self.engine = engine_of(model)
-        self.runner = self.engine.runner
+        self.core = self.engine.core
         self.engine.tape.recording = True
 
     def step(self, number: int = 0) -> float:
@@ -93,13 +94,13 @@ class Training:
 
     def program(self, *, reduces: bool = True) -> list[str]:
         """What the program that was learned says."""
-        return [str(one) for one in build(self.runner.spec, plan=self.plan, reduces=reduces).operations()]
+        return [str(one) for one in build(self.core.spec, plan=self.plan, mesh=Mesh(), reduces=reduces).operations()]
 
     def unit(self, name: str) -> Unit:
-        return self.runner.units[name]
+        return self.core.units[name]
 
     def whole(self) -> set[str]:
-        return {unit.name for unit in self.runner.units.values() if unit.sharded and unit.whole}
+        return {unit.name for unit in self.core.units.values() if unit.sharded and unit.whole}
 
     def weights(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.model.state_dict().items()}
@@ -174,30 +175,20 @@ def test_the_first_step_learns_the_order_in_which_units_are_called() -> None:
     model = net()
     model.calls = [2, 0, 2]
     training = Training(model)
-    assert not training.runner.learned
-    assert training.runner.spec.call_order == (ROOT, "blocks.0", "blocks.1", "blocks.2")
+    assert not training.core.learned
+    assert training.core.spec.call_order == (ROOT, "blocks.0", "blocks.1", "blocks.2")
     training.step()
-    assert training.runner.learned
+    assert training.core.learned
     # What was not called has its place all the same: other ranks might call it.
-    assert training.runner.spec.call_order == (ROOT, "blocks.2", "blocks.0", "blocks.1", "blocks.2")
+    assert training.core.spec.call_order == (ROOT, "blocks.2", "blocks.0", "blocks.1", "blocks.2")
 
 
 @sharded
 def test_the_first_step_gathers_on_demand_and_goes_back_by_the_program(strategy: str) -> None:
     training = Training(net(), strategy=strategy, prefetch=1)
     training.step()
-    first = training.issued()
-    calls = (ROOT, "blocks.0", "blocks.1", "blocks.2")
-    expected = [f"{verb} {unit}" for unit in calls for verb in ("gather", "wait gather", "forward")]
-    forward = [entry for entry in first[: first.index("backward (root)")] if not entry.startswith("free")]
-    assert forward[: len(expected)] == expected
-    # It frees every block after its call; the program keeps the last one for backward.
-    assert forward[len(expected) :] == (["gather blocks.2"] if strategy == "fsdp" else [])
-    backward = first[first.index("backward (root)") :]
-    if strategy == "fsdp":
-        backward.remove("wait gather blocks.2")
-    program = training.program()
-    assert backward == program[program.index("backward (root)") :]
+    expected = build_first_step(training.core.spec, plan=training.plan, mesh=Mesh())
+    assert training.issued() == list(map(str, expected.operations()))
 
 
 @sharded
@@ -336,13 +327,11 @@ def test_a_call_more_than_in_the_first_step_is_served_and_recorded() -> None:
     operations = training.issued()
     forward = operations[: operations.index("backward (root)")]
     # The second call gathers again, without a place in the program.
-    assert forward[3:11] == [
+    assert forward[2:8] == [
         "gather blocks.0",
-        "wait gather blocks.0",
         "forward blocks.0",
         "free blocks.0",
         "gather blocks.0",
-        "wait gather blocks.0",
         "forward blocks.0",
         "gather blocks.1",
     ]
@@ -398,7 +387,7 @@ def test_a_dynamic_plan_learns_every_step(strategy: str) -> None:
 
     training = Training(net(), strategy=strategy, dynamic=True)
     body(training.model, training.optimizer)
-    called = [name for name in training.runner.spec.call_order if name == "blocks.1"]
+    called = [name for name in training.core.spec.call_order if name == "blocks.1"]
     assert len(called) == 2
     assert_equal(training.weights(), plain(net(), body))
 
@@ -456,7 +445,7 @@ def test_a_unit_whose_tensors_cannot_be_found_stays_gathered_until_backward_ends
         training.step(1)
     operations = training.issued()
     assert operations == training.program()
-    assert training.runner.spec.unit("blocks.0").backward == UNANNOUNCED
+    assert training.core.spec.unit("blocks.0").backward == UNANNOUNCED
     assert operations.index("free blocks.0") > operations.index("backward (root)")
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.guards.guard import Resting, ShardedParameter, refuse, rest, unguarded, wake
+from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.guards.guard import Resting, ShardedParameter, refuse, rest, wake
 
 
 def resting(*, dropped: list[bool] | None = None) -> nn.Parameter:

@@ -1,8 +1,8 @@
-"""The first step: which units are called, on any rank, and in which order.
+"""The first forward: which units are called, on any rank, and in which order.
 
 Ranks may call different units (a branch that depends on the data), and a gather needs every rank. So in the first
 forward the ranks tell each other before each gather what they want next, and all take part in all of it; one that
-has come to the end of its forward goes on taking part until all have.
+has come to the end of its forward continues to take part until all have.
 """
 
 from collections import Counter
@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from shardwise.engine.core.unit import Unit
-from shardwise.program import StepProgram
+from shardwise.program import Row
+from shardwise.program.rules.context import StepContext
+from shardwise.program.rules.demand import agreed, released
 from shardwise.spec import ANNOUNCED, NONE, ModelSpec, most_demanding
 
 _END = ""
@@ -20,23 +22,31 @@ _END = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What one rank saw in its first forward: its calls, how backward will come to each unit, what is whole now.
-
-    inputs   a digest of what the model was given (first_inputs.py)
-    """
+    """What one rank saw in its first forward: its calls, how backward will come to each unit, what is gathered now."""
 
     calls: tuple[str, ...]
     backward: Mapping[str, str]
-    whole: frozenset[str]
-    inputs: str | None = None
+    gathered: frozenset[str]
 
 
 class FirstForward:
-    """Gathers on demand, in step with the other ranks. `exchange`: a word → every rank's word."""
+    """Gathers on demand, in step with the other ranks.
 
-    def __init__(self, units: Mapping[str, Unit], *, exchange: Callable[[str], list[str]]) -> None:
+    exchange   a word → every rank's word
+    run        runs a row
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, Unit],
+        *,
+        context: StepContext,
+        exchange: Callable[[str], list[str]],
+        run: Callable[[Row], None],
+    ) -> None:
         self.units = units
         self.exchange = exchange
+        self._context, self._run = context, run
         self.calls: list[str] = []
         self.backward: dict[str, str] = {}
         # What is left to gather of what the ranks have agreed on; any, if memory ran out.
@@ -63,7 +73,7 @@ class FirstForward:
         return places
 
     def want(self, unit: Unit) -> None:
-        """Make a unit whole, and on the way what other ranks want."""
+        """Gather a unit, and on the way what other ranks want."""
         while not unit.whole:
             self._round(unit.name)
 
@@ -75,8 +85,8 @@ class FirstForward:
         self._gather_agreed(wish=_END)
         while self._round(_END):
             pass
-        whole = frozenset(unit.name for unit in self.units.values() if unit.whole)
-        return Observation(calls=tuple(self.calls), backward=self.backward, whole=whole)
+        gathered = frozenset(unit.name for unit in self.units.values() if unit.whole)
+        return Observation(calls=tuple(self.calls), backward=self.backward, gathered=gathered)
 
     def _round(self, wish: str) -> bool:
         """One exchange; whether anybody wanted anything."""
@@ -87,20 +97,19 @@ class FirstForward:
 
     def _gather_agreed(self, *, wish: str) -> None:
         while self._agreed:
-            unit = self.units[self._agreed[0]]
-            was_whole = unit.whole
-            unit.gather()
-            unit.wait_gather()
-            if self._agreed.pop(0) != wish and not was_whole:
-                unit.free()
+            name = self._agreed[0]
+            was_gathered = self.units[name].whole
+            self._run(agreed(name, self._context))
+            if self._agreed.pop(0) != wish and not was_gathered:
+                self._run(released(name))
 
 
 def learned(
     spec: ModelSpec, *, seen: Sequence[Observation], sharded: Iterable[str], trainable: AbstractSet[str]
 ) -> ModelSpec:
-    """The spec with what all ranks together saw, and with the parameters that are trained now.
+    """Return the spec with what all ranks together saw, and with the parameters that are trained now.
 
-    A sharded unit that nobody called has its place all the same, so that every rank gathers it should one of them
+    A sharded unit that no rank called has its place all the same, so that every rank gathers it should one of them
     call it in a later step.
     """
     order: list[str] = []
@@ -122,16 +131,6 @@ def learned(
         for unit in spec.units
     )
     return replace(spec, call_order=tuple(order), units=units)
-
-
-def catch_up(units: Iterable[Unit], *, program: StepProgram, seen: Sequence[Observation]) -> None:
-    """Bring all ranks to where the program stands after forward, whatever each has called."""
-    whole = program.whole_after_forward()
-    for unit in units:
-        if unit.sharded and unit.name not in whole:
-            unit.free()
-        elif unit.sharded and not all(unit.name in other.whole for other in seen):
-            unit.gather()
 
 
 def _merge(one: Sequence[str], other: Sequence[str]) -> list[str]:

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.engine.core.learn import FirstForward, Observation, learned
+from shardwise.engine.core.first_forward import FirstForward, Observation, learned
+from shardwise.plan import Plan
+from shardwise.program import Kind, Row, context_of
 from shardwise.spec import ANNOUNCED, NONE, ROOT, UNANNOUNCED, ModelSpec, UnitSpec
 
 NAMES = (ROOT, "a", "a.x", "b", "c")
@@ -19,7 +21,7 @@ def spec_of(*names: str) -> ModelSpec:
 
 
 def saw(*calls: str, **backward: str) -> Observation:
-    return Observation(calls=(ROOT, *calls), backward=backward, whole=frozenset())
+    return Observation(calls=(ROOT, *calls), backward=backward, gathered=frozenset())
 
 
 def order_of(*seen: Observation, sharded: Sequence[str] = ()) -> tuple[str, ...]:
@@ -126,7 +128,16 @@ class FakeUnit:
 
 
 def first_forward(units: dict[str, Any], *, exchange: Callable[[str], list[str]] = lambda wish: [wish]) -> FirstForward:
-    return FirstForward(units, exchange=exchange)
+    """Runs rows on the units, as a cursor does."""
+
+    def run(row: Row) -> None:
+        for operation in row.operations:
+            unit = units[operation.subject]
+            do = {Kind.GATHER: unit.gather, Kind.WAIT_GATHER: unit.wait_gather, Kind.FREE: unit.free}
+            do[operation.kind]()
+
+    context = context_of(spec_of(*NAMES), plan=Plan())
+    return FirstForward(units, context=context, exchange=exchange, run=run)
 
 
 def fake_units(*, whole: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
@@ -175,7 +186,7 @@ def test_a_rank_that_is_done_takes_part_until_all_are() -> None:
     forward.note_call(units[ROOT])
     seen = forward.end()
     assert notes == ["gather b", "wait b", "free b", "gather c", "wait c", "free c"]
-    assert seen == Observation(calls=(ROOT,), backward={}, whole=frozenset({ROOT}))
+    assert seen == Observation(calls=(ROOT,), backward={}, gathered=frozenset({ROOT}))
 
 
 def test_calls_are_numbered_by_unit() -> None:

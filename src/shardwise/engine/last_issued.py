@@ -1,26 +1,26 @@
-"""For a record of a rank whose job fails: what its runner has issued, and what its program says next."""
+"""What an engine has issued, and what its program says next: for the record of a rank whose job fails."""
 
 from shardwise.comm.rank_progress import BETWEEN_STEPS, PROGRESS
 from shardwise.comm.record_writer import LastIssued
-from shardwise.engine.core.runner import Runner
+from shardwise.engine.engine import Engine
 from shardwise.program import Kind
 
 
-def last_issued(runner: Runner) -> LastIssued:
-    """Only of what is there: the main thread may be stuck anywhere."""
+def last_issued(engine: Engine) -> LastIssued:
+    """Read only what is there: the main thread may be stuck anywhere."""
+    core = engine.core
     program: dict[str, list[str]] = {}
-    buckets = runner.executor.buckets
-    for operation in runner.cursor.program.operations():
+    for operation in core.program.operations():
         group = _GROUPS.get(operation.kind, "")
-        if operation.kind is Kind.REDUCE and not buckets[operation.subject].sharded:
+        if operation.kind is Kind.REDUCE and not core.buckets[operation.subject].sharded:
             group = "world"
         if group:
             program.setdefault(group, []).append(str(operation))
     # Until the first step is over the program is a guess.
-    upcoming = runner.cursor.upcoming(restarts=PROGRESS.phase == BETWEEN_STEPS) if runner.learned else ()
+    upcoming = core.upcoming(restarts=PROGRESS.phase == BETWEEN_STEPS) if core.learned else ()
     return LastIssued(
-        issued=runner.flags.same_order.numbered(),
-        program={group: tuple(names) for group, names in program.items()} if runner.learned else {},
+        issued=engine.guards.same_order.numbered(),
+        program={group: tuple(names) for group, names in program.items()} if core.learned else {},
         upcoming=tuple(map(str, upcoming)),
     )
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.engine.plan_change.transfer import lane_of
+from shardwise.engine.offload.transfer import lane_of
 
 
 class HostCopies:

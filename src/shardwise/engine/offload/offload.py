@@ -23,8 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.engine.activations.recompute import is_recomputed, replace_forward
 from shardwise.engine.activations.saved import Kept, SavedTensor, detach
-from shardwise.engine.guards.guard import unguarded
-from shardwise.engine.plan_change.transfer import Lane, lane_of
+from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.offload.transfer import Lane, lane_of
 
 # Smaller storages cost more to move than to keep.
 _LEAST_BYTES_ON_GPU = 2**20

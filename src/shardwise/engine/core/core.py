@@ -1,0 +1,313 @@
+"""The core as everything else sees it: a model's units, its steps, and what may be asked of both.
+
+Guards, captured steps, changes of the plan and the functions for a prepared model use these methods and the events
+(events.py). How a step is run (runner.py) is the core's own.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.engine.core.bucket import ReduceBucket
+from shardwise.engine.core.evaluation_gathers import EvaluationGathers
+from shardwise.engine.core.events import StepEvents, announce
+from shardwise.engine.core.executor import MakeAction
+from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.flat_buffers import refresh
+from shardwise.engine.core.pass_state import PassState
+from shardwise.engine.core.precision import attach_casts
+from shardwise.engine.core.runner import Runner
+from shardwise.engine.core.setting import CoreSetting
+from shardwise.engine.core.unit import Unit
+from shardwise.engine.core.used import FlagRider
+from shardwise.plan import Plan
+from shardwise.plan.placement import SHARDED
+from shardwise.program import Kind, Operation, Row, StepProgram, Trigger
+from shardwise.program.rules.demand import edited, released
+from shardwise.spec import ROOT, ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMark:
+    """Where a core stood before a step, so that the step can be undone."""
+
+    learned: bool
+    called: bool
+
+
+class Core:
+    """Trains one model under one plan. A change of the plan makes another core."""
+
+    def __init__(self, model: nn.Module, *, units: dict[str, Unit], setting: CoreSetting) -> None:
+        self.model, self.units, self.setting = model, units, setting
+        self._runner = Runner(model, units=units, setting=setting)
+        self._handles: list[Any] = []
+
+    # What it is
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is run: the user's, and what the optimizers' matrices need."""
+        return self._runner.plan
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The spec as the steps have shown it."""
+        return self._runner.spec
+
+    @property
+    def program(self) -> StepProgram:
+        return self._runner.cursor.program
+
+    @property
+    def flats(self) -> list[FlatParams]:
+        return [flat for unit in self.units.values() for flat in unit.flats]
+
+    @property
+    def events(self) -> StepEvents:
+        return self.setting.events
+
+    @property
+    def passes(self) -> PassState:
+        return self.setting.passes
+
+    @property
+    def evaluation(self) -> EvaluationGathers:
+        return self._runner.evaluation
+
+    @property
+    def buckets(self) -> dict[str, ReduceBucket]:
+        return self._runner.executor.buckets
+
+    @property
+    def flags(self) -> Tensor:
+        """The flags of used parameters."""
+        return self._runner.flags.flags
+
+    @property
+    def any_sharded(self) -> bool:
+        """Whether parameters of any unit are sharded."""
+        return self._runner.any_sharded
+
+    @property
+    def limit_seconds(self) -> float:
+        """How long this rank waits for the others where it leaves the program."""
+        return self._runner.limit_seconds
+
+    @limit_seconds.setter
+    def limit_seconds(self, seconds: float) -> None:
+        self._runner.limit_seconds = seconds
+
+    # Where it stands
+
+    @property
+    def learned(self) -> bool:
+        """Whether the order of the units is known."""
+        return self._runner.learned
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a forward has run whose backward is not over."""
+        return self._runner.hooks.in_backward or self._runner.forwards > 0
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards since the last backward, or of that, whichever is more."""
+        return max(self._runner.forwards, self.passes.num_forwards)
+
+    @property
+    def holds_grads(self) -> bool:
+        """Whether gradients are summed on this rank alone, for a later backward to reduce."""
+        return self._runner.executor.holds_grads
+
+    def upcoming(self, *, restarts: bool) -> tuple[Operation, ...]:
+        """Return the operations of the next row of the program; with `restarts`, of a new step."""
+        return self._runner.cursor.upcoming(restarts=restarts)
+
+    # Attaching
+
+    def attach(self) -> None:
+        """Listen to the model."""
+        self._handles = attach_casts(self.model, plan=self.plan)
+        self._runner.hooks.attach()
+
+    def detach(self) -> None:
+        """Listen to the model no more."""
+        self._runner.hooks.detach()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @property
+    def handles(self) -> list[Any]:
+        """The hooks on the model's modules."""
+        return [*self._handles, *self._runner.hooks.handles]
+
+    def add_operation(self, kind: Kind, make_action: MakeAction) -> None:
+        """Run operations of a kind that the core does not know."""
+        self._runner.executor.others[kind] = make_action
+
+    def carry(self, rider: FlagRider) -> None:
+        """Let `rider` use the first flag of used parameters."""
+        self._runner.flags.carry(rider)
+
+    # Around an update
+
+    def before_step(self) -> None:
+        self._runner.before_step()
+
+    def after_step(self) -> None:
+        self._runner.after_step()
+
+    def wait_gathers(self) -> None:
+        """Wait for everything that is being gathered."""
+        self._runner.wait_gathers()
+
+    def land(self) -> None:
+        """Wait for gradients that are on their way to host memory."""
+        self._runner.land()
+
+    def forget_grads(self, names: AbstractSet[str], *, drop: bool) -> None:
+        """Clear the gradients of these parameters; with `drop`, also those that are reduced."""
+        self._runner.forget_grads(names, drop=drop)
+
+    def broadcast_buffers(self) -> None:
+        """Take the model's buffers from the rank whose buffers count. Collective."""
+        runner = self._runner
+        runner.cursor.run(Row(trigger=Trigger.DEMANDED, unit=ROOT, call=0, operations=runner.context.broadcasts))
+
+    # Values and gradients outside of a step
+
+    @contextmanager
+    def editing(self) -> Iterator[None]:
+        """Let every copy on every rank follow what is written into owned slices in here. Collective."""
+        self.wait_gathers()
+        announce(self.events.values_read, False)
+        yield
+        announce(self.events.values_read, True)
+        self.distribute()
+
+    @torch.no_grad()
+    def distribute(self) -> None:
+        """Owned slices have new values: every copy follows. Collective.
+
+        A backward through an earlier forward is torch's error, as after an update.
+        """
+        runner = self._runner
+        for flat in self.flats:
+            flat.stage()
+        runner.cursor.run(edited(runner.context))
+        replicated = [flat for flat in self.flats if flat.placement.params is not SHARDED]
+        refresh([flat for flat in replicated if flat.placement.optim is not SHARDED])
+        torch.autograd.graph.increment_version([p for unit in self.units.values() for p in unit.params()])
+        announce(self.events.values_written)
+
+    def filled(self) -> None:
+        """Masters were filled, and with them replicated parameters: what is gathered is old. Local to this rank."""
+        for flat in self.flats:
+            flat.stage()
+        for name, unit in self.units.items():
+            if unit.sharded:
+                self._runner.cursor.run(released(name))
+        announce(self.events.values_written)
+
+    def held(self) -> dict[int, Tensor]:
+        """Parameter, by id → what this rank has summed of its gradients for a later backward to reduce."""
+        return self._runner.executor.held()
+
+    def take_held(self) -> dict[int, Tensor]:
+        """Return what is held, and give up the buckets."""
+        return self._runner.executor.take_held()
+
+    def hold(self, held: dict[int, Tensor]) -> None:
+        """Take over sums that another core has held."""
+        self._runner.executor.hold(held)
+
+    # A step that does not go as usual
+
+    def mark(self) -> StepMark:
+        """Note where the core stands before a step."""
+        return StepMark(learned=self._runner.learned, called=self._runner.called)
+
+    def rewind(self, mark: StepMark, *, keeps_order: bool) -> None:
+        """Stand as before the step, after its passes and before its update. `keeps_order`: what it learned stays."""
+        if not keeps_order:
+            # A rank that failed has not called everything that it would have called.
+            self._runner.learned = mark.learned
+        self._runner.called = mark.called
+        self._runner.forwards = 0
+
+    @torch.no_grad()
+    def finish_pass(self) -> None:
+        """Take part in the rest of the pass that is under way, or in all of the next one, and add nothing.
+
+        The other ranks cannot do without this one: every gather and every sum needs all ranks. So it goes through the
+        rest of the program as one that calls no unit does, with gradients of weight 0.
+        """
+        runner = self._runner
+        if not runner.forwards:
+            runner.before_forward(runner.root)
+        for unit in self.units.values():
+            # It will not be called: it is freed as soon as the program frees it.
+            unit.calls = 0
+        if not runner.cursor.learns:
+            runner.cursor.take_up(in_backward=runner.hooks.in_backward)
+        if not runner.hooks.in_backward:
+            runner.begin_backward()
+        runner.end_backward()
+        runner.hooks.abandon_backward()
+
+    def abandon_captured(self) -> None:
+        """Stand as before a step that broke off while it was captured, of which nothing was computed.
+
+        Collectives that were captured never run, so nothing may wait for them; what was gathered lies in a graph's
+        memory. Parameters and optimizer state were not touched: a replay would have computed their update.
+        """
+        runner = self._runner
+        for unit in self.units.values():
+            for flat in unit.flats:
+                flat.gathering = None
+                flat.awaits_grads = False
+                flat.drop_grads(set(range(len(flat.params))))
+            unit.used.clear()
+            # Replicated parameters still hold what they held.
+            unit.arrived = unit.whole
+            unit.free()
+        for bucket in self.buckets.values():
+            for segment in bucket.segments:
+                segment.work = None
+                segment.holds = False
+                segment.release()
+        runner.flags.work = None
+        runner.hooks.abandon_backward()
+        runner.forwards, runner.called = 0, False
+
+    # Another program
+
+    def follow_plan(self, plan: Plan) -> None:
+        """Follow the program of another plan of the same placements and buffers."""
+        self._runner.follow(self.spec, plan=plan)
+
+    def relearn(self, spec: ModelSpec) -> None:
+        """The units hold other buffers, as this spec says: the next step is a first one."""
+        self._runner.learned = False
+        self._runner.flags.cover()
+        self._runner.follow(spec, plan=self.plan)
+
+    def resume(self, before: "Core") -> None:
+        """Continue where the core of another plan has stopped, between two passes. Both have the same parameters."""
+        runner, old = self._runner, before._runner
+        runner.called, runner.limit_seconds = old.called, old.limit_seconds
+        if not old.learned or self.plan.dynamic:
+            return
+        runner.seen = old.seen
+        trainable: set[str] = set()
+        for name, unit in self.units.items():
+            unit.used |= before.units[name].used
+            trainable |= unit.learn_trained(before.units[name].learned_trainable)
+        runner.learn_program(trainable)

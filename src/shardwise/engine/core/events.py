@@ -1,0 +1,65 @@
+"""The core's events: what happens in a step, for those that listen. Without listeners a step computes the same.
+
+Guards, captured steps and the like add functions to these lists; nothing in the core knows them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from shardwise.engine.core.unit import Unit
+
+
+@dataclass(slots=True, kw_only=True)
+class StepEvents:
+    """Each event is a list of functions that are called in order.
+
+    unit_settled(unit)              the unit's buffers are filled: parameters are what they stay until the plan changes
+    unit_rests(unit, parameters)    from now on these parameters, or their gradients, are not to be read
+    unit_wakes(unit)                the unit is gathered, and its parameters may be read
+    pass_begins(learned)            a training forward begins; `learned`: the order of the units is known
+    order_learned()                 the first forward is over on all ranks
+    evaluation_begins()             a forward without gradients begins
+    last_backward_begins()          the last backward of a step begins; called in autograd's threads, too
+    gradients_asked()               all gradients are there, and are clipped, stepped or looked at next; may come twice
+    update_begins()                 the optimizer's step is about to write; raise to refuse it
+    update_ended()                  every copy of the parameters has followed
+    values_read(announced)          values are read outside of a step, so that foreign writes must be taken over or
+                                    refused; `announced`: all ranks know that slices were written
+    values_written()                the engine itself has written values, and all copies have followed
+    """
+
+    unit_settled: list[Callable[["Unit"], None]] = field(default_factory=list)
+    unit_rests: list[Callable[["Unit", Sequence[nn.Parameter]], None]] = field(default_factory=list)
+    unit_wakes: list[Callable[["Unit"], None]] = field(default_factory=list)
+    pass_begins: list[Callable[[bool], None]] = field(default_factory=list)
+    order_learned: list[Callable[[], None]] = field(default_factory=list)
+    evaluation_begins: list[Callable[[], None]] = field(default_factory=list)
+    last_backward_begins: list[Callable[[], None]] = field(default_factory=list)
+    gradients_asked: list[Callable[[], None]] = field(default_factory=list)
+    update_begins: list[Callable[[], None]] = field(default_factory=list)
+    update_ended: list[Callable[[], None]] = field(default_factory=list)
+    values_read: list[Callable[[bool], None]] = field(default_factory=list)
+    values_written: list[Callable[[], None]] = field(default_factory=list)
+
+
+def announce(event: Sequence[Callable[..., None]], *what: Any) -> None:
+    """Call everything that listens to an event."""
+    for hear in event:
+        hear(*what)
+
+
+@contextmanager
+def heard_by(*pairs: tuple[list[Any], Callable[..., None]]) -> Iterator[None]:
+    """Add each function to its event, for the length of a block."""
+    for event, hear in pairs:
+        event.append(hear)
+    try:
+        yield
+    finally:
+        for event, hear in pairs:
+            event.remove(hear)

@@ -1,0 +1,84 @@
+"""An optimizer that steps what the rank owns.
+
+Its param groups are rewritten in place: the module's parameters go, the owned slices come. Around its step the core
+waits for what the update writes into, and lets every copy follow afterwards.
+"""
+
+import weakref
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.comm.rank_progress import PROGRESS, UPDATE
+from shardwise.engine.core.closure import StepClosure, is_inside_step
+from shardwise.engine.core.core import Core
+from shardwise.engine.core.flat import FlatParams
+
+
+class OptimizerSlices:
+    """Which slices stand for which parameters, and what happens around a step.
+
+    core          another one after a change of the plan
+    group_names   the full names of each param group, also of what this rank owns nothing of
+    """
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self._owned: dict[int, nn.Parameter | None] = {}
+        self._names: dict[int, str] = {}
+        # Held, so that an id stays that of its parameter.
+        self._known: list[nn.Parameter] = []
+        self.group_names: weakref.WeakKeyDictionary[Optimizer, list[list[str]]] = weakref.WeakKeyDictionary()
+
+    def cover(self, flat: FlatParams, index: int, parameter: nn.Parameter) -> None:
+        """`parameter` is stepped as the part of it that this rank owns, if it owns any."""
+        self._known.append(parameter)
+        self._names[id(parameter)] = flat.names[index]
+        owned = (part.parameter for part in flat.owned if part.index == index)
+        self._owned[id(parameter)] = next(owned, None)
+
+    def adopted(self, optimizer: Optimizer) -> bool:
+        return optimizer in self.group_names
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Rewrite the param groups; their options, and whoever holds them (schedulers), stay."""
+        self.group_names[optimizer] = []
+        for group in optimizer.param_groups:
+            self._rewrite(group, optimizer=optimizer)
+        held_weakly = weakref.ref(optimizer)
+        closure = StepClosure(lambda: self.before_step(held_weakly()))
+        optimizer.register_step_pre_hook(lambda one, *given: None if is_inside_step(one) else closure.begin(*given))
+        optimizer.register_step_post_hook(lambda one, *_: None if is_inside_step(one) else self._end_step(closure))
+        optimizer.zero_grad = partial(self._zero_grad, held_weakly)  # type: ignore[method-assign]
+
+    def _rewrite(self, group: dict[str, Any], *, optimizer: Optimizer) -> None:
+        """Replace the parameters of a new param group by what is stepped for them here."""
+        names = [self._names[id(parameter)] for parameter in group["params"]]
+        self.group_names[optimizer].append(names)
+        stepped = self._stepped_for(group["params"], names=names, optimizer=optimizer)
+        group["params"][:] = [parameter for parameter in stepped if parameter is not None]
+
+    def _stepped_for(
+        self, parameters: list[nn.Parameter], *, names: list[str], optimizer: Optimizer
+    ) -> list[nn.Parameter | None]:
+        """Return what is stepped for each parameter on this rank; None for nothing."""
+        return [self._owned[id(parameter)] for parameter in parameters]
+
+    def _zero_grad(self, held: "weakref.ref[Optimizer]", set_to_none: bool = True) -> None:
+        """Clear the optimizer's own gradients, those of an accumulation, and `p.grad` of the model."""
+        optimizer = held()
+        assert optimizer is not None
+        type(optimizer).zero_grad(optimizer, set_to_none)
+        names = {name for group in self.group_names[optimizer] for name in group}
+        self.core.forget_grads(names, drop=set_to_none)
+
+    def before_step(self, optimizer: Optimizer | None) -> None:
+        """The gradients are there, and the update comes next."""
+        self.core.before_step()
+        PROGRESS.phase = UPDATE
+
+    def _end_step(self, closure: StepClosure) -> None:
+        closure.end()
+        self.core.after_step()

@@ -1,0 +1,31 @@
+"""The setting of a core: what all its parts are made with."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwise.comm.collectives import Collectives
+from shardwise.comm.groups import MeshGroups
+from shardwise.engine.core.events import StepEvents
+from shardwise.engine.core.flat_buffers import HostMemory
+from shardwise.engine.core.pass_state import PassState
+from shardwise.engine.core.tape import Tape
+from shardwise.plan import Plan
+from shardwise.spec import ModelSpec
+from shardwise.vocabulary.layout import ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreSetting:
+    """`alignment`: slices begin at multiples of it; `host`: where sharded states live, if not on the device."""
+
+    spec: ModelSpec
+    plan: Plan
+    groups: MeshGroups
+    collectives: Collectives
+    device: torch.device
+    host: HostMemory | None = None
+    alignment: int = ALIGNMENT
+    tape: Tape = field(default_factory=Tape)
+    events: StepEvents = field(default_factory=StepEvents)
+    passes: PassState = field(default_factory=PassState)

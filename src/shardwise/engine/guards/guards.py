@@ -1,0 +1,85 @@
+"""All guards of one model: they listen to its core, and refuse or repair what would go wrong in silence.
+
+The core computes the same without them.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.engine.core.core import Core
+from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.step_errors import backward_without_forward
+from shardwise.engine.guards.first_inputs import FirstInputs
+from shardwise.engine.guards.managed import ManagedParameters
+from shardwise.engine.guards.replicas import Replicas
+from shardwise.engine.guards.same_order import SameOrder
+
+
+class Guards:
+    """The guards of a model under one plan.
+
+    managed       parameters that were added, moved or written
+    replicas      what ranks hold alike, compared every so many steps
+    same_order    whether ranks have issued the same collectives
+    inputs        whether ranks were given the same batch
+    """
+
+    def __init__(self, core: Core, *, inputs: FirstInputs, compare_every: int) -> None:
+        self._core, self._compare_every = core, compare_every
+        self.inputs = inputs
+        self.same_order = SameOrder(groups=core.setting.groups, passes=core.passes)
+        self.cover()
+        core.carry(self.same_order)
+        events = core.events
+        events.pass_begins.append(self._begin_pass)
+        events.order_learned.append(inputs.compare)
+        events.evaluation_begins.append(lambda: self.managed.writes.settle())
+        events.gradients_asked.append(lambda: self.managed.writes.follow_grads())
+        events.update_begins.append(self._begin_update)
+        events.update_ended.append(lambda: self.managed.writes.settled())
+        events.values_read.append(lambda announced: self.managed.writes.settle(announced=announced))
+        events.values_written.append(lambda: self.managed.writes.settled())
+        # Hooks that refuse gradients, until the first forward brings those that take them.
+        self._refusals: list[Any] = []
+
+    def cover(self) -> None:
+        """Guard the buffers that the core holds now."""
+        core = self._core
+        self.managed = ManagedParameters(core.model, flats=core.flats)
+        self.replicas = Replicas(core.flats, groups=core.setting.groups, every=self._compare_every)
+
+    def resume(self, before: "Guards") -> None:
+        """Count on where the guards of another plan have stopped."""
+        self.same_order.resume_from(before.same_order)
+        self.replicas.resume_from(before.replicas)
+
+    def attach(self) -> list[Any]:
+        """Listen to the model; until its first forward, to gradients that come without one. Returns handles."""
+        self.detach()
+        with unguarded():
+            self._refusals = [
+                parameter.register_post_accumulate_grad_hook(_refuse_grad)  # type: ignore[no-untyped-call]
+                for flat in self._core.flats
+                for parameter in flat.params
+                if parameter.requires_grad
+            ]
+        return self.inputs.watch(self._core.model)
+
+    def detach(self) -> None:
+        """Accept gradients that come without a forward."""
+        while self._refusals:
+            self._refusals.pop().remove()
+
+    def _begin_pass(self, learned: bool) -> None:
+        self.detach()
+        self.managed.check(thorough=not learned)
+
+    def _begin_update(self) -> None:
+        self.same_order.look()
+        self.managed.writes.before_step()
+        self.replicas.count_step()
+
+
+def _refuse_grad(parameter: Tensor) -> None:
+    raise backward_without_forward()

@@ -1,0 +1,1 @@
+"""Host memory: states that live there, and activations that wait there for backward."""

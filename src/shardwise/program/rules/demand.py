@@ -1,0 +1,33 @@
+"""Rows outside of a step's program: units that are gathered for an evaluation, for another rank, or after an edit."""
+
+from shardwise.plan.placement import SHARDED
+from shardwise.program.operations import Kind, Operation, Row, Trigger
+from shardwise.program.rules.context import StepContext
+from shardwise.program.rules.learning import on_demand
+from shardwise.spec import ROOT
+
+
+def demanded(unit: str, context: StepContext) -> Row:
+    """A unit is needed now, by a forward that is no part of a step."""
+    return Row(trigger=Trigger.DEMANDED, unit=unit, call=0, operations=on_demand(unit, context))
+
+
+def agreed(unit: str, context: StepContext) -> Row:
+    """All ranks have agreed to gather a unit that one of them needs."""
+    return Row(trigger=Trigger.AGREED, unit=unit, call=0, operations=on_demand(unit, context))
+
+
+def released(unit: str) -> Row:
+    """A unit that was gathered on demand is no longer needed."""
+    return Row(trigger=Trigger.RELEASED, unit=unit, call=0, operations=(Operation(kind=Kind.FREE, subject=unit),))
+
+
+def edited(context: StepContext) -> Row:
+    """Owned slices have new values: free what is gathered, and gather replicated parameters from the slices."""
+    operations: tuple[Operation, ...] = ()
+    for unit, placement in context.placements.items():
+        if placement.params is SHARDED:
+            operations += (Operation(kind=Kind.FREE, subject=unit),)
+        elif placement.optim is SHARDED and context.gather_bytes[unit]:
+            operations += on_demand(unit, context)
+    return Row(trigger=Trigger.EDITED, unit=ROOT, call=0, operations=operations)
