@@ -30,7 +30,7 @@ class Work(Protocol):
 
 
 class _Done:
-    """A collective that has nobody to wait for."""
+    """A collective in a group of one rank, which is over as soon as it is issued."""
 
     def wait(self) -> None:
         pass
@@ -76,8 +76,8 @@ def own_slice(buffer: Tensor, *, group: Group) -> Tensor:
 
 
 class BackendCollectives:
-    """The process group's own collectives, each noted down in its group as it is issued. A rank that is alone in its
-    group issues none: all that there is to gather or to sum, it has.
+    """The process group's own collectives, each noted down in its group as it is issued. In a step a rank that is alone
+    in its group issues none, by a rule of the program (`Operation.is_local`).
 
     The ones of every step are called without torch.distributed's functions around them, which check their arguments and
     make the same options anew each time.
@@ -89,8 +89,6 @@ class BackendCollectives:
             options.asyncOp = True
 
     def all_gather(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
-        if group.size == 1:
-            return DONE
         name = group.log.note(buffer)
         own = own_slice(buffer, group=group) if own is None else own
         if buffer.is_complex():
@@ -98,8 +96,6 @@ class BackendCollectives:
         return NotedWork(getattr(group.handle, _ALL_GATHER)(buffer, own, self._gathers), name)
 
     def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
-        if group.size == 1:
-            return DONE
         if buffer.device.type == "cpu":
             # Gloo's reduce-scatter takes twice as long as its all-reduce of the same buffer.
             return self.all_reduce(buffer, group=group)
@@ -110,16 +106,12 @@ class BackendCollectives:
         return NotedWork(getattr(group.handle, _REDUCE_SCATTER)(own, buffer, self._scatters), name)
 
     def all_reduce(self, buffer: Tensor, *, group: Group) -> Work:
-        if group.size == 1:
-            return DONE
         name = group.log.note(buffer)
         if buffer.is_complex():
             buffer = _in_reals(buffer)
         return NotedWork(group.handle.allreduce([buffer], self._reduces), name)
 
     def broadcast(self, buffer: Tensor, *, source: int, group: Group) -> Work:
-        if group.size == 1:
-            return DONE
         name = group.log.note(buffer)
         work: Work = dist.broadcast(buffer, src=group.ranks[source], group=group.handle, async_op=True)
         return NotedWork(work, name)

@@ -15,8 +15,8 @@ from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.tape import Tape
 from shardwise.engine.guards.guards import Guards
+from shardwise.engine.guards.loading import attach_loads
 from shardwise.engine.optimizer.owned import OwnedParameters
-from shardwise.engine.prepared.loading import attach_loads
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 

@@ -1,9 +1,14 @@
 """What an engine has issued, and what its program says next: for the record of a rank whose job fails."""
 
 from shardwise.comm.rank_progress import BETWEEN_STEPS, PROGRESS
-from shardwise.comm.record_writer import LastIssued
+from shardwise.comm.record_writer import RECORDS, LastIssued
 from shardwise.engine.engine import Engine
 from shardwise.program import Kind
+
+
+def write_records_of(engine: Engine) -> None:
+    """Let the record of a job that fails say what this engine has issued."""
+    RECORDS.tell_of(engine, groups=engine.groups, last=last_issued)
 
 
 def last_issued(engine: Engine) -> LastIssued:

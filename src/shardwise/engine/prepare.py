@@ -15,13 +15,12 @@ from shardwise.comm.agreement import agree
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups import mesh_groups
 from shardwise.comm.join import join_job
-from shardwise.comm.record_writer import RECORDS
 from shardwise.comm.watch import WATCH_SECONDS, check_watch_seconds, watch_over
-from shardwise.engine.activations.compiled_units import check_compile
 from shardwise.engine.activations.wrap import wrap_units
+from shardwise.engine.checked_plan import check_plan
 from shardwise.engine.core.assembly import make_core
+from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.precision import check_kept, tell_upcast, torch_dtype
-from shardwise.engine.core.setting import CoreSetting
 from shardwise.engine.engine import Engine, is_prepared, register
 from shardwise.engine.guards.carried import broadcast_carried, follow_carried
 from shardwise.engine.guards.description import asked_device, describe, tell_hardly_cut
@@ -31,7 +30,7 @@ from shardwise.engine.guards.refuse import check_model
 from shardwise.engine.guards.replicas import COMPARE_EVERY, check_compare_every
 from shardwise.engine.guards.resting_units import guard_units
 from shardwise.engine.guards.taken_apart import take_apart
-from shardwise.engine.last_issued import last_issued
+from shardwise.engine.last_issued import write_records_of
 from shardwise.engine.offload.host import HostCopies
 from shardwise.engine.optimizer.any_step import look_after
 from shardwise.engine.optimizer.known import (
@@ -53,9 +52,8 @@ from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.patterns import unmatched
-from shardwise.plan.placement import SHARDED, Placement
+from shardwise.plan.placement import SHARDED
 from shardwise.program.buffers import param_dtypes
-from shardwise.spec import ModelSpec
 from shardwise.units import model_spec
 
 AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None, list[Optimizer])
@@ -147,11 +145,6 @@ def prepare(
     )
     write_records_of(engine)
     return model, optimizer
-
-
-def write_records_of(engine: Engine) -> None:
-    """Let the record of a job that fails say what this engine has issued."""
-    RECORDS.tell_of(engine, groups=engine.groups, last=last_issued)
 
 
 def _history(held: "weakref.ref[Engine]") -> dict[int, dict[str, list[str]]]:
@@ -247,25 +240,6 @@ def _owned_names(verdicts: Mapping[str, Verdict]) -> tuple[str, ...]:
     """The parameters that one rank each must step whole."""
     alignment = slice_alignment(verdicts)
     return tuple(name for name, verdict in verdicts.items() if needs_owner(verdict, alignment=alignment))
-
-
-def check_plan(plan: Plan, *, spec: ModelSpec, mesh: Mesh, device: torch.device) -> dict[str, Placement]:
-    """The placement of each unit; refuses a plan that this job cannot run."""
-    mesh.check_ranks(dist.get_world_size())
-    if plan.engine != "shardwise":
-        raise InvalidPlan(f"engine = {plan.engine!r}: shardwise.prepare runs engine = 'shardwise'")
-    if plan.captures and device.type != "cuda":
-        raise InvalidPlan(
-            f"capture = 'on' with {device.type}: only a CUDA device can capture a step; set capture = 'auto' or 'off'"
-        )
-    placements = plan.placements(unit.name for unit in spec.units)
-    check_compile(placements, plan=plan)
-    if plan.offload_states and not any(placement.grads is SHARDED for placement in placements.values()):
-        raise InvalidPlan(
-            f"offload_states = true with strategy = {plan.strategy!r}: what every rank holds whole stays on the "
-            "device; use zero2, shard_grad_op or fsdp"
-        )
-    return placements
 
 
 def _collectives(plan: Plan) -> Collectives:

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from shardwise.program import StepProgram, Trigger
-from shardwise.program.run import Cursor, Executor
+from shardwise.program.compiled_program import Executor
+from shardwise.program.run import Cursor
 from shardwise.spec import ROOT
 
 Key = tuple[str, str, int]

@@ -11,26 +11,9 @@ complete early waits for its turn.
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from shardwise.program.operations import ON_BUCKETS, Kind, Operation, Row, StepProgram, Trigger
+from shardwise.program.compiled_program import Action, CompiledProgram, Executor
+from shardwise.program.operations import Kind, Operation, Row, StepProgram, Trigger
 from shardwise.program.rules.context import Rules, StepContext, StepEvent
-
-Action = Callable[[], object]
-
-
-class Executor(Protocol):
-    """What each operation of a program means."""
-
-    def action(self, operation: Operation, row: Row) -> Action:
-        """Return a function that does the operation."""
-        ...
-
-    def skipped(self, operation: Operation, row: Row) -> Action | None:
-        """Return a function that does what is left of an operation whose row the run does not reach, if anything is."""
-        ...
-
-    def is_ready(self, unit: str) -> bool:
-        """Return whether the unit's gradients are complete in this backward, and its parameters no longer needed."""
-        ...
 
 
 class Named(Protocol):
@@ -45,53 +28,6 @@ def run_in_order(program: StepProgram, do: Callable[[Operation, Row], object]) -
     for row in program.rows:
         for operation in row.operations:
             do(operation, row)
-
-
-class Compiled:
-    """A program in the actions of one executor, row by row."""
-
-    def __init__(self, program: StepProgram, executor: Executor) -> None:
-        self.program = program
-        self.units = [row.unit for row in program.rows]
-        self.has_grads = [row.trigger is Trigger.GRADS_READY for row in program.rows]
-        self.index = {(row.trigger, row.unit, row.call): index for index, row in enumerate(program.rows)}
-        self.backward_done = program.index(Trigger.BACKWARD_DONE)
-        members = {bucket.name: bucket.units for bucket in program.buckets}
-        # What is done when a row is reached; and, of the rows of gradients, what waits for the turn of their bucket.
-        self.actions: list[tuple[Action, ...]] = []
-        self.reduces: list[tuple[Action, ...]] = []
-        self.skipped: list[tuple[Action, ...]] = []
-        # The units whose gradients are reduced in a row.
-        self.bucket: list[tuple[str, ...]] = []
-        for row in program.rows:
-            now, later = _cut(row)
-            self.actions.append(tuple(executor.action(operation, row) for operation in now))
-            self.reduces.append(tuple(executor.action(operation, row) for operation in later))
-            skipped = (executor.skipped(operation, row) for operation in now)
-            self.skipped.append(tuple(action for action in skipped if action is not None))
-            reduced = [operation.subject for operation in later if operation.kind is Kind.REDUCE]
-            self.bucket.append(tuple(unit for name in reduced for unit in members[name]))
-        update = program.index(Trigger.AFTER_STEP)
-        before, after = _around_update(program.rows[update])
-        moved, waited = ([o for o in before if (o.kind is Kind.TO_OWNERS) == moves] for moves in (True, False))
-        self.before_step = tuple(executor.action(operation, program.rows[update]) for operation in waited)
-        self.to_owners = tuple(executor.action(operation, program.rows[update]) for operation in moved)
-        self.after_step = tuple(executor.action(operation, program.rows[update]) for operation in after)
-        self.grads_rows = [index for index, has_grads in enumerate(self.has_grads) if has_grads]
-        self.reduce_rows = [index for index in self.grads_rows if self.reduces[index]]
-
-
-def _cut(row: Row) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
-    """(What a rank does by itself when its gradients are ready, what all ranks do in one order)."""
-    if row.trigger is not Trigger.GRADS_READY:
-        return row.operations, ()
-    start = next((i for i, operation in enumerate(row.operations) if operation.kind in ON_BUCKETS), len(row.operations))
-    return row.operations[:start], row.operations[start:]
-
-
-def _around_update(row: Row) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
-    place = next(i for i, operation in enumerate(row.operations) if operation.kind is Kind.UPDATE)
-    return row.operations[:place], row.operations[place:]
 
 
 def _unplanned(kind: Kind, unit: str) -> Row:
@@ -118,7 +54,7 @@ class Cursor:
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
-        self._keeping: Compiled | None = None
+        self._keeping: CompiledProgram | None = None
         # The next row to reach.
         self._next = 0
         # Units whose gradients were taken in this backward, and the next of the rows that reduce.
@@ -133,7 +69,7 @@ class Cursor:
 
     def follow(self, program: StepProgram) -> None:
         """From here on the steps are this program's."""
-        self._compiled = self._steps = Compiled(program, self.executor)
+        self._compiled = self._steps = CompiledProgram(program, self.executor)
         self._keeping = None
         self._next = 0
 
@@ -232,7 +168,7 @@ class Cursor:
         keeping    makes the program of a pass that keeps its gradients, if this is one
         """
         if keeping is not None and self._keeping is None:
-            self._keeping = Compiled(keeping(), self.executor)
+            self._keeping = CompiledProgram(keeping(), self.executor)
         self._steps = self._compiled if keeping is None else self._keeping or self._compiled
         self._in_order = in_order
         self._closed.clear()

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from shardwise.engine.activations.compiled_units import compile_units
+from shardwise.engine.activations.offload import ActivationOffload, offload_unit
 from shardwise.engine.activations.recompute import recompute_unit
 from shardwise.engine.activations.saved import Kept
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.offload.offload import ActivationOffload, offload_unit
 from shardwise.plan import Plan
 from shardwise.spec import ROOT
 

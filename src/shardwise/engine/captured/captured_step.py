@@ -28,7 +28,7 @@ from shardwise.engine.captured.step_device import StepDevice
 from shardwise.engine.captured.step_graphs import RecordedStep, StepRecorder
 from shardwise.engine.captured.step_key import StepInputs, StepKey, optimizer_key, step_key, take_apart
 from shardwise.engine.captured.step_memory import STEPS, StepMemory
-from shardwise.engine.core.events import heard_by
+from shardwise.engine.core.step_events import heard_by
 from shardwise.engine.engine import Engine
 from shardwise.errors import InvalidModel
 

@@ -10,7 +10,7 @@ from shardwise.engine.captured.compile_clock import CompileClock
 from shardwise.engine.captured.python_state import PythonState, generators, versions
 from shardwise.engine.captured.reads import Read, noting_reads
 from shardwise.engine.captured.step_device import StepDevice
-from shardwise.engine.core.events import heard_by
+from shardwise.engine.core.step_events import heard_by
 from shardwise.engine.engine import Engine
 
 _GENERATORS = ("torch's", "Python's", "numpy's")

@@ -30,7 +30,7 @@ from shardwise.engine.captured.replayed_grads import sampled
 from shardwise.engine.captured.step_key import StepInputs
 from shardwise.engine.captured.step_memory import StepMemory
 from shardwise.engine.captured.step_pool import Block
-from shardwise.engine.core.events import heard_by
+from shardwise.engine.core.step_events import heard_by
 from shardwise.engine.engine import Engine
 from shardwise.engine.out_of_memory.undo import WrittenTensors
 

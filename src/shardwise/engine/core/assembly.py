@@ -11,9 +11,9 @@ from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import mesh_groups
 from shardwise.engine.core.broadcast import fill
 from shardwise.engine.core.core import Core
+from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.optimizer_slices import OptimizerSlices
-from shardwise.engine.core.setting import CoreSetting
 from shardwise.engine.core.unit import Unit
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from shardwise.comm.collectives import DONE
 from shardwise.comm.issued import CollectiveName
+from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.segment import Segment
-from shardwise.engine.core.setting import CoreSetting
 from shardwise.engine.core.unit import Unit
 from shardwise.plan.placement import SHARDED
 from shardwise.program import Bucket, Kind

@@ -1,7 +1,7 @@
 """The core as everything else sees it: a model's units, its steps, and what may be asked of both.
 
 Guards, captured steps, changes of the plan and the functions for a prepared model use these methods and the events
-(events.py). How a step is run (runner.py) is the core's own.
+(step_events.py). How a step is run (runner.py) is the core's own.
 """
 
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.core.bucket import ReduceBucket
+from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.evaluation_gathers import EvaluationGathers
-from shardwise.engine.core.events import StepEvents, announce
 from shardwise.engine.core.executor import MakeAction
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import refresh
 from shardwise.engine.core.pass_state import PassState
 from shardwise.engine.core.precision import attach_casts
 from shardwise.engine.core.runner import Runner
-from shardwise.engine.core.setting import CoreSetting
+from shardwise.engine.core.step_events import StepEvents, announce
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.core.used import FlagRider
 from shardwise.plan import Plan

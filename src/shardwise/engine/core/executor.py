@@ -13,7 +13,7 @@ from shardwise.engine.core.tape import Tape
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.core.used import UsedFlags
 from shardwise.program import Kind, Operation, Row, Trigger
-from shardwise.program.run import Action
+from shardwise.program.compiled_program import Action
 from shardwise.spec import ROOT
 
 MakeAction = Callable[[Operation], Action]
@@ -78,7 +78,8 @@ class EngineExecutor:
             case Kind.UPDATE:
                 return self._updated
             case _:
-                return self.others[kind](operation)
+                # Looked up when it runs: the shell adds it once the core is there.
+                return lambda: self.others[kind](operation)()
 
     def _gather(self, unit: Unit, operation: Operation, row: Row) -> Action:
         is_update = row.trigger is Trigger.AFTER_STEP

@@ -17,18 +17,17 @@ from shardwise.comm.rank_progress import BACKWARD, FORWARD, PROGRESS
 from shardwise.engine.core import step_errors
 from shardwise.engine.core.broadcast import broadcast_buffers
 from shardwise.engine.core.bucket import ReduceBucket
+from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.evaluation_gathers import EvaluationGathers
-from shardwise.engine.core.events import announce
 from shardwise.engine.core.executor import EngineExecutor
 from shardwise.engine.core.first_forward import FirstForward, Observation, learned
-from shardwise.engine.core.setting import CoreSetting
+from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.core.used import UsedFlags
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 from shardwise.program import Row, StepProgram, Trigger, build, context_of
 from shardwise.program.hooks import StepHooks
-from shardwise.program.rules.context import StepContext
 from shardwise.program.rules.demand import agreed, demanded, released
 from shardwise.program.rules.learning import LEARNING, catch_up
 from shardwise.program.run import Cursor
@@ -63,7 +62,7 @@ class Runner:
         self.cursor = Cursor(self.executor)
         self.evaluation = EvaluationGathers(
             setting.groups.gather.log,
-            gather=lambda unit: self.cursor.run(demanded(unit.name, self._context)),
+            gather=lambda unit: self.cursor.run(demanded(unit.name, self.context)),
             make_first_forward=self._make_first_forward,
         )
         modules = {unit: unit.module for unit in units.values()}
@@ -83,7 +82,7 @@ class Runner:
         """From here on the steps are those of this spec, under this plan of the same placements."""
         self.spec, self.plan = spec, plan
         self.any_sharded = any(unit.sharded for unit in self.units.values())
-        self._context = context_of(spec, plan=plan, mesh=self.groups.mesh)
+        self.context = context_of(spec, plan=plan, mesh=self.groups.mesh)
         self.cursor.follow(self._build())
 
     def _build(self, *, reduces: bool = True) -> StepProgram:
@@ -94,10 +93,6 @@ class Runner:
                 for bucket in program.buckets
             )
         return program
-
-    @property
-    def context(self) -> StepContext:
-        return self._context
 
     def _broadcast_buffers(self) -> None:
         setting = self.setting
@@ -152,7 +147,7 @@ class Runner:
         if not unit.whole:
             what = f"a gather of {unit.name} that the first step had no place for (dynamic = true agrees on each)"
             meet(what, limit_seconds=self.limit_seconds)
-            self.cursor.run(agreed(unit.name, self._context))
+            self.cursor.run(agreed(unit.name, self.context))
         unit.wait_gather()
         if unit.at_rest:
             unit.wake()
@@ -194,12 +189,12 @@ class Runner:
         self.learned = False
         first = self.executor.first = self._make_first_forward()
         # How backward will come to a unit is noted as its forward ends.
-        self.cursor.learn(LEARNING, replace(self._context, backward=first.backward))
+        self.cursor.learn(LEARNING, replace(self.context, backward=first.backward))
 
     def _make_first_forward(self) -> FirstForward:
         return FirstForward(
             self.units,
-            context=self._context,
+            context=self.context,
             exchange=partial(exchange, group=self.groups.gather),
             run=self.cursor.run,
         )
@@ -239,10 +234,7 @@ class Runner:
         self.cursor.end_backward()
         for unit in self.units.values():
             unit.free()
-        if self._reduces:
-            self.flags.settle()
-        else:
-            self.executor.keep_grads()
+        self.flags.settle() if self._reduces else self.executor.keep_grads()
         self.land()
         self.forwards = 0
         for unit in self.units.values():
@@ -303,7 +295,7 @@ class Runner:
         self.cursor.learned(places=first.places_in(self.spec.call_order))
         by_all = frozenset.intersection(*(other.gathered for other in self.seen))
         gathered = {unit.name for unit in self.units.values() if unit.whole}
-        row: Row = catch_up(program, gathered=gathered, gathered_by_all=by_all, context=self._context)
+        row: Row = catch_up(program, gathered=gathered, gathered_by_all=by_all, context=self.context)
         self.cursor.run(row)
 
     def learn_program(self, trainable: AbstractSet[str]) -> None:

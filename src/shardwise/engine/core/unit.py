@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.issued import CollectiveName
-from shardwise.engine.core.events import StepEvents, announce
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.core.step_errors import (
@@ -18,6 +17,7 @@ from shardwise.engine.core.step_errors import (
     thawed_in_forward,
     thawed_without_master,
 )
+from shardwise.engine.core.step_events import StepEvents, announce
 from shardwise.engine.core.tape import Tape
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program import Kind

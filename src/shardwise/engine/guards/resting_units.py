@@ -5,9 +5,9 @@ from functools import partial
 
 from torch import nn
 
-from shardwise.engine.core.events import StepEvents
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_errors import forward_called_directly
+from shardwise.engine.core.step_events import StepEvents
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.guards.guard import ShardedParameter, refuse, rest, runs_forward_of, wake
 from shardwise.plan.placement import SHARDED

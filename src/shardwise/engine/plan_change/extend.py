@@ -13,9 +13,9 @@ from torch import nn
 
 from shardwise.comm.agreement import agree
 from shardwise.engine.core.assembly import make_flat
-from shardwise.engine.core.events import announce
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import unguarded
+from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.guards.description import check_precision, describe

@@ -14,17 +14,18 @@ from torch import nn
 from shardwise.comm.agreement import agree, meet
 from shardwise.comm.groups import mesh_groups
 from shardwise.engine.activations.wrap import wrap_units
+from shardwise.engine.checked_plan import check_plan
 from shardwise.engine.core.assembly import make_flat, make_unit
 from shardwise.engine.core.core import Core
+from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.setting import CoreSetting
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.resting_units import guard_units
+from shardwise.engine.last_issued import write_records_of
 from shardwise.engine.offload.host import HostCopies
 from shardwise.engine.plan_change.reshard import HeldBesides, held_besides, move
-from shardwise.engine.prepare import check_plan, write_records_of
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh

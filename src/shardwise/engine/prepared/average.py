@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.agreement import meet
-from shardwise.engine.core.events import announce
 from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.step_events import announce
 from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.errors import InvalidData, InvalidModel, InvalidPlan
 

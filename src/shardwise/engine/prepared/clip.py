@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.comm.rank_progress import waiting_in
-from shardwise.engine.core.events import announce
+from shardwise.engine.core.step_events import announce
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.errors import InvalidData
 from shardwise.plan.placement import SHARDED

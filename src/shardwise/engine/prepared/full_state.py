@@ -10,7 +10,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from shardwise.comm.agreement import meet
-from shardwise.engine.core.events import announce
+from shardwise.engine.core.step_events import announce
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
 from shardwise.errors import InvalidData

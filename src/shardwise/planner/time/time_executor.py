@@ -16,7 +16,7 @@ from shardwise.planner.time.muon_update import muon_seconds
 from shardwise.planner.time.queues import CALL, COMPUTE, SEND, WAIT, Instruction, Work
 from shardwise.planner.whole_matrices import matrix_sizes
 from shardwise.program import Kind, Operation, Row, Trigger
-from shardwise.program.run import Action
+from shardwise.program.compiled_program import Action
 
 # A float64.
 _NORM_BYTES = 8
@@ -103,9 +103,10 @@ class TimeExecutor:
                 elements = (
                     self.sizes[name].trainable if row.trigger is Trigger.AFTER_STEP else self.sizes[name].elements
                 )
-                copied = self._slice_copied(name, num_bytes, elements=elements) + self._copied_alone(num_bytes)
+                copied = self._slice_copied(name, num_bytes, elements=elements)
                 yield self._copy(f"copy {name}", copied, launch=overhead.gather / 2)
-                yield self._send(f"gather {name}", rings.shard, rings.shard.gather_seconds(num_bytes))
+                if not operation.is_local:
+                    yield self._send(f"gather {name}", rings.shard, rings.shard.gather_seconds(num_bytes))
             case Kind.WAIT_GATHER if row.trigger is Trigger.AFTER_FORWARD:
                 # fully_shard lets the buffer go that it has copied out.
                 pass
@@ -118,7 +119,8 @@ class TimeExecutor:
             case Kind.TAKE_GRADS:
                 yield self._take(name)
             case Kind.REDUCE:
-                yield from self._reduce(name, num_bytes, units=self.members[name])
+                if not operation.is_local:
+                    yield self._reduce(name, num_bytes, units=self.members[name])
             case Kind.WAIT_REDUCE:
                 yield from self._wait_reduce(name, units=self.members[name])
             case Kind.REDUCE_SLICE:
@@ -127,11 +129,13 @@ class TimeExecutor:
                 yield Instruction(WAIT, f"reduce slice {name}", 0, overhead.wait)
                 yield from self._deliver(name, units=self.members[name])
             case Kind.REDUCE_FLAGS:
-                yield self._send("reduce flags", rings.world, rings.world.all_reduce_seconds(num_bytes))
+                if not operation.is_local:
+                    yield self._send("reduce flags", rings.world, rings.world.all_reduce_seconds(num_bytes))
             case Kind.BROADCAST:
-                yield from self._broadcast(num_bytes)
+                if not operation.is_local:
+                    yield from self._broadcast(num_bytes)
             case Kind.TO_OWNERS | Kind.FROM_OWNERS:
-                yield from self._move_owned(f"gather {kind.value} {name}", num_bytes)
+                yield from self._move_owned(f"gather {kind.value} {name}", operation)
             case Kind.UPDATE:
                 yield from self._update()
             case Kind.FORWARD:
@@ -164,12 +168,13 @@ class TimeExecutor:
         yield self._send("reduce buffers", world, world.broadcast_seconds(num_bytes))
         yield Instruction(WAIT, "reduce buffers", 0, self.overhead.wait)
 
-    def _move_owned(self, name: str, num_bytes: int) -> Iterator[Instruction]:
+    def _move_owned(self, name: str, operation: Operation) -> Iterator[Instruction]:
         """Copied into one piece for each owner, sent, and copied to where it is stepped, or back into slices."""
-        ring = self.rings.shard
-        yield self._copy(name.removeprefix("gather "), 4 * num_bytes / self.job.num_slices, launch=self.overhead.gather)
-        yield self._send(name, ring, ring.all_to_all_seconds(num_bytes))
-        yield Instruction(WAIT, name, 0, self.overhead.wait)
+        ring, copied = self.rings.shard, 4 * operation.num_bytes / self.job.num_slices
+        yield self._copy(name.removeprefix("gather "), copied, launch=self.overhead.gather)
+        if not operation.is_local:
+            yield self._send(name, ring, ring.all_to_all_seconds(operation.num_bytes))
+            yield Instruction(WAIT, name, 0, self.overhead.wait)
 
     def _send(self, name: str, ring: Ring, seconds: float) -> Instruction:
         kind = self.overhead.gather / 2 if name.startswith("gather") else self.overhead.reduce
@@ -195,11 +200,6 @@ class TimeExecutor:
             return 0.0
         return (num_bytes + MASTER_BYTES * elements) / self.job.num_slices
 
-    def _copied_alone(self, num_bytes: int) -> int:
-        """Read and written by NCCL where a rank shares its slices with nobody: it copies what it would send."""
-        alone = self.rings.shard.num_ranks == 1 and self.cluster.device.name != "cpu"
-        return 2 * num_bytes if alone else 0
-
     def _take(self, name: str) -> Instruction:
         """Gradients as autograd made them go into the buffer that is reduced."""
         sizes = self.sizes[name]
@@ -208,18 +208,15 @@ class TimeExecutor:
         divided = 2 * sizes.reduce_bytes if self.overhead.divides else 0
         return self._copy(f"take {name}", made + sizes.reduce_bytes + divided, launch=self.overhead.take)
 
-    def _reduce(self, name: str, num_bytes: int, *, units: Sequence[str]) -> Iterator[Instruction]:
+    def _reduce(self, name: str, num_bytes: int, *, units: Sequence[str]) -> Instruction:
         rings = self.rings
         if self.job.placements[units[0]].grads is not SHARDED:
-            yield self._send(f"reduce {name}", rings.world, rings.world.all_reduce_seconds(num_bytes))
-            return
+            return self._send(f"reduce {name}", rings.world, rings.world.all_reduce_seconds(num_bytes))
         seconds = rings.shard.gather_seconds(num_bytes)
         if self.cluster.device.name == "cpu":
             # Gloo's reduce-scatter is slower than its all-reduce, which takes its place (comm/collectives.py).
             seconds = rings.shard.all_reduce_seconds(num_bytes)
-        yield self._send(f"reduce {name}", rings.shard, seconds)
-        if self._copied_alone(num_bytes):
-            yield self._copy(f"copy {name}", self._copied_alone(num_bytes))
+        return self._send(f"reduce {name}", rings.shard, seconds)
 
     def _reduce_slice(self, name: str, num_bytes: int) -> Iterator[Instruction]:
         """Over a second axis of the mesh the slices are summed too."""

@@ -9,9 +9,9 @@ from engine.peers import PeerCollectives, Peers, groups_of
 from torch import Tensor, nn
 
 from shardwise.engine.core.bucket import ReduceBucket
+from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.segment import Segment
-from shardwise.engine.core.setting import CoreSetting
 from shardwise.engine.core.unit import Unit
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh

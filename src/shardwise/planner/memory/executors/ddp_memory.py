@@ -13,7 +13,7 @@ from shardwise.planner.memory.executors.setting import MemorySetting, update_cha
 from shardwise.planner.memory.replay import Change, MemoryChange
 from shardwise.planner.trace_order import do_nothing
 from shardwise.program import Kind, Operation, Row, StepProgram
-from shardwise.program.run import Action
+from shardwise.program.compiled_program import Action
 
 
 class DdpMemory:

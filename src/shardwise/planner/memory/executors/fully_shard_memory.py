@@ -14,7 +14,7 @@ from shardwise.planner.memory.executors.setting import MemorySetting, update_cha
 from shardwise.planner.memory.replay import Change, MemoryChange, TakeGrads
 from shardwise.planner.trace_order import do_nothing
 from shardwise.program import Kind, Operation, Row, StepProgram, Trigger
-from shardwise.program.run import Action
+from shardwise.program.compiled_program import Action
 from shardwise.spec import ROOT
 
 # Streams with memory of their own.

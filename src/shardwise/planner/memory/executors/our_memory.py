@@ -9,7 +9,7 @@ from shardwise.planner.memory.executors.setting import MemorySetting, update_cha
 from shardwise.planner.memory.replay import Change, MemoryChange, Recategorize, TakeGrads
 from shardwise.planner.trace_order import do_nothing
 from shardwise.program import Kind, Operation, Row, StepProgram, crossing_buckets
-from shardwise.program.run import Action
+from shardwise.program.compiled_program import Action
 
 
 class OurMemory:

@@ -6,12 +6,9 @@ Guards, captured steps and the like add functions to these lists; nothing in the
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
-
-if TYPE_CHECKING:
-    from shardwise.engine.core.unit import Unit
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,9 +30,9 @@ class StepEvents:
     values_written()                the engine itself has written values, and all copies have followed
     """
 
-    unit_settled: list[Callable[["Unit"], None]] = field(default_factory=list)
-    unit_rests: list[Callable[["Unit", Sequence[nn.Parameter]], None]] = field(default_factory=list)
-    unit_wakes: list[Callable[["Unit"], None]] = field(default_factory=list)
+    unit_settled: list[Callable[[Any], None]] = field(default_factory=list)
+    unit_rests: list[Callable[[Any, Sequence[nn.Parameter]], None]] = field(default_factory=list)
+    unit_wakes: list[Callable[[Any], None]] = field(default_factory=list)
     pass_begins: list[Callable[[bool], None]] = field(default_factory=list)
     order_learned: list[Callable[[], None]] = field(default_factory=list)
     evaluation_begins: list[Callable[[], None]] = field(default_factory=list)

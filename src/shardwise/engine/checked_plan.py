@@ -1,0 +1,30 @@
+"""Plans that this job cannot run, refused before anything of a model is touched."""
+
+import torch
+import torch.distributed as dist
+
+from shardwise.engine.activations.compiled_units import check_compile
+from shardwise.errors import InvalidPlan
+from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import SHARDED, Placement
+from shardwise.spec import ModelSpec
+
+
+def check_plan(plan: Plan, *, spec: ModelSpec, mesh: Mesh, device: torch.device) -> dict[str, Placement]:
+    """Return the placement of each unit; refuse a plan that this job cannot run."""
+    mesh.check_ranks(dist.get_world_size())
+    if plan.engine != "shardwise":
+        raise InvalidPlan(f"engine = {plan.engine!r}: shardwise.prepare runs engine = 'shardwise'")
+    if plan.captures and device.type != "cuda":
+        raise InvalidPlan(
+            f"capture = 'on' with {device.type}: only a CUDA device can capture a step; set capture = 'auto' or 'off'"
+        )
+    placements = plan.placements(unit.name for unit in spec.units)
+    check_compile(placements, plan=plan)
+    if plan.offload_states and not any(placement.grads is SHARDED for placement in placements.values()):
+        raise InvalidPlan(
+            f"offload_states = true with strategy = {plan.strategy!r}: what every rank holds whole stays on the "
+            "device; use zero2, shard_grad_op or fsdp"
+        )
+    return placements
