@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from importlib import import_module
 from reprlib import repr as _show
 from typing import Any, Self
 
@@ -20,6 +19,7 @@ from shardwise.plan.patterns import Patterns, check_pattern, unmatched
 from shardwise.plan.placement import AUTO, STRATEGIES, Placement, placement_of, resolve_strategy, strategy_of
 from shardwise.plan.plan_form import check_count, not_among, override_of, some, table_of
 from shardwise.plan.policy import UnitPolicy
+from shardwise.vocabulary.auto_solver import auto_solver
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "strategy": (*STRATEGIES, AUTO),
@@ -297,9 +297,7 @@ class Plan:
 
         Collective: in a job every rank calls it, and gets the plan that rank 0 found.
         """
-        # Solved far above the vocabulary, which imports nothing of it.
-        solver = import_module("shardwise.train.automatic")
-        solved: Plan = solver.auto_plan(
+        solved: Plan = auto_solver()(
             model,
             plan=plan,
             cluster=cluster,
