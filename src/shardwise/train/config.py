@@ -15,10 +15,11 @@ from typing import Any, ClassVar, Self
 
 from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.files.atomic import atomic_write
+from shardwise.files.keys import key
 from shardwise.files.toml_file import read_toml
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, placement_of
-from shardwise.train.config_section import ConfigSection, InvalidConfig, key, unknown_key
+from shardwise.train.config_section import ConfigSection, InvalidConfig, unknown_key
 from shardwise.vocabulary.quantities import SIZE_EXAMPLE, byte_count
 
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {

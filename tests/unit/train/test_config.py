@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.files.keys import reference
 from shardwise.plan import Plan
 from shardwise.train.config import OPTIMIZERS, SECTIONS, TrainConfig, load_config
 from shardwise.train.config_section import ConfigSection, InvalidConfig
@@ -181,7 +182,7 @@ def test_the_docs_list_every_key_with_its_default() -> None:
     text = DOCS.read_text()
     for name, section in SECTIONS.items():
         if issubclass(section, ConfigSection):
-            rows = [f"| `{key}` | {default} | {what} |" for key, default, what in section.reference()]
+            rows = [f"| `{key}` | {default} | {what} |" for key, default, what in reference(section)]
             table = "\n".join((f"**[{name}]**", "", "| key | default | |", "|---|---|---|", *rows))
             assert table in text, f"docs/train.md should have\n\n{table}"
 
