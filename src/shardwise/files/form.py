@@ -65,7 +65,7 @@ switch = Form(words="true or false", fits=lambda value: isinstance(value, bool))
 
 
 class Limits(TypedDict, total=False):
-    """The range of a number; `least` and `most` belong to it."""
+    """The range of a number, which includes `least` and `most`."""
 
     least: float
     above: float
@@ -82,19 +82,19 @@ _LIMITS: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 
 def whole(**limits: Unpack[Limits]) -> Form:
-    """A whole number."""
+    """Accept a whole number."""
     return Form(words=_words("a whole number", limits), fits=_range(int, limits))
 
 
 def number(**limits: Unpack[Limits]) -> Form:
-    """A finite number, as a float."""
+    """Accept a number; return a float."""
     return Form(
         words=_words("a number", limits), fits=_range((int, float), limits), read=lambda value, path: float(value)
     )
 
 
 def pair(**limits: Unpack[Limits]) -> Form:
-    """Two numbers, as a tuple of floats."""
+    """Accept two numbers; return a tuple of floats."""
     fits = _range((int, float), limits)
     return Form(
         words=_words("two numbers", limits),
@@ -120,12 +120,12 @@ def _range(kind: Any, limits: Limits) -> Callable[[Any], bool]:
 
 
 def one_of(choices: Collection[str]) -> Form:
-    """One of these strings."""
+    """Accept one of these strings."""
     return Form(words=f"one of {', '.join(choices)}", fits=lambda value: isinstance(value, str) and value in choices)
 
 
 def optional(form: Form) -> Form:
-    """The form, or null."""
+    """Accept the form, or null."""
     return Form(
         words=form.words,
         fits=lambda value: value is None or form.fits(value),
@@ -134,7 +134,7 @@ def optional(form: Form) -> Form:
 
 
 def each(form: Form, *, least: int = 0, words: str = "a list") -> Form:
-    """A list of at least so many values of the form, as a tuple."""
+    """Accept a list of at least `least` values of the form; return a tuple."""
     return Form(
         words=f"{words} of at least {least}" if least else words,
         fits=lambda value: isinstance(value, list | tuple) and len(value) >= least,
@@ -143,7 +143,7 @@ def each(form: Form, *, least: int = 0, words: str = "a list") -> Form:
 
 
 def row(*forms: Form, words: str = "") -> Form:
-    """A list with one value per form, as a tuple."""
+    """Accept a list with one value per form; return a tuple."""
     return Form(
         words=words or f"a list of {len(forms)}",
         fits=lambda value: isinstance(value, list | tuple) and len(value) == len(forms),
@@ -154,7 +154,7 @@ def row(*forms: Form, words: str = "") -> Form:
 
 
 def table(form: Form, *, keys: Collection[str] | None = None, needs: Collection[str] = ()) -> Form:
-    """A table whose values all have the form. `keys`: the only ones it may have. `needs`: those it must have."""
+    """Accept a table whose values all have the form. `keys`: the names it may have. `needs`: those it must have."""
 
     def read(value: Mapping[str, Any], path: str) -> dict[str, Any]:
         check_names(value, path, known=value if keys is None else keys, needs=dict.fromkeys(needs, ""))
@@ -164,12 +164,12 @@ def table(form: Form, *, keys: Collection[str] | None = None, needs: Collection[
 
 
 def record(*, may_lack: Collection[str] = (), others: bool = False, **forms: Form) -> Form:
-    """A table with these names, each of its form, as a dict of what is given; with `others`, there may be more."""
+    """Accept a table with these names, each of its form; `others` allows more names. Return a dict of what is given."""
     return record_of(forms, needs={name: "" for name in forms if name not in may_lack}, others=others)
 
 
 def record_of(forms: Mapping[str, Form], *, needs: Mapping[str, str], others: bool = False) -> Form:
-    """The same. `needs`: name → what it is, for the names that must be there."""
+    """Accept a table like `record`. `needs`: name → description, for the names that must be given."""
 
     def read(value: Mapping[str, Any], path: str) -> dict[str, Any]:
         check_names(value, path, known=value if others else forms, needs=needs)
@@ -181,7 +181,7 @@ def record_of(forms: Mapping[str, Form], *, needs: Mapping[str, str], others: bo
 def check_names(
     value: Mapping[str, Any], path: str, *, known: Collection[str], needs: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse a table with a name that is not known, or without one that it needs."""
+    """Raise an error for a name that is not known, or for one that is missing."""
     for name in value:
         if name not in known:
             raise WrongForm(f"{f'{path}: ' if path else ''}{UnknownName.of('key', str(name), known=known)}")
@@ -191,7 +191,7 @@ def check_names(
 
 
 def inside(path: str, name: str) -> str:
-    """The path of a value in a table."""
+    """Return the path of a value in a table."""
     shown = name if name.isprintable() and len(name) <= 60 else show(name)
     return f"{path}.{shown}" if path else shown
 

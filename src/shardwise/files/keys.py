@@ -49,9 +49,9 @@ class _Key:
 def key(
     default: Any, what: str, *, form: Form | None = None, choices: Iterable[str] = (), **limits: Unpack[Limits]
 ) -> Any:
-    """A field with its description; its type gives its form, unless `form` does.
+    """Return a field of a dataclass with its description. Its type gives its form, unless `form` does.
 
-    default   `...` where the key must be given; a class where every record gets a new one
+    default   `...` for a key that must be given; a class for a new object of it in each record
     """
     described = {"key": _Key(what=what, form=form, choices=tuple(choices), limits=limits)}
     if default is ...:
@@ -73,13 +73,13 @@ def forms_of(kind: type) -> dict[str, Form]:
 
 
 def values_of(kind: type) -> Form:
-    """A table of the keys of a dataclass: those without a default must be there."""
+    """Accept a table of the keys of a dataclass, where those without a default must be given; return a dict."""
     needs = {item.name: item.metadata["key"].what for item, _ in _forms(kind) if _is_required(item)}
     return record_of(forms_of(kind), needs=needs)
 
 
 def object_of(kind: type) -> Form:
-    """An object of a dataclass, or the table that describes it."""
+    """Accept an object of a dataclass, or the table that describes it; return the object."""
     values = values_of(kind)
 
     def read(value: Any, path: str) -> Any:
@@ -91,12 +91,15 @@ def object_of(kind: type) -> Form:
         except ShardwiseError as error:
             raise WrongForm(f"{path}: {error}") from error
 
-    words = f"a {kind.__name__}, or a table of {', '.join(forms_of(kind))}"
+    words = f"a {kind.__name__}, or a table of {' and '.join(forms_of(kind))}"
     return Form(words=words, fits=lambda value: isinstance(value, kind) or values.fits(value), read=read)
 
 
 def check_keys(record: Any, *, path: str = "", error: type[ShardwiseError]) -> None:
-    """Check every key of an object, and give it the value that its form reads. For `__post_init__`."""
+    """Check every key of an object, and set it to the value that its form reads. Call it in `__post_init__`.
+
+    A default is not checked: a test makes sure that every default has its form.
+    """
     prefix = f"{path}." if path else ""
     try:
         kind: type = type(record)
@@ -109,7 +112,7 @@ def check_keys(record: Any, *, path: str = "", error: type[ShardwiseError]) -> N
 
 
 def to_table(record: Any) -> dict[str, Any]:
-    """Every key in TOML's own types; what is None is left out."""
+    """Return every key in TOML's own types; keys that are None are left out."""
     values = {name: _plain(getattr(record, name)) for name in forms_of(type(record))}
     # Tables go last: a key after a table's header would belong to the table.
     tables_last = sorted(values.items(), key=lambda item: isinstance(item[1], dict))
@@ -117,7 +120,7 @@ def to_table(record: Any) -> dict[str, Any]:
 
 
 def reference(kind: type) -> list[tuple[str, str, str]]:
-    """(key, default, description and allowed values) of each key, for the docs."""
+    """Return (key, default, description and allowed values) of each key, for the docs."""
     return [(item.name, _default(item), _description(item, form)) for item, form in _forms(kind)]
 
 

@@ -35,7 +35,7 @@ _CAPTURE = Form(
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a model is trained on many ranks."""
+    """A plan says how a model is trained on many ranks."""
 
     strategy: str = key(
         "fsdp",
@@ -46,7 +46,7 @@ class Plan:
     )
     overrides: Mapping[str, str | Placement] = key(
         Patterns(),
-        "unit-name pattern (`blocks.0`, `blocks.*`) → strategy or Placement; a later pattern wins",
+        "strategy or placement of the units that a pattern (`blocks.0`, `blocks.*`) matches; a later pattern wins",
         form=pattern_table(OVERRIDE),
     )
     units: str = key("auto", "policy by which the model is cut into units", form=POLICY)
@@ -70,7 +70,9 @@ class Plan:
         choices=_RECOMPUTES,
     )
     recompute_overrides: Mapping[str, str] = key(
-        Patterns(), "unit-name pattern → recompute; a later pattern wins", form=pattern_table(one_of(_RECOMPUTES))
+        Patterns(),
+        "recompute of the units that a pattern matches; a later pattern wins",
+        form=pattern_table(one_of(_RECOMPUTES)),
     )
     offload_activations: bool = key(False, "tensors that a unit saves for backward wait in host memory")
     offload_states: bool = key(
