@@ -14,6 +14,7 @@ from plans import bad_plan_files
 from scorecard import Asked, Row, Tally
 
 from shardwise.errors import ShardwiseError
+from shardwise.files.keys import reference
 from shardwise.hardware import cluster_of
 from shardwise.train.config import SECTIONS
 from shardwise.train.config_section import ConfigSection
@@ -71,7 +72,7 @@ def bad_configs(path: Path, *, chance: random.Random) -> Iterator[Mistake]:
         f"{name}.{key}"
         for name, section in SECTIONS.items()
         if issubclass(section, ConfigSection)
-        for key, _, _ in section.reference()
+        for key, _, _ in reference(section)
     ]
     for key in keys:
         for value in NO_VALUES:

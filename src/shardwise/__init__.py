@@ -1,135 +1,85 @@
 """Shardwise: train with any strategy from DDP to FSDP; predict its cost, run it, verify the prediction.
 
-Names are loaded when they are first used, so that `import shardwise` and the command line do not
-pay for torch (two seconds) until something needs it.
+The imports below are the list of public names. A name is imported at its first use, so that `import shardwise` and the
+command line do not pay for torch (two seconds) before they need it.
 """
 
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shardwise.vocabulary.auto_solver import register_solver
 from shardwise.vocabulary.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from shardwise.data.sampler import DistributedSampler
-    from shardwise.engine.engine import tape
-    from shardwise.engine.optimizer.scaler import GradScaler
-    from shardwise.engine.plan_change.extend import extend
-    from shardwise.engine.prepared.average import EMA
-    from shardwise.engine.prepared.evaluating import evaluating
-    from shardwise.engine.prepared.forward_method import forward_method
-    from shardwise.engines import (
-        accumulate,
-        capture,
-        clip_grad_norm_,
-        clip_grad_value_,
-        edit,
-        full_state_dict,
-        grad_norms,
-        join,
-        load_full_state_dict,
-        mean_count,
-        prepare,
-        replan,
-        weight_stream,
-        whole,
-    )
-    from shardwise.errors import ShardwiseError
-    from shardwise.integrations.lean_causal_loss import lean_loss
-    from shardwise.integrations.pretrained import from_pretrained, save_pretrained
-    from shardwise.plan import Plan
-    from shardwise.plan.mesh import Mesh
-    from shardwise.plan.placement import STRATEGIES, Placement
-    from shardwise.spec import ModelSpec, TensorSpec, UnitSpec
-    from shardwise.tasks import Task, load_task
-    from shardwise.train_step import step
-    from shardwise.units import model_spec
+    from shardwise.data.sampler import DistributedSampler as DistributedSampler
+    from shardwise.engine.engine import tape as tape
+    from shardwise.engine.optimizer.scaler import GradScaler as GradScaler
+    from shardwise.engine.plan_change.extend import extend as extend
+    from shardwise.engine.prepared.average import EMA as EMA
+    from shardwise.engine.prepared.evaluating import evaluating as evaluating
+    from shardwise.engine.prepared.forward_method import forward_method as forward_method
+    from shardwise.engines import accumulate as accumulate
+    from shardwise.engines import capture as capture
+    from shardwise.engines import clip_grad_norm_ as clip_grad_norm_
+    from shardwise.engines import clip_grad_value_ as clip_grad_value_
+    from shardwise.engines import edit as edit
+    from shardwise.engines import full_state_dict as full_state_dict
+    from shardwise.engines import grad_norms as grad_norms
+    from shardwise.engines import join as join
+    from shardwise.engines import load_full_state_dict as load_full_state_dict
+    from shardwise.engines import mean_count as mean_count
+    from shardwise.engines import prepare as prepare
+    from shardwise.engines import replan as replan
+    from shardwise.engines import weight_stream as weight_stream
+    from shardwise.engines import whole as whole
+    from shardwise.errors import ShardwiseError as ShardwiseError
+    from shardwise.integrations.lean_causal_loss import lean_loss as lean_loss
+    from shardwise.integrations.pretrained import from_pretrained as from_pretrained
+    from shardwise.integrations.pretrained import save_pretrained as save_pretrained
+    from shardwise.plan import Plan as Plan
+    from shardwise.plan.mesh import Mesh as Mesh
+    from shardwise.plan.placement import STRATEGIES as STRATEGIES
+    from shardwise.plan.placement import Placement as Placement
+    from shardwise.spec import ModelSpec as ModelSpec
+    from shardwise.spec import TensorSpec as TensorSpec
+    from shardwise.spec import UnitSpec as UnitSpec
+    from shardwise.tasks import Task as Task
+    from shardwise.tasks import load_task as load_task
+    from shardwise.train_step import step as step
+    from shardwise.units import model_spec as model_spec
 
-_HOME = {
-    "EMA": "shardwise.engine.prepared.average",
-    "DistributedSampler": "shardwise.data.sampler",
-    "GradScaler": "shardwise.engine.optimizer.scaler",
-    "Mesh": "shardwise.plan.mesh",
-    "ModelSpec": "shardwise.spec",
-    "Placement": "shardwise.plan.placement",
-    "Plan": "shardwise.plan",
-    "STRATEGIES": "shardwise.plan.placement",
-    "ShardwiseError": "shardwise.errors",
-    "Task": "shardwise.tasks",
-    "TensorSpec": "shardwise.spec",
-    "UnitSpec": "shardwise.spec",
-    "accumulate": "shardwise.engines",
-    "capture": "shardwise.engines",
-    "clip_grad_norm_": "shardwise.engines",
-    "clip_grad_value_": "shardwise.engines",
-    "edit": "shardwise.engines",
-    "evaluating": "shardwise.engine.prepared.evaluating",
-    "extend": "shardwise.engine.plan_change.extend",
-    "forward_method": "shardwise.engine.prepared.forward_method",
-    "from_pretrained": "shardwise.integrations.pretrained",
-    "full_state_dict": "shardwise.engines",
-    "grad_norms": "shardwise.engines",
-    "join": "shardwise.engines",
-    "lean_loss": "shardwise.integrations.lean_causal_loss",
-    "load_full_state_dict": "shardwise.engines",
-    "load_task": "shardwise.tasks",
-    "mean_count": "shardwise.engines",
-    "model_spec": "shardwise.units",
-    "prepare": "shardwise.engines",
-    "replan": "shardwise.engines",
-    "save_pretrained": "shardwise.integrations.pretrained",
-    "step": "shardwise.train_step",
-    "tape": "shardwise.engine.engine",
-    "weight_stream": "shardwise.engines",
-    "whole": "shardwise.engines",
-}
 
-__all__ = [
-    "EMA",
-    "STRATEGIES",
-    "DistributedSampler",
-    "GradScaler",
-    "Mesh",
-    "ModelSpec",
-    "Placement",
-    "Plan",
-    "ShardwiseError",
-    "Task",
-    "TensorSpec",
-    "UnitSpec",
-    "accumulate",
-    "capture",
-    "clip_grad_norm_",
-    "clip_grad_value_",
-    "edit",
-    "evaluating",
-    "extend",
-    "forward_method",
-    "from_pretrained",
-    "full_state_dict",
-    "grad_norms",
-    "join",
-    "lean_loss",
-    "load_full_state_dict",
-    "load_task",
-    "mean_count",
-    "model_spec",
-    "prepare",
-    "replan",
-    "save_pretrained",
-    "step",
-    "tape",
-    "weight_stream",
-    "whole",
-]
+@cache
+def _homes() -> dict[str, str]:
+    """Return public name → module, as the imports above say it."""
+    import ast
+    from pathlib import Path
+
+    (block,) = (node for node in ast.parse(Path(__file__).read_bytes()).body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name == "__all__":
+        return sorted(_homes())
+    if name not in _homes():
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
-    value: object = getattr(import_module(_HOME[name]), name)
+    value: object = getattr(import_module(_homes()[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted({*globals(), *_homes()})
+
+
+def _auto_plan() -> Callable[..., Any]:
+    from shardwise.train.automatic import auto_plan
+
+    return auto_plan
+
+
+register_solver(_auto_plan)

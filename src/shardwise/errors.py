@@ -1,18 +1,18 @@
-"""The exceptions that Shardwise raises for what a user can fix.
+"""The exceptions that Shardwise raises for mistakes that a user can fix.
 
     ShardwiseError
-    ├── InvalidPlan       a plan, placement, mesh or unit policy that cannot be
-    ├── InvalidCluster    a cluster, device or link that cannot be, or cannot be read
-    ├── UnknownName       a model, dataset, strategy … that is not in its table
-    ├── InvalidModel      a module that cannot be cut into units, a Task that is not one
-    ├── InvalidJob        environment variables that cannot say how this process belongs to a job
-    ├── InvalidData       a file or dataset that is missing, empty, truncated or malformed
-    ├── CheckpointError   a checkpoint that cannot be written or read, is damaged, or does not fit the model
+    ├── InvalidPlan       a plan, placement, mesh or unit policy is not valid
+    ├── InvalidCluster    a cluster, device or link is not valid, or cannot be read
+    ├── UnknownName       a model, dataset, strategy … is not in its table
+    ├── InvalidModel      a module cannot be cut into units, or a Task is not valid
+    ├── InvalidJob        environment variables do not say how this process belongs to a job
+    ├── InvalidData       a file or dataset is missing, empty, truncated or malformed
+    ├── CheckpointError   a checkpoint cannot be written or read, is damaged, or does not fit the model
     │   └── DiskFailed    the disk failed while one was written (full, EIO …): trying again may help
-    └── MissingExtra      an optional package that is not installed
+    └── MissingExtra      an optional package is not installed
 
-The message is one line: what, the numbers, and the way out. The command line prints
-`Kind: message` and exits with 2; a bug of ours is any other exception, and keeps its traceback.
+The message is one line: the mistake, the numbers, and the way out. The command line prints
+`Kind: message` and exits with 2. Any other exception is a bug in Shardwise, and keeps its traceback.
 """
 
 from collections.abc import Iterable
@@ -24,19 +24,19 @@ class ShardwiseError(Exception):
 
 
 class InvalidPlan(ShardwiseError):  # noqa: N818 - reads as the first word of the line that users see
-    """A plan, placement, mesh or unit policy that cannot be."""
+    """A plan, placement, mesh or unit policy is not valid."""
 
 
 class InvalidCluster(ShardwiseError):  # noqa: N818
-    """A cluster, device or link that cannot be, or cannot be read."""
+    """A cluster, device or link is not valid, or cannot be read."""
 
 
 class UnknownName(ShardwiseError):  # noqa: N818
-    """A name that is not in its table."""
+    """A name is not in its table."""
 
     @classmethod
     def of(cls, kind: str, name: str, *, known: Iterable[str], see: str = "") -> "UnknownName":
-        """The error for `name`, with the nearest known names, or all where few are known."""
+        """Return the error for `name`, with the nearest known names, or with all of them where they are few."""
         names = list(known)
         near = get_close_matches(name, names, n=3, cutoff=0.5)
         if near:
@@ -50,19 +50,19 @@ class UnknownName(ShardwiseError):  # noqa: N818
 
 
 class InvalidModel(ShardwiseError):  # noqa: N818
-    """A module that cannot be cut into units, or a Task that is not one."""
+    """A module cannot be cut into units, or a Task is not valid."""
 
 
 class InvalidJob(ShardwiseError):  # noqa: N818
-    """Environment variables that cannot say how this process belongs to a job."""
+    """Environment variables do not say how this process belongs to a job."""
 
 
 class InvalidData(ShardwiseError):  # noqa: N818
-    """A file or dataset that is missing, empty, truncated or malformed."""
+    """A file or dataset is missing, empty, truncated or malformed."""
 
 
 class CheckpointError(ShardwiseError):
-    """A checkpoint that cannot be written or read, is damaged, or does not fit the model."""
+    """A checkpoint cannot be written or read, is damaged, or does not fit the model."""
 
 
 class DiskFailed(CheckpointError):  # noqa: N818
@@ -70,10 +70,10 @@ class DiskFailed(CheckpointError):  # noqa: N818
 
 
 class MissingExtra(ShardwiseError):  # noqa: N818
-    """An optional package that is not installed."""
+    """An optional package is not installed."""
 
     @classmethod
     def of(cls, package: str, *, needed_for: str, extra: str | None = None) -> "MissingExtra":
-        """The error for `package`, which comes with `shardwise[extra]`, or by its own name."""
+        """Return the error for `package`, which pip installs with `shardwise[extra]`, or by its own name."""
         what = f"'shardwise[{extra}]'" if extra else package
         return cls(f"{needed_for} needs {package}: pip install {what}")

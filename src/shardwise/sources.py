@@ -1,7 +1,7 @@
-"""MODEL of the command line → a spec. torch is imported only for what has to be traced.
+"""MODEL of the command line → a spec. torch is imported only for models that have to be traced.
 
 gpt2-124m                  a catalogue model: its spec comes with the package
-params:60b                 so many parameters, and nothing else known
+params:60b                 a number of parameters; nothing else is known of the model
 python:FILE.py:function    your own Task
 hf:DIR (or hf:DIR/config.json), timm:NAME, torchvision:NAME    models of other libraries (trace/foreign.py)
 """
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from shardwise.tasks import Task
 
 Way = tuple[str, str]
-"""(computes in, recompute, or COMPILED's word for it)."""
+"""(dtype that computes, recompute or its name in COMPILED)."""
 
 FOREIGN = ("hf:", "timm:", "torchvision:")
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-# What is known of no model, so that sharding has something to shard: equal blocks, and a little at the root.
+# A model of which only its size is known still needs units to shard: equal blocks, and a little at the root.
 _NUM_BLOCKS = 40
 _ROOT_PART = 50
 
 
 class Source:
-    """One model; its spec grows by the traces that plans ask for. `kernels`: of which device, cuda or cpu."""
+    """One model, whose spec grows by the traces that plans need. `kernels`: those of a cuda or cpu device."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class Source:
         self._seq, self._image, self._kernels = seq, image, kernels
         self._while_tracing = while_tracing
         self._task: Task | None = None
-        # Whether the spec that comes with the package holds for what is asked.
+        # Whether the package's own spec holds for this sequence length and image size.
         self._is_shipped = False
-        # Asked for, and not in that spec: compiled units, which then count as what they are uncompiled.
+        # Traces that this spec does not have: compiled units, which then count as uncompiled.
         self._left_out: set[Way] = set()
         self._spec = self._first_spec()
 
     def spec_for(self, plan: Plan) -> ModelSpec:
-        """The spec, with the traces that `plan` needs."""
+        """Return the spec, with the traces that `plan` needs."""
         if self.reference.startswith("params:"):
             return self._spec
         way = computes_in(self._spec, plan=plan)
@@ -71,7 +71,7 @@ class Source:
         return self._spec
 
     def release(self) -> None:
-        """Keep the spec alone, not the model that was traced for it: another trace makes it again."""
+        """Drop the model that was traced and keep its spec; another trace makes the model again."""
         self._task = None
 
     def _first_spec(self) -> ModelSpec:
@@ -87,7 +87,7 @@ class Source:
         return self._live([])
 
     def _is_ready(self) -> bool:
-        """Whether the shipped spec holds for what is asked."""
+        """Return whether the shipped spec holds for this sequence length, image size and kind of device."""
         if self.reference.startswith(("python:", *FOREIGN)) or self._kernels != "cuda":
             return False
         shape = shape_of(self.reference)
@@ -108,7 +108,7 @@ class Source:
         return self._live(ways)
 
     def _live(self, ways: Collection[Way]) -> ModelSpec:
-        """By tracing it, or as it was traced before."""
+        """Return the spec from a new trace, or from the cache."""
         key = spec_key(self.reference, seq=self._seq, image=self._image, kernels=self._kernels, ways=ways)
         traced = kept_spec(key)
         if traced is None:
@@ -132,8 +132,11 @@ class Source:
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Without the garbage collector: what torch's import makes stays, and to look through it time and again takes a
-    second; and what dies in a trace should die with its last reference, not when the collector comes by."""
+    """Turn the garbage collector off.
+
+    The objects of torch's import stay alive, and collecting among them again and again takes a second. Tensors of a
+    trace must also be freed with their last reference, not at the time of a collection.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -145,10 +148,10 @@ def _nothing_collected() -> Iterator[None]:
 
 
 def states_only(reference: str) -> ModelSpec:
-    """A model of which only the number of parameters is known: equal blocks, and a fiftieth at the root."""
+    """Return the spec of a number of parameters: equal blocks, and a fiftieth at the root."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmbt]?)", reference.removeprefix("params:").lower())
     asked = float(found[1]) * _SUFFIXES[found[2]] if found else 0.0
-    # A number of a thousand digits is inf, which is no whole number.
+    # A number of a thousand digits is inf, which int() refuses.
     count = int(asked) if asked < 10**15 else 0
     if count <= 0:
         raise InvalidModel(f"{reference[:100]}: must be a number of parameters, such as params:60b or params:350m")

@@ -1,4 +1,4 @@
-"""A task: a model with its loss, its batches and, for training, its data. The same thing for every command.
+"""A task: a model with its loss, its batches and, for training, its data. Every command takes one.
 
 gpt2-124m                   a name of the catalogue (`shardwise models`)
 python:FILE.py:function     your own: the function returns a Task
@@ -24,7 +24,7 @@ from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, ViTShape
 
 Sums = Mapping[str, Tensor]
-"""Sums over a batch by name, and under "count" how many were summed; a metric is sum / count.
+"""Sums over a batch by name, and under "count" the number of summands; a metric is sum / count.
 
 Sums add up over batches and ranks of any size, averages do not.
 """
@@ -32,11 +32,11 @@ Sums add up over batches and ranks of any size, averages do not.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """All that a command needs to know of a model.
+    """A model and everything that a command needs to train or measure it.
 
     loss(model, batch)       a scalar, the mean over the batch
-    make_batch(size)         a batch of that many samples, of any values: for tracing and measuring
-    dataset, eval_dataset    samples that torch's default collate makes batches of
+    make_batch(size)         a batch of `size` samples of any values, for tracing and measuring
+    dataset, eval_dataset    samples that torch's default collate can make into batches
     evaluate(model, batch)   sums over the batch
     """
 
@@ -68,10 +68,10 @@ def load_task(
     image: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Task:
-    """The task of a name or of your own function.
+    """Return the task of a catalogue model, or of your own function.
 
     `dataset` is a spelling of data/source.py; without one the task has no data. `seq` and `image`
-    change the catalogue model's sequence length and image size. With `device="meta"` no weight is made.
+    change the catalogue model's sequence length and image size. With `device="meta"` no weights are allocated.
     """
     if reference.startswith("python:"):
         for name, value in (("dataset", dataset), ("seq", seq), ("image", image)):
@@ -99,7 +99,7 @@ def token_task(
     seq: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Task:
-    """Next-token prediction. A `seq` beyond the shape's own makes room for it; a shorter one is just used."""
+    """Return a task of next-token prediction. A `seq` longer than the shape's own enlarges the shape."""
     seq = seq or shape.max_seq
     if seq > shape.max_seq:
         shape = replace(shape, max_seq=seq)
@@ -116,7 +116,7 @@ def token_task(
 def image_task(
     shape: ViTShape | ResNetShape, *, dataset: str | None = None, device: torch.device | str = "cpu"
 ) -> Task:
-    """Image classification."""
+    """Return a task of image classification."""
 
     def make_batch(size: int) -> tuple[Tensor, Tensor]:
         images = torch.randn(size, shape.num_channels, shape.image_size, shape.image_size, device=device)
@@ -143,21 +143,21 @@ def _task(model: nn.Module, *, splits: Splits | None, make_batch: Callable[[int]
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross-entropy of (inputs, targets) over samples, or over tokens."""
+    """Return the mean cross-entropy of (inputs, targets) over samples, or over tokens."""
     inputs, targets = batch
     logits = model(inputs)
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
 def cross_entropy_of_tokens(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The same, in less memory: the logits are written over."""
+    """Return the same with less memory: the logits are overwritten."""
     inputs, targets = batch
     return lean_cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
 @torch.no_grad()
 def classification_sums(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
-    """Loss, right answers and their count, summed over samples, or over tokens."""
+    """Return the sums of loss and of correct answers, and their count, over samples or over tokens."""
     inputs, targets = batch
     logits = model(inputs).flatten(0, -2).float()
     targets = targets.flatten()
@@ -189,7 +189,7 @@ def _own_task(reference: str) -> Task:
 
 
 def _where(error: Exception, *, file: str) -> str:
-    """The error's message and the last line of the user's file that it passed through."""
+    """Return the error's message and the last line of the user's file in its traceback."""
     if isinstance(error, SyntaxError):
         return str(error)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]

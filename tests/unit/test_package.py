@@ -12,12 +12,19 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_public_name_is_there_and_at_home() -> None:
-    assert sorted(shardwise.__all__) == sorted(shardwise._HOME)
-    for name in shardwise.__all__:
+    assert len(shardwise.__all__) > 30
+    assert shardwise.__all__ == sorted(shardwise._homes())
+    for name, home in shardwise._homes().items():
         value = getattr(shardwise, name)
-        assert value is getattr(importlib.import_module(shardwise._HOME[name]), name)
+        assert value is getattr(importlib.import_module(home), name)
         assert name in dir(shardwise)
         assert name == "STRATEGIES" or inspect.getdoc(value)
+
+
+def test_a_star_import_brings_every_public_name() -> None:
+    names: dict[str, object] = {}
+    exec("from shardwise import *", names)
+    assert set(shardwise.__all__) <= names.keys()
 
 
 def test_what_is_not_public_is_an_attribute_error() -> None:

@@ -1,14 +1,15 @@
 """A rank's own record: one small JSON file that it leaves in a folder when its job fails, whole or not at all."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from reprlib import repr as show
 
-from shardwise.autopsy.record import GroupRecord, Issued, RankRecord
+from shardwise.autopsy.record import RankRecord
 from shardwise.errors import InvalidData
 from shardwise.files.atomic import atomic_write
+from shardwise.files.form import WrongForm, anything, table
+from shardwise.files.keys import object_of
 from shardwise.files.regular_file import read_at_most
 
 PREFIX = "autopsy-rank-"
@@ -35,33 +36,15 @@ def clear_records(folder: Path) -> None:
 
 
 def read_record(path: Path) -> RankRecord:
+    """Read the record that a rank left."""
     try:
-        found = json.loads(read_at_most(path, _MOST_BYTES))
-        if found["shardwise"] != _FORMAT:
-            raise ValueError(f"it is of format {found['shardwise']}, and this Shardwise reads {_FORMAT}")
-        return _record(found)
+        found = table(anything)(json.loads(read_at_most(path, _MOST_BYTES)), "")
+        written = found.pop("shardwise", None)
+        if written != _FORMAT:
+            raise WrongForm(f"it is of format {show(written)}, and this Shardwise reads {_FORMAT}")
+        record: RankRecord = object_of(RankRecord)(found, "")
     except OSError as error:
         raise InvalidData(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, RecursionError, WrongForm) as error:
         raise InvalidData(f"{path} is not a record of a rank: {' '.join(str(error).split())[:200]}") from error
-
-
-def _record(found: Mapping[str, Any]) -> RankRecord:
-    return RankRecord(
-        rank=int(found["rank"]),
-        groups={str(name): _group(group) for name, group in found["groups"].items()},
-        state=str(found["state"]),
-        failed=str(found["failed"]),
-        heard={int(rank): str(standing) for rank, standing in found["heard"].items()},
-        program={str(name): tuple(map(str, names)) for name, names in found["program"].items()},
-    )
-
-
-def _group(found: Mapping[str, Any]) -> GroupRecord:
-    issued = [
-        Issued(number=int(one["number"]), name=str(one["name"]), ended=bool(one["ended"]), place=str(one["place"]))
-        for one in found["issued"]
-    ]
-    if not issued:
-        raise ValueError("a group without a collective")
-    return GroupRecord(ranks=tuple(map(int, found["ranks"])), issued=issued)
+    return record

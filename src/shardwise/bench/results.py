@@ -16,7 +16,7 @@ from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results_form import check_bench
 from shardwise.errors import ShardwiseError
 from shardwise.files.atomic import atomic_write
-from shardwise.files.json_form import WrongForm
+from shardwise.files.form import WrongForm
 from shardwise.files.regular_file import read_at_most
 
 FILE = "bench.json"

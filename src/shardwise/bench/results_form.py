@@ -3,13 +3,14 @@
 Checked where a bench is read (results.py), so that tables and the page can take what they find.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwise.errors import ShardwiseError
-from shardwise.files.json_form import (
+from shardwise.files.form import (
+    Form,
     WrongForm,
-    any_number,
     anything,
     each,
     number,
@@ -17,8 +18,8 @@ from shardwise.files.json_form import (
     optional,
     record,
     row,
+    string,
     table,
-    text,
     whole,
 )
 from shardwise.plan import Plan
@@ -27,52 +28,62 @@ from shardwise.vocabulary.categories import CATEGORIES
 from shardwise.vocabulary.span import QUEUES
 
 _MOST_RANKS = 2**24
-_SECONDS = number(most=1e9)
+_COUNT = whole(least=0)
+_AMOUNT = number(least=0)
+# A training that diverged has numbers that JSON does not have: they are written as strings.
+_ANY_NUMBER = Form(
+    words="a number",
+    fits=lambda value: (
+        value in ("nan", "inf", "-inf")
+        or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max)
+    ),
+)
+_SECONDS = number(least=0, most=1e9)
 # Measured, and divided by.
 _TOOK = number(least=1e-12, most=1e9)
-_BYTES = table(whole(), keys=CATEGORIES)
+_BYTES = table(_COUNT, keys=CATEGORIES)
 _SPREAD = optional(record(values=each(_TOOK, least=1)))
 
 _PREDICTED = record(
-    allocated_bytes=whole(),
+    allocated_bytes=_COUNT,
     breakdown_bytes=_BYTES,
-    entries=each(row(text, _BYTES)),
+    entries=each(row(string, _BYTES)),
     step_seconds=optional(_TOOK),
     exposed_seconds=optional(_SECONDS),
-    spans=each(row(one_of(QUEUES), text, _SECONDS, _SECONDS)),
+    spans=each(row(one_of(QUEUES), string, _SECONDS, _SECONDS)),
 )
 
 _LEDGER = record(
     may_lack=("operations",),
-    entries=each(row(text, _BYTES, optional(whole())), least=1),
+    entries=each(row(string, _BYTES, optional(_COUNT)), least=1),
     at_rest=_BYTES,
-    operations=each(row(text, _BYTES)),
+    operations=each(row(string, _BYTES)),
 )
 
 _CASE = record(
     may_lack=("why_not", "why_not_silent", "sent_bytes", "calls", "tape_seconds", "exposed_seconds", "why_not_exposed"),
-    engine=text,
-    strategy=text,
-    why_not=text,
-    losses=each(any_number),
-    grad_norms=each(any_number),
-    param_norms=table(any_number),
-    dtypes=table(each(text)),
+    engine=string,
+    strategy=string,
+    why_not=string,
+    losses=each(_ANY_NUMBER),
+    grad_norms=each(_ANY_NUMBER),
+    param_norms=table(_ANY_NUMBER),
+    dtypes=table(each(string)),
     step_seconds=_SPREAD,
     silent_seconds=_SPREAD,
-    why_not_silent=text,
+    why_not_silent=string,
     first_step_seconds=_SPREAD,
     allocated_bytes=each(whole(least=1)),
-    reserved_bytes=each(whole()),
+    reserved_bytes=each(_COUNT),
     ledgers=each(_LEDGER),
-    sent_bytes=optional(whole()),
-    calls=table(whole()),
-    units=each(record(name=text, num_params=whole(), num_trained=whole())),
-    buckets=table(each(text, least=1)),
-    tape=each(row(text, text, whole(), _SECONDS, whole())),
+    sent_bytes=optional(_COUNT),
+    calls=table(_COUNT),
+    units=each(record(name=string, num_params=_COUNT, num_trained=_COUNT)),
+    buckets=table(each(string, least=1)),
+    tape=each(row(string, string, _COUNT, _SECONDS, _COUNT)),
     tape_seconds=optional(_TOOK),
     exposed_seconds=optional(_SECONDS),
-    why_not_exposed=text,
+    why_not_exposed=string,
     predicted=optional(_PREDICTED),
 )
 
@@ -80,30 +91,30 @@ _CASE = record(
 _SCALED = record(
     others=True,
     num_ranks=whole(least=1, most=_MOST_RANKS),
-    efficiency=optional(number()),
-    strategy=text,
+    efficiency=optional(_AMOUNT),
+    strategy=string,
     mesh=record(replicate=whole(least=1, most=_MOST_RANKS), shard=whole(least=1, most=_MOST_RANKS)),
-    micro_batch=whole(),
-    peak_bytes=record(others=True, device=whole()),
+    micro_batch=_COUNT,
+    peak_bytes=record(others=True, device=_COUNT),
     step_seconds=optional(_TOOK),
-    samples_per_s=optional(number()),
+    samples_per_s=optional(_AMOUNT),
     exposed_comm_seconds=optional(_SECONDS),
 )
 
 _BENCH = record(
-    format=whole(),
-    name=text,
-    command=text,
-    made=text,
+    format=_COUNT,
+    name=string,
+    command=string,
+    made=string,
     num_ranks=whole(least=1, most=_MOST_RANKS),
-    step_samples=whole(),
+    step_samples=_COUNT,
     step_tokens=optional(whole(least=1)),
     settings=table(anything),
     machine=table(anything),
     cases=each(_CASE),
-    equivalence=record(differences=each(record(case=text, text=text, excess=any_number)), largest=any_number),
-    recommended=optional(whole()),
-    why=text,
+    equivalence=record(differences=each(record(case=string, text=string, excess=_ANY_NUMBER)), largest=_ANY_NUMBER),
+    recommended=optional(_COUNT),
+    why=string,
     capacity_bytes=optional(whole(least=1)),
     scaling=each(_SCALED),
 )

@@ -1,1 +1,1 @@
-"""Files read and written safely, and the one way to check what they hold. No torch."""
+"""Safe reading and writing of files, and one validator for what they hold. No torch here."""

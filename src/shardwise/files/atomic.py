@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic writing: a file is replaced as a whole, or not at all."""
 
 import os
 import tempfile
@@ -10,10 +10,10 @@ from typing import BinaryIO
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to write into; it takes its place at `path` only when the block ends without an error.
+    """Open a file for writing, which replaces `path` when the block ends without an error.
 
     It is written next to `path` (a rename is atomic only within one file system), flushed to the
-    disk, then renamed. After an error nothing is left and what stood at `path` before still stands.
+    disk, then renamed. An error removes it and leaves the previous file at `path`.
     """
     target = Path(path)
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
@@ -32,7 +32,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _umask() -> int:
-    # There is no call that only reads it.
+    # No call only reads it.
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

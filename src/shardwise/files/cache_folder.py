@@ -1,7 +1,7 @@
-"""Files that can be made again, in the user's cache folder: `$XDG_CACHE_HOME/shardwise`, or `~/.cache/shardwise`.
+"""Cached files in the user's cache folder: `$XDG_CACHE_HOME/shardwise`, or `~/.cache/shardwise`.
 
-A file's name is the hash of all that its content follows from, so that none is ever out of date by its key.
-`SHARDWISE_CACHE=off` keeps and reads none.
+A file's name is the hash of everything that its content depends on, so a file is never out of date.
+`SHARDWISE_CACHE=off` turns the cache off.
 """
 
 import hashlib
@@ -11,16 +11,16 @@ from pathlib import Path
 from shardwise.files.atomic import atomic_write
 
 SWITCH = "SHARDWISE_CACHE"
-# Of each kind.
+# Files of each kind.
 _MOST_FILES = 100
 
 
 def cache_folder() -> Path | None:
-    """Where files are kept; None where the user wants none, or has no home."""
+    """Return the folder; None if the cache is off, or the user has no home folder."""
     if os.environ.get(SWITCH, "").lower() in ("off", "0", "no", "false"):
         return None
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # As its specification says, a relative path is ignored.
+    # The XDG specification says to ignore a relative path.
     if os.path.isabs(base):
         return Path(base, "shardwise")
     try:
@@ -30,17 +30,17 @@ def cache_folder() -> Path | None:
 
 
 def cached_text(kind: str, key: str) -> str | None:
-    """What was kept under `key`; None where nothing was, or it cannot be read."""
+    """Return the text that was kept under `key`; None if there is none, or it cannot be read."""
     path = _path(kind, key)
     try:
         return path.read_text(encoding="utf-8") if path is not None else None
     except (OSError, ValueError):
-        # It is made again.
+        # The caller makes it again.
         return None
 
 
 def keep_text(kind: str, key: str, text: str) -> None:
-    """Keep a text under `key`; the file appears whole or not at all."""
+    """Keep a text under `key`; an error leaves no partial file."""
     path = _path(kind, key)
     if path is None:
         return
@@ -50,12 +50,12 @@ def keep_text(kind: str, key: str, text: str) -> None:
             file.write(text.encode())
         _drop_oldest(path.parent)
     except OSError:
-        # A full disk or a home that is read-only costs the time to make it again, and nothing else.
+        # With a full disk or a read-only home the text is only made again the next time.
         return
 
 
 def _drop_oldest(folder: Path) -> None:
-    """What nobody asked for in a long time goes: other versions leave files that no key finds any more."""
+    """Remove the oldest files: other versions of Shardwise leave files that no key finds."""
     files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
     for path in files[:-_MOST_FILES]:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Files opened only if they are regular: never a FIFO that blocks, a device that does not end, or a link elsewhere."""
+"""Open regular files only: never a FIFO that blocks, an endless device, or a link to another place."""
 
 import errno
 import os
@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def open_to_read(path: Path) -> int:
-    """The descriptor of a regular file. A link to one is followed; anything else is an OSError, at once."""
-    # A FIFO without a writer would block in open: with O_NONBLOCK it does not, and a regular file does not care.
+    """Return the descriptor of a regular file. A link to one is followed; anything else raises OSError at once."""
+    # Without O_NONBLOCK, open blocks on a FIFO without a writer. A regular file ignores the flag.
     return _checked(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
 
 
 def read_at_most(path: Path, num_bytes: int) -> bytes:
-    """What a regular file holds. One that is larger is an OSError before any of it is read: it is none of ours."""
+    """Return the content of a regular file. A larger file is not ours: it raises OSError before any of it is read."""
     with os.fdopen(open_to_read(path), "rb") as file:
         if os.fstat(file.fileno()).st_size > num_bytes:
             raise OSError(errno.EFBIG, f"is larger than {num_bytes:,} bytes", str(path))
@@ -21,9 +21,9 @@ def read_at_most(path: Path, num_bytes: int) -> bytes:
 
 
 def open_to_append(path: Path) -> int:
-    """The descriptor of a regular file, made if missing, to read and append. A link, symbolic or hard, is refused.
+    """Return the descriptor of a regular file, to read and append; create it if it is missing.
 
-    What is written here is ours: through a link it would land in somebody else's file.
+    A symbolic or hard link raises OSError: text written through it would end up in a file that is not ours.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     try:

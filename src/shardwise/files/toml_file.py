@@ -1,4 +1,4 @@
-"""Reading a TOML file that a user wrote."""
+"""Read a TOML file that a user wrote."""
 
 import os
 import tomllib
@@ -12,11 +12,11 @@ _MOST_BYTES = 4 * 2**20
 
 
 class UnreadableFile(ShardwiseError):  # noqa: N818
-    """A file that is not there, or not TOML; whoever asked for it adds its name."""
+    """A file is missing or not TOML; the caller adds its name."""
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the file holds; what is wrong with it is one line."""
+    """Return the content of the file; a mistake in it raises an error of one line."""
     try:
         return tomllib.loads(read_at_most(Path(path), _MOST_BYTES).decode().replace("\r\n", "\n"))
     except OSError as error:

@@ -22,7 +22,8 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwise.errors import InvalidCluster
-from shardwise.hardware.sourced import KINDS, check_table
+from shardwise.files.form import Form, anything, each, inside, number, one_of, record_of, refusing, row, string, table
+from shardwise.hardware.sourced import KINDS
 
 Points = tuple[tuple[tuple[float, ...], float], ...]
 """(log2 of sizes, measured / predicted), …"""
@@ -30,10 +31,6 @@ Points = tuple[tuple[tuple[float, ...], float], ...]
 NUM_SIZES: Mapping[str, int] = MappingProxyType({"matmul": 4, "attention": 5, "convolution": 3})
 """Kernel → by how many sizes it is found among its points; all others by 2."""
 
-_NUMBERS = ("kernel_seconds",)
-_TABLES = ("reach", "points", "launch_seconds", "update")
-# What stands for operations and optimizers that a table does not name.
-_STANDS_FOR_OTHERS = {"launch_seconds": "other", "update": "adamw-fused"}
 # Above any size, time and ratio; of larger ones the predictions would be no numbers.
 _MOST = 1e18
 _MOST_LOG2 = 128.0
@@ -66,79 +63,55 @@ class Calibration:
         }
 
 
-def read_calibration(table: object, *, key: str) -> Calibration:
-    """The calibration of a TOML table, which `key` names in errors."""
-    given = check_table(key, table, allowed=("source", "kind", "ranks_per_core", *_NUMBERS, *_TABLES))
-    for name in ("source", "kind", *_NUMBERS, *_TABLES):
-        if name not in given:
-            raise InvalidCluster(f"{key}.{name} is missing: `shardwise calibrate` writes it")
-    if given["kind"] not in KINDS:
-        raise InvalidCluster(f"{key}.kind = {given['kind']!r}: must be one of {', '.join(KINDS)}")
-    reach, points, launch_seconds, update = (_table(f"{key}.{name}", given[name]) for name in _TABLES)
-    for name, needed in _STANDS_FOR_OTHERS.items():
-        if needed not in given[name]:
-            raise InvalidCluster(f"{key}.{name}.{needed} is missing: `shardwise calibrate` writes it")
-    return Calibration(
-        source=str(given["source"]),
-        kind=given["kind"],
-        kernel_seconds=_numbers(f"{key}.kernel_seconds", [given["kernel_seconds"]], count=1)[0],
-        reach={name: _above_0(f"{key}.reach.{name}", value) for name, value in reach.items()},
-        points={name: _points(f"{key}.points.{name}", rows, kernel=name) for name, rows in points.items()},
-        launch_seconds={name: _pair(f"{key}.launch_seconds.{name}", values) for name, values in launch_seconds.items()},
-        update={name: _four(f"{key}.update.{name}", values) for name, values in update.items()},
-        ranks_per_core=_above_0(f"{key}.ranks_per_core", given.get("ranks_per_core", 1.0)),
-    )
+def _points(kernels: Mapping[str, Any], path: str) -> dict[str, Points]:
+    """Read rows of sizes, as many as the kernel is found by, and a ratio."""
+    found = {}
+    for kernel, rows in kernels.items():
+        num_sizes = NUM_SIZES.get(kernel.partition(" ")[0].removesuffix("_backward"), 2)
+        form = each(_numbers(*num_sizes * [_SIZE], _ABOVE_0), words="a list of rows")
+        found[kernel] = tuple((tuple(sizes), ratio) for *sizes, ratio in form(rows, inside(path, kernel)))
+    return found
+
+
+def _numbers(*forms: Form) -> Form:
+    return row(*forms, words=f"{len(forms)} numbers")
+
+
+_NUMBER = Form(
+    words=f"a number that is not below 0, at most {_MOST:g}",
+    fits=number(least=0, most=_MOST).fits,
+    read=lambda value, path: float(value),
+)
+_ABOVE_0 = _NUMBER.then(Form(words="above 0", fits=lambda value: value > 0))
+_SIZE = _NUMBER.then(Form(words=f"the log2 of a size, at most {_MOST_LOG2:g}", fits=lambda value: value <= _MOST_LOG2))
+_FORMS = {
+    "source": string,
+    "kind": one_of(KINDS),
+    "ranks_per_core": _ABOVE_0,
+    "kernel_seconds": _NUMBER,
+    "reach": table(_ABOVE_0),
+    "points": table(anything).then(_points),
+    # The needed rows stand for operations and optimizers that a table does not name.
+    "launch_seconds": table(_numbers(_NUMBER, _NUMBER), needs=["other"]),
+    "update": table(_numbers(_NUMBER, _NUMBER, _NUMBER, _ABOVE_0), needs=["adamw-fused"]),
+}
+CALIBRATION = record_of(
+    _FORMS, needs={name: "`shardwise calibrate` writes it" for name in _FORMS if name != "ranks_per_core"}
+).then(lambda values, path: Calibration(**values))
+"""The form of a calibration in a file."""
+
+
+def read_calibration(data: object, *, key: str) -> Calibration:
+    """Return the calibration of a TOML table, which `key` names in errors."""
+    with refusing(InvalidCluster):
+        found: Calibration = CALIBRATION(data, key)
+    return found
 
 
 @cache
 def shipped_calibration(name: str) -> Calibration | None:
-    """The calibration of a device of the package, if it has one: calibrated/NAME.toml."""
+    """Return the calibration of a device of the package, calibrated/NAME.toml, if it has one."""
     file = files("shardwise.hardware").joinpath("calibrated", f"{name}.toml")
     if not file.is_file():
         return None
     return read_calibration(tomllib.loads(file.read_text(encoding="utf-8"))["calibration"], key=name)
-
-
-def _table(key: str, value: object) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidCluster(f"{key} = {value!r}: must be a table")
-    return value
-
-
-def _points(key: str, rows: object, *, kernel: str) -> Points:
-    """Rows of as many sizes as the kernel is found by, and a ratio."""
-    if not isinstance(rows, list):
-        raise InvalidCluster(f"{key} = {rows!r}: must be a list of rows")
-    count = NUM_SIZES.get(kernel.split()[0].removesuffix("_backward"), 2) + 1
-    found = [_numbers(key, row, count=count) for row in rows]
-    for *sizes, _ in found:
-        if max(sizes) > _MOST_LOG2:
-            raise InvalidCluster(f"{key} = {max(sizes):g}: must be the log2 of a size, at most {_MOST_LOG2:g}")
-    return tuple((tuple(sizes), _above_0(key, ratio)) for *sizes, ratio in found)
-
-
-def _pair(key: str, values: object) -> tuple[float, float]:
-    forward, backward = _numbers(key, values, count=2)
-    return forward, backward
-
-
-def _four(key: str, values: object) -> tuple[float, float, float, float]:
-    issue, more, num_bytes, reach = _numbers(key, values, count=4)
-    return issue, more, num_bytes, _above_0(key, reach)
-
-
-def _above_0(key: str, value: object) -> float:
-    (number,) = _numbers(key, [value], count=1)
-    if number == 0:
-        raise InvalidCluster(f"{key} = {number}: must be above 0")
-    return number
-
-
-def _numbers(key: str, value: object, *, count: int) -> list[float]:
-    """So many finite numbers that are not negative."""
-    if not isinstance(value, list) or len(value) != count:
-        raise InvalidCluster(f"{key} = {value!r}: must be {count} numbers")
-    for number in value:
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= _MOST:
-            raise InvalidCluster(f"{key} = {number!r}: must be a number that is not below 0, at most {_MOST:g}")
-    return [float(number) for number in value]

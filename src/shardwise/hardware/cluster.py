@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from shardwise.errors import InvalidCluster
+from shardwise.files.keys import check_keys, key
 from shardwise.hardware.device import Device, device_of
 from shardwise.hardware.link import Fabric, Link, link_of, port_of
 
@@ -27,15 +28,14 @@ class Cluster:
     fabric   between nodes; None where there is one node
     """
 
-    num_nodes: int = 1
-    devices_per_node: int
+    num_nodes: int = key(1, "machines", least=1)
+    devices_per_node: int = key(..., "devices of each machine, one per rank", least=1)
     device: Device
     link: Link | None = None
     fabric: Fabric | None = None
 
     def __post_init__(self) -> None:
-        check_count("num_nodes", self.num_nodes)
-        check_count("devices_per_node", self.devices_per_node)
+        check_keys(self, error=InvalidCluster)
         if self.num_nodes > 1 and self.fabric is None:
             raise InvalidCluster(f"{self.num_nodes} nodes without a fabric: say what links them, such as ib-8x400")
         if self.num_nodes == 1 and self.fabric is not None:
@@ -49,11 +49,6 @@ class Cluster:
         nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
         fabric = f"@{self.fabric}" if self.fabric is not None else ""
         return f"{nodes}{self.devices_per_node}x{self.device.name}{fabric}"
-
-
-def check_count(name: str, count: object) -> None:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise InvalidCluster(f"{name} = {count!r}: must be a whole number of at least 1")
 
 
 def parse_cluster(text: str) -> Cluster:

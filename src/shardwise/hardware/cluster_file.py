@@ -21,22 +21,24 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import InvalidCluster, ShardwiseError
+from shardwise.files.form import Form, anything, check_names, inside, record_of, refusing
+from shardwise.files.keys import forms_of
 from shardwise.files.toml_file import read_toml
-from shardwise.hardware.cluster import Cluster, check_count, fabric_of, make_cluster, parse_cluster
+from shardwise.hardware.cluster import Cluster, fabric_of, make_cluster, parse_cluster
 from shardwise.hardware.device import Device, device_of, read_device
 from shardwise.hardware.link import Fabric, Link, link_of, read_link
-from shardwise.hardware.sourced import check_table
+from shardwise.hardware.sourced import NAME
 
 _RUNS_WITH = ("software", "matmul_precision")
 
 
 def cluster_of(text: str) -> Cluster:
-    """The cluster that `text` describes, by its name (cluster.py) or as the path of a file."""
+    """Return the cluster that `text` describes, by its name (cluster.py) or as the path of a file."""
     return read_cluster_file(text) if text.endswith(".toml") else parse_cluster(text)
 
 
 def read_cluster_file(path: str | Path) -> Cluster:
-    """The cluster of a file; a mistake is one line that names the file and the key."""
+    """Read a cluster from a file; a mistake is one line that names the file and the key."""
     try:
         return _cluster(read_toml(path))
     except ShardwiseError as error:
@@ -44,43 +46,34 @@ def read_cluster_file(path: str | Path) -> Cluster:
 
 
 def _cluster(data: dict[str, Any]) -> Cluster:
-    check_table("cluster", data, allowed=("num_nodes", "devices_per_node", "device", "link", "fabric", *_RUNS_WITH))
-    for key in ("devices_per_node", "device"):
-        if key not in data:
-            raise InvalidCluster(f"{key} is missing")
-    device = replace(_device(data["device"]), **{key: data[key] for key in _RUNS_WITH if key in data})
-    num_nodes, devices_per_node = data.get("num_nodes", 1), data["devices_per_node"]
-    # Before a fabric is made of them.
-    check_count("num_nodes", num_nodes)
-    check_count("devices_per_node", devices_per_node)
-    return make_cluster(
-        device,
-        num_nodes=num_nodes,
-        devices_per_node=devices_per_node,
-        link=_link(data["link"]) if "link" in data else None,
-        fabric=_fabric(data["fabric"]) if "fabric" in data else None,
-    )
+    with refusing(InvalidCluster):
+        check_names(data, "cluster", known=_FORMS)
+        given = record_of(_FORMS, needs={"devices_per_node": "", "device": ""})(data, "")
+    device = replace(given.pop("device"), **{key: given.pop(key) for key in _RUNS_WITH if key in given})
+    return make_cluster(device, **{"num_nodes": 1, "fabric": None, **given})
 
 
-def _device(value: object) -> Device:
+def _device(value: Any, path: str) -> Device:
     if isinstance(value, str):
         return device_of(value)
-    if not isinstance(value, dict):
-        raise InvalidCluster(f"device = {value!r}: must be a name or a table")
-    table = dict(value)
-    name, like = table.pop("name", None), table.pop("like", None)
-    for key, text in (("name", name), ("like", like)):
-        if text is not None and not isinstance(text, str):
-            raise InvalidCluster(f"device.{key} = {text!r}: must be a name")
-    base = device_of(like) if like is not None else None
-    return read_device(name or like or "custom", table, key="device", like=base)
+    own = {key: NAME(value[key], inside(path, key)) for key in ("name", "like") if key in value}
+    base = device_of(own["like"]) if "like" in own else None
+    values = {key: item for key, item in value.items() if key not in own}
+    return read_device(own.get("name") or own.get("like") or "custom", values, key=path, like=base)
 
 
-def _link(value: object) -> Link:
-    return link_of(value) if isinstance(value, str) else read_link("custom", value, key="link")
+def _link(value: Any, path: str) -> Link:
+    return link_of(value) if isinstance(value, str) else read_link("custom", value, key=path)
 
 
-def _fabric(value: object) -> Fabric:
-    if isinstance(value, str):
-        return fabric_of(value)
-    return Fabric(link=read_link("custom", value, key="fabric"))
+def _fabric(value: Any, path: str) -> Fabric:
+    return fabric_of(value) if isinstance(value, str) else Fabric(link=read_link("custom", value, key=path))
+
+
+_FORMS = {
+    **forms_of(Cluster),
+    "device": Form(words="a name or a table", fits=lambda value: isinstance(value, str | dict), read=_device),
+    "link": anything.then(_link),
+    "fabric": anything.then(_fabric),
+    **dict.fromkeys(_RUNS_WITH, anything),
+}

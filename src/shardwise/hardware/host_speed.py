@@ -14,34 +14,24 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from shardwise.errors import InvalidData
-from shardwise.files.json_form import WrongForm, number, record, table, text
+from shardwise.files.form import WrongForm, number, record, string, table
+from shardwise.files.keys import key, object_of
 
 _SECONDS = number(least=1e-12, most=1e3)
-_PAIR = record(forward=_SECONDS, backward=_SECONDS)
-_FORM = record(
-    source=text,
-    call_seconds=_SECONDS,
-    hook_seconds=_SECONDS,
-    dispatch_seconds=table(_PAIR),
-    share=number(least=1.0, most=1e6),
-)
+_BOTH_WAYS = record(forward=_SECONDS, backward=_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpeed:
-    """One host, as a process on it finds it.
+    """One host, as measured by a process on it."""
 
-    call_seconds       a call of a Python function
-    hook_seconds       a call of a module that has a hook before and one after its forward
-    dispatch_seconds   kind of layer → until its operations are issued, {"forward": …, "backward": …}
-    share              seconds that pass for each second on a core: above 1 where others use the core as well
-    """
-
-    source: str
-    call_seconds: float
-    hook_seconds: float
-    dispatch_seconds: Mapping[str, Mapping[str, float]]
-    share: float = 1.0
+    source: str = key(..., "the machine and the program that measured it", form=string)
+    call_seconds: float = key(..., "a call of a Python function", form=_SECONDS)
+    hook_seconds: float = key(..., "a call of a module with one hook before and one after its forward", form=_SECONDS)
+    dispatch_seconds: Mapping[str, Mapping[str, float]] = key(
+        ..., "kind of layer → time until its operations are issued", form=table(_BOTH_WAYS, needs=["add"])
+    )
+    share: float = key(1.0, "elapsed seconds per second on a core: above 1 on a shared core", least=1.0, most=1e6)
 
     def to_data(self) -> dict[str, Any]:
         """What `read_host_speed` reads."""
@@ -57,15 +47,12 @@ class HostSpeed:
 
 
 def read_host_speed(data: object, *, where: str) -> HostSpeed:
-    """The speed of a JSON or TOML table, which `where` names in errors."""
+    """Return the speed that a JSON or TOML table describes, which `where` names in errors."""
     try:
-        _FORM(data, "")
+        found: HostSpeed = object_of(HostSpeed)(data, "")
     except WrongForm as error:
         raise InvalidData(f"{where}: is no speed of a host ({error})") from error
-    assert isinstance(data, dict)
-    if "add" not in data["dispatch_seconds"]:
-        raise InvalidData(f"{where}: is no speed of a host (dispatch_seconds.add is missing)")
-    return HostSpeed(**data)
+    return found
 
 
 @cache

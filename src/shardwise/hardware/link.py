@@ -3,30 +3,27 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from shardwise.errors import InvalidCluster, UnknownName
-from shardwise.hardware.sourced import Sourced, check_table, read_sourced, shipped_table
-
-_KEYS = ("title", "between_nodes", "bytes_per_s", "ring_bytes_per_s", "latency_seconds")
+from shardwise.files.form import Form, refusing, string, switch
+from shardwise.files.keys import key, values_of
+from shardwise.hardware.sourced import SOURCED_NUMBER, Sourced, shipped_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One device's link, or one network port.
-
-    bytes_per_s       in one direction
-    ring_bytes_per_s  what a ring of collectives reaches of that; None where nobody has sourced it, as below
-    latency_seconds   of one message
-    between_nodes     a network port, of which fabrics are made
-    """
+    """One device's link, or one network port; None where no source is known."""
 
     name: str
-    title: str = ""
-    bytes_per_s: Sourced[float]
-    ring_bytes_per_s: Sourced[float] | None = None
-    latency_seconds: Sourced[float] | None = None
-    between_nodes: bool = False
+    title: str = key("", "its name in full", form=string)
+    bytes_per_s: Sourced[float] = key(..., "the bytes per second in one direction", form=SOURCED_NUMBER)
+    ring_bytes_per_s: Sourced[float] | None = key(
+        None, "the bytes per second that a ring of collectives reaches", form=SOURCED_NUMBER
+    )
+    latency_seconds: Sourced[float] | None = key(None, "the latency of one message", form=SOURCED_NUMBER)
+    between_nodes: bool = key(
+        False, "a network port, of which fabrics are made", form=Form(words="a bool", fits=switch.fits)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,32 +46,15 @@ class Fabric:
 
 
 def read_link(name: str, table: object, *, key: str) -> Link:
-    """The link of a TOML table, which `key` names in errors."""
-    fields = check_table(key, table, allowed=_KEYS)
-    if "bytes_per_s" not in fields:
-        raise InvalidCluster(f"{key}.bytes_per_s is missing: the bytes per second in one direction")
-    for field, of in (("title", str), ("between_nodes", bool)):
-        if field in fields and not isinstance(fields[field], of):
-            raise InvalidCluster(f"{key}.{field} = {fields[field]!r}: must be a {of.__name__}")
-    optional = {
-        field: read_sourced(f"{key}.{field}", fields[field], of=float)
-        for field in ("ring_bytes_per_s", "latency_seconds")
-        if field in fields
-    }
-    return Link(
-        name=name,
-        title=fields.get("title", ""),
-        bytes_per_s=read_sourced(f"{key}.bytes_per_s", fields["bytes_per_s"], of=float),
-        between_nodes=fields.get("between_nodes", False),
-        **optional,
-    )
+    """Return the link of a TOML table, which `key` names in errors."""
+    with refusing(InvalidCluster):
+        return Link(name=name, **values_of(Link)(table, key))
 
 
 @cache
 def links() -> Mapping[str, Link]:
-    """All links that come with the package, by name."""
-    table: Mapping[str, Any] = shipped_table("links")
-    return {name: read_link(name, fields, key=name) for name, fields in table.items()}
+    """Return all links that come with the package, by name."""
+    return {name: read_link(name, fields, key=name) for name, fields in shipped_table("links").items()}
 
 
 def link_of(name: str) -> Link:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from shardwise.errors import InvalidCluster, UnknownName
-from shardwise.hardware.sourced import Sourced, check_table, read_sourced, shipped_table
+from shardwise.files.form import record_of, refusing, string, table
+from shardwise.hardware.sourced import SOURCED_NUMBER, Sourced, shipped_table
 
 CURRENT = "current"
 MATMUL_PRECISIONS = ("highest", "high", "medium")
@@ -48,14 +49,10 @@ def check_matmul_precision(value: object) -> None:
         raise InvalidCluster(f"matmul_precision = {value!r}: must be one of {', '.join(MATMUL_PRECISIONS)}")
 
 
-def _read(name: str, table: object) -> Software:
-    given = check_table(name, table, allowed=("title", *_TABLES))
-    reaches = {
-        key: {
-            architecture: read_sourced(f"{name}.{key}.{architecture}", number, of=float)
-            for architecture, number in given[key].items()
-        }
-        for key in _TABLES
-        if key in given
-    }
-    return Software(name=name, title=given["title"], reaches=reaches)
+_FORM = record_of({"title": string, **dict.fromkeys(_TABLES, table(SOURCED_NUMBER))}, needs={"title": ""})
+
+
+def _read(name: str, given: object) -> Software:
+    with refusing(InvalidCluster):
+        values = _FORM(given, name)
+    return Software(name=name, title=values.pop("title"), reaches=values)

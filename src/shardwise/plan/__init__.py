@@ -1,8 +1,11 @@
-"""Step 1 of 5: what the user decides, as one frozen plan. No torch here.
+"""Step 1 of 5: the user's decisions as one frozen plan. No torch here.
 
-placement.py   what is replicated and what is sharded; the strategies as a table
+placement.py   replicated or sharded, for each state of a unit; the strategies as a table
+mesh.py        the ranks as a grid
+policy.py      the rule by which a model is cut into units
+patterns.py    settings for some units only
 plan.py        the plan itself, saved as TOML
-limits.py      what each engine cannot do
+limits.py      the settings that each engine can run
 """
 
 from shardwise.plan.plan import Plan, as_plan

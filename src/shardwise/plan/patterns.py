@@ -1,14 +1,14 @@
-"""Pattern → value: what a plan says of some units and not of others."""
+"""Pattern → value: settings of a plan that hold for some units only."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from reprlib import repr as _show
+from typing import Any
 
-from shardwise.errors import InvalidPlan
+from shardwise.files.form import Form, each, table
 
 
 class Patterns(Mapping[str, str]):
-    """Name patterns (`blocks.0`, `blocks.*`) and what they stand for; ordered, frozen, hashable. A later one wins."""
+    """Name patterns (`blocks.0`, `blocks.*`) and their values; ordered, frozen, hashable. A later pattern wins."""
 
     __slots__ = ("_items",)
 
@@ -25,7 +25,7 @@ class Patterns(Mapping[str, str]):
         return len(self._items)
 
     def __eq__(self, other: object) -> bool:
-        # Unlike other mappings, in order: a later pattern wins over an earlier one.
+        # Other mappings ignore the order. Here a later pattern wins over an earlier one.
         return isinstance(other, Patterns) and self._items == other._items
 
     def __hash__(self) -> int:
@@ -35,26 +35,43 @@ class Patterns(Mapping[str, str]):
         return repr(dict(self._items))
 
     def find(self, name: str, *, default: str) -> str:
-        """The value of the last pattern that matches."""
+        """Return the value of the last pattern that matches."""
         matching = [value for pattern, value in self._items if fnmatchcase(name, pattern)]
         return matching[-1] if matching else default
 
 
-def check_pattern(pattern: object, *, key: str) -> str:
-    """A pattern that a file can show on one line."""
-    if not isinstance(pattern, str) or not pattern or not pattern.isprintable():
-        raise InvalidPlan(f"{key}: {_show(pattern)} is not a pattern for names")
-    return pattern
+# A file shows a pattern on one line.
+_PATTERN = Form(
+    words="a pattern for names",
+    fits=lambda value: isinstance(value, str) and value != "" and value.isprintable(),
+)
+
+
+def pattern_list(of: str) -> Form:
+    """The form of a list of patterns for the names of parameters or modules."""
+    return each(_PATTERN, words=f"a list of {of}-name patterns")
+
+
+def pattern_table(form: Form) -> Form:
+    """The form of unit-name patterns and their values, as `Patterns`."""
+    values = table(form)
+
+    def read(value: Mapping[Any, Any], path: str) -> Patterns:
+        for pattern in value:
+            _PATTERN(pattern, path)
+        return Patterns(values.read(value, path))
+
+    return Form(words="a table of unit-name patterns", fits=values.fits, read=read)
 
 
 def unmatched(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
-    """The patterns that match none of the names: most likely a slip."""
+    """Return the patterns that match none of the names, which is most likely a mistake."""
     known = list(names)
     return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]
 
 
 def short_patterns(names: Sequence[str], *, among: Sequence[str]) -> tuple[str, ...]:
-    """Patterns that match these names and no others of `among`: one for all that differ in numbers only."""
+    """Return patterns that match these names and no others of `among`; names that differ in numbers share one."""
     chosen = set(names)
     found: dict[str, None] = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""What is replicated, and what is sharded: the answer for one unit, and the named answers.
+"""Placements: which state of a unit is replicated and which is sharded. Strategies are placements with a name.
 
 Step 1 of 5: vocabulary → spec → step program → planner and engine → proof by measurement.
 Code asks a placement (`if placement.params is SHARDED`), never the strategy's name.
@@ -10,10 +10,12 @@ from enum import Enum
 from types import MappingProxyType
 
 from shardwise.errors import InvalidPlan, UnknownName
+from shardwise.files.form import Form, one_of
+from shardwise.files.keys import documented, key, object_of
 
 
 class Where(Enum):
-    """Where a kind of state lives: whole on every rank, or one slice per rank of the shard axis."""
+    """State of a kind is whole on every rank (replicated), or each rank of the shard axis holds a slice (sharded)."""
 
     REPLICATED = "replicated"
     SHARDED = "sharded"
@@ -25,22 +27,25 @@ class Where(Enum):
 REPLICATED = Where.REPLICATED
 SHARDED = Where.SHARDED
 
+# A file spells it; Python code gives the member itself.
+_WHERE = one_of([where.value for where in Where]).then(lambda value, path: Where(value))
 
+
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where one unit's parameters, gradients and optimizer state live.
+    """One unit's parameters, gradients and optimizer state, each replicated or sharded.
 
     Invariant: sharded params ⇒ sharded grads ⇒ sharded optim. A rank that holds a slice of the
     parameters can apply only that slice of the gradients, and needs only that slice of the state.
-
-    `reshard_after_forward`: gathered parameters are freed after forward and gathered again for
-    backward. It says nothing where parameters are replicated, so there it must be False.
     """
 
-    params: Where
-    grads: Where
-    optim: Where
-    reshard_after_forward: bool = False
+    params: Where = key(..., "parameters", form=_WHERE)
+    grads: Where = key(..., "reduced gradients", form=_WHERE)
+    optim: Where = key(..., "optimizer state, with the fp32 master", form=_WHERE)
+    reshard_after_forward: bool = key(
+        False, "gathered parameters are freed after forward and gathered again for backward; only for sharded params"
+    )
 
     def __post_init__(self) -> None:
         for name in ("params", "grads", "optim"):
@@ -65,34 +70,55 @@ STRATEGIES: Mapping[str, Placement] = MappingProxyType(
         "fsdp": Placement(params=SHARDED, grads=SHARDED, optim=SHARDED, reshard_after_forward=True),
     }
 )
-"""The strategies, simplest first. A row is all that a strategy is; every possible placement is a row."""
+"""The strategies, simplest first. A strategy is its row and nothing else; every possible placement is a row."""
 
 AUTO = "auto"
-"""In place of a strategy: the planner's solver is to give each unit its row (planner/search/auto.py)."""
-
+"""In place of a strategy: the planner's solver chooses the row of each unit (planner/search/auto.py)."""
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {"no_shard": "ddp", "full_shard": "fsdp", "zero3": "fsdp", "hybrid_shard": "fsdp"}
 )
-"""What other libraries call a strategy → its row. Hybrid sharding is fsdp on a mesh that replicates as well."""
+"""Another library's name of a strategy → its row. Hybrid sharding is fsdp on a mesh that replicates as well."""
+
+
+def _spelling(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
+
+
+def _own_name(name: str) -> str:
+    spelled = _spelling(name)
+    return ALIASES.get(spelled, spelled if spelled in STRATEGIES else name)
+
+
+_PLACEMENT = object_of(Placement)
+STRATEGY = Form(
+    words=f"one of {', '.join((*STRATEGIES, AUTO))}",
+    fits=lambda value: isinstance(value, str) and _own_name(value) in (*STRATEGIES, AUTO),
+)
+"""The form of a plan's strategy."""
+OVERRIDE = Form(
+    words=f"one of {', '.join(STRATEGIES)}, or a placement",
+    fits=lambda value: _PLACEMENT.fits(value) or (isinstance(value, str) and _own_name(value) in STRATEGIES),
+    read=lambda value, path: value if isinstance(value, str) else strategy_of(_PLACEMENT.read(value, path)),
+)
+"""The form of a unit's own strategy; a placement becomes the name of its row."""
 
 
 def resolve_strategy(name: str, *, replicate: int = 1) -> str:
-    """A strategy's own name, for one that other libraries give it (`FULL_SHARD`); any other name as it is.
+    """Return our name of a strategy, given another library's (`FULL_SHARD`); return any other name unchanged.
 
-    replicate    of the mesh. `hybrid_shard` needs one that is longer than 1.
+    replicate    length of the mesh's replicate axis. `hybrid_shard` needs more than 1.
     """
-    spelled = name.strip().lower().replace("-", "_")
-    if spelled == "hybrid_shard" and replicate == 1:
+    if replicate == 1 and _spelling(name) == "hybrid_shard":
         raise InvalidPlan(
             "strategy = 'hybrid_shard' is fsdp on a mesh of nodes × ranks per node: give the mesh too, such as "
             "Mesh(replicate=2, shard=8) in a plan or --mesh 2x8"
         )
-    return ALIASES.get(spelled, spelled if spelled in STRATEGIES else name)
+    return _own_name(name)
 
 
 def placement_of(strategy: str) -> Placement:
-    """The placement that a strategy gives to every unit."""
+    """Return the placement that a strategy gives to every unit."""
     try:
         return STRATEGIES[strategy]
     except KeyError:
@@ -100,5 +126,5 @@ def placement_of(strategy: str) -> Placement:
 
 
 def strategy_of(placement: Placement) -> str:
-    """The name of a placement's row."""
+    """Return the name of a placement's row."""
     return next(name for name, row in STRATEGIES.items() if row == placement)

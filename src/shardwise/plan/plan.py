@@ -1,171 +1,126 @@
 """The plan: everything that decides how a model is trained on many ranks, as one frozen value.
 
-The planner costs it, the engine runs it, and it is saved as TOML so that both talk of the same thing.
+The planner costs it, the engine runs it, and it is saved as TOML, so that both work on the same plan.
 """
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from importlib import import_module
-from reprlib import repr as _show
+from reprlib import repr as show
 from typing import Any, Self
 
-from shardwise.errors import InvalidPlan, ShardwiseError, UnknownName
+from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.files.atomic import atomic_write
+from shardwise.files.form import Form, one_of, refusing
+from shardwise.files.keys import check_keys, documented, key, to_table, values_of
 from shardwise.files.toml_file import read_toml
 from shardwise.plan.limits import LIMITS, check_settings
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.patterns import Patterns, check_pattern, unmatched
-from shardwise.plan.placement import AUTO, STRATEGIES, Placement, placement_of, resolve_strategy, strategy_of
-from shardwise.plan.plan_form import check_count, not_among, override_of, some, table_of
-from shardwise.plan.policy import UnitPolicy
+from shardwise.plan.patterns import Patterns, pattern_list, pattern_table, unmatched
+from shardwise.plan.placement import AUTO, OVERRIDE, STRATEGY, Placement, placement_of, resolve_strategy
+from shardwise.plan.policy import POLICY
+from shardwise.vocabulary.auto_solver import auto_solver
 
-_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "strategy": (*STRATEGIES, AUTO),
-    "precision": ("fp32", "bf16", "fp16", "native"),
-    "reduce_dtype": ("fp32", "bf16", "fp16"),
-    "recompute": ("none", "full", "selective"),
-    "engine": tuple(LIMITS),
-    "collectives": ("backend", "ring"),
-    "compile": ("none", "inductor", "aot_eager", AUTO),
-    "capture": ("auto", "on", "off"),
-}
-_LEAST: Mapping[str, int] = {
-    "micro_batch": 1,
-    "accumulate": 1,
-    "prefetch": 0,
-    "reduces_in_flight": 1,
-    "bucket_bytes": 1,
-}
-_OPTIONAL = ("micro_batch",)
+_RECOMPUTES = ("none", "full", "selective")
 _OWNED_MOVE = "parameters that one rank owns get new memory in each update"
-_SWITCHES = ("accumulate_reduced", "offload_activations", "offload_states", "dynamic")
+_CAPTURE_WORD = one_of(("auto", "on", "off"))
+_CAPTURE = Form(
+    words=_CAPTURE_WORD.words,
+    fits=lambda value: isinstance(value, bool) or _CAPTURE_WORD.fits(value),
+    read=lambda value, path: {True: "on", False: "off"}.get(value, value),
+)
 
 
-def _strategies(items: object, *, replicate: int) -> Patterns:
-    """Pattern → strategy; a placement is kept by the name of its row."""
-    given = {check_pattern(pattern, key="overrides"): value for pattern, value in _mapping("overrides", items)}
-    return Patterns({pattern: _strategy(pattern, value, replicate=replicate) for pattern, value in given.items()})
-
-
-def _strategy(pattern: str, value: object, *, replicate: int) -> str:
-    if isinstance(value, Placement):
-        return strategy_of(value)
-    name = resolve_strategy(value, replicate=replicate) if isinstance(value, str) else ""
-    if name not in STRATEGIES:
-        raise InvalidPlan(not_among(f"overrides.{pattern}", value, STRATEGIES) + ", or a placement")
-    return name
-
-
-def _recomputes(items: object) -> Patterns:
-    """Pattern → recompute."""
-    checked = {}
-    for pattern, value in _mapping("recompute_overrides", items):
-        key = f"recompute_overrides.{check_pattern(pattern, key='recompute_overrides')}"
-        if not isinstance(value, str) or value not in _CHOICES["recompute"]:
-            raise InvalidPlan(not_among(key, value, _CHOICES["recompute"]))
-        checked[pattern] = value
-    return Patterns(checked)
-
-
-def _mapping(key: str, items: object) -> Iterable[tuple[str, object]]:
-    if not isinstance(items, Mapping):
-        raise InvalidPlan(f"{key} = {_show(items)}: must map unit-name patterns to values")
-    return items.items()
-
-
-def _patterns(key: str, value: object, *, of: str) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, list | tuple):
-        raise InvalidPlan(f"{key} = {_show(value)}: must be a list of {of}-name patterns")
-    return tuple(check_pattern(pattern, key=key) for pattern in value)
-
-
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a model is trained on many ranks.
+    """A plan says how a model is trained on many ranks."""
 
-    strategy           the placement of every unit that no override names. Other libraries' names are taken too, and
-                       replaced: no_shard → ddp; zero3, full_shard, and with a mesh hybrid_shard → fsdp. `auto`: the
-                       planner chooses a placement and a recompute for each unit, before a run (`Plan.auto`,
-                       `shardwise train`)
-    overrides          unit-name pattern (`blocks.0`, `blocks.*`) → strategy or Placement; a later one wins
-    units              how the model is cut into units (policy.py)
-    mesh               replicate × shard; None: all ranks on the shard axis
-    micro_batch        samples per rank per pass; None: the caller's loop decides
-    accumulate         passes per optimizer step
-    accumulate_reduced each of those passes reduces its gradients: less memory, more communication
-    precision          what units compute in; `native` leaves the module's own dtypes alone
-    keep_fp32          module-name patterns (`*.norm*`, `head`): what these hold computes in fp32 all the same
-    reduce_dtype       what gradients are summed in
-    recompute          activations of a unit that backward computes again: none; all (full); all but the outputs of
-                       matrix products and attention (selective). The root's are kept
-    recompute_overrides  unit-name pattern → recompute; a later one wins
-    offload_activations  what backward needs of a unit waits in host memory
-    offload_states     sharded optimizer state (and sharded parameters) live in host memory and are updated there
-    prefetch           units gathered ahead of the one that computes
-    reduces_in_flight  gradient reductions that may be under way at once
-    bucket_bytes       gradients that are reduced together, at least, where grads are replicated
-    owned              parameter-name patterns (`blocks.*.weight`): where optimizer state is sharded, that of each of
-                       these lives whole on one rank, which steps the whole parameter. `prepare` adds those whose
-                       optimizer needs it
-    dynamic            units are called in another order in every step, or on every rank: the ranks agree on each
-                       gather, which costs time. Units that are only skipped now and then do not need it
-    compile            torch.compile of each unit but the root, by this backend; auto: where the planner chooses the
-                       plan, it may choose inductor (results then differ by rounding); other plans do not compile
-    capture            steps as CUDA graphs (shardwise.capture, train): where it is safe and pays (auto), always or not
-                       at all (on, off; in TOML also true, false)
-    engine             ours, or the same plan on torch's own DDP and fully_shard
-    collectives        the backend's, or our ring on sends and receives
-    """
-
-    strategy: str = "fsdp"
-    overrides: Mapping[str, str | Placement] = field(default_factory=Patterns)
-    units: str = "auto"
-    mesh: Mesh | None = None
-    micro_batch: int | None = None
-    accumulate: int = 1
-    accumulate_reduced: bool = False
-    precision: str = "fp32"
-    keep_fp32: tuple[str, ...] = ()
-    reduce_dtype: str = "fp32"
-    recompute: str = "none"
-    recompute_overrides: Mapping[str, str] = field(default_factory=Patterns)
-    offload_activations: bool = False
-    offload_states: bool = False
-    prefetch: int = 1
-    reduces_in_flight: int = 1
-    bucket_bytes: int = 25 * 2**20
-    owned: tuple[str, ...] = ()
-    dynamic: bool = False
-    compile: str = "none"
-    capture: str | bool = "auto"
-    engine: str = "shardwise"
-    collectives: str = "backend"
+    strategy: str = key(
+        "fsdp",
+        "placement of every unit without an override. Names of other libraries are replaced: no_shard by ddp; zero3, "
+        "full_shard and, with a mesh, hybrid_shard by fsdp. auto: the planner chooses a placement and a recompute for "
+        "each unit before a run (Plan.auto, shardwise train)",
+        form=STRATEGY,
+    )
+    overrides: Mapping[str, str | Placement] = key(
+        Patterns(),
+        "strategy or placement of the units that a pattern (`blocks.0`, `blocks.*`) matches; a later pattern wins",
+        form=pattern_table(OVERRIDE),
+    )
+    units: str = key("auto", "policy by which the model is cut into units", form=POLICY)
+    mesh: Mesh | None = key(None, "replicate × shard (default: all ranks on the shard axis)")
+    micro_batch: int | None = key(None, "samples per rank per pass (default: your loop decides)", least=1)
+    accumulate: int = key(1, "passes per optimizer step", least=1)
+    accumulate_reduced: bool = key(False, "each of those passes reduces its gradients: less memory, more communication")
+    precision: str = key(
+        "fp32",
+        "dtype in which units compute; native leaves the dtypes of the modules alone",
+        choices=("fp32", "bf16", "fp16", "native"),
+    )
+    keep_fp32: tuple[str, ...] = key(
+        (), "modules (`*.norm*`, `head`) that compute in fp32 in any case", form=pattern_list("module")
+    )
+    reduce_dtype: str = key("fp32", "dtype in which gradients are summed", choices=("fp32", "bf16", "fp16"))
+    recompute: str = key(
+        "none",
+        "activations that backward computes again: none of a unit; all (full); all but the outputs of matrix products "
+        "and attention (selective). The root's activations are kept",
+        choices=_RECOMPUTES,
+    )
+    recompute_overrides: Mapping[str, str] = key(
+        Patterns(),
+        "recompute of the units that a pattern matches; a later pattern wins",
+        form=pattern_table(one_of(_RECOMPUTES)),
+    )
+    offload_activations: bool = key(False, "tensors that a unit saves for backward wait in host memory")
+    offload_states: bool = key(
+        False, "sharded optimizer state and sharded parameters live in host memory and are updated there"
+    )
+    prefetch: int = key(1, "units gathered ahead of the one that computes", least=0)
+    reduces_in_flight: int = key(1, "gradient reductions that may run at the same time", least=1)
+    bucket_bytes: int = key(
+        25 * 2**20, "least size of gradients that are reduced together, where gradients are replicated", least=1
+    )
+    owned: tuple[str, ...] = key(
+        (),
+        "parameters (`blocks.*.weight`) of which one rank holds the whole optimizer state and steps the whole "
+        "parameter, where optimizer state is sharded. `prepare` adds those whose optimizer needs it",
+        form=pattern_list("parameter"),
+    )
+    dynamic: bool = key(
+        False,
+        "the order of units differs between steps or between ranks: the ranks agree on each gather, which costs time. "
+        "Units that are only skipped now and then do not need it",
+    )
+    compile: str = key(
+        "none",
+        "backend of torch.compile, for each unit but the root. auto: a planner that chooses the plan may choose "
+        "inductor, with which results differ by rounding; any other plan does not compile",
+        choices=("none", "inductor", "aot_eager", AUTO),
+    )
+    capture: str | bool = key(
+        "auto",
+        "steps run as CUDA graphs (shardwise.capture, train): where that is safe and faster (auto), always (on) or "
+        "never (off). TOML may also say true or false",
+        form=_CAPTURE,
+    )
+    engine: str = key(
+        "shardwise", "Shardwise's own engine, or the same plan on torch's DDP and fully_shard", choices=LIMITS
+    )
+    collectives: str = key(
+        "backend", "collectives of the backend, or our ring of sends and receives", choices=("backend", "ring")
+    )
 
     def __post_init__(self) -> None:
-        if isinstance(self.capture, bool):
-            object.__setattr__(self, "capture", "on" if self.capture else "off")
-        if self.mesh is not None and not isinstance(self.mesh, Mesh):
-            raise InvalidPlan(f"mesh = {_show(self.mesh)}: must be a Mesh (replicate and shard)")
+        check_keys(self, error=InvalidPlan)
+        assert isinstance(self.overrides, Patterns)
         replicate = self.mesh.replicate if self.mesh is not None else 1
-        if isinstance(self.strategy, str):
-            object.__setattr__(self, "strategy", resolve_strategy(self.strategy, replicate=replicate))
-        for name, allowed in _CHOICES.items():
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in allowed:
-                raise InvalidPlan(not_among(name, value, allowed))
-        for name, least in _LEAST.items():
-            check_count(name, getattr(self, name), least=least, optional=name in _OPTIONAL)
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidPlan(f"{name} = {_show(getattr(self, name))}: must be true or false")
         # One spelling for one plan, so that equal plans are equal values.
-        object.__setattr__(self, "units", str(UnitPolicy.parse(self.units)))
-        object.__setattr__(self, "overrides", _strategies(self.overrides, replicate=replicate))
-        object.__setattr__(self, "recompute_overrides", _recomputes(self.recompute_overrides))
-        object.__setattr__(self, "keep_fp32", _patterns("keep_fp32", self.keep_fp32, of="module"))
-        object.__setattr__(self, "owned", _patterns("owned", self.owned, of="parameter"))
+        own = {pattern: resolve_strategy(name, replicate=replicate) for pattern, name in self.overrides.items()}
+        object.__setattr__(self, "overrides", Patterns(own))
+        object.__setattr__(self, "strategy", resolve_strategy(self.strategy, replicate=replicate))
         self._check_combination()
 
     def _check_combination(self) -> None:
@@ -189,7 +144,7 @@ class Plan:
 
     @property
     def is_auto(self) -> bool:
-        """Whether placements are still to be chosen."""
+        """Whether the planner has yet to choose the placements."""
         return self.strategy == AUTO
 
     @property
@@ -198,20 +153,20 @@ class Plan:
 
     @property
     def compiler(self) -> str:
-        """The backend that compiles units, or none. What `auto` leaves open is not compiled before it is chosen."""
+        """The backend that compiles units, or none; none as well where `auto` has not been decided yet."""
         return "none" if self.compile == AUTO else self.compile
 
     def compiles(self, unit_name: str) -> bool:
-        """Whether a unit is compiled: not the root, in which everything else happens, nor what recomputes selectively.
+        """Whether a unit is compiled. The root, which contains all other units, and selective recompute are not.
 
-        torch.compile compiles nothing under the dispatch mode that this takes; but code that it has compiled for
-        another unit of the class would run there, and keep what that one keeps.
+        Selective recompute runs under a dispatch mode, under which torch.compile compiles nothing. But code that was
+        compiled for another unit of the same class would run there, and keep that unit's tensors.
         """
         return self.compiler != "none" and unit_name != "(root)" and self.recompute_of(unit_name) != "selective"
 
     @property
     def captures(self) -> bool:
-        """Whether steps are sure to be CUDA graphs. Whether they are under `auto` is only known when they run."""
+        """Whether every step is a CUDA graph. Under `auto` this is only known when steps run."""
         return self.capture == "on"
 
     def _capture_hindrance(self) -> str:
@@ -225,7 +180,7 @@ class Plan:
         return ""
 
     def why_not_captured(self) -> str:
-        """Why `auto` captures no step of this plan, whatever the model; "" if it may."""
+        """Return why `auto` captures no step of this plan with any model; "" if it may."""
         hindrance = self._capture_hindrance()
         if hindrance:
             return f"with {hindrance} a step waits for the device"
@@ -236,18 +191,18 @@ class Plan:
         return "" if self.collectives == "backend" else f"collectives = {self.collectives!r}"
 
     def placements(self, unit_names: Iterable[str]) -> dict[str, Placement]:
-        """The placement of each unit; every override must name at least one of them."""
+        """Return the placement of each unit; every override must match at least one of them."""
         names = list(unit_names)
-        for key in ("overrides", "recompute_overrides"):
-            for pattern in unmatched(getattr(self, key), names):
+        for name in ("overrides", "recompute_overrides"):
+            for pattern in unmatched(getattr(self, name), names):
                 raise InvalidPlan(
-                    f"{key}.{pattern} matches no unit; the units are {some(names)} "
+                    f"{name}.{pattern} matches no unit; the units are {_some(names)} "
                     f"(units = {self.units!r}; 'auto + MODULE' makes a module a unit)"
                 )
         return {name: self.placement(name) for name in names}
 
     def placement(self, unit_name: str) -> Placement:
-        """The placement of one unit."""
+        """Return the placement of one unit."""
         assert isinstance(self.overrides, Patterns)
         if self.is_auto:
             raise InvalidPlan(
@@ -257,12 +212,12 @@ class Plan:
         return placement_of(self.overrides.find(unit_name, default=self.strategy))
 
     def recompute_of(self, unit_name: str) -> str:
-        """What backward computes again of a unit; nothing of the root, which would be the whole model."""
+        """Return the recompute of a unit; none for the root, where it would be the whole model."""
         assert isinstance(self.recompute_overrides, Patterns)
         return "none" if unit_name == "(root)" else self.recompute_overrides.find(unit_name, default=self.recompute)
 
     def keeps_fp32(self, path: str) -> bool:
-        """Whether a parameter or module of that path lies in a module that `keep_fp32` names."""
+        """Return whether the parameter or module at a path lies in a module that `keep_fp32` names."""
         if not self.keep_fp32:
             return False
         parts = path.split(".")
@@ -270,7 +225,7 @@ class Plan:
         return any(fnmatchcase(module, pattern) for pattern in self.keep_fp32 for module in above)
 
     def owns(self, parameter: str) -> bool:
-        """Whether one rank is to own the optimizer state of the parameter of that name."""
+        """Return whether one rank owns the optimizer state of the parameter of that name."""
         return any(fnmatchcase(parameter, pattern) for pattern in self.owned)
 
     @classmethod
@@ -285,21 +240,19 @@ class Plan:
         goal: str = "throughput",
         optimizer: str = "adamw",
     ) -> "Plan":
-        """The fastest plan that fits a memory budget: a placement and a recompute for each unit, and a micro-batch.
+        """Return the fastest plan that fits a memory budget, with a placement and a recompute for each unit.
 
         model         a shardwise.Task (a model, its loss, and how to make a batch), or a name as `shardwise plan` takes
-        plan          what is given: its precision, and its mesh and micro_batch where they are set
+        plan          settings to keep: the precision, and the mesh and micro_batch where they are set
         cluster       a name as `shardwise plan` takes (default: the devices of this job)
-        budget_bytes  memory to use per device (default: all that it has)
+        budget_bytes  memory to use per device (default: all of it)
         global_batch  samples per step on all ranks (default: plan.accumulate passes of the best micro-batch)
         goal          `throughput`, or `memory` for the smallest peak
         optimizer     adamw, adam, sgd or muon
 
-        Collective: in a job every rank calls it, and gets the plan that rank 0 found.
+        Collective: in a job every rank calls it and gets the plan of rank 0.
         """
-        # Solved far above the vocabulary, which imports nothing of it.
-        solver = import_module("shardwise.train.automatic")
-        solved: Plan = solver.auto_plan(
+        solved: Plan = auto_solver()(
             model,
             plan=plan,
             cluster=cluster,
@@ -311,36 +264,17 @@ class Plan:
         return solved
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan in TOML's own types, every key written out; what is None is left out."""
-        data = {item.name: getattr(self, item.name) for item in fields(self)}
-        data["overrides"] = dict(self.overrides)
-        data["recompute_overrides"] = dict(self.recompute_overrides)
-        data["keep_fp32"] = list(self.keep_fp32)
-        data["owned"] = list(self.owned)
-        if self.mesh is not None:
-            data["mesh"] = {"replicate": self.mesh.replicate, "shard": self.mesh.shard}
-        # Tables go last: a key after a table's header would belong to the table.
-        scalars_first = sorted(data.items(), key=lambda item: isinstance(item[1], dict))
-        return {name: value for name, value in scalars_first if value is not None}
+        """Return the plan in TOML's own types; keys that are None are left out."""
+        return to_table(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The plan that `to_dict` gave; anything else is refused by key and value."""
-        known = [item.name for item in fields(cls)]
-        for name in data:
-            if name not in known:
-                raise InvalidPlan(str(UnknownName.of("key", name, known=known)))
-        values = dict(data)
-        if "mesh" in values:
-            mesh = table_of("mesh", values["mesh"], allowed=("replicate", "shard"))
-            values["mesh"] = Mesh(**mesh)
-        if "overrides" in values:
-            overrides = table_of("overrides", values["overrides"])
-            values["overrides"] = {p: override_of(p, value) for p, value in overrides.items()}
-        return cls(**values)
+        """Return the plan that `to_dict` gave; anything else raises an error with the key and the value."""
+        with refusing(InvalidPlan):
+            return cls(**values_of(cls)(data, ""))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as TOML; the file appears whole or not at all."""
+        """Write the plan as TOML; an error leaves no partial file."""
         import tomli_w
 
         try:
@@ -359,9 +293,13 @@ class Plan:
 
 
 def as_plan(plan: Plan | str) -> Plan:
-    """The plan, or the one that only says a strategy: `"fsdp"`."""
+    """Return the plan itself, or the plan of a strategy's name, such as `"fsdp"`."""
     if isinstance(plan, str):
         return Plan(strategy=plan)
     if not isinstance(plan, Plan):
-        raise InvalidPlan(f"plan = {_show(plan)}: must be a shardwise.Plan, or the name of a strategy ('fsdp')")
+        raise InvalidPlan(f"plan = {show(plan)}: must be a shardwise.Plan, or the name of a strategy ('fsdp')")
     return plan
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")

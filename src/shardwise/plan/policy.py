@@ -1,4 +1,4 @@
-"""How a model is cut into units: the policy as a value, and its spelling in a plan.
+"""The policy by which a model is cut into units, as a value, and its spelling in a plan.
 
     auto                      the outermost repeated blocks of ModuleList and Sequential stacks; where that leaves
                               most of the model at the root, the large layers of its stacks as well
@@ -8,13 +8,14 @@
     none                      the whole model is one unit
     auto + head + embed       any of these, and the named modules as units of their own
 
-What no unit covers is left at the root, which is always a unit. `units.py` applies the policy.
+Modules that no unit covers stay at the root, which is always a unit. units/unit_modules.py applies the policy.
 """
 
 from dataclasses import dataclass
 from enum import Enum
 
 from shardwise.errors import InvalidPlan
+from shardwise.files.form import Form, string
 
 
 class Cut(Enum):
@@ -32,7 +33,7 @@ _SPELLINGS = "auto, class:NAME,…, min-params:N, leaf, none (each may be follow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitPolicy:
-    """A rule, its argument, and modules that are units whatever the rule says."""
+    """A rule, its argument, and modules that are units in addition to those of the rule."""
 
     cut: Cut = Cut.AUTO
     class_names: tuple[str, ...] = ()
@@ -41,9 +42,7 @@ class UnitPolicy:
 
     @classmethod
     def parse(cls, text: str) -> "UnitPolicy":
-        """The policy that `text` spells."""
-        if not isinstance(text, str):
-            raise InvalidPlan(f"units = {text!r}: must be one of {_SPELLINGS}")
+        """Return the policy that `text` spells."""
         rule, *modules = (part.strip() for part in text.split("+"))
         word, colon, argument = (part.strip() for part in rule.partition(":"))
         cut = next((cut for cut in Cut if cut.value == word), None)
@@ -66,6 +65,10 @@ class UnitPolicy:
         elif self.cut is Cut.MIN_PARAMS:
             rule += f":{self.min_params}"
         return " + ".join((rule, *self.modules))
+
+
+POLICY = Form(words=f"one of {_SPELLINGS}", fits=string.fits, read=lambda value, path: str(UnitPolicy.parse(value)))
+"""The form of `units` in a plan. Two spellings of one policy become the same, so that equal plans are equal values."""
 
 
 def _parse_count(argument: str, *, text: str) -> int:

@@ -1,6 +1,6 @@
-"""`strategy = "auto"` in a job: the devices that it has, and one plan that all ranks agree on.
+"""`strategy = "auto"` in a job: find its devices, and one plan for all ranks.
 
-Rank 0 traces the model on fake tensors and solves; the others wait for its plan, or for what stood against it.
+Rank 0 traces the model on fake tensors and solves; the others wait for its plan, or for its error.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def auto_plan(
     goal: str = "throughput",
     optimizer: str = "adamw",
 ) -> Plan:
-    """The plan that `Plan.auto` gives. Collective, where there is a process group: every rank gets rank 0's."""
+    """Return the plan of `Plan.auto`. With a process group it is collective: every rank gets the plan of rank 0."""
     where = cluster_of(cluster) if isinstance(cluster, str) else cluster or job_cluster()
     request = AutoRequest(
         plan=plan or Plan(precision="bf16"),
@@ -50,7 +50,7 @@ def auto_plan(
 
 
 def solved_by_rank_0(solve: Callable[[], Plan]) -> Plan:
-    """What rank 0 solves, on every rank; what it raises is raised on every rank."""
+    """Return the plan of rank 0 on every rank, or raise its error on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return solve()
     plan: Plan | None = None
@@ -60,7 +60,7 @@ def solved_by_rank_0(solve: Callable[[], Plan]) -> Plan:
             plan = solve()
         except ShardwiseError as error:
             failure = error
-    # Also if rank 0 fails in another way, the others are not left waiting: its process ends, and the job with it.
+    # Any other error of rank 0 ends its process and with it the job, so the other ranks do not wait for ever.
     found, said = exchange((plan.to_dict() if plan else None, str(failure) if failure else None))[0]
     if failure is not None:
         raise failure
@@ -70,7 +70,7 @@ def solved_by_rank_0(solve: Callable[[], Plan]) -> Plan:
 
 
 def job_cluster(device: torch.device | None = None, *, num_ranks: int | None = None) -> Cluster:
-    """This job's devices as one node of what this rank has; a GPU as its driver names it, with the memory it has."""
+    """Return a cluster of this rank's device for the whole job, with the name and memory that the driver reports."""
     joined = dist.is_initialized()
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     count = num_ranks or (dist.get_world_size() if joined else 1)
@@ -87,13 +87,13 @@ def job_cluster(device: torch.device | None = None, *, num_ranks: int | None = N
 
 
 def _per_node(num_ranks: int) -> int:
-    """Ranks of this machine, if all machines have as many."""
+    """Return the ranks of this machine, if all machines have the same number."""
     here = torch.cuda.device_count() or num_ranks
     return here if here < num_ranks and num_ranks % here == 0 else num_ranks
 
 
 def _spec_for(model: Task | str, *, kernels: str) -> SpecFor:
-    """The spec of a model with the traces that a plan needs."""
+    """Return a function that gives the model's spec with the traces that a plan needs."""
     if isinstance(model, str):
         return Source(model, kernels=kernels).spec_for
     if not isinstance(model, Task):

@@ -2,7 +2,7 @@
 
     CONFIG.toml ◀── --plan PLAN.toml ◀── --strategy, --run ◀── --set section.key=value     the later wins
 
-The resolved config, every key written out, lies in the run folder and is itself a CONFIG.toml.
+The run folder holds the resolved config with every key; it is itself a CONFIG.toml.
 """
 
 import json
@@ -15,10 +15,11 @@ from typing import Any, ClassVar, Self
 
 from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.files.atomic import atomic_write
+from shardwise.files.keys import key
 from shardwise.files.toml_file import read_toml
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, placement_of
-from shardwise.train.config_section import ConfigSection, InvalidConfig, key, unknown_key
+from shardwise.train.config_section import ConfigSection, InvalidConfig, unknown_key
 from shardwise.vocabulary.quantities import SIZE_EXAMPLE, byte_count
 
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
@@ -31,13 +32,13 @@ OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "sgd": ("momentum", "nesterov", "fused"),
     "muon": ("betas", "eps", "fused", "momentum", "nesterov", "ns_steps"),
 }
-"""Name → its options besides lr and weight_decay. Each but muon steps every element by itself; muon (muon.py)
-steps whole matrices, which one rank each owns."""
+"""Name → its options besides lr and weight_decay. All but muon step every element by itself; muon (muon.py)
+steps whole matrices, each of which one rank owns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSection(ConfigSection):
-    """What is trained, on what."""
+    """The model and its data."""
 
     section: ClassVar[str] = "task"
     model: str = key(..., "a name of `shardwise models`, or python:FILE.py:function")
@@ -50,7 +51,7 @@ class TaskSection(ConfigSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection(ConfigSection):
-    """How samples come."""
+    """Loading of samples."""
 
     section: ClassVar[str] = "data"
     workers: int = key(0, "processes per rank that load samples; 0: the rank itself", least=0, most=1024)
@@ -59,7 +60,7 @@ class DataSection(ConfigSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSection(ConfigSection):
-    """Which optimizer; what is left out is torch's own default."""
+    """The optimizer; an option that is left out has torch's own default."""
 
     section: ClassVar[str] = "optimizer"
     name: str = key("adamw", "which one", choices=OPTIMIZERS)
@@ -85,7 +86,7 @@ class OptimizerSection(ConfigSection):
             raise InvalidConfig("optimizer.nesterov = true needs optimizer.momentum above 0")
 
     def options(self) -> dict[str, Any]:
-        """What to give torch's class besides the parameters and lr."""
+        """Return the arguments of torch's class besides the parameters and lr."""
         given = {option: getattr(self, option) for option in ("weight_decay", *OPTIMIZERS[self.name])}
         return {option: value for option, value in given.items() if value is not None}
 
@@ -102,7 +103,7 @@ class ScheduleSection(ConfigSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSection(ConfigSection):
-    """How long to train, and what happens between steps."""
+    """The length of the training, and actions between steps."""
 
     section: ClassVar[str] = "train"
     steps: int | None = key(None, "optimizer steps; this or epochs", least=1)
@@ -135,7 +136,7 @@ class LoopSection(ConfigSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSection(ConfigSection):
-    """When state is saved; always also at the end, and on SIGTERM."""
+    """Saving of state, which also happens at the end and on SIGTERM."""
 
     section: ClassVar[str] = "checkpoint"
     every: int = key(1000, "steps between checkpoints; 0: only at the end and on SIGTERM", least=0)
@@ -146,7 +147,7 @@ class CheckpointSection(ConfigSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection(ConfigSection):
-    """Where it runs and what it leaves."""
+    """The place of the run, and the files that it leaves."""
 
     section: ClassVar[str] = "run"
     folder: str = key(..., "where a run writes its files (--run); default for NAME.toml: runs/NAME")
@@ -160,7 +161,7 @@ class RunSection(ConfigSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoSection(ConfigSection):
-    """What plan.strategy = "auto" has to meet; unused under any other strategy."""
+    """Constraints of plan.strategy = "auto"; unused under any other strategy."""
 
     section: ClassVar[str] = "auto"
     global_batch: int | None = key(None, "samples per step over all ranks; this or plan.micro_batch", least=1)
@@ -179,7 +180,7 @@ class AutoSection(ConfigSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """All sections; [plan] is a Plan as everywhere else, whose micro_batch is required here."""
+    """All sections. [plan] is a Plan as everywhere else, but its micro_batch is required."""
 
     task: TaskSection
     plan: Plan
@@ -215,7 +216,7 @@ class TrainConfig:
         return Path(self.run.folder)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every section and key, in TOML's own types."""
+        """Return every section and key in TOML's own types."""
         return {item.name: getattr(self, item.name).to_dict() for item in fields(self)}
 
     @classmethod
@@ -229,7 +230,7 @@ class TrainConfig:
         return cls(**sections, plan=_plan(tables["plan"]))  # type: ignore[arg-type]
 
     def save(self, path: Path) -> None:
-        """As TOML; the file appears whole or not at all."""
+        """Write the config as TOML; an error leaves no partial file."""
         import tomli_w
 
         with atomic_write(path) as file:
@@ -249,7 +250,7 @@ SECTIONS: Mapping[str, type[ConfigSection] | type[Plan]] = {
 }
 
 
-# Old name → new name of keys that have another place now.
+# Old name → new name of keys that were moved.
 _MOVED: Mapping[str, str] = {"train.compile": "plan.compile"}
 
 
@@ -271,8 +272,8 @@ def load_config(
 ) -> TrainConfig:
     """Read a config; a mistake is one line that names the file, the key, its value and what is allowed.
 
-    `settings` are `section.key=value`, the value as in TOML or a bare word; with no value the key is left out. Without
-    a folder the run goes to runs/NAME, for NAME.toml: the same command finds it again.
+    `settings` are `section.key=value`, the value as in TOML or a bare word; an empty value removes the key. Without
+    a folder the run goes to runs/NAME, for NAME.toml, so that the same command finds it again.
     """
     try:
         data = read_toml(path)
@@ -293,7 +294,7 @@ def load_config(
 
 
 def _with_file(table: dict[str, Any], *, beside: Path) -> dict[str, Any]:
-    """[plan] file = "plan.toml", from the config's own folder; the other keys win over the file's."""
+    """Read [plan] file = "plan.toml" from the config's own folder; the other keys win over the file's."""
     file = table["file"]
     if not isinstance(file, str):
         raise InvalidConfig(f"plan.file = {file!r}: must be the path of a plan")
@@ -310,7 +311,7 @@ def _plan(table: object) -> Plan:
 
 
 def _setting(text: str) -> dict[str, Any]:
-    """`section.key=value` as TOML reads it; what TOML cannot read is a bare word, and nothing is no value."""
+    """Read `section.key=value` as TOML; a value that is not TOML is a bare word, and an empty value stays empty."""
     name, equals, value = (part.strip() for part in text.partition("="))
     for spelling in (value, json.dumps(value)):
         try:

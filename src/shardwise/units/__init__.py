@@ -1,4 +1,4 @@
-"""A torch model cut into units, and made real from the meta device."""
+"""Cut a torch model into units, and give a model of the meta device real weights."""
 
 from shardwise.units.unit_modules import called_modules, model_spec, unit_modules
 

@@ -1,9 +1,9 @@
-"""A model built on the meta device becomes real, with its ties kept and one order of random numbers.
+"""Give a model of the meta device real weights. Ties are kept, and random numbers are drawn in one order.
 
-The convention is the one that torch's own modules follow: a module that holds parameters or
-buffers of its own has `reset_parameters()`, which fills them. So a model can be described for
-nothing, and then be filled whole or module by module. In a model of Hugging Face's, its
-`_init_weights(module)` has the last word, and modules need no `reset_parameters()`.
+The convention is that of torch's own modules: a module with parameters or buffers of its own has
+`reset_parameters()`, which fills them. So a model is built on the meta device without memory, and
+filled as a whole or module by module. In a Hugging Face model `_init_weights(module)` runs last,
+and modules need no `reset_parameters()`.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ def materialize(model: nn.Module, *, device: torch.device | str = "cpu") -> None
     """Give every meta tensor of `model` storage on `device` and its initial values.
 
     A tied parameter stays one parameter (`Module.to_empty` would untie it) and is filled by the
-    first module that holds it. What is not on the meta device is left as it is.
+    first module that holds it. Tensors on other devices are left as they are.
     """
     real: dict[int, Tensor] = {}
     for path, module in model.named_modules():
@@ -36,9 +36,10 @@ def materialize_module(
     initialise: Callable[[nn.Module], None] | None = None,
     given: Callable[[Tensor], bool] = lambda tensor: False,
 ) -> None:
-    """The same for what one module holds itself. `real` remembers, by the meta tensor's id, what ties need.
+    """Do the same for the tensors that one module holds itself.
 
-    Where all values are `given` afterwards, none are drawn.
+    real     id of a meta tensor → its real tensor, so that ties are kept
+    given    whether the caller sets a tensor's values afterwards; if all are given, none are drawn
     """
     fresh = False
     for table, name, tensor in _own_meta_tensors(module):
@@ -51,7 +52,7 @@ def materialize_module(
 
 
 def initialiser(model: nn.Module, path: str) -> Callable[[nn.Module], None] | None:
-    """`_init_weights` of the innermost model of Hugging Face's around the module at `path`; None if there is none."""
+    """Return `_init_weights` of the innermost Hugging Face model around the module at `path`, if there is one."""
     found = None
     module: nn.Module = model
     for name in ("", *path.split(".")):
@@ -88,7 +89,7 @@ def _reset(module: nn.Module, *, path: str, initialise: Callable[[nn.Module], No
     else:
         with torch.no_grad():
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                # What the model does not know of must not be what happened to lie there.
+                # `_init_weights` may leave a tensor out, which must not keep uninitialised memory.
                 tensor.zero_()
     if initialise is not None:
         initialise(module)

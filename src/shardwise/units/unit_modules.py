@@ -1,8 +1,8 @@
-"""nn.Module → units: cuts a model by a policy, and says which unit each parameter belongs to.
+"""nn.Module → units: cut a model by a policy, and find the unit of each parameter.
 
-Two rules make this exact. A unit's module covers all that is below it, less what deeper units
-cover. A parameter that several modules share belongs to the lowest unit that covers all of them,
-because only that one's forward encloses every use.
+Two rules make this exact. A unit's module covers all modules below it, except those that deeper
+units cover. A parameter that several modules share belongs to the lowest unit that covers all of
+them, because only that unit's forward encloses every use.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ _STACKS = (nn.ModuleList, nn.Sequential)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 LARGE_LAYER = 2**18
-"""A layer that `auto` makes a unit has at least so many parameters: 512 × 512. Gathering less costs mostly latency."""
+"""Least number of parameters of a layer that `auto` makes a unit: 512 × 512. Gathering less costs mostly latency."""
 
 
 def model_spec(
@@ -32,10 +32,10 @@ def model_spec(
     name: str | None = None,
     forward: Callable[[], object] | None = None,
 ) -> ModelSpec:
-    """The spec of a model, which may be on the meta device.
+    """Return the spec of a model, which may be on the meta device.
 
     With `forward` (a function that runs the model once, on the meta device for free) the call
-    order is the one observed; without, it is the order in which the modules were registered.
+    order is the observed one. Without it, it is the order in which the modules were registered.
     """
     modules = unit_modules(model, policy=policy)
     owners = _owners(model, modules=modules)
@@ -53,7 +53,7 @@ def model_spec(
 
 
 def unit_modules(model: nn.Module, *, policy: UnitPolicy | str = "auto") -> dict[str, nn.Module]:
-    """Unit name → module, the root first, then as registered; a module of several names goes by its first."""
+    """Return unit name → module, the root first, then in registration order; the first of several names counts."""
     if isinstance(policy, str):
         policy = UnitPolicy.parse(policy)
     chosen = _RULES[policy.cut](model, policy)
@@ -67,9 +67,9 @@ def unit_modules(model: nn.Module, *, policy: UnitPolicy | str = "auto") -> dict
 
 
 def called_modules(module: nn.Module) -> list[nn.Module]:
-    """The modules whose call is a forward of this one: itself; of a ModuleDict or ModuleList, the models in it.
+    """Return the modules whose call is a forward of this one: itself, or the models in a ModuleDict or ModuleList.
 
-    One that lies inside another of them is called by that, and is no model of its own.
+    A module that lies inside another of them is called by that one, and does not count.
     """
     is_plain = type(module).forward is nn.Module.forward and "forward" not in vars(module)
     if not isinstance(module, nn.ModuleDict | nn.ModuleList) or not is_plain:
@@ -80,7 +80,7 @@ def called_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def _auto(model: nn.Module, policy: UnitPolicy) -> set[str]:
-    """Repeated blocks; where they leave most of the model at the root, the large layers of its stacks as well."""
+    """Choose repeated blocks; where most of the model is outside of them, large layers of its stacks as well."""
     blocks = _repeated_blocks(model)
     own = _untied_sizes(model)
     sizes = {path: sum(own[id(p)] for p in module.parameters()) for path, module in model.named_modules()}
@@ -91,7 +91,7 @@ def _auto(model: nn.Module, policy: UnitPolicy) -> set[str]:
 
 
 def _repeated_blocks(model: nn.Module) -> set[str]:
-    """The outermost modules in stacks whose class occurs at least twice in stacks.
+    """Choose the outermost modules in stacks whose class occurs at least twice in stacks.
 
     A block has parts of its own: a Linear in a Sequential is not one, nor is a stack in a stack.
     """
@@ -105,9 +105,9 @@ def _repeated_blocks(model: nn.Module) -> set[str]:
 
 
 def _large_layers(model: nn.Module, *, sizes: dict[str, int], blocks: set[str]) -> set[str]:
-    """The outermost modules in stacks that hold at least LARGE_LAYER parameters, outside of blocks.
+    """Choose the outermost modules in stacks with at least LARGE_LAYER parameters, outside of blocks.
 
-    One that holds most of the model is left out in favour of those inside it.
+    A module with most of the model is left out in favour of the large modules inside it.
     """
     large = {
         path
@@ -123,7 +123,7 @@ def _large_layers(model: nn.Module, *, sizes: dict[str, int], blocks: set[str]) 
 
 
 def _stacked(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) of what lies directly in a ModuleList or Sequential."""
+    """Yield (path, module) of each module directly in a ModuleList or Sequential."""
     for path, stack in model.named_modules():
         if isinstance(stack, _STACKS):
             for key, child in stack.named_children():
@@ -135,7 +135,7 @@ def _outermost(paths: set[str]) -> set[str]:
 
 
 def _untied_sizes(model: nn.Module) -> dict[int, int]:
-    """Parameter → how many elements it brings to the unit that its module becomes: none if several modules share it."""
+    """Return parameter id → elements that it adds to its module's unit: none if several modules share it."""
     holders = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     return {id(p): p.numel() if holders[id(p)] == 1 else 0 for p in model.parameters()}
 
@@ -154,7 +154,7 @@ def _classes(model: nn.Module, policy: UnitPolicy) -> set[str]:
 
 
 def _min_params(model: nn.Module, policy: UnitPolicy) -> set[str]:
-    """Deepest first: a module is a unit when what deeper units leave to it is large enough."""
+    """Choose the deepest modules that still hold enough parameters outside of deeper units."""
     chosen: set[str] = set()
     counted: set[int] = set()
 
@@ -203,7 +203,7 @@ def _holds_params(module: nn.Module) -> bool:
 
 
 def _owners(model: nn.Module, *, modules: dict[str, nn.Module]) -> list[tuple[str, bool, TensorSpec]]:
-    """(unit, is it a buffer, tensor) for every parameter and buffer, each once, in registration order."""
+    """Return (unit, is it a buffer, tensor) for every parameter and buffer, each once, in registration order."""
     unit_at = _unit_paths(model, modules=modules)
     saved = _persistent_buffers(model)
     found: dict[int, tuple[list[str], bool, TensorSpec]] = {}
@@ -226,7 +226,7 @@ def _owners(model: nn.Module, *, modules: dict[str, nn.Module]) -> list[tuple[st
 
 
 def _unit_paths(model: nn.Module, *, modules: dict[str, nn.Module]) -> dict[str, str]:
-    """Module path → the unit it is; a module that is registered twice is one unit at two paths."""
+    """Return module path → unit; a module that is registered twice is one unit at two paths."""
     unit_of = {id(module): name for name, module in modules.items()}
     return {
         path: unit_of[id(module)]
@@ -252,13 +252,13 @@ def _persistent_buffers(model: nn.Module) -> set[str]:
 
 
 def _lowest_common(paths: Iterable[str], unit_at: dict[str, str]) -> str:
-    """The deepest unit at or above all of these module paths."""
+    """Return the deepest unit at or above all of these module paths."""
     first, *others = (_units_above(path, unit_at) for path in paths)
     return next(unit for unit in first if all(unit in other for other in others))
 
 
 def _units_above(path: str, unit_at: dict[str, str]) -> list[str]:
-    """The units at or above a module's path, deepest first; the root is always the last."""
+    """Return the units at or above a module's path, deepest first; the root is always the last."""
     units = []
     while path:
         if path in unit_at:

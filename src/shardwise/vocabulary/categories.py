@@ -1,11 +1,11 @@
-"""What the bytes on a device are for: the categories by which memory is predicted, measured and drawn.
+"""Categories of memory, by which bytes on a device are predicted, measured and drawn.
 
     params        parameters that a rank owns, in the dtype that computes or as fp32 master, outside of optim
     gathered      temporary full copies of sharded parameters
     grads         reduced gradients, which the optimizer reads
-    reduce        buffers that are being reduced, and gradients that autograd made and nobody has taken yet
+    reduce        buffers that are being reduced, and gradients of autograd that are not yet copied into one
     optim         fp32 master weights where they are separate from the parameters, and moments
-    activations   what forward keeps for backward, and what both make on the way
+    activations   tensors that forward keeps for backward, and temporaries of both
     other         optimizer temporaries, workspaces, padding, the model's own buffers
 
 Every predicted or measured breakdown has all of them, in this order.
@@ -24,4 +24,4 @@ OTHER: Final = "other"
 CATEGORIES: Final = (PARAMS, GATHERED, GRADS, REDUCE, OPTIM, ACTIVATIONS, OTHER)
 
 HOST: Final = "host"
-"""No category of a device: what a plan offloads to host memory."""
+"""Host memory that a plan offloads to; not a category of a device."""

@@ -1,4 +1,4 @@
-"""Dtypes by torch's own names: how large each is, and which one computes, is stepped and sums. No torch here."""
+"""Dtypes by torch's own names: their sizes, and the ones that compute, are stepped and sum. No torch here."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -23,7 +23,7 @@ BYTES_PER_ELEMENT: Mapping[str, int] = MappingProxyType(
 )
 
 PRECISIONS: Mapping[str, str] = MappingProxyType({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
-"""A plan's words → dtypes."""
+"""Precision of a plan → dtype."""
 
 
 def is_floating_point(dtype: str) -> bool:
@@ -31,22 +31,22 @@ def is_floating_point(dtype: str) -> bool:
 
 
 def has_gradients(dtype: str) -> bool:
-    """Whether a parameter of this dtype can be trained."""
+    """Return whether a parameter of this dtype can be trained."""
     return is_floating_point(dtype) or dtype.startswith("complex")
 
 
 def compute_dtype(own: str, *, precision: str, keep_fp32: bool) -> str:
-    """What a parameter of dtype `own` computes in; integers, booleans and complex numbers stay as they are."""
+    """Return the dtype in which a parameter of dtype `own` computes; only floating-point dtypes change."""
     if precision == "native" or not is_floating_point(own):
         return own
     return "float32" if keep_fp32 else PRECISIONS[precision]
 
 
 def master_dtype(own: str, *, precision: str) -> str:
-    """What the optimizer steps."""
+    """Return the dtype that the optimizer steps."""
     return own if precision == "native" or not is_floating_point(own) else "float32"
 
 
 def reduce_dtype(master: str, *, planned: str) -> str:
-    """What gradients are summed in: the plan's choice, but never narrower than float64 or complex parameters."""
+    """Return the dtype of gradient sums: the plan's choice, but never narrower than float64 or complex parameters."""
     return master if BYTES_PER_ELEMENT[master] > 4 else PRECISIONS[planned]

@@ -1,4 +1,4 @@
-"""Where the parameters of a unit lie in its flat buffer.
+"""The layout of a unit's parameters in its flat buffer.
 
 Parameters lie end to end, each start aligned; the end is padded so that the buffer is cut into equal, aligned
 slices. Rank i of the shard axis owns slice i; a parameter may lie across several.
@@ -14,7 +14,7 @@ ALIGNMENT = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Offsets in elements; the same for every dtype of the buffer."""
+    """Offsets and sizes in elements, which hold for every dtype of the buffer."""
 
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
@@ -26,17 +26,17 @@ class Layout:
         return self.num_elements // self.num_slices
 
     def sizes(self) -> Iterator[tuple[int, int]]:
-        """(offset, number of elements) of each parameter."""
+        """Yield (offset, number of elements) of each parameter."""
         return ((offset, prod(shape)) for offset, shape in zip(self.offsets, self.shapes, strict=True))
 
     def cut(self) -> "BufferCut":
-        """How to cut the buffer into its parameters."""
+        """Return the cut of the buffer into its parameters."""
         return cut_out([(offset, offset + size) for offset, size in self.sizes()], end=self.num_elements)
 
     def owned(self, index: int) -> list[tuple[int, int, int]]:
-        """(parameter, start, stop) of what lies in slice `index`, in elements from the slice's start.
+        """Return (parameter, start, stop) of each parameter in slice `index`, in elements from the slice's start.
 
-        What has no element there is left out.
+        Parameters without an element in the slice are left out.
         """
         first = index * self.slice_elements
         last = first + self.slice_elements
@@ -50,9 +50,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferCut:
-    """Sizes that cut a buffer into parts and what lies between them, and which of the pieces the parts are.
+    """Sizes that split a buffer into parts and the gaps between them, and the places of the parts among the pieces.
 
-    One split by these is several times as fast as a slice for each part.
+    One split by these sizes is several times as fast as a slice for each part.
     """
 
     sizes: tuple[int, ...]
@@ -60,7 +60,7 @@ class BufferCut:
 
 
 def cut_out(parts: Sequence[tuple[int, int]], *, end: int) -> BufferCut:
-    """BufferCut (start, stop) of each part, in their order, out of a buffer of `end` elements."""
+    """Return the cut of a buffer of `end` elements into parts, each (start, stop), in ascending order."""
     sizes: list[int] = []
     places: list[int] = []
     last = 0
@@ -76,7 +76,7 @@ def cut_out(parts: Sequence[tuple[int, int]], *, end: int) -> BufferCut:
 
 
 def lay_out(shapes: Sequence[tuple[int, ...]], *, num_slices: int, alignment: int = ALIGNMENT) -> Layout:
-    """The layout of parameters of these shapes in a buffer of `num_slices` slices."""
+    """Return the layout of parameters of these shapes in a buffer of `num_slices` slices."""
     offsets = []
     end = 0
     for shape in shapes:

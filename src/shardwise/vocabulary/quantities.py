@@ -1,4 +1,4 @@
-"""How bytes, seconds, rates and errors are printed. Units of bytes and rules for digits are written here only.
+"""Formats of bytes, seconds, rates and errors: units and rules for digits.
 
 in a sentence or on a chart   bytes_text, seconds_text, significant, scientific, error_text
 in a column of one unit       byte_unit or table_unit for its head; fixed, digits_in, table_number for its cells
@@ -24,26 +24,26 @@ MIB = UnitOfMeasure(2**20, "MiB")
 GIB = UnitOfMeasure(2**30, "GiB")
 TIB = UnitOfMeasure(2**40, "TiB")
 SIZE_EXAMPLE = "60GiB"
-"""How a user may write a size (`byte_count`)."""
+"""An example of a size as a user may write it (`byte_count`)."""
 _BYTE_UNITS = (_B, KIB, MIB, GIB, TIB)
 _SECOND_UNITS = (UnitOfMeasure(1e-6, "µs"), UnitOfMeasure(1e-3, "ms"), UnitOfMeasure(1.0, "s"))
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-# In a table with two places a GiB less than this often would leave too few digits of what is small.
+# Below this many GiB, a table with two places would leave too few digits of its small sizes.
 _TABLE_GIB = 8
 
 
 def byte_unit(largest: float, *, at_least: float = 1, among: Sequence[UnitOfMeasure] = _BYTE_UNITS) -> UnitOfMeasure:
-    """The largest unit (of `among`, which ascend) of which `largest` bytes are at least `at_least`; else the first."""
+    """Return the largest unit (`among` ascends) of which `largest` bytes are at least `at_least`; else the first."""
     return _unit(largest, at_least=at_least, among=among)
 
 
 def table_unit(sizes: Iterable[int]) -> UnitOfMeasure:
-    """The unit of a table of sizes that are shown with two places: MiB, or GiB where one is large."""
+    """Return the unit of a table of sizes with two places: MiB, or GiB where one size is large."""
     return _unit(max(sizes, default=0), at_least=_TABLE_GIB, among=(MIB, GIB))
 
 
 def second_unit(largest: float) -> UnitOfMeasure:
-    """The largest unit of which there is at least one."""
+    """Return the largest unit of which `largest` is at least one."""
     return _unit(largest, at_least=1, among=_SECOND_UNITS)
 
 
@@ -52,13 +52,13 @@ def _unit(largest: float, *, at_least: float, among: Sequence[UnitOfMeasure]) ->
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Three digits, in the unit that suits it: `8.60 GiB`."""
+    """Format with three digits, in the unit that suits the size: `8.60 GiB`."""
     unit = byte_unit(num_bytes)
     return f"{digits(num_bytes / unit.size)} {unit.name}"
 
 
 def byte_count(text: str, *, key: str) -> int:
-    """The bytes of `60GiB` or `512MiB`; another text is refused, with the key that it is the value of."""
+    """Return the bytes of `60GiB` or `512MiB`; any other text raises an error that names its key."""
     found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([a-zA-Z]+)", text.strip())
     units = {unit.name.lower(): unit.size for unit in _BYTE_UNITS}
     if found is None or found[2].lower() not in units or not float(found[1]):
@@ -67,7 +67,7 @@ def byte_count(text: str, *, key: str) -> int:
 
 
 def seconds_text(seconds: float) -> str:
-    """Three digits, in the unit that suits it: `12.3 ms`."""
+    """Format with three digits, in the unit that suits the time: `12.3 ms`."""
     if not seconds:
         return "0 s"
     unit = second_unit(seconds)
@@ -75,22 +75,22 @@ def seconds_text(seconds: float) -> str:
 
 
 def step_seconds_text(seconds: float) -> str:
-    """The time of a step in seconds, without the unit: in milliseconds, or from 10 s on in tenths."""
+    """Format the time of a step in seconds, without the unit: three places, or one from 10 s on."""
     return f"{seconds:.3f}" if seconds < 10 else f"{seconds:.1f}"
 
 
 def fixed(num_bytes: float, *, unit: UnitOfMeasure, places: int = 1) -> str:
-    """In a given unit, without its name: `79.2`."""
+    """Format in a given unit, without its name: `79.2`."""
     return f"{num_bytes / unit.size:.{places}f}"
 
 
 def fixed_text(num_bytes: float, *, unit: UnitOfMeasure, places: int = 1) -> str:
-    """In a given unit: `79.2 GiB`."""
+    """Format in a given unit: `79.2 GiB`."""
     return f"{fixed(num_bytes, unit=unit, places=places)} {unit.name}"
 
 
 def digits(value: float) -> str:
-    """Three digits (two below 1), and all of those before the point: `0.43`, `9.25`, `12.3`, `12,346`."""
+    """Format with three digits (two below 1), and all digits before the point: `0.43`, `9.25`, `12.3`, `12,346`."""
     size = abs(value)
     if size >= 100 or value == 0:
         return f"{value:,.0f}"
@@ -98,28 +98,28 @@ def digits(value: float) -> str:
 
 
 def digits_in(num_bytes: float, *, unit: UnitOfMeasure) -> str:
-    """The same in a column of one unit, where what is too small for the unit is all alike."""
+    """Format like `digits` for a column of one unit, where all sizes too small for the unit look the same."""
     value = num_bytes / unit.size
     return "< 0.01" if 0 < value < 0.01 else digits(value)
 
 
 def table_number(value: float) -> str:
-    """Two places, fewer where there are three or four digits before the point: `17.58`, `648.9`, `1234`."""
+    """Format with two places, or fewer after three or four digits before the point: `17.58`, `648.9`, `1234`."""
     return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
 
 
 def table_rate(value: float) -> str:
-    """Three digits, from a million on in millions: `3,782`, `1.23M`."""
+    """Format with three digits, from a million on in millions: `3,782`, `1.23M`."""
     return f"{value / 1e6:.2f}M" if value >= 1e6 else digits(value)
 
 
 def significant(value: float, *, num_digits: int = 3) -> str:
-    """At most so many digits, without zeros at the end, and all of those before the point: `8`, `0.0138`, `12,346`."""
+    """Format with at most `num_digits` digits and no zeros at the end: `8`, `0.0138`, but `12,346`."""
     return f"{value:,.0f}" if abs(value) >= 10 ** (num_digits - 1) else f"{value:.{num_digits}g}"
 
 
 def scientific(value: float) -> str:
-    """Two digits; far from 1 with a power of ten: `2.4 × 10⁻⁷`."""
+    """Format with two digits; far from 1 with a power of ten: `2.4 × 10⁻⁷`."""
     if value == 0 or 1e-3 <= abs(value) < 1e4:
         return f"{value:.2g}"
     number, _, power = f"{value:.1e}".partition("e")
@@ -127,5 +127,5 @@ def scientific(value: float) -> str:
 
 
 def error_text(error: float | None, *, unknown: str = "not measured") -> str:
-    """How far a prediction is off: `+1.2%`. What rounds to nothing is `+0.0%`."""
+    """Format the error of a prediction: `+1.2%`. An error that rounds to zero is `+0.0%`."""
     return unknown if error is None else f"{error:+.1%}".replace("-0.0%", "+0.0%")

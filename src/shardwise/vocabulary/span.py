@@ -1,12 +1,12 @@
-"""A span of a step's timeline: which queue was busy with what, from when to when.
+"""A span of a step's timeline: one queue works on one operation, from a start to an end.
 
-The planner predicts them, a recorded tape gives them, and the report draws them.
+The planner predicts spans, a recorded tape gives them, and the report draws them.
 """
 
 from typing import Final, NamedTuple
 
 QUEUES: Final = ("compute", "gather", "reduce")
-"""The queues of a device: what it computes, and the two streams of its collectives."""
+"""The queues of a device: its computations, and the two streams of its collectives."""
 
 
 class Span(NamedTuple):

@@ -1,3 +1,3 @@
-"""The package's version, where every layer can import it."""
+"""The package's version, in a place from which every layer can import it."""
 
 __version__ = "0.1.0"

@@ -16,7 +16,9 @@ PROGRAM = ("gather a", "gather b", "reduce b", "reduce a")
 
 
 def record(rank: int, *names: str, **more: Any) -> RankRecord:
-    issued = [Issued(number=5 + place, name=f"{name} of 8 elements", ended=True) for place, name in enumerate(names)]
+    issued = tuple(
+        Issued(number=5 + place, name=f"{name} of 8 elements", ended=True) for place, name in enumerate(names)
+    )
     return RankRecord(
         rank=rank, groups={"reduce": GroupRecord(ranks=(0, 1), issued=issued)}, program={"reduce": PROGRAM}, **more
     )
