@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from shardwise.plan.placement import STRATEGIES, Placement
     from shardwise.spec import ModelSpec, TensorSpec, UnitSpec
     from shardwise.tasks import Task, load_task
-    from shardwise.train_step import step
+    from shardwise.train.training_step import step
     from shardwise.units import model_spec
 
 _HOME = {
@@ -77,7 +77,7 @@ _HOME = {
     "prepare": "shardwise.engines",
     "replan": "shardwise.engines",
     "save_pretrained": "shardwise.integrations.pretrained",
-    "step": "shardwise.train_step",
+    "step": "shardwise.train.training_step",
     "tape": "shardwise.engine.engine",
     "weight_stream": "shardwise.engines",
     "whole": "shardwise.engines",

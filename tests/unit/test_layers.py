@@ -25,7 +25,6 @@ ROWS: list[set[str]] = [
     {"engine"},
     {"torch_engine"},
     {"engines"},
-    {"train_step"},
     {"data", "models"},
     {"tasks"},
     {"checkpoint"},

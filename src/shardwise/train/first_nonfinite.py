@@ -1,7 +1,7 @@
-"""Where a NaN or Inf came up first: a step whose gradient norm is not finite runs once more, and is looked at.
+"""The first NaN or Inf of a step: the step runs again with hooks on each module.
 
-Only such a step pays for it. Its update was not applied, so the weights are those that gave the NaN. Every rank runs
-its own passes again, with hooks on each module; the collectives are those of any step, so no rank waits alone.
+Only a step whose gradient norm is not finite pays for it. Its update was not applied, so the weights are those that
+gave the NaN. Every rank runs its own passes again; the collectives are those of any step, so no rank waits alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ _MODEL = "the model (its output)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstNonFinite:
-    """The first place of a step that was not finite, and the ranks that met it there; None: it did not come again."""
+    """The first place in a step that was not finite, and the ranks that have it; None: it did not happen again."""
 
     step: int
     place: str | None
@@ -40,17 +40,17 @@ def find_first_nonfinite(
     device: torch.device,
     run_again: Callable[[], Tensor],
 ) -> FirstNonFinite:
-    """Look at a step whose gradient norm is not finite, before its update; the same answer on every rank. Collective.
+    """Find the place before the update of the step; all ranks get the same answer. Collective.
 
     model       as the user made it: its modules' names are the places
-    run_again   runs the step's passes and gives their loss; what it changes is put back, but for the gradients
+    run_again   runs the step's passes and returns their loss; only the gradients stay changed
     """
     sightings = _Sightings()
     if not all(_finite(batch) for batch in batches):
-        sightings.add("the batch")
+        sightings.places.append("the batch")
     elif not _finite([parameter for group in optimizer.param_groups for parameter in group["params"]]):
-        sightings.add("the weights, before this step")
-    with _unchanged(model, device=device), _watched(model, sightings):
+        sightings.places.append("the weights, before this step")
+    with _restoring(model, device=device), _watching(model, sightings):
         loss = run_again()
     sightings.loss_is_finite = _finite(loss)
     places = exchange(sightings.first)
@@ -61,7 +61,7 @@ def find_first_nonfinite(
 
 @dataclass(slots=True)
 class _Sightings:
-    """What was not finite, in the order in which it came up on this rank."""
+    """The values that were not finite on this rank, in order."""
 
     places: list[str] = field(default_factory=list)
     only_minus_inf: list[str] = field(default_factory=list)
@@ -70,12 +70,9 @@ class _Sightings:
 
     @property
     def first(self) -> str | None:
-        # -Inf may be a mask, which is no fault unless it comes out of the model. Gradients follow from outputs.
+        # -Inf may be a mask, which is no fault unless the model returns it. Gradients follow from outputs.
         of_loss = self.only_minus_inf if _MODEL in self.only_minus_inf else ["the loss (the model's output is finite)"]
         return next(iter([*self.places, *([] if self.loss_is_finite else of_loss), *self.gradients]), None)
-
-    def add(self, place: str) -> None:
-        self.places.append(place)
 
     def add_output(self, name: str, output: Any) -> None:
         if not _finite(output):
@@ -88,29 +85,26 @@ class _Sightings:
 
 
 @contextmanager
-def _watched(model: nn.Module, sightings: _Sightings) -> Iterator[None]:
-    """Hooks that look at every module's output, and at every gradient before it is reduced."""
+def _watching(model: nn.Module, sightings: _Sightings) -> Iterator[None]:
+    """Look at every module's output, and at every gradient before it is reduced."""
     handles: list[Any] = []
     watched: set[int] = set()
 
-    def before(name: str) -> Callable[..., None]:
-        # Parameters are found when a module is called: torch's fully_shard puts others there in the meantime.
-        def watch(module: nn.Module, *_: Any) -> None:
-            for own_name, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad and id(parameter) not in watched:
-                    watched.add(id(parameter))
-                    full_name = f"{name}.{own_name}" if name else own_name
-                    look = partial(sightings.add_gradient, full_name)
-                    handles.append(parameter.register_hook(look))  # type: ignore[no-untyped-call]
+    def watch_gradients(name: str, module: nn.Module, *_: Any) -> None:
+        for own_name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in watched:
+                watched.add(id(parameter))
+                look = partial(sightings.add_gradient, f"{name}.{own_name}" if name else own_name)
+                handles.append(parameter.register_hook(look))  # type: ignore[no-untyped-call]
 
-        return watch
-
-    def after(name: str) -> Callable[..., None]:
-        return lambda module, inputs, output: sightings.add_output(name, output)
+    def look_at_output(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        sightings.add_output(name, output)
 
     try:
         for name, module in model.named_modules():
-            handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
+            # Parameters are looked up when a module is called: torch's fully_shard replaces them before.
+            handles.append(module.register_forward_pre_hook(partial(watch_gradients, name)))
+            handles.append(module.register_forward_hook(partial(look_at_output, name)))
         yield
     finally:
         for handle in handles:
@@ -118,8 +112,8 @@ def _watched(model: nn.Module, sightings: _Sightings) -> Iterator[None]:
 
 
 @contextmanager
-def _unchanged(model: nn.Module, *, device: torch.device) -> Iterator[None]:
-    """Random numbers and buffers (running statistics) are afterwards what they were: training may continue."""
+def _restoring(model: nn.Module, *, device: torch.device) -> Iterator[None]:
+    """Restore random numbers and buffers (running statistics) afterwards, so that training can continue."""
     states = random_states(device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
@@ -133,10 +127,10 @@ def _unchanged(model: nn.Module, *, device: torch.device) -> Iterator[None]:
 
 @torch.no_grad()
 def _finite(values: Any, *, minus_inf: bool = False) -> bool:
-    """Whether all numbers in here are finite, or -Inf where that is admitted."""
+    """Return whether all numbers are finite, or -Inf if that is allowed."""
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            # What this rank holds of it: to ask for the whole would wait for ranks that do not ask.
+            # Only this rank's part: gathering the rest would wait for ranks that do not look.
             here = local_part(leaf)
             if bool((here.isnan() | here.isposinf() if minus_inf else ~here.isfinite()).any()):
                 return False

@@ -1,6 +1,6 @@
-"""A training that runs out of device memory: its error says what was predicted, and which change of the plan fits.
+"""Advice on an out-of-memory error of a training: the planner's prediction, and a change of the plan that fits.
 
-The engine's own note, what was held at that moment, is on the error already (engine/out_of_memory/out_of_memory.py).
+The engine has already noted on the error what the memory was held for (engine/out_of_memory/out_of_memory.py).
 """
 
 import json
@@ -15,15 +15,15 @@ import torch
 
 from shardwise.comm.join import Place
 from shardwise.train.config import TrainConfig
-from shardwise.train.what_fits import FullDevice
+from shardwise.train.fitting_plan import FullDevice
 
-# The other ranks wait meanwhile; the watchdog's limit (run.watch_seconds) is longer.
+# The other ranks wait for it; the watchdog's limit (run.watch_seconds) is longer.
 _LIMIT_SECONDS = 60.0
 
 
 @contextmanager
 def advised(config: TrainConfig, *, place: Place) -> Iterator[None]:
-    """An out-of-memory error in here gets the planner's lines."""
+    """Add the planner's lines to an out-of-memory error in this block."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -42,9 +42,9 @@ def _advice(config: TrainConfig, *, place: Place) -> list[str]:
     try:
         done = subprocess.run(
             # -P: like our own command, without the working folder among the modules.
-            [sys.executable, "-P", "-m", "shardwise.train.what_fits"],
+            [sys.executable, "-P", "-m", "shardwise.train.fitting_plan"],
             input=json.dumps({"config": config.to_dict(), "full": asdict(full)}),
-            # The device is full: whatever the task does when it is loaded, it does without it.
+            # The device is full: the task must load without it.
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
             text=True,

@@ -1,12 +1,12 @@
-"""Before training, a step is rehearsed: if it needs more memory than was predicted, the plan is chosen again.
+"""A rehearsal before training: if a step needs more memory than was predicted, the `auto` plan is solved again.
 
-The passes of the first step run on their own samples, and are undone as those of a step are that ran out of memory
-(engine/out_of_memory/undo.py); the samples are read again. So what follows is, bit for bit, what would follow without.
-There is no update: it could not be undone without a second copy of parameters and states. The states are there, though.
+The passes of the first step run on their own samples and are undone (engine/out_of_memory/undo.py); then the samples
+are read again. So training is bit for bit the same as without a rehearsal. There is no update, because undoing it
+would need a second copy of parameters and states; the states are allocated, though.
 
-The largest peak of all ranks counts, in relation to the predicted one. Beyond the planner's error band the budget is
-divided by that ratio, rank 0 solves again, and the model moves to the new plan, which is rehearsed in its turn. A rank
-that runs out of memory in a rehearsal moves all to a smaller plan, as in training (surviving_update.py).
+The largest peak of all ranks is compared with the prediction. Beyond the planner's error band the budget is divided by
+their ratio, rank 0 solves again, and the model moves to the new plan, which is rehearsed too. If a rank runs out of
+memory in a rehearsal, all ranks move to a smaller plan, as in training (memory_retry.py).
 """
 
 from dataclasses import dataclass
@@ -29,23 +29,24 @@ from shardwise.planner.search.candidates import capacity_bytes
 from shardwise.profile.step_peak import step_peak
 from shardwise.train.auto_plan import ChosenPlan, solve_again
 from shardwise.train.automatic import job_cluster, solved_by_rank_0
-from shardwise.train.loop import Training, next_passes, run_passes
+from shardwise.train.loop import Training, forwards, next_passes
+from shardwise.train.memory_retry import SmallerPlans, follow_plan
 from shardwise.train.randomness import random_states, restore_random_states
-from shardwise.train.surviving_update import SmallerPlans, follow_plan
+from shardwise.train.training_step import run_passes
 from shardwise.vocabulary.quantities import bytes_text
 
-# Plans that are moved to at most, for each of both reasons.
-_MOST_MOVES = 3
+# Limits the plans that are solved again, and those that are smaller because a rank ran out of memory.
+_MAX_MOVES = 3
 # The first one learns the order of units, and prefetches nothing yet.
 _REHEARSALS = 2
 
 
 def probe_memory(training: Training, *, chosen: ChosenPlan, place: Place) -> ChosenPlan:
-    """The plan that training begins with: the chosen one, or one that needs less. Collective."""
+    """Return the plan that training begins with: the chosen one, or one that needs less. Collective."""
     is_auto, is_over = chosen.given.plan.is_auto, training.step >= training.num_steps
     if not is_auto or is_over or not is_prepared(training.model):
         return chosen
-    # Only rank 0 knows what was predicted, and whether an earlier start has measured it.
+    # Only rank 0 knows the prediction, and whether an earlier start has measured the plan.
     budget = exchange(_budget_to_probe(chosen, place=place))[0]
     if budget is None:
         return chosen
@@ -56,7 +57,7 @@ def probe_memory(training: Training, *, chosen: ChosenPlan, place: Place) -> Cho
 
 
 def _budget_to_probe(chosen: ChosenPlan, *, place: Place) -> int | None:
-    """On rank 0: what may be used, if a plan was solved for it and has not run yet; else None."""
+    """Return the memory budget on rank 0, if a plan was solved for it and not measured yet; else None."""
     if not chosen.given.auto.probe or chosen.predicted_bytes is None or chosen.is_measured:
         return None
     cluster = job_cluster(place.device, num_ranks=place.num_ranks)
@@ -65,7 +66,7 @@ def _budget_to_probe(chosen: ChosenPlan, *, place: Place) -> int | None:
 
 @dataclass(slots=True, kw_only=True)
 class _Probe:
-    """`ratio`: the largest of measured to predicted so far, and `num_solved`, how often that was solved; on rank 0."""
+    """`ratio`: the largest one so far of measured to predicted memory; `num_solved`: plans solved again. On rank 0."""
 
     training: Training
     plans: SmallerPlans
@@ -75,17 +76,17 @@ class _Probe:
 
     def run(self) -> ChosenPlan:
         training, plans = self.training, self.plans
-        # Solving a plan draws some as well.
+        # Rehearsing and solving draw random numbers.
         drawn = random_states(training.device)
         allocate_states(training.optimizer)
         surviving = Surviving(
-            training.model, most=_MOST_MOVES, smaller=plans.next, tell=training.tell, cost=lambda: plans.cost
+            training.model, most=_MAX_MOVES, smaller=plans.next, tell=training.tell, cost=lambda: plans.cost
         )
         measured_bytes = None
         while measured_bytes is None:
             try:
-                measured_bytes = max(exchange(self._rehearsed_bytes()))
-                plan = solved_by_rank_0(partial(self._corrected, measured_bytes))
+                measured_bytes = max(exchange(self._rehearse()))
+                plan = solved_by_rank_0(partial(self._correct, measured_bytes))
                 if plan != training.config.plan:
                     measured_bytes = None
                     replan(training.model, plan)
@@ -96,32 +97,37 @@ class _Probe:
         restore_random_states(drawn, device=training.device)
         plans.chosen = plans.chosen.measured(measured_bytes)
         if plans.place.rank == 0:
-            plans.note()
+            plans.save()
         return plans.chosen
 
-    def _rehearsed_bytes(self) -> int:
-        """This rank's peak in the passes of the next step, which are undone; StepUndone, if a rank had too little."""
+    def _rehearse(self) -> int:
+        """Run and undo the passes of the next step; return this rank's peak bytes, or raise StepUndone."""
         training = self.training
         guard, engine = StepGuard(training.model), engine_of(training.model)
-        self._release()
+        self._empty_cache()
         passes = next_passes(training)
         for _ in range(_REHEARSALS):
             with step_peak(engine) as peak:
                 guard.begin()
-                run_passes(training, passes.weights, passes.batches, guard=guard)
+                run_passes(
+                    training.model,
+                    forwards(training, passes.weights, passes.batches),
+                    scaler=training.scaler,
+                    guard=guard,
+                )
             guard.agree()
             guard.drop()
-        self._release()
+        self._empty_cache()
         return peak.num_bytes - guard.copied_bytes
 
-    def _release(self) -> None:
-        """What the allocator holds for nothing is not for the next plan, nor for the pool of captured steps."""
+    def _empty_cache(self) -> None:
+        """Free the allocator's unused blocks, for the next plan and for the pool of captured steps."""
         if self.training.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.training.device)
 
-    def _corrected(self, measured: int) -> Plan:
-        """On rank 0: the plan for what was measured; the one that is there, if it is as predicted."""
+    def _correct(self, measured: int) -> Plan:
+        """Return the plan for the measured memory, on rank 0; the current one, if it is as predicted."""
         training, plans = self.training, self.plans
         plan, predicted = training.config.plan, plans.chosen.predicted_bytes
         assert predicted is not None
@@ -130,15 +136,8 @@ class _Probe:
             training.tell(found)
             return plan
         found = f"{found} ({measured / predicted:.2f} ×)"
-        trait = fixed_by(engine_of(training.model), plan=plan)
-        if trait:
-            training.tell(f"{found}: the plan stays, since it cannot change under a model with {trait}")
-            return plan
-        # Less is free than the budget says, and the solver could come back to what ran out.
-        ran_out = plans.chosen.ran_out
-        if self.num_solved == _MOST_MOVES or ran_out:
-            why = "a larger plan ran out of memory" if ran_out else f"it was solved again {_MOST_MOVES} times"
-            training.tell(f"{found}: {why}, so this plan stays")
+        if why := self._why_fixed(plan):
+            training.tell(f"{found}: {why}")
             return plan
         self.num_solved += 1
         self.ratio = max(self.ratio, measured / predicted)
@@ -156,3 +155,12 @@ class _Probe:
         training.tell(f"{found}: solved again for a budget of {bytes_text(budget)}: {solved.sentence}")
         plans.chosen = solved
         return solved.config.plan
+
+    def _why_fixed(self, plan: Plan) -> str:
+        """Return the reason why the plan is not solved again; "" if it is."""
+        if trait := fixed_by(engine_of(self.training.model), plan=plan):
+            return f"the plan stays, since it cannot change under a model with {trait}"
+        # Less memory is free than the budget says: the solver could return the plan that ran out.
+        if self.plans.chosen.ran_out:
+            return "a larger plan ran out of memory, so this plan stays"
+        return f"it was solved again {_MAX_MOVES} times, so this plan stays" if self.num_solved == _MAX_MOVES else ""

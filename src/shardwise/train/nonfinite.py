@@ -1,10 +1,10 @@
-"""A NaN or Inf in a step is named, and train.nonfinite says what follows, the same on every rank.
+"""train.nonfinite: what follows on a NaN or Inf in a step.
 
     stop   the run ends before a checkpoint is written (default)
-    skip   the optimizer does not take the step, and a line says so
-    warn   a line says so
+    skip   the optimizer leaves the step out, and a warning says so
+    warn   a warning says so
 
-The loss and the gradient norm are the same on every rank once they are read, so that no rank decides alone.
+Once they are read, the loss and the gradient norm are the same on every rank, so all ranks decide alike.
 """
 
 import math
@@ -27,13 +27,13 @@ def check_finite(
     found: FirstNonFinite | None,
     policy: str,
     scaled: bool,
-    tells: bool,
+    warns: bool,
 ) -> None:
-    """Stop, or warn on the rank that `tells`, at the first of `steps` that is not finite.
+    """Raise NonFinite, or warn on the rank that `warns`, at the first of `steps` that is not finite.
 
-    ranks_of   step → the ranks whose own loss was not finite; collective, called only where there is one
-    found      what a look at the first such step has found, where one was taken (first_nonfinite.py)
-    scaled     under fp16 a gradient that overflows is how the scaler finds its scale: only the loss counts
+    ranks_of   step → the ranks whose own loss was not finite; collective, called only if there is such a step
+    found      the source of the first such step, if it was looked for (first_nonfinite.py)
+    scaled     with fp16 the scaler finds its scale by gradients that overflow: only the loss counts
     """
     bad = [step for step in steps if not _finite(step, scaled=scaled)]
     if not bad:
@@ -49,16 +49,15 @@ def check_finite(
             f"{what}; nothing was saved since: lower optimizer.lr or check the data, "
             "or set train.nonfinite to skip or warn"
         )
-    if tells:
+    if warns:
         skipped = [step for step in bad if step.grad_norm is not None and not math.isfinite(step.grad_norm)]
         did = f"; {len(skipped)} of {len(steps)} steps were skipped" if policy == "skip" and skipped else ""
         warnings.warn(f"NaN or Inf in {what}{did}", stacklevel=2)
 
 
 def _source(found: FirstNonFinite | None, *, ranks: tuple[int, ...], scaled: bool) -> str:
-    """Where it came up first, or that this is not known."""
     if found is None:
-        # On a GPU a step is read after its update, and then every weight may be NaN.
+        # On a GPU a step is read after its update, when every weight may be NaN.
         return "in a module that is not known" + ("" if scaled else " (train.nonfinite = skip looks for it)")
     if found.place is None:
         return "but not when the step was run again"

@@ -1,8 +1,7 @@
-"""`python -m shardwise.train.what_fits`: a training ran out of memory; what was predicted for it, and what would fit.
+"""`python -m shardwise.train.fitting_plan`: the prediction for a plan that ran out of memory, and a change that fits.
 
-A process of its own, started by the rank that failed (memory_advice.py): tracing a model needs no memory of a device,
-but time, and a task of the user's may do anything when it is loaded again. No torch here, but for a model that has to
-be traced.
+The rank that failed starts it as a process of its own (memory_advice.py): tracing a model needs no memory of a device,
+but takes time, and a task of the user's may do anything when it is loaded again. It imports torch only to trace.
 """
 
 import json
@@ -14,24 +13,22 @@ from shardwise.errors import ShardwiseError, UnknownName
 from shardwise.hardware.cluster import Cluster, make_cluster
 from shardwise.hardware.device_file import device_like
 from shardwise.hardware.sourced import Sourced
-from shardwise.plan import Plan
-from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.nearest import changed_settings, nearest_fit
 from shardwise.sources import Source
 from shardwise.train.config import OptimizerSection, TrainConfig
 from shardwise.vocabulary.quantities import bytes_text
 
 _VERDICTS = {
-    "no": "does not fit",
-    "tight": "may not fit",
-    "yes": "should fit, so less was free than the device has",
+    "no": ": does not fit",
+    "tight": ": may not fit",
+    "yes": ": should fit, so less was free than the device has",
     "unknown": "",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullDevice:
-    """Where memory ran out: `kind` is cuda or cpu, `title` the driver's name of it, and its size, if it is known."""
+    """The device that ran out of memory: `kind` is cuda or cpu, `title` the driver's name; its size, if it is known."""
 
     kind: str
     title: str
@@ -39,45 +36,35 @@ class FullDevice:
     num_ranks: int
 
     def cluster(self) -> Cluster:
-        """All ranks as one node: links do not matter to memory."""
-        device = device_like(self.title, kind=self.kind)
+        """Return all ranks as one node: links do not matter to memory."""
         capacity = None
         if self.capacity_bytes is not None:
             capacity = Sourced(value=self.capacity_bytes, kind="measured", source="torch, on this device")
-        device = replace(device, capacity_bytes=capacity)
+        device = replace(device_like(self.title, kind=self.kind), capacity_bytes=capacity)
         return make_cluster(device, num_nodes=1, devices_per_node=self.num_ranks, fabric=None)
 
 
-def what_fits(config: TrainConfig, *, full: FullDevice) -> Iterator[str]:
-    """Two lines: the planner's prediction for the plan that failed, and the smallest change of it that fits."""
+def describe_fit(config: TrainConfig, *, full: FullDevice) -> Iterator[str]:
+    """Yield two lines: the prediction for the plan that failed, and the smallest change of it that fits."""
     source = Source(config.task.model, seq=config.task.seq, image=config.task.image, kernels=full.kind)
     rule = optimizer_rule(config.optimizer, device=full.kind)
     this, fits = nearest_fit(source.spec_for, plan=config.plan, cluster=full.cluster(), optimizer=rule)
     parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in this.memory.breakdown_bytes.items())
     room = "" if full.capacity_bytes is None else f" of {bytes_text(full.capacity_bytes)}"
-    verdict = _VERDICTS[this.fits]
-    yield f"predicted for this plan: {_need(this)}{room} per rank{': ' if verdict else ''}{verdict} ({parts})"
+    need = bytes_text(this.memory.device_bytes)
+    yield f"predicted for this plan: {need}{room} per rank{_VERDICTS[this.fits]} ({parts})"
     if fits is None:
         yield f"fits: no change of [plan] on {full.num_ranks} devices; take more of them, or a smaller model or input"
-    else:
-        what = "needs less" if fits.fits == "unknown" else "fits"
-        yield f"{what}: {_changes(fits.plan, of=config.plan)} ({_need(fits)})"
-
-
-def _need(found: Candidate) -> str:
-    return bytes_text(found.memory.device_bytes)
-
-
-def _changes(plan: Plan, *, of: Plan) -> str:
-    """As lines of a config, or as values of --set."""
-    return ", ".join(f"plan.{name} = {json.dumps(value)}" for name, value in changed_settings(plan, of=of).items())
+        return
+    # As lines of a config, or as values of --set.
+    changed = changed_settings(fits.plan, of=config.plan)
+    keys = ", ".join(f"plan.{name} = {json.dumps(value)}" for name, value in changed.items())
+    what = "needs less" if fits.fits == "unknown" else "fits"
+    yield f"{what}: {keys} ({bytes_text(fits.memory.device_bytes)})"
 
 
 def optimizer_rule(section: OptimizerSection, *, device: str) -> str:
-    """The planner's rule for the kernels that torch takes.
-
-    Unless told to fuse: one tensor after the other on a CPU, and all at once (foreach) on a GPU.
-    """
+    """Return the planner's rule for the kernels that torch uses: fused if asked for, else a loop (CPU) or foreach."""
     if section.name == "sgd":
         return "sgd" if section.momentum else "sgd-plain"
     if section.name not in ("adamw", "adam", "muon"):
@@ -87,10 +74,10 @@ def optimizer_rule(section: OptimizerSection, *, device: str) -> str:
 
 
 def main() -> None:
-    """JSON on standard input, lines on standard output; what cannot be predicted is one line and exit code 2."""
+    """Read JSON from standard input, print lines; exit with code 2 and one line if there is no prediction."""
     asked = json.load(sys.stdin)
     try:
-        for line in what_fits(TrainConfig.from_dict(asked["config"]), full=FullDevice(**asked["full"])):
+        for line in describe_fit(TrainConfig.from_dict(asked["config"]), full=FullDevice(**asked["full"])):
             print(line)
     except ShardwiseError as error:
         print(error, file=sys.stderr)
