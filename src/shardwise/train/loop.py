@@ -21,10 +21,9 @@ from shardwise.tasks import Task
 from shardwise.train.batches import Sharing, samples_seen, to_device, tokens_per_sample
 from shardwise.train.config import TrainConfig
 from shardwise.train.evaluation import evaluate
-from shardwise.train.first_nonfinite import FirstNonFinite, find_first_nonfinite
 from shardwise.train.learning_rate import lr_at
 from shardwise.train.metrics import MetricsRecorder, StepMetrics, Taken, Window
-from shardwise.train.nonfinite import NonFinite, check_finite
+from shardwise.train.nonfinite import FirstNonFinite, NonFinite, check_finite, find_first_nonfinite
 from shardwise.train.optimizers import set_lr
 from shardwise.train.preemption import Preemption
 from shardwise.train.randomness import random_states
@@ -196,7 +195,7 @@ def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -
         max_norm=clip_norm or (math.inf if skips else None),
         accepts=accepts,
     )
-    return _total(losses, device=training.device), grad_norm
+    return sum(losses, start=torch.zeros((), device=training.device)), grad_norm
 
 
 def forwards(training: Training, weights: tuple[float, ...], batches: list[Any]) -> list[Pass]:
@@ -208,25 +207,16 @@ def forwards(training: Training, weights: tuple[float, ...], batches: list[Any])
     return [partial(forward, weight, batch) for weight, batch in zip(weights, batches, strict=True)]
 
 
-def _total(losses: list[Tensor], *, device: torch.device) -> Tensor:
-    return sum(losses, start=torch.zeros((), device=device))
-
-
 def _find_first_nonfinite(training: Training, passes: list[Pass], batches: list[Any]) -> FirstNonFinite:
     # The passes that run again would add to the gradients.
     training.optimizer.zero_grad()
-
-    def run_again() -> Tensor:
-        losses = run_passes(training.model, passes, scaler=training.scaler, guard=NoGuard())
-        return _total(losses, device=training.device)
-
     return find_first_nonfinite(
         training.task.model,
         training.optimizer,
         step=training.step,
         batches=batches,
         device=training.device,
-        run_again=run_again,
+        run_again=partial(run_passes, training.model, passes, scaler=training.scaler, guard=NoGuard()),
     )
 
 

@@ -15,11 +15,9 @@ from functools import partial
 import torch
 
 from shardwise.comm.agreement import exchange
-from shardwise.comm.join import Place
 from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.out_of_memory.survive import StepGuard, StepUndone
-from shardwise.engine.out_of_memory.surviving import Surviving
 from shardwise.engine.plan_change.replan import fixed_by, replan
 from shardwise.launch.failure import during
 from shardwise.plan import Plan
@@ -27,8 +25,8 @@ from shardwise.planner.engine_model import engine_model_of
 from shardwise.planner.search.auto import NoPlanFits, with_budget
 from shardwise.planner.search.candidates import capacity_bytes
 from shardwise.profile.step_peak import step_peak
-from shardwise.train.auto_plan import ChosenPlan, solve_again
-from shardwise.train.automatic import job_cluster, solved_by_rank_0
+from shardwise.train.auto_plan import ChosenPlan
+from shardwise.train.automatic import solved_by_rank_0
 from shardwise.train.loop import Training, forwards, next_passes
 from shardwise.train.memory_retry import SmallerPlans, follow_plan
 from shardwise.train.randomness import random_states, restore_random_states
@@ -41,27 +39,27 @@ _MAX_MOVES = 3
 _REHEARSALS = 2
 
 
-def probe_memory(training: Training, *, chosen: ChosenPlan, place: Place) -> ChosenPlan:
+def probe_memory(training: Training, *, chosen: ChosenPlan) -> ChosenPlan:
     """Return the plan that training begins with: the chosen one, or one that needs less. Collective."""
     is_auto, is_over = chosen.given.plan.is_auto, training.step >= training.num_steps
     if not is_auto or is_over or not is_prepared(training.model):
         return chosen
     # Only rank 0 knows the prediction, and whether an earlier start has measured the plan.
-    budget = exchange(_budget_to_probe(chosen, place=place))[0]
+    budget = exchange(_budget_to_probe(chosen))[0]
     if budget is None:
         return chosen
     training.tell("Rehearsing a step, to measure its memory …")
-    probe = _Probe(training=training, plans=SmallerPlans(chosen=chosen, place=place), budget_bytes=budget)
+    probe = _Probe(training=training, plans=SmallerPlans(chosen=chosen), budget_bytes=budget)
     with during("a rehearsal of the first step"):
         return probe.run()
 
 
-def _budget_to_probe(chosen: ChosenPlan, *, place: Place) -> int | None:
+def _budget_to_probe(chosen: ChosenPlan) -> int | None:
     """Return the memory budget on rank 0, if a plan was solved for it and not measured yet; else None."""
-    if not chosen.given.auto.probe or chosen.predicted_bytes is None or chosen.is_measured:
+    is_predicted, is_measured = (chosen.recorded(name) is not None for name in ("predicted_bytes", "measured_bytes"))
+    if not chosen.given.auto.probe or not is_predicted or is_measured:
         return None
-    cluster = job_cluster(place.device, num_ranks=place.num_ranks)
-    return capacity_bytes(with_budget(cluster, budget_bytes=chosen.given.auto.budget_bytes))
+    return capacity_bytes(with_budget(chosen.cluster, budget_bytes=chosen.given.auto.budget_bytes))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,9 +77,7 @@ class _Probe:
         # Rehearsing and solving draw random numbers.
         drawn = random_states(training.device)
         allocate_states(training.optimizer)
-        surviving = Surviving(
-            training.model, most=_MAX_MOVES, smaller=plans.next, tell=training.tell, cost=lambda: plans.cost
-        )
+        surviving = plans.survive(training.model, most=_MAX_MOVES, tell=training.tell)
         measured_bytes = None
         while measured_bytes is None:
             try:
@@ -96,7 +92,7 @@ class _Probe:
             follow_plan(training, plan=plan)
         restore_random_states(drawn, device=training.device)
         plans.chosen = plans.chosen.measured(measured_bytes)
-        if plans.place.rank == 0:
+        if plans.chosen.place.rank == 0:
             plans.save()
         return plans.chosen
 
@@ -105,16 +101,12 @@ class _Probe:
         training = self.training
         guard, engine = StepGuard(training.model), engine_of(training.model)
         self._empty_cache()
-        passes = next_passes(training)
+        step = next_passes(training)
+        passes = forwards(training, step.weights, step.batches)
         for _ in range(_REHEARSALS):
             with step_peak(engine) as peak:
                 guard.begin()
-                run_passes(
-                    training.model,
-                    forwards(training, passes.weights, passes.batches),
-                    scaler=training.scaler,
-                    guard=guard,
-                )
+                run_passes(training.model, passes, scaler=training.scaler, guard=guard)
             guard.agree()
             guard.drop()
         self._empty_cache()
@@ -129,8 +121,7 @@ class _Probe:
     def _correct(self, measured: int) -> Plan:
         """Return the plan for the measured memory, on rank 0; the current one, if it is as predicted."""
         training, plans = self.training, self.plans
-        plan, predicted = training.config.plan, plans.chosen.predicted_bytes
-        assert predicted is not None
+        plan, predicted = training.config.plan, plans.chosen.recorded("predicted_bytes")
         found = f"Rehearsed: {bytes_text(measured)} per rank at the peak, {bytes_text(predicted)} predicted"
         if measured <= predicted * (1 + engine_model_of(plan).error_band):
             training.tell(found)
@@ -143,7 +134,7 @@ class _Probe:
         self.ratio = max(self.ratio, measured / predicted)
         budget = int(self.budget_bytes / self.ratio)
         try:
-            solved = solve_again(plans.chosen, place=plans.place, budget_bytes=budget)
+            solved = plans.chosen.solved(budget_bytes=budget)
         except NoPlanFits as error:
             if measured > self.budget_bytes:
                 raise NoPlanFits(f"{found}; {error}") from error
@@ -152,7 +143,7 @@ class _Probe:
         if solved.config.plan == plan:
             training.tell(f"{found}: it is still the best plan for a budget of {bytes_text(budget)}")
             return plan
-        training.tell(f"{found}: solved again for a budget of {bytes_text(budget)}: {solved.sentence}")
+        training.tell(f"{found}: solved again for a budget of {bytes_text(budget)}: {solved.recorded('said')}")
         plans.chosen = solved
         return solved.config.plan
 
@@ -161,6 +152,6 @@ class _Probe:
         if trait := fixed_by(engine_of(self.training.model), plan=plan):
             return f"the plan stays, since it cannot change under a model with {trait}"
         # Less memory is free than the budget says: the solver could return the plan that ran out.
-        if self.plans.chosen.ran_out:
+        if self.plans.chosen.recorded("ran_out"):
             return "a larger plan ran out of memory, so this plan stays"
         return f"it was solved again {_MAX_MOVES} times, so this plan stays" if self.num_solved == _MAX_MOVES else ""

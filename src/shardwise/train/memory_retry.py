@@ -11,18 +11,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise.comm.join import Place
 from shardwise.engine.engine import is_prepared
 from shardwise.engine.out_of_memory.survive import StepUndone
 from shardwise.engine.out_of_memory.surviving import NotSurvived, Surviving
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
 from shardwise.train import run_folder
-from shardwise.train.auto_plan import ChosenPlan, source_of
-from shardwise.train.automatic import job_cluster, solved_by_rank_0
-from shardwise.train.fitting_plan import optimizer_rule
+from shardwise.train.auto_plan import ChosenPlan
+from shardwise.train.automatic import solved_by_rank_0
 from shardwise.train.loop import Training, next_passes, update
 from shardwise.train.randomness import random_states, restore_random_states
 from shardwise.train.setup import open_batches
@@ -41,7 +39,6 @@ class SmallerPlans:
     """
 
     chosen: ChosenPlan
-    place: Place
     cost: str = ""
     predicted_bytes: int | None = None
 
@@ -51,7 +48,11 @@ class SmallerPlans:
         if given.train.survive is not None:
             return given.train.survive
         # Guarded steps are not captured: where they could be, retries must be asked for.
-        return _RETRIES_IF_AUTO if given.plan.is_auto and not self.chosen.may_capture(self.place.device) else 0
+        return _RETRIES_IF_AUTO if given.plan.is_auto and not self.chosen.may_capture else 0
+
+    def survive(self, model: nn.Module, *, most: int, tell: Callable[[str], None]) -> Surviving:
+        """Return what moves the model to the next plan, `most` times."""
+        return Surviving(model, most=most, smaller=self.next, tell=tell, cost=lambda: self.cost)
 
     def next(self) -> Plan:
         """Return the next plan, found by rank 0; raise NotSurvived if there is none. Collective."""
@@ -63,26 +64,25 @@ class SmallerPlans:
         self.save()
 
     def _adopt(self, plan: Plan) -> Plan:
-        self.chosen = self.chosen.replaced(plan, place=self.place, predicted_bytes=self.predicted_bytes)
+        self.chosen = self.chosen.replaced(plan, predicted_bytes=self.predicted_bytes)
         return plan
 
     def _search(self) -> Plan:
-        config, device = self.chosen.config, self.place.device
+        chosen, device = self.chosen, self.chosen.place.device
         # The search draws random numbers; training must not notice.
         states = random_states(device)
         try:
-            cluster = job_cluster(device, num_ranks=self.place.num_ranks)
-            source = self.chosen.source or source_of(config, cluster=cluster)
-            self.chosen = replace(self.chosen, source=source)
+            source = chosen.traced()
+            self.chosen = replace(chosen, source=source)
             search = SmallerPlanSearch(
                 spec_for=source.spec_for,
-                cluster=cluster,
-                optimizer=optimizer_rule(config.optimizer, device=device.type),
-                goal=config.auto.goal,
-                mesh=self.chosen.given.plan.mesh,
-                solves=self.chosen.given.plan.is_auto,
+                cluster=chosen.cluster,
+                optimizer=chosen.optimizer,
+                goal=chosen.config.auto.goal,
+                mesh=chosen.given.plan.mesh,
+                solves=chosen.given.plan.is_auto,
             )
-            smaller = search.run(config.plan)
+            smaller = search.run(chosen.config.plan)
             source.release()
         finally:
             restore_random_states(states, device=device)
@@ -136,7 +136,7 @@ class RetryingUpdate:
         """Move to the next plan; return the same passes, or those of the new plan if it splits them differently."""
         before, plan = training.config.plan, self._surviving.shrink(undone)
         training.config = replace(training.config, plan=plan)
-        if self._plans.place.rank == 0:
+        if self._plans.chosen.place.rank == 0:
             self._plans.save()
         if (plan.micro_batch, plan.accumulate) == (before.micro_batch, before.accumulate):
             return inputs
@@ -148,13 +148,11 @@ class RetryingUpdate:
         return passes.weights, passes.batches
 
 
-def retry_out_of_memory(training: Training, *, chosen: ChosenPlan, place: Place, tell: Callable[[str], None]) -> None:
+def retry_out_of_memory(training: Training, *, chosen: ChosenPlan, tell: Callable[[str], None]) -> None:
     """Let the steps of this training run again after running out of memory, as often as its config says."""
-    plans = SmallerPlans(chosen=chosen, place=place)
+    plans = SmallerPlans(chosen=chosen)
     if not plans.max_retries or not is_prepared(training.model):
         return
     training.guard = step_guard(training.model, training.optimizer)
-    surviving = Surviving(
-        training.model, most=plans.max_retries, smaller=plans.next, tell=tell, cost=lambda: plans.cost
-    )
+    surviving = plans.survive(training.model, most=plans.max_retries, tell=tell)
     training.update = RetryingUpdate(plans=plans, surviving=surviving)

@@ -19,11 +19,10 @@ from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.launch.failure import report, stalls_reported
 from shardwise.launch.folder_lock import locked
 from shardwise.train import run_folder
-from shardwise.train.auto_plan import ChosenPlan, choose_plan
+from shardwise.train.auto_plan import ChosenPlan, choose_plan, limit_to_budget
 from shardwise.train.config import TrainConfig
 from shardwise.train.loop import Training, run_steps
 from shardwise.train.memory_advice import advised
-from shardwise.train.memory_budget import limit_to_budget
 from shardwise.train.memory_probe import probe_memory
 from shardwise.train.memory_retry import retry_out_of_memory
 from shardwise.train.metrics import JsonLines, MetricsRecorder, StepMetrics, TensorBoard, Writer
@@ -98,7 +97,7 @@ def _run(
     ):
         notes = _claim(config, place=place, fresh=fresh, command=command, held=held)
         chosen.save()
-        limit_to_budget(chosen, place=place, held=held)
+        limit_to_budget(chosen, held=held)
         held.callback(setattr, RECORDS, "folder", RECORDS.folder)
         RECORDS.folder = config.folder
         say(console, f"Building {config.task.model} and opening its data …")
@@ -115,8 +114,8 @@ def _run(
         )
         _resume(training, checkpoints, place=place)
         _describe_start(training, place=place, notes=notes, chosen=chosen)
-        chosen = probe_memory(training, chosen=chosen, place=place)
-        retry_out_of_memory(training, chosen=chosen, place=place, tell=partial(console.print, highlight=False))
+        chosen = probe_memory(training, chosen=chosen)
+        retry_out_of_memory(training, chosen=chosen, tell=partial(console.print, highlight=False))
         recorder = MetricsRecorder(_writers(training, place=place, console=console), on_step=on_step)
         with closing(recorder):
             preempted = run_steps(training, checkpoints=checkpoints, request=request, recorder=recorder)
@@ -189,8 +188,8 @@ def _describe_start(training: Training, *, place: Place, notes: list[str], chose
         f"{config.task.model} ({num_params:,} parameters), {plan.strategy} on {place.num_ranks} × {place.device.type}, "
         f"{plan.precision}: {training.num_steps} steps of {training.sharing.step_samples} samples → {config.folder}"
     )
-    if chosen.sentence:
-        tell(f"auto: {chosen.sentence}")
+    if said := chosen.recorded("said"):
+        tell(f"auto: {said}")
     if training.step:
         tell(f"Resuming after step {training.step}" + "".join(f"; {note}" for note in notes))
     if training.step >= training.num_steps:

@@ -69,10 +69,6 @@ def _run_pass(forward: Pass, scaler: GradScaler) -> Tensor:
     return loss.detach()
 
 
-Taking = Callable[..., tuple[Tensor, Tensor | None]]
-"""(inputs of a step) → (loss, norm of the gradients)."""
-
-
 class TrainStep:
     """A step that runs again when it was undone because a rank ran out of memory.
 
@@ -80,7 +76,12 @@ class TrainStep:
     captured    whether the last step was a replay of CUDA graphs
     """
 
-    def __init__(self, take: Taking, *, on_undone: Callable[[StepUndone, tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    def __init__(
+        self,
+        take: Callable[..., tuple[Tensor, Tensor | None]],
+        *,
+        on_undone: Callable[[StepUndone, tuple[Any, ...]], tuple[Any, ...]],
+    ) -> None:
         self._take = take
         # Moves the model to a smaller plan, and returns the inputs for the next attempt.
         self._on_undone = on_undone

@@ -8,7 +8,7 @@ import pytest
 from shardwise.plan import Plan
 from shardwise.planner.search.nearest import changed_settings, changes
 from shardwise.train.config import TrainConfig
-from shardwise.train.fitting_plan import FullDevice, describe_fit
+from shardwise.train.memory_advice import FullDevice, describe_fit
 
 GIB = 2**30
 
