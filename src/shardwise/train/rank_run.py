@@ -76,20 +76,19 @@ def train(
         if config.plan.is_auto or replan:
             say(console, f"Choosing a plan for {config.task.model} on {place.num_ranks} × {place.device.type} …")
         chosen = choose_plan(config, place=place, fresh=fresh, replan=replan)
-        return _run(chosen, place=place, on_step=on_step, fresh=fresh, command=command, console=console, held=held)
+        return _run(chosen, on_step=on_step, fresh=fresh, command=command, console=console, held=held)
 
 
 def _run(
     chosen: ChosenPlan,
     *,
-    place: Place,
     on_step: OnStep | None,
     fresh: bool,
     command: Sequence[str],
     console: Console,
     held: ExitStack,
 ) -> Outcome:
-    config = chosen.config
+    config, place = chosen.config, chosen.place
     with (
         advised(config, place=place),
         stalls_reported(),
@@ -113,7 +112,7 @@ def _run(
             on_saved=partial(run_folder.save_step, config.folder),
         )
         _resume(training, checkpoints, place=place)
-        _describe_start(training, place=place, notes=notes, chosen=chosen)
+        _describe_start(training, notes=notes, chosen=chosen)
         chosen = probe_memory(training, chosen=chosen)
         retry_out_of_memory(training, chosen=chosen, tell=partial(console.print, highlight=False))
         recorder = MetricsRecorder(_writers(training, place=place, console=console), on_step=on_step)
@@ -180,8 +179,8 @@ def _check_nothing_saved(config: TrainConfig, *, place: Place) -> str:
     return ""
 
 
-def _describe_start(training: Training, *, place: Place, notes: list[str], chosen: ChosenPlan) -> None:
-    tell, config = training.tell, training.config
+def _describe_start(training: Training, *, notes: list[str], chosen: ChosenPlan) -> None:
+    tell, config, place = training.tell, training.config, chosen.place
     plan = config.plan
     num_params = sum(parameter.numel() for parameter in training.model.parameters())
     tell(
