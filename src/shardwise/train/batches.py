@@ -39,7 +39,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """How the samples of every step are shared out. Training ends after `num_samples`; None: it does not end."""
+    """The rule for sharing out the samples of a step. Training ends after `num_samples`; None: it does not end."""
 
     rank: int
     num_ranks: int

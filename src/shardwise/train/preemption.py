@@ -20,7 +20,7 @@ SAME_REQUEST_SECONDS = 1.0
 
 
 class Preemption:
-    """Whether any rank was signalled to stop; all ranks get the same answer."""
+    """A request to stop: if any rank was signalled, all ranks learn of it after the same step."""
 
     def __init__(self, *, group: dist.ProcessGroup, grace_seconds: float) -> None:
         self._group = group
