@@ -18,7 +18,7 @@ from reliability.said import say
 from shardwise.errors import ShardwiseError
 from shardwise.tasks import Task
 from shardwise.train.config import TrainConfig
-from shardwise.train.first_nonfinite import find_first_nonfinite
+from shardwise.train.nonfinite import find_first_nonfinite
 from shardwise.train.rank_run import train
 
 

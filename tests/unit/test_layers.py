@@ -30,7 +30,6 @@ ROWS: list[set[str]] = [
     {"engine"},
     {"torch_engine"},
     {"engines"},
-    {"train_step"},
     {"data", "models"},
     {"tasks"},
     # Above tasks: a trace runs a task's model and loss.

@@ -19,7 +19,7 @@ from shardwise.planner.time.step_time import estimate_time, timeline
 from shardwise.profile.compare import predict_memory
 from shardwise.sources import Source
 from shardwise.train.config import OptimizerSection, TrainConfig
-from shardwise.train.what_fits import optimizer_rule
+from shardwise.train.memory_advice import optimizer_rule
 
 PLANNED_ENGINES = ("shardwise", "captured", "torch")
 """Engines whose schedule the planner knows; of compiled units and of torch's engine in a graph it knows nothing."""

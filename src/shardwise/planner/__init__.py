@@ -24,7 +24,7 @@ time/instructions.py    the rows of a step → its schedule
 time/queues.py          four queues and their waits
 time/step_time.py       `estimate_time`: all of it for one plan and batch
 
-traffic.py              what a rank sends in a step
+traffic.py              the bytes that a rank sends in a step
 search/candidates.py    plans for a cluster, each at its best batch
 search/recommend.py     which to take, and why
 search/scale.py         the same on 8 to 16,384 devices

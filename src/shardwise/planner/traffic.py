@@ -1,34 +1,68 @@
-"""The bytes that a rank sends in a step."""
+"""The bytes that a rank sends in a step: the planner's total, and the report's numbers by kind of operation."""
 
-from shardwise.plan.placement import SHARDED
+from collections.abc import Callable, Mapping
+
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import SHARDED, Placement
 from shardwise.planner.job import Job
 from shardwise.planner.sizes import sizes_of
-from shardwise.program import Kind
+from shardwise.program import Kind, Operation, Row, StepProgram
+from shardwise.program.operations import ON_BUCKETS
+from shardwise.program.run import run_in_order
+
+
+def sent_by_kind(
+    program: StepProgram,
+    *,
+    placements: Mapping[str, Placement],
+    mesh: Mesh,
+    num_bytes: Callable[[Operation], float] = lambda operation: operation.num_bytes,
+) -> dict[Kind, float]:
+    """Return the bytes that one rank sends for each kind of operation, with collectives that send no byte twice.
+
+    n ranks gather or reduce-scatter B bytes by sending B·(n−1)/n each, and all-reduce them by sending twice that. To
+    and from owners each rank sends only parts of its own slices: B·(n−1)/n². Flags and broadcasts are not counted.
+    """
+    scattered = {bucket.name for bucket in program.buckets if placements[bucket.units[0]].grads is SHARDED}
+    sent: dict[Kind, float] = {}
+
+    def send(operation: Operation, row: Row) -> None:
+        match operation.kind:
+            case Kind.GATHER:
+                ring, rounds = mesh.shard, 1.0
+            case Kind.REDUCE:
+                ring, rounds = (mesh.shard, 1.0) if operation.subject in scattered else (mesh.num_ranks, 2.0)
+            case Kind.REDUCE_SLICE:
+                ring, rounds = mesh.replicate, 2.0
+            case Kind.TO_OWNERS | Kind.FROM_OWNERS:
+                ring, rounds = mesh.shard, 1 / mesh.shard
+            case _:
+                return
+        share = rounds * num_bytes(operation) * (ring - 1) / ring
+        sent[operation.kind] = sent.get(operation.kind, 0.0) + share
+
+    run_in_order(program, send)
+    return sent
 
 
 def sent_bytes(job: Job) -> int:
-    """What one rank sends, with collectives that send no byte twice.
-
-    n ranks gather or reduce-scatter B bytes by sending B·(n−1)/n each, and all-reduce them by sending twice that. What
-    a slice sends over a second axis is counted with its bucket.
-    """
+    """Return the bytes that one rank sends in a step, over all its passes."""
     assert job.plan.mesh is not None
     mesh, weights = job.plan.mesh, job.short.weights
     members = {bucket.name: bucket.units for bucket in job.program.buckets}
-    slices, copies, num_ranks = mesh.shard, mesh.replicate, mesh.num_ranks
     sizes = sizes_of(job.spec, plan=job.plan)
-    gathered = reduced = owned = 0.0
-    for operation in job.program.operations():
-        if operation.kind is Kind.GATHER:
-            gathered += weights.get(operation.subject, 1) * operation.num_bytes * (slices - 1) / slices
-        elif operation.kind in (Kind.TO_OWNERS, Kind.FROM_OWNERS):
-            owned += weights.get(operation.subject, 1) * operation.num_bytes * (slices - 1) / slices**2
-        elif operation.kind is Kind.REDUCE:
-            units = members[operation.subject]
-            num_bytes = sum(weights.get(unit, 1) * sizes[unit].reduce_bytes for unit in units)
-            if job.placements[units[0]].grads is SHARDED:
-                reduced += num_bytes * (slices - 1) / slices + 2 * num_bytes / slices * (copies - 1) / copies
-            else:
-                reduced += 2 * num_bytes * (num_ranks - 1) / num_ranks
+
+    def unfolded(operation: Operation) -> float:
+        # One unit of a folded model stands for several.
+        if operation.kind not in ON_BUCKETS:
+            return weights.get(operation.subject, 1) * operation.num_bytes
+        whole = sum(weights.get(unit, 1) * sizes[unit].reduce_bytes for unit in members[operation.subject])
+        return whole / mesh.shard if operation.kind is Kind.REDUCE_SLICE else whole
+
+    sent = sent_by_kind(job.program, placements=job.placements, mesh=mesh, num_bytes=unfolded)
+    owned, gathered, reduced = (
+        sum(sent.get(kind, 0.0) for kind in kinds)
+        for kinds in ((Kind.TO_OWNERS, Kind.FROM_OWNERS), (Kind.GATHER,), (Kind.REDUCE, Kind.REDUCE_SLICE))
+    )
     passes = job.plan.accumulate
     return round(owned + passes * gathered + (passes if job.plan.accumulate_reduced else 1) * reduced)

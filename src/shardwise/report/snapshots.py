@@ -1,10 +1,10 @@
-"""What a rank holds after each operation of a step: a program or a recorded tape, replayed unit by unit.
+"""Snapshots of a step: the state of each unit on one rank after each operation of a program or a recorded tape.
 
-Counted are parameters, gradients and two fp32 moments per trainable parameter (AdamW), all in fp32. Not counted
-are activations, padding, and copies that live only inside an operation.
+Held bytes count parameters, gradients and two moments per trainable parameter (AdamW), all in fp32. They do not count
+activations, padding, and copies that live only inside an operation.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import assert_never
@@ -13,6 +13,7 @@ from shardwise.bench.case_result import UnitOutline
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, Placement
+from shardwise.planner.traffic import sent_by_kind
 from shardwise.program import Kind, Operation, Row, StepProgram, build, crossing_buckets
 from shardwise.program.run import run_in_order
 from shardwise.spec import ModelSpec, UnitSpec
@@ -23,7 +24,7 @@ _NUM_MOMENTS = 2
 
 
 class Holding(Enum):
-    """What a rank has of one unit's parameters, gradients or optimizer state."""
+    """The part of one unit's parameters, gradients or optimizer state that a rank has."""
 
     NOTHING = "nothing"
     SLICE = "own slice"
@@ -34,9 +35,9 @@ class Holding(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What a rank holds once an operation is issued; the first snapshot, before any, has no operation.
+    """The state of a rank once an operation is issued; the first snapshot, before any, has no operation.
 
-    `holds` maps params, grads, optim → unit → what is held of it.
+    `holds` maps params, grads, optim → unit → the part that is held.
     """
 
     row: Row | None
@@ -47,12 +48,11 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSnapshots:
-    """A step, snapshot by snapshot."""
+    """A step, snapshot by snapshot, and the bytes that a rank sends for each kind of operation."""
 
     program: StepProgram
-    placements: Mapping[str, Placement]
     snapshots: tuple[Snapshot, ...]
-    mesh: Mesh
+    sent: Mapping[Kind, float]
 
     @property
     def peak(self) -> Snapshot:
@@ -60,42 +60,23 @@ class StepSnapshots:
         return max(self.snapshots, key=lambda snapshot: snapshot.held_bytes)
 
     def sent_bytes(self, kind: Kind) -> float:
-        """What a rank sends in a step for its gathers or its reduces, on rings of n ranks.
-
-        (n-1)/n of the bytes for an all-gather or a reduce-scatter, twice that for an all-reduce.
-        """
-        scattered = {
-            bucket.name for bucket in self.program.buckets if self.placements[bucket.units[0]].grads is SHARDED
-        }
-        sent = 0.0
-        for operation in self.program.operations():
-            if operation.kind is not kind:
-                continue
-            if kind is Kind.REDUCE_SLICE:
-                halves, length = 2, self.mesh.replicate
-            elif kind is Kind.REDUCE and operation.subject not in scattered:
-                halves, length = 2, self.mesh.num_ranks
-            else:
-                halves, length = 1, self.mesh.shard
-            if kind in (Kind.TO_OWNERS, Kind.FROM_OWNERS):
-                # Each rank sends of its own slices.
-                sent += operation.num_bytes * (length - 1) / length**2
-                continue
-            sent += halves * operation.num_bytes * (length - 1) / length
-        return sent
+        """Return the bytes that a rank sends in a step for operations of this kind."""
+        return self.sent.get(kind, 0.0)
 
 
 def snapshots_of(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> StepSnapshots:
-    """The snapshots of a step that comes after others."""
+    """Return the snapshots of a step that follows an equal step."""
     program = build(spec, plan=plan)
     mesh = plan.mesh or Mesh(shard=num_ranks)
     state = RankState(
-        map(_sizes, spec.units),
+        map(_outline, spec.units),
         placements=plan.placements(unit.name for unit in spec.units),
         buckets={bucket.name: bucket.units for bucket in program.buckets},
+        crossing_buckets=crossing_buckets(program.operations()),
         num_slices=mesh.shard,
     )
-    state.begin_after(program.operations())
+    run_in_order(program, lambda operation, row: state.do(operation))
+    state.begin_step()
     snapshots = [state.snapshot(None, None)]
 
     def do(operation: Operation, row: Row) -> None:
@@ -103,11 +84,15 @@ def snapshots_of(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> StepSnapshot
         snapshots.append(state.snapshot(row, operation))
 
     run_in_order(program, do)
-    return StepSnapshots(program=program, placements=state.placements, snapshots=tuple(snapshots), mesh=mesh)
+    return StepSnapshots(
+        program=program,
+        snapshots=tuple(snapshots),
+        sent=sent_by_kind(program, placements=state.placements, mesh=mesh),
+    )
 
 
 def bucket_label(units: tuple[str, ...]) -> str:
-    """blocks.2+1 for two neighbours, blocks.11…(root) for many."""
+    """Return blocks.2+1 for two neighbours, blocks.11…(root) for many."""
     if len(units) == 1:
         return units[0]
     first, last = units[0], units[-1]
@@ -118,7 +103,11 @@ def bucket_label(units: tuple[str, ...]) -> str:
 
 
 class RankState:
-    """What one rank holds now. `num_slices`: into how many slices a sharded unit is cut."""
+    """The current state of one rank.
+
+    crossing_buckets   buckets that are reduced again over a second axis of the mesh
+    num_slices         number of slices of a sharded unit
+    """
 
     def __init__(
         self,
@@ -126,6 +115,7 @@ class RankState:
         *,
         placements: Mapping[str, Placement],
         buckets: Mapping[str, tuple[str, ...]],
+        crossing_buckets: Collection[str],
         num_slices: int,
     ) -> None:
         self.units = {unit.name: unit for unit in units}
@@ -135,30 +125,23 @@ class RankState:
         self.params = {name: self._home(name, "params") for name in self.units}
         self.optim = {name: self._home(name, "optim") for name in self.units}
         self.grads: dict[str, Holding] = {}
-        # Units of which a slice of the gradients is on its way over a second axis of the mesh.
+        # Units whose slice of the gradients is in flight over a second axis of the mesh.
         self.crossing: set[str] = set()
-        # Of each unit, the matrices that are here whole, to be updated, and their gradients.
+        # Unit → bytes of whole matrices, and of their gradients, that this rank updates as their owner.
         self.owned_bytes: dict[str, int] = {}
-        self._crossing_buckets: frozenset[str] = frozenset()
-        self._drop_grads()
+        self._crossing_buckets = crossing_buckets
+        self.begin_step()
 
-    def begin_after(self, operations: Iterable[Operation]) -> None:
-        """Do the step before, which is the same: what it leaves in flight is what the next one finds."""
-        operations = tuple(operations)
-        self._crossing_buckets = crossing_buckets(operations)
-        for operation in operations:
-            self.do(operation)
-        self._drop_grads()
+    def begin_step(self) -> None:
+        """Drop the gradients, as between two steps; gathers that the last step left in flight stay so."""
+        self.grads = dict.fromkeys(self.units, Holding.NOTHING)
+        self.crossing.clear()
 
     def _home(self, name: str, state: str) -> Holding:
-        """As the placement has it; frozen parameters have no optimizer state and no gradients."""
+        """Return the part that the placement says; frozen parameters have no optimizer state and no gradients."""
         if state != "params" and not self.units[name].num_trained:
             return Holding.NOTHING
         return Holding.SLICE if getattr(self.placements[name], state) is SHARDED else Holding.WHOLE
-
-    def _drop_grads(self) -> None:
-        self.grads = dict.fromkeys(self.units, Holding.NOTHING)
-        self.crossing.clear()
 
     def do(self, operation: Operation) -> None:
         name = operation.subject
@@ -174,7 +157,7 @@ class RankState:
             case Kind.REDUCE:
                 self.grads.update(dict.fromkeys(self.buckets[name], Holding.ON_ITS_WAY))
             case Kind.WAIT_REDUCE if name in self._crossing_buckets:
-                # The sum over its own group of ranks: not a gradient yet.
+                # The sum over this rank's group alone is not a gradient yet.
                 pass
             case Kind.REDUCE_SLICE:
                 self.crossing.update(self.buckets[name])
@@ -184,10 +167,10 @@ class RankState:
             case Kind.UPDATE:
                 self._update()
             case Kind.FORWARD | Kind.BACKWARD | Kind.TAKE_GRADS | Kind.REDUCE_FLAGS | Kind.BROADCAST:
-                # Nothing that is counted here comes or goes.
+                # These change nothing that is counted here.
                 pass
             case Kind.TO_OWNERS:
-                # Copies beside the slices; each rank owns about as much as the others.
+                # Copies, in addition to the slices; all ranks own about the same number of bytes.
                 self.owned_bytes[name] = operation.num_bytes // self.num_slices
             case Kind.FROM_OWNERS:
                 self.owned_bytes.pop(name, None)
@@ -195,13 +178,13 @@ class RankState:
                 assert_never(operation.kind)
 
     def _update(self) -> None:
-        """Replicated parameters of which each rank updates a slice differ between ranks until they are gathered."""
+        """Mark replicated parameters that are updated in slices: they differ between ranks until they are gathered."""
         for name, placement in self.placements.items():
             if placement.params is not SHARDED and self.optim[name] is Holding.SLICE:
                 self.params[name] = Holding.DIFFERS
 
     def holds(self) -> dict[str, dict[str, Holding]]:
-        """params, grads, optim → unit → what is held of it now."""
+        """Return params, grads, optim → unit → the part that is held now."""
         return {state: dict(getattr(self, state)) for state in STATES}
 
     def snapshot(self, row: Row | None, operation: Operation | None) -> Snapshot:
@@ -215,7 +198,7 @@ class RankState:
         held = self._part(grads, Holding.SLICE if name in self.crossing else holds["grads"][name])
         held += self._part(_NUM_MOMENTS * grads, holds["optim"][name])
         held += self._part(params, holds["params"][name])
-        # What is gathered is a copy, in addition to the slice that the rank owns.
+        # Gathered parameters are a copy, in addition to the slice that the rank owns.
         if self.placements[name].params is SHARDED and holds["params"][name] is not Holding.SLICE:
             held += self._part(params, Holding.SLICE)
         return held
@@ -226,6 +209,6 @@ class RankState:
         return -(-num_bytes // self.num_slices) if held is Holding.SLICE else num_bytes
 
 
-def _sizes(unit: UnitSpec) -> UnitOutline:
+def _outline(unit: UnitSpec) -> UnitOutline:
     trained = sum(param.num_elements for param in unit.params if param.trainable)
     return UnitOutline(name=unit.name, num_params=unit.num_params, num_trained=trained)

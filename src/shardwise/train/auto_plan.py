@@ -1,18 +1,20 @@
-"""The plan that a run has: the config's; with `plan.strategy = "auto"`, as an earlier start chose, or chosen now.
+"""The plan of a run: the config's own, or, with `plan.strategy = "auto"`, one that is solved and kept in auto.json.
 
-auto.json in the run folder holds what was asked, of which devices, and the plan that was chosen; the memory that is
-predicted for it, and, once a step was rehearsed, the measured one (memory_probe.py). A start that asks the
-same uses that plan; with another question, other devices or another number of them, it is chosen again. `--replan`
-chooses again in any case, also where the config's plan is a fixed one: a step keeps its number of samples.
+auto.json in the run folder holds the question, the devices, the chosen plan, its predicted memory and, after a
+rehearsal, the measured one (memory_probe.py). A later start with the same question uses that plan; another question,
+other devices or another number of them solve again. `--replan` solves again in any case, also for a fixed plan: a step
+keeps its number of samples.
 """
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardwise.comm.agreement import exchange
 from shardwise.comm.join import Place
 from shardwise.errors import InvalidPlan
 from shardwise.files.atomic import atomic_write
@@ -24,182 +26,174 @@ from shardwise.planner.search.chosen_text import chosen_text
 from shardwise.sources import Source
 from shardwise.train.automatic import job_cluster, solved_by_rank_0
 from shardwise.train.config import TrainConfig
-from shardwise.train.run_folder import samples_of_step
-from shardwise.train.what_fits import optimizer_rule
-
-FILE = "auto.json"
+from shardwise.train.memory_advice import optimizer_rule
+from shardwise.train.run_folder import AUTO, samples_of_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenPlan:
-    """The config with its plan, and as it was given; on rank 0 of an auto run, what auto.json is to hold.
+    """A config with its plan.
 
-    `source`: the model as the planner sees it, once it was asked for; plans that are solved later trace nothing again.
+    given    the config before a plan was chosen
+    record   the content of auto.json; only on rank 0 of an auto run
+    source   the model as the planner sees it, if it was traced; later searches reuse it
     """
 
     config: TrainConfig
     given: TrainConfig
+    place: Place
     record: dict[str, Any] | None = None
     source: Source | None = None
 
     @property
-    def sentence(self) -> str:
-        """What the solver chose; "" where it was not asked, and on other ranks than 0."""
-        return "" if self.record is None else str(self.record["said"])
+    def cluster(self) -> Cluster:
+        return job_cluster(self.place.device, num_ranks=self.place.num_ranks)
 
-    def note(self) -> None:
-        """Write it down for the next start; to be called when the folder is the run's."""
+    @property
+    def optimizer(self) -> str:
+        """The planner's rule for the optimizer."""
+        return optimizer_rule(self.config.optimizer, device=self.place.device.type)
+
+    @property
+    def may_capture(self) -> bool:
+        return self.place.device.type == "cuda" and self.given.plan.capture != "off"
+
+    def recorded(self, name: str) -> Any:
+        """Return an entry of auto.json; None if there is none, and on other ranks than 0.
+
+        said              the choice in words
+        predicted_bytes   the predicted memory that a rank allocates; outside_bytes: the rest of the device's memory
+        measured_bytes    the peak of a rehearsal
+        ran_out           True if the plan replaces a larger one that ran out of memory
+        """
+        return None if self.record is None else self.record.get(name)
+
+    def save(self) -> None:
+        """Write auto.json, once the folder belongs to the run."""
         if self.record is not None:
-            with atomic_write(self.config.folder / FILE) as file:
+            with atomic_write(self.config.folder / AUTO) as file:
                 file.write(json.dumps(self.record, indent=1).encode() + b"\n")
 
-    def may_capture(self, device: torch.device) -> bool:
-        """Whether steps may be captured on this device."""
-        return device.type == "cuda" and self.given.plan.capture != "off"
-
-    @property
-    def predicted_bytes(self) -> int | None:
-        """Of the memory that a rank allocates; None where it is not known, and on other ranks than 0."""
-        return None if self.record is None else self.record.get("predicted_bytes")
-
-    @property
-    def outside_bytes(self) -> int | None:
-        """What is predicted to be held on the device besides tensors; None where nothing was solved."""
-        return None if self.record is None else self.record.get("outside_bytes")
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether a step of the plan has been rehearsed."""
-        return self.record is not None and "measured_bytes" in self.record
-
-    @property
-    def ran_out(self) -> bool:
-        """Whether it is in the place of a larger plan that ran out of memory."""
-        return self.record is not None and "ran_out" in self.record
-
     def with_plan(self, plan: Plan) -> "ChosenPlan":
-        """On another rank than 0, which has no more to know of it."""
         return replace(self, config=replace(self.config, plan=plan))
 
-    def measured(self, num_bytes: int) -> "ChosenPlan":
-        """A step of the plan was rehearsed, with this peak: a later start need not do it again."""
-        if self.record is None:
-            return self
-        return replace(self, record={**self.record, "measured_bytes": num_bytes})
+    def with_record(self, record: dict[str, Any]) -> "ChosenPlan":
+        return replace(self.with_plan(Plan.from_dict(record["plan"])), record=record)
 
-    def replaced(self, plan: Plan, *, place: Place, predicted_bytes: int | None) -> "ChosenPlan":
-        """The run continues under another plan, and so does a later start that asks the same."""
-        asked = _asked(self.given, cluster=job_cluster(place.device, num_ranks=place.num_ranks))
-        said = f"{plan.strategy}, recompute {plan.recompute}: an earlier plan ran out of memory"
+    def measured(self, num_bytes: int) -> "ChosenPlan":
+        """Record the peak of a rehearsal, so that a later start need not repeat it."""
+        return self if self.record is None else replace(self, record={**self.record, "measured_bytes": num_bytes})
+
+    def replaced(self, plan: Plan, *, predicted_bytes: int | None) -> "ChosenPlan":
+        """Replace a plan that ran out of memory, for this run and for later starts with the same question."""
         record = {
-            "asked": asked,
+            "asked": self.asked(),
             "plan": plan.to_dict(),
-            "said": said,
+            "said": f"{plan.strategy}, recompute {plan.recompute}: an earlier plan ran out of memory",
             "predicted_bytes": predicted_bytes,
-            "outside_bytes": self.outside_bytes,
+            "outside_bytes": self.recorded("outside_bytes"),
             "ran_out": True,
         }
-        return replace(self, config=replace(self.config, plan=plan), record=record)
+        return replace(self.with_plan(plan), record=record)
+
+    def traced(self) -> Source:
+        """Return the model for the planner."""
+        task = self.config.task
+        return self.source or Source(task.model, seq=task.seq, image=task.image, kernels=self.place.device.type)
+
+    def solved(self, *, budget_bytes: int | None) -> "ChosenPlan":
+        """Solve the given question, on rank 0; `compile` stays as it is. NoPlanFits, if no plan does."""
+        source = self.traced()
+        given, global_batch = self._question()
+        request = AutoRequest(
+            plan=replace(given, compile=self.config.plan.compile),
+            cluster=self.cluster,
+            optimizer=self.optimizer,
+            budget_bytes=budget_bytes,
+            global_batch=global_batch,
+            goal=self.given.auto.goal,
+        )
+        found = solve_plan(source.spec_for, request=request).candidate
+        names = [unit.name for unit in source.spec_for(found.plan).units]
+        source.release()
+        record = {
+            "asked": self.asked(),
+            "plan": found.plan.to_dict(),
+            "said": chosen_text(found.plan, names=names),
+            "predicted_bytes": found.memory.allocated_bytes,
+            "outside_bytes": found.memory.device_bytes - found.memory.reserved_bytes,
+        }
+        return replace(self.with_record(record), source=source)
+
+    def _question(self) -> tuple[Plan, int | None]:
+        """Return the given settings and the samples of a step; a fixed plan keeps the samples that the run had."""
+        given, global_batch = self.given.plan, self.given.auto.global_batch
+        if given.is_auto:
+            return given, global_batch
+        before = samples_of_step(self.given.folder)
+        if before is None:
+            assert given.micro_batch is not None
+            before = given.micro_batch * given.accumulate * self.place.num_ranks
+        return replace(given, mesh=None, micro_batch=None, accumulate=1), global_batch or before
+
+    def asked(self) -> dict[str, Any]:
+        """Return all that the plan follows from, in JSON's own types."""
+        sections = self.given.to_dict()
+        # A rehearsal does not change the question.
+        del sections["auto"]["probe"]
+        asked = {name: sections[name] for name in ("plan", "auto", "optimizer", "task")}
+        cluster = self.cluster
+        found: dict[str, Any] = json.loads(
+            json.dumps({**asked, "cluster": str(cluster), "capacity_bytes": capacity_bytes(cluster)})
+        )
+        return found
 
 
 def choose_plan(config: TrainConfig, *, place: Place, fresh: bool, replan: bool = False) -> ChosenPlan:
-    """Collective: rank 0 chooses, and all ranks get its plan. A fixed plan that nobody has replanned stays as it is."""
-    # Ranks that are started again after a failure continue as they did.
+    """Return the plan of this run on every rank, chosen by rank 0; a fixed plan stays unless `replan`. Collective."""
+    # Ranks that are restarted after a failure keep their plan.
     first = place.restarts == 0
     chooses = config.plan.is_auto or (replan and first)
-    record: dict[str, Any] | None = None
-    source: Source | None = None
+    chosen = ChosenPlan(config=config, given=config, place=place)
 
     def choose() -> Plan:
-        nonlocal record, source
-        if chooses or (config.folder / FILE).exists():
-            cluster = job_cluster(place.device, num_ranks=place.num_ranks)
-            asked = _asked(config, cluster=cluster)
-            record = None if (fresh or replan) and first else _kept(config.folder, asked)
-            if record is None and chooses:
-                source = source_of(config, cluster=cluster)
-                record = _solved(config, source, cluster=cluster, budget_bytes=config.auto.budget_bytes)
-        return config.plan if record is None else Plan.from_dict(record["plan"])
+        nonlocal chosen
+        if chooses or (config.folder / AUTO).exists():
+            record = None if (fresh or replan) and first else _kept(config.folder, chosen.asked())
+            if record is not None:
+                chosen = chosen.with_record(record)
+            elif chooses:
+                chosen = chosen.solved(budget_bytes=config.auto.budget_bytes)
+        return chosen.config.plan
 
     plan = solved_by_rank_0(choose)
-    return ChosenPlan(config=replace(config, plan=plan), given=config, record=record, source=source)
-
-
-def solve_again(chosen: ChosenPlan, *, place: Place, budget_bytes: int) -> ChosenPlan:
-    """On rank 0: the same question with another budget; what is compiled stays so. NoPlanFits, if nothing does."""
-    cluster = job_cluster(place.device, num_ranks=place.num_ranks)
-    source = chosen.source or source_of(chosen.config, cluster=cluster)
-    given = replace(chosen.given, plan=replace(chosen.given.plan, compile=chosen.config.plan.compile))
-    found = _solved(given, source, cluster=cluster, budget_bytes=budget_bytes)
-    record = {**found, "asked": _asked(chosen.given, cluster=cluster)}
-    config = replace(chosen.config, plan=Plan.from_dict(record["plan"]))
-    return replace(chosen, config=config, record=record, source=source)
-
-
-def source_of(config: TrainConfig, *, cluster: Cluster) -> Source:
-    """A config's model, for the planner."""
-    task = config.task
-    return Source(task.model, seq=task.seq, image=task.image, kernels=_kind(cluster))
-
-
-def _kind(cluster: Cluster) -> str:
-    return "cpu" if cluster.device.name == "cpu" else "cuda"
-
-
-def _solved(config: TrainConfig, source: Source, *, cluster: Cluster, budget_bytes: int | None) -> dict[str, Any]:
-    """What auto.json is to hold."""
-    given, global_batch = _question(config, cluster=cluster)
-    request = AutoRequest(
-        plan=given,
-        cluster=cluster,
-        optimizer=optimizer_rule(config.optimizer, device=_kind(cluster)),
-        budget_bytes=budget_bytes,
-        global_batch=global_batch,
-        goal=config.auto.goal,
-    )
-    found = solve_plan(source.spec_for, request=request).candidate
-    names = [unit.name for unit in source.spec_for(found.plan).units]
-    source.release()
-    return {
-        "asked": _asked(config, cluster=cluster),
-        "plan": found.plan.to_dict(),
-        "said": chosen_text(found.plan, names=names),
-        "predicted_bytes": found.memory.allocated_bytes,
-        "outside_bytes": found.memory.device_bytes - found.memory.reserved_bytes,
-    }
-
-
-def _question(config: TrainConfig, *, cluster: Cluster) -> tuple[Plan, int | None]:
-    """What is given, and the samples of a step: of a fixed plan, as many as the run had."""
-    if config.plan.is_auto:
-        return config.plan, config.auto.global_batch
-    before = samples_of_step(config.folder)
-    if before is None:
-        assert config.plan.micro_batch is not None
-        before = config.plan.micro_batch * config.plan.accumulate * cluster.num_ranks
-    given = replace(config.plan, mesh=None, micro_batch=None, accumulate=1)
-    return given, config.auto.global_batch or before
-
-
-def _asked(config: TrainConfig, *, cluster: Cluster) -> dict[str, Any]:
-    """All that the plan follows from, in JSON's own types."""
-    sections = config.to_dict()
-    # Whether it is rehearsed does not change what is asked.
-    del sections["auto"]["probe"]
-    asked = {
-        **{name: sections[name] for name in ("plan", "auto", "optimizer", "task")},
-        "cluster": str(cluster),
-        "capacity_bytes": capacity_bytes(cluster),
-    }
-    found: dict[str, Any] = json.loads(json.dumps(asked))
-    return found
+    return chosen.with_plan(plan)
 
 
 def _kept(folder: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """What an earlier start chose, if it asked the same and the file is whole."""
+    """Return an earlier start's auto.json, if its question was the same and the file is valid."""
     try:
-        found: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads((folder / AUTO).read_text(encoding="utf-8"))
         Plan.from_dict(found["plan"])
         return found if found["asked"] == asked and isinstance(found["said"], str) else None
     except (OSError, ValueError, KeyError, TypeError, InvalidPlan):
         return None
+
+
+def limit_to_budget(chosen: ChosenPlan, *, held: ExitStack) -> None:
+    """Limit the memory of tensors on a GPU to `[auto] budget` until `held` closes. Collective, with the same config.
+
+    torch's allocator keeps unused blocks while the device has room. Limited to the budget, it frees them before it
+    asks for more, as the plan expects; a step that still needs more runs out of memory, as on a device of that size.
+    There is no limit if steps may be captured: their pool cannot free blocks, so fragmentation could end a run.
+    """
+    budget, device = chosen.given.auto.budget_bytes, chosen.place.device
+    if budget is None or device.type != "cuda" or chosen.may_capture:
+        return
+    outside = exchange(chosen.recorded("outside_bytes"))[0]
+    if outside is None:
+        # A fixed plan, which was not solved for the budget.
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(max(budget - outside, 0) / total, 1.0), device)
+    held.callback(torch.cuda.set_per_process_memory_fraction, 1.0, device)

@@ -1,9 +1,9 @@
-"""Which samples a rank reads in which step: a step's samples are shared out, and read pass by pass.
+"""The samples of each step: shared out to the ranks, and read pass by pass.
 
 A step takes W × micro_batch × accumulate samples from the sampler's position on (W ranks), or, at the end of the last
-epoch, those that are left. Rank r takes the positions r, r + W, r + 2W, … of them, in passes of at most micro_batch;
-every rank runs as many passes as rank 0, which has the most. A rank that has nothing in a pass reads any sample and
-counts it as 0, so that nobody waits for it.
+epoch, those that are left. Rank r takes the positions r, r + W, r + 2W, … of them, in passes of at most micro_batch.
+Every rank runs as many passes as rank 0, which has the most: a rank without a sample in a pass reads any sample and
+counts it as 0, so that the others need not wait for it.
 """
 
 import signal
@@ -23,13 +23,13 @@ from shardwise.errors import InvalidData
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's part of a step: how many samples count in each of its passes, and in all ranks' together."""
+    """One rank's part of a step: the samples that count in each of its passes; `num_samples`: of all ranks together."""
 
     counts: tuple[int, ...]
     num_samples: int
 
     def weight(self, count: int, *, num_ranks: int) -> float:
-        """What a pass's mean loss is multiplied with, so that the average over ranks is the mean over the step.
+        """Return the factor of a pass's mean loss, with which the average over ranks is the mean over the step.
 
         Σ_ranks Σ_passes (count · W / num_samples) · mean / W = Σ_samples loss / num_samples. In a full step it is
         1 / accumulate.
@@ -39,7 +39,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """How the samples of every step are shared out. `num_samples` is where training ends; None: it does not."""
+    """The rule for sharing out the samples of a step. Training ends after `num_samples`; None: it does not end."""
 
     rank: int
     num_ranks: int
@@ -49,11 +49,11 @@ class Sharing:
 
     @property
     def step_samples(self) -> int:
-        """Of a full step."""
+        """The samples of a full step on all ranks."""
         return self.num_ranks * self.micro_batch * self.accumulate
 
     def share(self, num_seen: int) -> Share | None:
-        """This rank's part of the step that comes after `num_seen` samples; None after the last."""
+        """Return this rank's part of the step that follows on `num_seen` samples; None after the last."""
         left = self.step_samples if self.num_samples is None else self.num_samples - num_seen
         if left <= 0:
             return None
@@ -64,7 +64,7 @@ class Sharing:
         return Share(counts=counts, num_samples=total)
 
     def num_steps_after(self, num_seen: int) -> int:
-        """Steps until the last sample is seen."""
+        """Return the number of steps until the last sample is seen."""
         assert self.num_samples is not None
         return -(-(self.num_samples - num_seen) // self.step_samples)
 
@@ -81,18 +81,18 @@ class Passes:
         num_seen = samples_seen(self._sampler)
         while (share := self._sharing.share(num_seen)) is not None:
             for count in share.counts:
-                # What is read where nothing counts must be as large as any: BatchNorm refuses a single sample.
+                # A pass in which nothing counts is a full one: BatchNorm refuses a single sample.
                 yield list(islice(indices, count)) if count else [0] * self._sharing.micro_batch
             num_seen += share.num_samples
 
 
 def samples_seen(sampler: DistributedSampler) -> int:
-    """By all ranks together, from the start of training on."""
+    """Return the samples that all ranks together have seen since the start of training."""
     return sampler.epoch * sampler.num_samples + sampler.position
 
 
 def check_size(sampler: DistributedSampler, *, sharing: Sharing) -> None:
-    """Refuse a dataset that one step would go through more than once."""
+    """Raise an error if one step would go through the dataset more than once."""
     if sharing.step_samples > sampler.num_samples:
         raise InvalidData(
             f"the dataset has {sampler.num_samples} samples, fewer than one step takes: {sharing.num_ranks} ranks × "
@@ -103,7 +103,7 @@ def check_size(sampler: DistributedSampler, *, sharing: Sharing) -> None:
 def batches_of(
     dataset: Dataset[Any], sampler: DistributedSampler, *, sharing: Sharing, workers: int, device: torch.device
 ) -> Iterator[Any]:
-    """Batch after batch, one per pass. The loader's random numbers are its own: making one changes nobody else's."""
+    """Return an iterator of batches, one per pass. The loader has a generator of its own, so it changes no other."""
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_sampler=Passes(sampler, sharing=sharing),
@@ -116,18 +116,18 @@ def batches_of(
 
 
 def _ignore_requests(worker: int) -> None:
-    """In a worker process: SIGTERM and SIGHUP are for its rank, which needs samples until it has saved."""
+    """Ignore SIGTERM and SIGHUP in a worker process: its rank needs samples until it has saved."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Every tensor of a batch on the device; from pinned memory the copy does not hold up the CPU."""
+    """Copy every tensor of a batch to the device; from pinned memory the CPU does not wait for the copy."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def tokens_per_sample(batch: Any) -> int | None:
-    """How many tokens a sample has, if the batch's first tensor is of whole numbers, [samples, tokens]."""
+    """Return the tokens of a sample, if the batch's first tensor has whole numbers, [samples, tokens]."""
     first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
     if first is None or first.dim() != 2 or first.is_floating_point():
         return None

@@ -1,7 +1,8 @@
-"""Evaluation: sums over the samples that were kept back, on all ranks together."""
+"""Evaluation: sums over the evaluation samples, on all ranks together."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -24,19 +25,18 @@ def evaluate(
     workers: int = 0,
     num_samples: int | None = None,
 ) -> dict[str, float]:
-    """Σ sum / Σ count over the dataset, or its first `num_samples`, each sample on exactly one rank. Collective.
+    """Return Σ sum / Σ count over the dataset, or its first `num_samples`, each sample on exactly one rank. Collective.
 
-    Ranks differ by at most one sample, but a forward of sharded parameters needs all of them: who has nothing left runs
-    a batch that is not added.
+    A forward with sharded parameters needs all ranks: a rank that has one sample less runs a batch that is not added.
     """
     size = min(len(cast(Any, dataset)), num_samples or 2**62)
-    rank, num_ranks, micro_batch = sharing.rank, sharing.num_ranks, sharing.micro_batch
-    whole = Sharing(rank=rank, num_ranks=num_ranks, micro_batch=micro_batch, accumulate=max(1, size), num_samples=size)
-    share = whole.share(0)
+    # One step of all samples.
+    sharing = replace(sharing, accumulate=max(1, size), num_samples=size)
+    share = sharing.share(0)
     if share is None:
         raise InvalidData("the evaluation dataset is empty")
-    sampler = DistributedSampler(size, rank=rank, num_ranks=num_ranks, shuffle=False)
-    batches = batches_of(dataset, sampler, sharing=whole, workers=workers, device=device)
+    sampler = DistributedSampler(size, rank=sharing.rank, num_ranks=sharing.num_ranks, shuffle=False)
+    batches = batches_of(dataset, sampler, sharing=sharing, workers=workers, device=device)
     totals: dict[str, Tensor] = {}
     with _evaluating(model):
         for count, batch in zip(share.counts, batches, strict=True):
@@ -60,7 +60,7 @@ def _means(totals: Mapping[str, Tensor]) -> dict[str, float]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode, and each in its own mode again afterwards: some may have been frozen so."""
+    """Set evaluation mode, and restore the mode of each module: some may be frozen in evaluation mode."""
     before = {module: module.training for module in model.modules()}
     model.eval()
     try:

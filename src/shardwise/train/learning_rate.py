@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step alone, so that nothing of it need be saved. No torch here."""
+"""The learning rate as a function of the step alone, so that checkpoints need not hold it. No torch here."""
 
 import math
 
@@ -6,16 +6,16 @@ from shardwise.train.config import ScheduleSection
 
 
 def lr_at(step: int, *, schedule: ScheduleSection, lr: float, num_steps: int) -> float:
-    """The learning rate of step 1, 2, …, num_steps.
+    """Return the learning rate of step 1, 2, …, num_steps.
 
-    Over the first w = warmup_steps it rises by lr/w per step and reaches lr in step w. After that a share
-    p = (step - 1 - w) / (num_steps - w) of the rest is over before the step, and with f = final_ratio
+    In the first w = warmup_steps it rises by lr/w per step and reaches lr in step w. After that, with the share
+    p = (step - 1 - w) / (num_steps - w) of the rest done before the step, and f = final_ratio:
 
         constant   lr
         linear     lr · (f + (1 - f) (1 - p))
         cosine     lr · (f + (1 - f) (1 + cos πp) / 2)
 
-    p stays below 1, so that no step is spent on a rate of lr · f = 0.
+    p stays below 1, so that no step has a rate of lr · f = 0.
     """
     warmup = schedule.warmup_steps
     if step <= warmup:

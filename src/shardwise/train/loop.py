@@ -1,4 +1,4 @@
-"""The training loop: an ordinary one, step after step, on one rank."""
+"""The training loop on one rank: step after step, with metrics, evaluations and checkpoints in between."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,19 +15,19 @@ from shardwise.data.sampler import DistributedSampler
 from shardwise.engine.captured.compile_clock import CompileClock
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engine.out_of_memory.survive import NoGuard
-from shardwise.engines import accumulate, clip_grad_norm_
+from shardwise.engines import capture
 from shardwise.launch.failure import during
 from shardwise.tasks import Task
 from shardwise.train.batches import Sharing, samples_seen, to_device, tokens_per_sample
 from shardwise.train.config import TrainConfig
 from shardwise.train.evaluation import evaluate
-from shardwise.train.first_nonfinite import FirstNonFinite, find_first_nonfinite
 from shardwise.train.learning_rate import lr_at
 from shardwise.train.metrics import MetricsRecorder, StepMetrics, Taken, Window
-from shardwise.train.nonfinite import NonFinite, check_finite
+from shardwise.train.nonfinite import FirstNonFinite, NonFinite, check_finite, find_first_nonfinite
 from shardwise.train.optimizers import set_lr
 from shardwise.train.preemption import Preemption
 from shardwise.train.randomness import random_states
+from shardwise.train.training_step import Pass, run_passes, run_step
 from shardwise.vocabulary.quantities import seconds_text
 
 if TYPE_CHECKING:
@@ -36,7 +36,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """All that a step changes or reads. `step` is the last one taken, `num_steps` the last one to take."""
+    """The state of a training on this rank.
+
+    step          the last step taken; `num_steps`: the last one to take
+    update        takes a step: `update`, or a wrapper that captures it or runs it again
+    nonfinite     the source of a NaN or Inf in the steps that were not read yet
+    guard         undoes a step in which a rank ran out of memory (memory_retry.py)
+    before_read   with such a guard: the random states before the batches of this step were read
+    tell          shows a line to the user, on rank 0
+    """
 
     config: TrainConfig
     task: Task
@@ -49,26 +57,23 @@ class Training:
     device: torch.device
     step: int
     num_steps: int
-    # `update`, perhaps as CUDA graphs.
     update: "Update"
-    # Of the steps that were not read yet.
     nonfinite: FirstNonFinite | None = None
-    # Whether a rank may run out of memory in a step (surviving_update.py).
     guard: NoGuard = field(default_factory=NoGuard)
-    # Where one may: the random states before the batches of this step were read.
     before_read: dict[str, Any] | None = None
-    # Shows a line to the user, on rank 0.
     tell: Callable[[str], None] = lambda line: None
 
-    def progress(self) -> dict[str, Any]:
-        """What is the same on every rank: the schedule is a function of the step, so this is all."""
-        return {"sampler": self.sampler.state_dict(), "scaler": self.scaler.state_dict()}
+
+Update = Callable[[Training, tuple[float, ...], list[Any]], tuple[Tensor, Tensor | None]]
+"""(training, weights of the passes, their batches) → (loss, norm of the gradients).
+
+The loss is this rank's part of the step's loss, times the number of ranks."""
 
 
 def run_steps(
     training: Training, *, checkpoints: "Checkpoints", request: Preemption, recorder: MetricsRecorder
 ) -> bool:
-    """Train to the last step, or until the ranks agree to stop; whether they did. Always ends on a checkpoint."""
+    """Train to the last step, or until the ranks agree to stop; return whether they did. Ends on a checkpoint."""
     options = training.config.train
     window = Window(device=training.device, num_ranks=training.sharing.num_ranks)
     first_step, began = training.step + 1, perf_counter()
@@ -88,10 +93,11 @@ def run_steps(
             steps = window.read()
             _check_finite(training, steps, window=window, recorder=recorder)
             if evaluates:
-                steps[-1] = replace(steps[-1], evaluation=evaluate_now(training))
+                steps[-1] = replace(steps[-1], evaluation=_evaluate(training))
+            # Before the checkpoint: a step that is in one is not redone, so its metrics must be on disk.
             recorder.record(steps)
             if saves:
-                save(training, checkpoints)
+                _save(training, checkpoints)
             window.restart_clock()
     return stop and training.step < training.num_steps
 
@@ -104,33 +110,26 @@ def _check_finite(training: Training, steps: list[StepMetrics], *, window: Windo
             found=training.nonfinite,
             policy=training.config.train.nonfinite,
             scaled=training.scaler.is_enabled(),
-            tells=training.sharing.rank == 0,
+            warns=training.sharing.rank == 0,
         )
     except NonFinite:
-        # Its metrics are what the user looks at next.
+        # The user will look at its metrics.
         recorder.record(steps)
         raise
     training.nonfinite = None
 
 
-Update = Callable[["Training", tuple[float, ...], list[Any]], tuple[Tensor, Tensor | None]]
-"""(training, weights of the passes, their batches) → (loss, norm of the gradients)."""
-
-
 def take_step(training: Training) -> Taken:
-    """One optimizer step, of all the passes that make it; nothing in here waits for the device, but for fp16."""
+    """Take one optimizer step. It does not wait for the device, except with fp16 or where the norm is checked."""
     training.step += 1
-    lr = lr_at(
-        training.step,
-        schedule=training.config.schedule,
-        lr=training.config.optimizer.lr,
-        num_steps=training.num_steps,
-    )
+    schedule, lr = training.config.schedule, training.config.optimizer.lr
+    lr = lr_at(training.step, schedule=schedule, lr=lr, num_steps=training.num_steps)
     set_lr(training.optimizer, lr)
     passes = next_passes(training)
     with CompileClock() as clock:
         loss, grad_norm = training.update(training, passes.weights, passes.batches)
-    captured, capture_note = _reported(training.update)
+    take_report = getattr(training.update, "take_report", None)
+    captured, capture_note = (False, None) if take_report is None else take_report()
     tokens = tokens_per_sample(passes.batches[0])
     training.sampler.advance(passes.num_samples)
     return Taken(
@@ -150,7 +149,7 @@ def take_step(training: Training) -> Taken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPasses:
-    """The weight and the batch of each pass of a step on this rank, and the samples of all ranks together."""
+    """The weight and the batch of each pass of a step on this rank, and the number of samples on all ranks."""
 
     weights: tuple[float, ...]
     batches: list[Any]
@@ -158,67 +157,58 @@ class StepPasses:
 
 
 def next_passes(training: Training) -> StepPasses:
-    """Read the batches of the step that comes next; the sampler stays where it is."""
+    """Read the batches of the next step; the sampler does not advance."""
     sharing = training.sharing
     share = sharing.share(samples_seen(training.sampler))
     assert share is not None
     training.before_read = random_states(training.device) if training.guard.undoes else None
     batches = [next(training.batches) for _ in share.counts]
     if training.config.plan.capture != "off" and training.device.type == "cuda":
-        # A graph's inputs are copied from device to device; a pass by itself brings its own batch.
+        # The inputs of a graph are copied from device to device; an ordinary pass copies its own batch.
         batches = to_device(batches, training.device)
     weights = tuple(share.weight(count, num_ranks=sharing.num_ranks) for count in share.counts)
     return StepPasses(weights=weights, batches=batches, num_samples=share.num_samples)
 
 
-def _reported(update: Update) -> tuple[bool, str | None]:
-    """Whether the last step was replayed, and what was decided of capturing; where steps may be captured."""
-    take_report = getattr(update, "take_report", None)
-    return (False, None) if take_report is None else take_report()
-
-
 def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -> tuple[Tensor, Tensor | None]:
-    """All passes and the optimizer's step: this rank's part of the loss, times the number of ranks; and the norm."""
-    training.guard.begin()
-    total = run_passes(training, weights, batches, guard=training.guard)
-    training.guard.agree()
-    grad_norm = None
-    options = training.config.train
-    # Under fp16 the scaler skips by itself.
-    may_skip = options.nonfinite == "skip" and not training.scaler.is_enabled()
-    if options.clip_norm or may_skip:
-        training.scaler.unscale_(training.optimizer)
-        grad_norm = clip_grad_norm_(training.model, options.clip_norm or math.inf)
-    # The norm is the same on every rank. On a GPU it is waited for in each step only to skip.
-    may_stop = options.nonfinite == "stop" and training.device.type == "cpu" and not training.scaler.is_enabled()
-    if grad_norm is None or not (may_skip or may_stop) or bool(grad_norm.isfinite()):
-        training.scaler.step(training.optimizer)
-    elif training.nonfinite is None:
-        training.nonfinite = _find_first_nonfinite(training, weights, batches)
-    training.scaler.update()
-    training.optimizer.zero_grad()
-    return total, grad_norm
+    """Take an ordinary step; the update is left out if train.nonfinite says so."""
+    policy, clip_norm = training.config.train.nonfinite, training.config.train.clip_norm
+    # With fp16 the scaler skips steps itself.
+    skips = policy == "skip" and not training.scaler.is_enabled()
+    # The norm is the same on every rank. On a GPU the CPU waits for it only in order to skip.
+    checks = skips or (policy == "stop" and training.device.type == "cpu" and not training.scaler.is_enabled())
+    passes = forwards(training, weights, batches)
+
+    def accepts(grad_norm: Tensor) -> bool:
+        if not checks or bool(grad_norm.isfinite()):
+            return True
+        if training.nonfinite is None:
+            training.nonfinite = _find_first_nonfinite(training, passes, batches)
+        return False
+
+    losses, grad_norm = run_step(
+        training.model,
+        training.optimizer,
+        passes,
+        scaler=training.scaler,
+        guard=training.guard,
+        max_norm=clip_norm or (math.inf if skips else None),
+        accepts=accepts,
+    )
+    return sum(losses, start=torch.zeros((), device=training.device)), grad_norm
 
 
-def run_passes(training: Training, weights: tuple[float, ...], batches: list[Any], *, guard: NoGuard) -> Tensor:
-    """Forward and backward of each pass: this rank's part of the loss, times the number of ranks."""
-    total = torch.zeros((), device=training.device)
-    for number, (weight, batch) in enumerate(zip(weights, batches, strict=True)):
-        with accumulate(training.model, enabled=number + 1 < len(batches)):
-            loss = guard.run(partial(_pass, training, weight, batch))
-        if loss is not None:
-            total += loss
-    return total
+def forwards(training: Training, weights: tuple[float, ...], batches: list[Any]) -> list[Pass]:
+    """Return the passes of a step, for `run_step` and `run_passes`."""
+
+    def forward(weight: float, batch: Any) -> Tensor:
+        return training.task.loss(training.model, to_device(batch, training.device)) * weight
+
+    return [partial(forward, weight, batch) for weight, batch in zip(weights, batches, strict=True)]
 
 
-def _pass(training: Training, weight: float, batch: Any) -> Tensor:
-    loss = training.task.loss(training.model, to_device(batch, training.device)) * weight
-    training.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
-
-
-def _find_first_nonfinite(training: Training, weights: tuple[float, ...], batches: list[Any]) -> FirstNonFinite:
-    # The gradients that are there would be added to.
+def _find_first_nonfinite(training: Training, passes: list[Pass], batches: list[Any]) -> FirstNonFinite:
+    # The passes that run again would add to the gradients.
     training.optimizer.zero_grad()
     return find_first_nonfinite(
         training.task.model,
@@ -226,12 +216,42 @@ def _find_first_nonfinite(training: Training, weights: tuple[float, ...], batche
         step=training.step,
         batches=batches,
         device=training.device,
-        run_again=lambda: run_passes(training, weights, batches, guard=NoGuard()),
+        run_again=partial(run_passes, training.model, passes, scaler=training.scaler, guard=NoGuard()),
     )
 
 
-def evaluate_now(training: Training) -> dict[str, float]:
-    """The task's metrics on what was kept back."""
+class CapturedUpdate:
+    """`update` as CUDA graphs, where the plan and the device allow it. It collects the decisions for the metrics."""
+
+    def __init__(self) -> None:
+        self._notes: list[str] = []
+        self._step: Callable[..., tuple[Tensor, Tensor | None]] | None = None
+
+    def __call__(
+        self, training: Training, weights: tuple[float, ...], batches: list[Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        if self._step is None:
+            self._step = self._captured(training)
+        return self._step(weights, batches)
+
+    def _captured(self, training: Training) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        step, config = partial(update, training), training.config
+        if config.train.nonfinite == "skip" and config.plan.capture == "auto" and training.device.type == "cuda":
+            self._notes.append("capture: ordinary steps, not captured: train.nonfinite = 'skip' reads the norm in each")
+            return step
+        functions = (training.task.loss,)
+        return capture(step, training.model, training.optimizer, functions=functions, tell=self._notes.append)
+
+    def take_report(self) -> tuple[bool, str | None]:
+        """Return whether the last step was replayed, and the decisions since the last report."""
+        report = getattr(self._step, "report", None)
+        notes = "; ".join(self._notes)
+        self._notes.clear()
+        return bool(report and report.captured), notes or None
+
+
+def _evaluate(training: Training) -> dict[str, float]:
+    """Return the task's metrics on its evaluation samples."""
     task, config = training.task, training.config
     assert task.evaluate is not None
     assert task.eval_dataset is not None
@@ -248,13 +268,13 @@ def evaluate_now(training: Training) -> dict[str, float]:
     )
 
 
-def save(training: Training, checkpoints: "Checkpoints") -> None:
-    """After the step's metrics are on disk: a step that is in a checkpoint is not redone."""
+def _save(training: Training, checkpoints: "Checkpoints") -> None:
     checkpoints.save(
         training.model,
         training.optimizer,
         step=training.step,
-        progress=training.progress(),
+        # The same on every rank; the learning rate is a function of the step.
+        progress={"sampler": training.sampler.state_dict(), "scaler": training.scaler.state_dict()},
         own=random_states(training.device),
         finite_only=training.config.train.nonfinite != "warn",
     )

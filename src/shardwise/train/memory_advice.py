@@ -1,6 +1,8 @@
-"""A training that runs out of device memory: its error says what was predicted, and which change of the plan fits.
+"""Advice on an out-of-memory error of a training: the planner's prediction, and a change of the plan that fits.
 
-The engine's own note, what was held at that moment, is on the error already (engine/out_of_memory/out_of_memory.py).
+The engine has already noted on the error what the memory was held for (engine/out_of_memory/out_of_memory.py). The
+rank that failed runs `python -m shardwise.train.memory_advice`: tracing takes time, and a task of the user's may do
+anything when it is loaded again. That process uses no device, and imports torch only to trace.
 """
 
 import json
@@ -9,21 +11,36 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
+from shardwise.errors import ShardwiseError, UnknownName
+from shardwise.hardware.cluster import Cluster, make_cluster
+from shardwise.hardware.device_file import device_like
+from shardwise.hardware.sourced import Sourced
+from shardwise.planner.search.nearest import changed_settings, nearest_fit
+from shardwise.sources import Source
+from shardwise.train.config import OptimizerSection, TrainConfig
+from shardwise.vocabulary.quantities import bytes_text
 
-from shardwise.comm.join import Place
-from shardwise.train.config import TrainConfig
-from shardwise.train.what_fits import FullDevice
+if TYPE_CHECKING:
+    from shardwise.comm.join import Place
 
-# The other ranks wait meanwhile; the watchdog's limit (run.watch_seconds) is longer.
+# The other ranks wait for the advice; the watchdog's limit (run.watch_seconds) is longer.
 _LIMIT_SECONDS = 60.0
+_VERDICTS = {
+    "no": ": does not fit",
+    "tight": ": may not fit",
+    "yes": ": should fit, so less was free than the device has",
+    "unknown": "",
+}
 
 
 @contextmanager
-def advised(config: TrainConfig, *, place: Place) -> Iterator[None]:
-    """An out-of-memory error in here gets the planner's lines."""
+def advised(config: TrainConfig, *, place: "Place") -> Iterator[None]:
+    """Add the planner's lines to an out-of-memory error in this block."""
+    import torch
+
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -31,7 +48,9 @@ def advised(config: TrainConfig, *, place: Place) -> Iterator[None]:
         raise
 
 
-def _advice(config: TrainConfig, *, place: Place) -> list[str]:
+def _advice(config: TrainConfig, *, place: "Place") -> list[str]:
+    import torch
+
     is_cuda = place.device.type == "cuda"
     full = FullDevice(
         kind=place.device.type,
@@ -42,9 +61,9 @@ def _advice(config: TrainConfig, *, place: Place) -> list[str]:
     try:
         done = subprocess.run(
             # -P: like our own command, without the working folder among the modules.
-            [sys.executable, "-P", "-m", "shardwise.train.what_fits"],
+            [sys.executable, "-P", "-m", "shardwise.train.memory_advice"],
             input=json.dumps({"config": config.to_dict(), "full": asdict(full)}),
-            # The device is full: whatever the task does when it is loaded, it does without it.
+            # The device is full: the task must load without it.
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
             text=True,
@@ -61,3 +80,65 @@ def _advice(config: TrainConfig, *, place: Place) -> list[str]:
         f"what fits was not predicted ({why}); to try it: shardwise plan {config.task.model} --cluster "
         f"{place.num_ranks}xDEVICE --precision {plan.precision} --micro-batch {plan.micro_batch}"
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullDevice:
+    """The device that ran out of memory: `kind` is cuda or cpu, `title` the driver's name; its size, if it is known."""
+
+    kind: str
+    title: str
+    capacity_bytes: int | None
+    num_ranks: int
+
+    def cluster(self) -> Cluster:
+        """Return all ranks as one node: links do not matter to memory."""
+        capacity = None
+        if self.capacity_bytes is not None:
+            capacity = Sourced(value=self.capacity_bytes, kind="measured", source="torch, on this device")
+        device = replace(device_like(self.title, kind=self.kind), capacity_bytes=capacity)
+        return make_cluster(device, num_nodes=1, devices_per_node=self.num_ranks, fabric=None)
+
+
+def describe_fit(config: TrainConfig, *, full: FullDevice) -> Iterator[str]:
+    """Yield two lines: the prediction for the plan that failed, and the smallest change of it that fits."""
+    source = Source(config.task.model, seq=config.task.seq, image=config.task.image, kernels=full.kind)
+    rule = optimizer_rule(config.optimizer, device=full.kind)
+    this, fits = nearest_fit(source.spec_for, plan=config.plan, cluster=full.cluster(), optimizer=rule)
+    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in this.memory.breakdown_bytes.items())
+    room = "" if full.capacity_bytes is None else f" of {bytes_text(full.capacity_bytes)}"
+    need = bytes_text(this.memory.device_bytes)
+    yield f"predicted for this plan: {need}{room} per rank{_VERDICTS[this.fits]} ({parts})"
+    if fits is None:
+        yield f"fits: no change of [plan] on {full.num_ranks} devices; take more of them, or a smaller model or input"
+        return
+    # As lines of a config, or as values of --set.
+    changed = changed_settings(fits.plan, of=config.plan)
+    keys = ", ".join(f"plan.{name} = {json.dumps(value)}" for name, value in changed.items())
+    what = "needs less" if fits.fits == "unknown" else "fits"
+    yield f"{what}: {keys} ({bytes_text(fits.memory.device_bytes)})"
+
+
+def optimizer_rule(section: OptimizerSection, *, device: str) -> str:
+    """Return the planner's rule for the kernels that torch uses: fused if asked for, else a loop (CPU) or foreach."""
+    if section.name == "sgd":
+        return "sgd" if section.momentum else "sgd-plain"
+    if section.name not in ("adamw", "adam", "muon"):
+        raise UnknownName.of("optimizer of the planner", section.name, known=("adamw", "adam", "sgd", "muon"))
+    kernels = "fused" if section.fused else "loop" if device == "cpu" else "foreach"
+    return f"muon-{kernels}" if section.name == "muon" else f"adamw-{kernels}"
+
+
+def main() -> None:
+    """Read JSON from standard input, print lines; exit with code 2 and one line if there is no prediction."""
+    asked = json.load(sys.stdin)
+    try:
+        for line in describe_fit(TrainConfig.from_dict(asked["config"]), full=FullDevice(**asked["full"])):
+            print(line)
+    except ShardwiseError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

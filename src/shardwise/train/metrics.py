@@ -1,8 +1,8 @@
-"""What a step gave: `metrics.jsonl`, one line per step, and TensorBoard.
+"""The metrics of steps: `metrics.jsonl`, one line per step, and TensorBoard.
 
-The loss of a step lies on the device, in parts on the ranks. To read it would make the CPU wait for the GPU in every
-step, so the parts of several steps are kept where they are, and summed over ranks and read in one go: every log_every
-steps, before an evaluation and before a checkpoint. Each step still has its line.
+Each rank has its part of a step's loss on its device. Reading it in every step would make the CPU wait for the GPU. So
+the parts of several steps stay on the device, and are summed over ranks and read together: every log_every steps,
+before an evaluation and before a checkpoint.
 """
 
 import json
@@ -23,20 +23,22 @@ from shardwise.comm.agreement import exchange
 from shardwise.files.atomic import atomic_write
 from shardwise.files.regular_file import open_to_append
 
+_SCALARS = ("loss", "grad_norm", "lr", "samples_per_s", "peak_bytes")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """One optimizer step.
 
     loss            the mean over all samples of the step, on all ranks
-    grad_norm       before clipping; None where train.clip_norm is 0
-    num_samples     of this step; position: of the current epoch, seen after it
+    grad_norm       before clipping; None if train.clip_norm is 0
+    num_samples     of this step; position: samples of the current epoch seen after it
     seconds         and samples_per_s, tokens_per_s: means over the steps that were read together, without evaluation
-                    and saving; num_ranks as they were then
-    peak_bytes      the most that this rank held so far: of GPU memory (cuda), or of its process (rss), see peak_of
+                    and saving, on num_ranks ranks
+    peak_bytes      the most that this rank has held: GPU memory (cuda) or memory of its process (rss), see peak_of
     evaluation      metrics after this step, if it was evaluated
-    compile_seconds what torch.compile took of it on this rank; None where it compiled nothing
-    captured        whether it was a replay of CUDA graphs; capture_note: what was decided of that in this step, and why
+    compile_seconds share of torch.compile in this step on this rank; None if it compiled nothing
+    captured        whether the step was a replay of CUDA graphs; capture_note: decisions on capturing in this step
     """
 
     step: int
@@ -58,9 +60,8 @@ class StepMetrics:
     capture_note: str | None = None
 
     def to_json(self) -> str:
-        """One line; JSON has no NaN, so what is not a number is null."""
-        data = asdict(self)
-        return json.dumps({name: _finite(value) for name, value in data.items()}, allow_nan=False)
+        """Return one line; JSON has no NaN and no Inf, so they become null."""
+        return json.dumps(_finite(asdict(self)), allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
@@ -71,7 +72,7 @@ def _finite(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A step that was taken and not yet read: what the CPU knows of it, and what lies on the device."""
+    """A step whose loss and norm are still on the device."""
 
     step: int
     lr: float
@@ -87,41 +88,38 @@ class Taken:
 
 
 class Window:
-    """The steps since the last time that the device was waited for."""
+    """The steps since the CPU last waited for the device."""
 
     def __init__(self, *, device: torch.device, num_ranks: int) -> None:
         self._device = device
         self._num_ranks = num_ranks
         self._taken: list[Taken] = []
-        # Of the steps that were read last, those whose loss was NaN or Inf on this rank.
+        # The steps of the last read whose loss was NaN or Inf on this rank.
         self._nonfinite: list[int] = []
         self._started = time.perf_counter()
-
-    def __len__(self) -> int:
-        return len(self._taken)
 
     def add(self, taken: Taken) -> None:
         self._taken.append(taken)
 
     def read(self) -> list[StepMetrics]:
-        """The metrics of the steps in here, which is then empty. Collective, and it waits for the device.
+        """Return the metrics of all steps and empty the window. Collective; waits for the device.
 
         Losses are summed in float64, where sums of a few float32 are exact: the order of ranks does not matter.
         """
         taken, self._taken = self._taken, []
         if not taken:
             return []
-        mine = torch.stack([step.loss.double() for step in taken])
-        losses = mine.clone()
+        own = torch.stack([step.loss.double() for step in taken])
+        losses = own.clone()
         dist.all_reduce(losses)
         means = [loss / self._num_ranks for loss in losses.tolist()]
         self._nonfinite = []
         if not all(map(math.isfinite, means)):
-            own = zip(taken, mine.tolist(), strict=True)
-            self._nonfinite = [step.step for step, loss in own if not math.isfinite(loss)]
+            self._nonfinite = [
+                step.step for step, loss in zip(taken, own.tolist(), strict=True) if not math.isfinite(loss)
+            ]
         norms = [None if step.grad_norm is None else step.grad_norm.item() for step in taken]
         seconds = time.perf_counter() - self._started
-        num_samples = sum(step.num_samples for step in taken)
         num_tokens = sum(step.num_tokens or 0 for step in taken)
         peak_bytes, peak_of = peak_memory(self._device)
         return [
@@ -134,7 +132,7 @@ class Window:
                 epoch=step.epoch,
                 position=step.position,
                 seconds=seconds / len(taken),
-                samples_per_s=num_samples / seconds,
+                samples_per_s=sum(one.num_samples for one in taken) / seconds,
                 tokens_per_s=num_tokens / seconds if num_tokens else None,
                 peak_bytes=peak_bytes,
                 peak_of=peak_of,
@@ -147,16 +145,16 @@ class Window:
         ]
 
     def ranks_of_nonfinite(self, step: int) -> list[int]:
-        """The ranks on which the loss of a step that was read last was NaN or Inf. Collective."""
+        """Return the ranks on which the loss of this step of the last read was NaN or Inf. Collective."""
         return [rank for rank, steps in enumerate(exchange(self._nonfinite)) if step in steps]
 
     def restart_clock(self) -> None:
-        """What came between two windows is no part of a step."""
+        """Leave the time since the last read out of the next steps."""
         self._started = time.perf_counter()
 
 
 def peak_memory(device: torch.device) -> tuple[int, str]:
-    """(bytes, of what): this rank's GPU allocations, or the resident memory of its process, at their largest."""
+    """Return the peak bytes of this rank, and of which memory: GPU allocations, or its resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "cuda"
     # Linux counts in KiB.
@@ -164,30 +162,11 @@ def peak_memory(device: torch.device) -> tuple[int, str]:
 
 
 class Writer(Protocol):
-    """Where metrics go: those of one or more steps at a time, in order, each step once."""
+    """Takes the metrics of one or more steps at a time, in order, each step once."""
 
     def write(self, steps: Sequence[StepMetrics]) -> None: ...
 
     def close(self) -> None: ...
-
-
-class JsonLines:
-    """`metrics.jsonl`, each step exactly once, also after a restart: lines of steps that will be redone are cut off."""
-
-    def __init__(self, path: Path, *, last_step: int) -> None:
-        # First, to refuse a link: what is cut or added must be this run's own file. Cutting replaces it.
-        os.close(open_to_append(path))
-        cut_after(path, last_step=last_step)
-        self._file = os.fdopen(open_to_append(path), "a", encoding="utf-8")
-
-    def write(self, steps: Sequence[StepMetrics]) -> None:
-        self._file.writelines(metrics.to_json() + "\n" for metrics in steps)
-        # On disk before a checkpoint is, which says that these steps will not be redone.
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class MetricsRecorder:
@@ -211,10 +190,27 @@ class MetricsRecorder:
             writer.close()
 
 
-def cut_after(path: Path, *, last_step: int) -> None:
-    """Keep the whole lines of steps up to `last_step`: a run that was killed may have left later ones, and a half."""
-    if not path.exists():
-        return
+class JsonLines:
+    """`metrics.jsonl`: each step exactly once, also after a restart, which redoes the steps after `last_step`."""
+
+    def __init__(self, path: Path, *, last_step: int) -> None:
+        # First, to refuse a link: only this run's own file may be cut or written. Cutting replaces the file.
+        os.close(open_to_append(path))
+        _cut_after(path, last_step=last_step)
+        self._file = os.fdopen(open_to_append(path), "a", encoding="utf-8")
+
+    def write(self, steps: Sequence[StepMetrics]) -> None:
+        self._file.writelines(metrics.to_json() + "\n" for metrics in steps)
+        # On disk before the checkpoint, after which these steps are not redone.
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _cut_after(path: Path, *, last_step: int) -> None:
+    """Keep the complete lines of steps up to `last_step`: a killed run may have left later ones, and half a line."""
     text = path.read_bytes()
     kept = [line for line in text.splitlines(keepends=True) if line.endswith(b"\n") and _step(line) <= last_step]
     if b"".join(kept) != text:
@@ -230,7 +226,7 @@ def _step(line: bytes) -> float:
 
 
 class TensorBoard:
-    """TensorBoard's own files; what it holds of steps that will be redone is purged."""
+    """TensorBoard's own files; the entries of steps that are redone are purged."""
 
     def __init__(self, folder: Path, *, last_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -239,9 +235,7 @@ class TensorBoard:
 
     def write(self, steps: Sequence[StepMetrics]) -> None:
         for metrics in steps:
-            values = {
-                name: getattr(metrics, name) for name in ("loss", "grad_norm", "lr", "samples_per_s", "peak_bytes")
-            }
+            values = {name: getattr(metrics, name) for name in _SCALARS}
             values |= {f"evaluation/{name}": value for name, value in (metrics.evaluation or {}).items()}
             for name, value in values.items():
                 if value is not None:

@@ -21,18 +21,24 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def make_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
-    """Over the parameters that are trained; biases and norms do not decay unless the section says so."""
+    """Return an optimizer of the trained parameters; biases and norms do not decay unless the section says so."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise InvalidModel(f"{type(model).__name__} has no parameter that is trained")
-    if section.name == "muon":
-        return _muon(model, section)
-    groups = _groups(trained, section)
-    return _CLASSES[section.name](groups, lr=section.lr, **section.options())  # type: ignore[call-arg]
+    options = section.options()
+    if section.name != "muon":
+        groups = _groups(trained, section)
+        return _CLASSES[section.name](groups, lr=section.lr, **options)  # type: ignore[call-arg]
+    matrices, others = split_off_matrices(model)
+    muon, adamw = (
+        {name: value for name, value in options.items() if name in names}
+        for names in (("weight_decay", "momentum", "nesterov", "ns_steps"), ("weight_decay", "betas", "eps", "fused"))
+    )
+    return MuonWithAdamW(matrices, _groups(others, section), lr=section.lr, muon=muon, adamw=adamw)
 
 
 def _groups(trained: list[nn.Parameter], section: OptimizerSection) -> list[dict[str, Any]]:
-    """By whether they decay."""
+    """Return parameter groups, by whether they decay."""
     groups: list[dict[str, Any]] = [{"params": trained}]
     if not section.decay_vectors:
         groups = [
@@ -42,20 +48,10 @@ def _groups(trained: list[nn.Parameter], section: OptimizerSection) -> list[dict
     return [group for group in groups if group["params"]]
 
 
-def _muon(model: nn.Module, section: OptimizerSection) -> MuonWithAdamW:
-    matrices, others = split_off_matrices(model)
-    given = section.options()
-    muon = {
-        name: value for name, value in given.items() if name in ("weight_decay", "momentum", "nesterov", "ns_steps")
-    }
-    adamw = {name: value for name, value in given.items() if name in ("weight_decay", "betas", "eps", "fused")}
-    return MuonWithAdamW(matrices, _groups(others, section), lr=section.lr, muon=muon, adamw=adamw)
-
-
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
-            # A captured step reads it where it lies.
+            # A captured step reads the rate from this tensor.
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr

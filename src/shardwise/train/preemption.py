@@ -1,8 +1,8 @@
-"""SIGTERM and SIGHUP: the ranks agree after which step to stop, so that all of them come to the last checkpoint.
+"""SIGTERM and SIGHUP: the ranks agree on the step after which they stop, so that all of them save the last checkpoint.
 
-A signal may reach one rank alone, or each in another step, and a rank that saved alone would wait for ever. So each
-rank sends "I was told" after every step in an all-reduce of one number on a Gloo group of its own, and reads the answer
-a step later, when it has long arrived: no rank waits, and no GPU is asked.
+A signal may reach one rank alone, or each rank in another step, and a rank that saved alone would wait for ever. So
+after every step each rank sends whether it has been signalled, in an all-reduce of one number on a Gloo group of its
+own, and reads the answer one step later, when it has long arrived: no rank waits, and no GPU is involved.
 """
 
 import os
@@ -20,20 +20,20 @@ SAME_REQUEST_SECONDS = 1.0
 
 
 class Preemption:
-    """Whether any rank was told to stop, the same answer on all of them."""
+    """A request to stop: if any rank was signalled, all ranks learn of it after the same step."""
 
     def __init__(self, *, group: dist.ProcessGroup, grace_seconds: float) -> None:
         self._group = group
         self._grace_seconds = grace_seconds
-        self._told = False
+        self._signalled = False
         self._sent: torch.Tensor | None = None
         self._work: dist.Work | None = None
         self._timer: threading.Timer | None = None
 
     def agreed(self) -> bool:
-        """Whether any rank had been told when it last called this. Collective: after each step, on every rank."""
+        """Return whether any rank had been signalled at its last call. Collective: after each step, on every rank."""
         stop = self._answer()
-        self._sent = torch.tensor([int(self._told)])
+        self._sent = torch.tensor([int(self._signalled)])
         self._work = dist.all_reduce(self._sent, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return stop
 
@@ -44,14 +44,14 @@ class Preemption:
         self._work = None
         return bool(self._sent.item())
 
-    def tell(self, number: int, frame: FrameType | None) -> None:
-        """The signal's handler: the first is noted; the next one, or the end of the grace time, kills as ever.
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Note the first signal; the next one, or the end of the grace time, kills the process as usual.
 
-        A cluster may signal the launcher and its ranks, and the launcher then tells the ranks again: what comes at
-        about the same time is one request. Waiting for it here leaves the rest to the kernel, which can end a process
-        also where its main thread hangs in a collective and runs no handler.
+        A cluster may signal the launcher and its ranks, and the launcher signals the ranks again: signals within
+        SAME_REQUEST_SECONDS are one request. Waiting here and restoring the default leaves the rest to the kernel,
+        which can end a process even if its main thread hangs in a collective and runs no handler.
         """
-        self._told = True
+        self._signalled = True
         self._timer = threading.Timer(self._grace_seconds, os.kill, (os.getpid(), number))
         self._timer.daemon = True
         self._timer.start()
@@ -60,7 +60,7 @@ class Preemption:
         signal.signal(number, signal.SIG_DFL)
 
     def end(self) -> None:
-        """Where the ranks end well: read the last answer, so that nobody takes the group away from under it."""
+        """Read the last answer, so that its all-reduce is over, and destroy the group."""
         self._answer()
         dist.destroy_process_group(self._group)
 
@@ -71,10 +71,10 @@ class Preemption:
 
 @contextmanager
 def preemption(*, grace_seconds: float) -> Iterator[Preemption]:
-    """Take SIGTERM and SIGHUP for a request to save and stop, within the block. Collective, as it makes a group.
+    """Treat SIGTERM and SIGHUP as a request to save and stop, within the block. Collective: it makes a group.
 
-    Signals can only be taken on a process's main thread; on another one they keep what they do. A SIGHUP that is
-    ignored (nohup) stays so.
+    Only a process's main thread can handle signals; on another thread they keep their effect. A SIGHUP that is ignored
+    (nohup) stays ignored.
     """
     request = Preemption(group=dist.new_group(backend="gloo"), grace_seconds=grace_seconds)
     on_main_thread = threading.current_thread() is threading.main_thread()
@@ -83,8 +83,8 @@ def preemption(*, grace_seconds: float) -> Iterator[Preemption]:
     if before.get(signal.SIGHUP) is signal.SIG_IGN:
         del before[signal.SIGHUP]
     for number in before:
-        signal.signal(number, request.tell)
-    # Our launcher's ranks hold them back until here, and again once they have saved (rank_process.py).
+        signal.signal(number, request.handle)
+    # The ranks of our launcher block both signals until here, and again once they have saved (rank_process.py).
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     try:
         yield request

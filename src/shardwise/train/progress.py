@@ -1,6 +1,6 @@
-"""The progress of a run: a bar on a terminal, plain lines elsewhere."""
+"""The progress of a run: a bar on a terminal, plain lines in a log file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 from rich.console import Console
@@ -11,7 +11,6 @@ from shardwise.vocabulary.quantities import MIB, seconds_text, significant
 
 
 def progress_on(console: Console, *, first_step: int, num_steps: int) -> Writer:
-    """A bar on a terminal; elsewhere lines, which suit a log file."""
     kind = ProgressBar if console.is_terminal else PlainLines
     return kind(console, first_step=first_step, num_steps=num_steps)
 
@@ -26,12 +25,16 @@ class PlainLines:
     def write(self, steps: Sequence[StepMetrics]) -> None:
         last = steps[-1]
         _say_notes(self._console, steps)
-        say(self._console, f"step {last.step}/{self._num_steps}  {summary(last, num_steps=self._num_steps)}")
-        if last.evaluation:
-            say(self._console, f"step {last.step}/{self._num_steps}  evaluation: {spelled(last.evaluation)}")
+        parts = [f"loss {last.loss:.4f}"]
+        parts += [] if last.grad_norm is None else [f"grad norm {last.grad_norm:.3g}"]
+        parts += [f"lr {last.lr:.2e}", f"{significant(last.samples_per_s)} samples/s"]
+        parts += [] if last.tokens_per_s is None else [f"{significant(last.tokens_per_s)} tokens/s"]
+        heading = f"step {last.step}/{self._num_steps}"
+        say(self._console, "  ".join([heading, *parts, _peak_and_rest(last, num_steps=self._num_steps)]))
+        _say_evaluation(self._console, last, heading=heading)
 
     def close(self) -> None:
-        """A line is whole as soon as it is written."""
+        pass
 
 
 class ProgressBar:
@@ -51,31 +54,17 @@ class ProgressBar:
         last = steps[-1]
         _say_notes(self._console, steps)
         speed = f"{significant(last.samples_per_s)} samples/s"
-        description = f"loss {last.loss:.4f}  {speed}  {_rest(last, num_steps=self._num_steps)}"
+        description = f"loss {last.loss:.4f}  {speed}  {_peak_and_rest(last, num_steps=self._num_steps)}"
         self._progress.update(self._bar, completed=last.step, description=description)
-        if last.evaluation:
-            say(self._console, f"step {last.step}  evaluation: {spelled(last.evaluation)}")
+        _say_evaluation(self._console, last, heading=f"step {last.step}")
 
     def close(self) -> None:
         self._progress.stop()
 
 
-def summary(metrics: StepMetrics, *, num_steps: int) -> str:
-    """loss, gradient norm, learning rate, speed, memory, time left."""
-    parts = [f"loss {metrics.loss:.4f}"]
-    parts += [] if metrics.grad_norm is None else [f"grad norm {metrics.grad_norm:.3g}"]
-    parts += [f"lr {metrics.lr:.2e}", f"{significant(metrics.samples_per_s)} samples/s"]
-    parts += [] if metrics.tokens_per_s is None else [f"{significant(metrics.tokens_per_s)} tokens/s"]
-    return "  ".join([*parts, _rest(metrics, num_steps=num_steps)])
-
-
-def _rest(metrics: StepMetrics, *, num_steps: int) -> str:
+def _peak_and_rest(metrics: StepMetrics, *, num_steps: int) -> str:
     left = timedelta(seconds=round(metrics.seconds * (num_steps - metrics.step)))
     return f"peak {significant(metrics.peak_bytes / MIB.size)} {MIB.name} ({metrics.peak_of})  {left} left"
-
-
-def spelled(evaluation: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4f}" for name, value in evaluation.items())
 
 
 def _say_notes(console: Console, steps: Sequence[StepMetrics]) -> None:
@@ -86,6 +75,12 @@ def _say_notes(console: Console, steps: Sequence[StepMetrics]) -> None:
             say(console, f"step {step.step}  {step.capture_note}")
 
 
+def _say_evaluation(console: Console, metrics: StepMetrics, *, heading: str) -> None:
+    if metrics.evaluation:
+        values = ", ".join(f"{name} {value:.4f}" for name, value in metrics.evaluation.items())
+        say(console, f"{heading}  evaluation: {values}")
+
+
 def say(console: Console, text: str) -> None:
-    """One line, however narrow the terminal is: a log is read by programs too."""
+    """Print one line, however narrow the terminal is: programs read logs too."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Random numbers: seeded by (seed, step, rank), saved with each checkpoint, and the switch to deterministic kernels."""
+"""Random numbers, seeded by (seed, step, rank) and saved with each checkpoint; deterministic kernels."""
 
 import os
 import random
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-# cuBLAS adds up in another order with every workspace; this is one of the two that torch's documentation names.
+# cuBLAS sums in another order with each workspace; torch's documentation names this setting.
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def seed_everything(seed: int, *, step: int, rank: int) -> None:
-    """Seed Python's, numpy's and torch's generators, each rank's otherwise: dropout must differ between ranks."""
+    """Seed Python's, numpy's and torch's generators, differently on each rank: dropout must differ between ranks."""
     words = np.random.SeedSequence([seed, step, rank]).generate_state(2, np.uint64)
     torch.manual_seed(int(words[0]) >> 1)
     random.seed(int(words[1]))
@@ -22,7 +22,7 @@ def seed_everything(seed: int, *, step: int, rank: int) -> None:
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """The state of every generator that a training may draw from; JSON and tensors."""
+    """Return the state of every generator that a training may draw from, as JSON and tensors."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
@@ -36,7 +36,6 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any], *, device: torch.device) -> None:
-    """Put back what `random_states` gave."""
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = states["numpy"]
@@ -48,9 +47,9 @@ def restore_random_states(states: Mapping[str, Any], *, device: torch.device) ->
 
 @contextmanager
 def deterministic_kernels(enabled: bool) -> Iterator[None]:
-    """Only kernels that give the same bits each time; torch raises where an operation has none.
+    """Use only kernels that give the same bits each time; torch raises if an operation has none.
 
-    The caller enters before CUDA is used: cuBLAS reads its setting once.
+    Enter it before CUDA is used: cuBLAS reads its setting once.
     """
     if not enabled:
         yield

@@ -1,4 +1,4 @@
-"""One rank's run: join the job, claim the folder, set up, resume from the newest checkpoint, train. Then the loop."""
+"""One rank's run: join the job, claim the folder, set up, resume from the newest checkpoint, then run the loop."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -19,18 +19,17 @@ from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.launch.failure import report, stalls_reported
 from shardwise.launch.folder_lock import locked
 from shardwise.train import run_folder
-from shardwise.train.auto_plan import ChosenPlan, choose_plan
+from shardwise.train.auto_plan import ChosenPlan, choose_plan, limit_to_budget
 from shardwise.train.config import TrainConfig
 from shardwise.train.loop import Training, run_steps
 from shardwise.train.memory_advice import advised
-from shardwise.train.memory_budget import keep_to_budget
 from shardwise.train.memory_probe import probe_memory
+from shardwise.train.memory_retry import retry_out_of_memory
 from shardwise.train.metrics import JsonLines, MetricsRecorder, StepMetrics, TensorBoard, Writer
 from shardwise.train.preemption import preemption
 from shardwise.train.progress import progress_on, say
 from shardwise.train.randomness import deterministic_kernels, restore_random_states, seed_everything
 from shardwise.train.setup import open_data, set_up
-from shardwise.train.surviving_update import let_survive
 
 # A job that is ending may hold the folder a little longer: the worker processes of a killed rank, up to 5 s.
 _LOCK_SECONDS = 10.0
@@ -40,7 +39,7 @@ OnStep = Callable[[StepMetrics], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended: after which step of how many, told to stop (`preempted`) or not; the last step that it took."""
+    """The end of a run: after `step` of `num_steps`, stopped early (`preempted`) or not; the last step's metrics."""
 
     step: int
     num_steps: int
@@ -58,11 +57,14 @@ def train(
     command: Sequence[str] = (),
     console: Console | None = None,
 ) -> Outcome:
-    """Train on this rank, together with the others of its job; alone, without a launcher.
+    """Train on this rank, together with the others of its job; alone without a launcher.
 
-    Resumes from the newest good checkpoint in the run folder; `fresh` starts at step 0. `replan`: the plan is chosen
-    for the devices that there are now, as `auto` does. `on_step` is called on every rank with each step's metrics, in
-    order, when they are read: every train.log_every steps. `command` is noted down.
+    It resumes from the newest good checkpoint in the run folder; `fresh` starts at step 0.
+
+    replan    choose the plan again for the current devices, as `auto` does
+    on_step   is called on every rank with each step's metrics, in order, when they are read: every train.log_every
+              steps
+    command   is written into the run folder
     """
     device = None if config.run.device == "auto" else torch.device(config.run.device)
     with (
@@ -74,66 +76,64 @@ def train(
         if config.plan.is_auto or replan:
             say(console, f"Choosing a plan for {config.task.model} on {place.num_ranks} × {place.device.type} …")
         chosen = choose_plan(config, place=place, fresh=fresh, replan=replan)
-        job = _RankJob(chosen=chosen, place=place, held=held, console=console)
-        return job.run(on_step=on_step, fresh=fresh, command=command)
+        return _run(chosen, on_step=on_step, fresh=fresh, command=command, console=console, held=held)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RankJob:
-    """A run on a rank that has joined its job, with the plan that it has. Rank 0's console shows something."""
-
-    chosen: ChosenPlan
-    place: Place
-    held: ExitStack
-    console: Console
-
-    def run(self, *, on_step: OnStep | None, fresh: bool, command: Sequence[str]) -> Outcome:
-        config, place, held, console = self.chosen.config, self.place, self.held, self.console
-        with (
-            advised(config, place=place),
-            stalls_reported(),
-            preemption(grace_seconds=config.checkpoint.grace_seconds) as request,
-        ):
-            notes = _claim(config, place=place, fresh=fresh, command=command, held=held)
-            self.chosen.note()
-            keep_to_budget(self.chosen, place=place, held=held)
-            held.callback(setattr, RECORDS, "folder", RECORDS.folder)
-            RECORDS.folder = config.folder
-            say(console, f"Building {config.task.model} and opening its data …")
-            training = set_up(config, place=place)
-            training.tell = partial(say, console)
-            if is_prepared(training.model):
-                # `advised` predicts with all that it needs at hand.
-                engine_of(training.model).predicts_alone = False
-            checkpoints = Checkpoints(
-                config.folder / run_folder.CHECKPOINTS,
-                keep=config.checkpoint.keep,
-                asynchronous=config.checkpoint.asynchronous,
-                on_saved=partial(run_folder.note_saved, config.folder),
-            )
-            _resume(training, checkpoints, place=place)
-            _tell_start(training, place=place, notes=notes, chosen=self.chosen)
-            chosen = probe_memory(training, chosen=self.chosen, place=place)
-            let_survive(training, chosen=chosen, place=place, tell=partial(console.print, highlight=False))
-            recorder = MetricsRecorder(_writers(training, place=place, console=console), on_step=on_step)
-            with closing(recorder):
-                preempted = run_steps(training, checkpoints=checkpoints, request=request, recorder=recorder)
-            checkpoints.close()
-            if preempted:
-                training.tell(f"Stopped. Checkpoint saved at step {training.step}; rerun the same command to resume.")
-        return Outcome(
-            step=training.step,
-            num_steps=training.num_steps,
-            preempted=preempted,
-            last=recorder.last,
-            folder=config.folder,
+def _run(
+    chosen: ChosenPlan,
+    *,
+    on_step: OnStep | None,
+    fresh: bool,
+    command: Sequence[str],
+    console: Console,
+    held: ExitStack,
+) -> Outcome:
+    config, place = chosen.config, chosen.place
+    with (
+        advised(config, place=place),
+        stalls_reported(),
+        preemption(grace_seconds=config.checkpoint.grace_seconds) as request,
+    ):
+        notes = _claim(config, place=place, fresh=fresh, command=command, held=held)
+        chosen.save()
+        limit_to_budget(chosen, held=held)
+        held.callback(setattr, RECORDS, "folder", RECORDS.folder)
+        RECORDS.folder = config.folder
+        say(console, f"Building {config.task.model} and opening its data …")
+        training = set_up(config, place=place)
+        training.tell = partial(say, console)
+        if is_prepared(training.model):
+            # `advised` predicts with all that it needs at hand.
+            engine_of(training.model).predicts_alone = False
+        checkpoints = Checkpoints(
+            config.folder / run_folder.CHECKPOINTS,
+            keep=config.checkpoint.keep,
+            asynchronous=config.checkpoint.asynchronous,
+            on_saved=partial(run_folder.save_step, config.folder),
         )
+        _resume(training, checkpoints, place=place)
+        _describe_start(training, notes=notes, chosen=chosen)
+        chosen = probe_memory(training, chosen=chosen)
+        retry_out_of_memory(training, chosen=chosen, tell=partial(console.print, highlight=False))
+        recorder = MetricsRecorder(_writers(training, place=place, console=console), on_step=on_step)
+        with closing(recorder):
+            preempted = run_steps(training, checkpoints=checkpoints, request=request, recorder=recorder)
+        checkpoints.close()
+        if preempted:
+            training.tell(f"Stopped. Checkpoint saved at step {training.step}; rerun the same command to resume.")
+    return Outcome(
+        step=training.step,
+        num_steps=training.num_steps,
+        preempted=preempted,
+        last=recorder.last,
+        folder=config.folder,
+    )
 
 
 def _claim(config: TrainConfig, *, place: Place, fresh: bool, command: Sequence[str], held: ExitStack) -> list[str]:
-    """Rank 0 claims the folder; what stands against it, or a rank with another config, is told on every rank.
+    """Claim the folder on rank 0; return the notes to show. An error, or a rank with another config, ends all ranks.
 
-    `held` keeps the lock: rank 0's, unless our launcher holds it for the job.
+    `held` keeps the lock on rank 0, unless our launcher holds it for the job.
     """
     notes: list[str] = []
 
@@ -142,7 +142,7 @@ def _claim(config: TrainConfig, *, place: Place, fresh: bool, command: Sequence[
             if not by_our_launcher():
                 held.enter_context(locked(config.folder, wait_seconds=_LOCK_SECONDS))
             environment = run_folder.environment(device=place.device, num_ranks=place.num_ranks, command=command)
-            # Ranks that are started again after a failure resume, whatever was asked for at first.
+            # Ranks that are restarted after a failure resume, even with --fresh.
             from_step_0 = fresh and place.restarts == 0
             notes.extend(run_folder.claim(config, fresh=from_step_0, environment=environment))
         return "\n".join(f"{name} = {value}" for name, value in config.to_dict().items())
@@ -152,7 +152,7 @@ def _claim(config: TrainConfig, *, place: Place, fresh: bool, command: Sequence[
 
 
 def _resume(training: Training, checkpoints: Checkpoints, *, place: Place) -> None:
-    """Load the newest good checkpoint, if there is one, and open the data where it left off."""
+    """Load the newest good checkpoint, if there is one, and open the data at its position."""
     saved = checkpoints.latest()
     loaded: Loaded | None = None
     if saved is None:
@@ -163,7 +163,7 @@ def _resume(training: Training, checkpoints: Checkpoints, *, place: Place) -> No
         training.step = loaded.step
         PROGRESS.step = loaded.step + 1
         training.sampler.load_state_dict(loaded.progress["sampler"])
-        if loaded.progress["scaler"]:  # empty where the run was not in fp16 before
+        if loaded.progress["scaler"]:  # empty if the run was not in fp16 before
             training.scaler.load_state_dict(loaded.progress["scaler"])
     open_data(training)
     # Last, because all of the above may draw random numbers.
@@ -179,24 +179,23 @@ def _check_nothing_saved(config: TrainConfig, *, place: Place) -> str:
     return ""
 
 
-def _tell_start(training: Training, *, place: Place, notes: list[str], chosen: ChosenPlan) -> None:
-    say, config = training.tell, training.config
+def _describe_start(training: Training, *, notes: list[str], chosen: ChosenPlan) -> None:
+    tell, config, place = training.tell, training.config, chosen.place
     plan = config.plan
     num_params = sum(parameter.numel() for parameter in training.model.parameters())
-    say(
+    tell(
         f"{config.task.model} ({num_params:,} parameters), {plan.strategy} on {place.num_ranks} × {place.device.type}, "
         f"{plan.precision}: {training.num_steps} steps of {training.sharing.step_samples} samples → {config.folder}"
     )
-    if chosen.sentence:
-        say(f"auto: {chosen.sentence}")
+    if said := chosen.recorded("said"):
+        tell(f"auto: {said}")
     if training.step:
-        say(f"Resuming after step {training.step}" + "".join(f"; {note}" for note in notes))
+        tell(f"Resuming after step {training.step}" + "".join(f"; {note}" for note in notes))
     if training.step >= training.num_steps:
-        say("Nothing is left to do: --set train.steps or train.epochs to train further, or --fresh to start again.")
+        tell("Nothing is left to do: --set train.steps or train.epochs to train further, or --fresh to start again.")
 
 
 def _writers(training: Training, *, place: Place, console: Console) -> list[Writer]:
-    """Rank 0 writes for all."""
     if place.rank != 0:
         return []
     config, last_step = training.config, training.step

@@ -1,15 +1,15 @@
-"""The run folder: what a run was asked for, where it ran, and what it wrote.
+"""The run folder of a training.
 
 config.toml        the resolved config, every key written out; itself a CONFIG.toml
 plan.toml          its plan, for `--plan` and `shardwise doctor`
-auto.json          with plan.strategy = "auto": what was asked, and the plan that was chosen (auto_plan.py)
+auto.json          with plan.strategy = "auto": the question and the chosen plan (auto_plan.py)
 environment.json   versions, devices, number of ranks, command line
 metrics.jsonl      one line per step
 checkpoints/       step-00001000/ …
-saved.json         the step of the newest checkpoint, outside their folder: it may be a volume that is not mounted
+saved.json         the step of the newest checkpoint; outside checkpoints/, which may be a volume that is not mounted
 tensorboard/       if it is installed
-logs/              what each rank wrote, where our launcher started them
-autopsy-rank-N.json  what each rank had issued when the job failed, for `shardwise autopsy`
+logs/              the output of each rank, if our launcher started them
+autopsy-rank-N.json  the operations that each rank had issued when the job failed, for `shardwise autopsy`
 """
 
 import json
@@ -32,9 +32,9 @@ from shardwise.train.config_section import InvalidConfig
 from shardwise.vocabulary.version import __version__
 
 CHECKPOINTS, METRICS, TENSORBOARD = "checkpoints", "metrics.jsonl", "tensorboard"
-_SAVED, _AUTO = "saved.json", "auto.json"
+AUTO, _SAVED = "auto.json", "saved.json"
 _CONFIG, _PLAN, _ENVIRONMENT = "config.toml", "plan.toml", "environment.json"
-# What a checkpoint is of: with another, its weights, its optimizer state or its place in the data mean nothing.
+# With another value of these, a checkpoint's weights, optimizer state or position in the data mean nothing.
 _IDENTITY = (
     "task.model",
     "task.dataset",
@@ -48,10 +48,10 @@ _IDENTITY = (
 
 
 def claim(config: TrainConfig, *, fresh: bool, environment: dict[str, Any]) -> list[str]:
-    """Make the folder this config's; the notes to show: keys that have another value than before.
+    """Claim the folder for this config; return notes to show: keys whose values have changed.
 
-    A folder whose checkpoints are of another model, optimizer or order of data, or are gone, is refused, and nothing
-    is written; `fresh` removes them, and whatever else an earlier run left.
+    A folder whose checkpoints belong to another model, optimizer or order of data, or are gone, raises an error, and
+    nothing is written; `fresh` removes them, and all else that an earlier run left.
     """
     folder = config.folder
     try:
@@ -61,10 +61,10 @@ def claim(config: TrainConfig, *, fresh: bool, environment: dict[str, Any]) -> l
         if not checkpoints_in(folder / CHECKPOINTS):
             refuse_if_saved(folder)
         changes = _changes(config)
-        # What a killed save has left may be what fills the disk.
+        # The remains of a killed save may be what fills the disk.
         sweep(folder / CHECKPOINTS, disk=Disk())
         clear_records(folder)
-        note_plan(config)
+        save_plan(config)
         with atomic_write(folder / _ENVIRONMENT) as file:
             file.write(json.dumps(environment, indent=2).encode() + b"\n")
     except OSError as error:
@@ -72,20 +72,20 @@ def claim(config: TrainConfig, *, fresh: bool, environment: dict[str, Any]) -> l
     return [f"{name}: {then} → {now}" for name, (then, now) in changes.items()]
 
 
-def note_plan(config: TrainConfig) -> None:
-    """The run has this plan."""
+def save_plan(config: TrainConfig) -> None:
+    """Write the config and its plan."""
     config.save(config.folder / _CONFIG)
     config.plan.save(config.folder / _PLAN)
 
 
-def note_saved(folder: Path, step: int) -> None:
-    """A checkpoint of this step is on the disk."""
+def save_step(folder: Path, step: int) -> None:
+    """Write the step of a checkpoint that is on the disk."""
     with atomic_write(folder / _SAVED) as file:
         file.write(json.dumps({"step": step}).encode() + b"\n")
 
 
 def refuse_if_saved(folder: Path) -> None:
-    """To be called where there is no checkpoint to resume from: if there should be one, training must not start."""
+    """Raise an error if the run has saved a checkpoint; to be called when none is found: training must not start."""
     path = folder / CHECKPOINTS
     there = len(checkpoints_in(path))
     step = _saved_step(folder)
@@ -124,12 +124,12 @@ def _clear(folder: Path) -> None:
             )
         if path.exists():
             shutil.rmtree(path)
-    for name in (_SAVED, _AUTO, METRICS, _CONFIG, _PLAN, _ENVIRONMENT):
+    for name in (_SAVED, AUTO, METRICS, _CONFIG, _PLAN, _ENVIRONMENT):
         (folder / name).unlink(missing_ok=True)
 
 
 def _changes(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """Key → (value of the run that is there, value now), if there is anything to resume."""
+    """Return key → (value of the run in the folder, value now), if there is a checkpoint to resume."""
     folder = config.folder
     if not (folder / _CONFIG).exists() or not any((folder / CHECKPOINTS).glob("step-*")):
         return {}
@@ -146,7 +146,7 @@ def _changes(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def read_config(folder: Path) -> TrainConfig:
-    """The resolved config of the run in a folder."""
+    """Return the resolved config of the run in a folder."""
     import tomllib
 
     try:
@@ -158,7 +158,7 @@ def read_config(folder: Path) -> TrainConfig:
 
 
 def samples_of_step(folder: Path) -> int | None:
-    """Of all ranks together, in the run that a folder holds; None where it holds none."""
+    """Return the samples per step of the run in a folder, on all ranks; None if there is no run."""
     if not (folder / _CONFIG).exists():
         return None
     plan = read_config(folder).plan
@@ -170,7 +170,7 @@ def samples_of_step(folder: Path) -> int | None:
 
 
 def _flat(config: TrainConfig) -> dict[str, Any]:
-    """section.key → value; where the folder lies is not part of a run."""
+    """Return section.key → value, without the folder, which may have been moved."""
     return {
         f"{section}.{name}": value
         for section, table in config.to_dict().items()
@@ -180,7 +180,7 @@ def _flat(config: TrainConfig) -> dict[str, Any]:
 
 
 def environment(*, device: torch.device, num_ranks: int, command: Sequence[str]) -> dict[str, Any]:
-    """What a run depends on besides its config; nothing of it names this machine."""
+    """Return what a run depends on besides its config; nothing in it names this machine."""
     is_cuda = device.type == "cuda"
     return {
         "shardwise": __version__,

@@ -1,7 +1,7 @@
 """A training before its first step: the task, the model with its plan, the optimizer, the data.
 
-`train` and the benchmark set up here, so that they do the same training; what a benchmark changes is `by`: who makes
-the model and the optimizer ready to be trained, and takes a step with them.
+`train` and the benchmark both set up here, so that they run the same training. A benchmark changes `by`, which
+prepares the model and the optimizer, and takes a step with them.
 """
 
 from typing import Any, Protocol, cast
@@ -18,15 +18,14 @@ from shardwise.engines import prepare
 from shardwise.errors import InvalidData
 from shardwise.tasks import Task, load_task
 from shardwise.train.batches import Sharing, batches_of, check_size, samples_seen
-from shardwise.train.captured_update import CapturedUpdate
 from shardwise.train.config import TrainConfig
-from shardwise.train.loop import Training, Update
+from shardwise.train.loop import CapturedUpdate, Training, Update
 from shardwise.train.optimizers import make_optimizer
 from shardwise.train.randomness import seed_everything
 
 
 class Ready(Protocol):
-    """Makes a model, which may be on the meta device, and its optimizer ready to be trained. Collective."""
+    """Prepares a model, which may be on the meta device, and its optimizer for training. Collective."""
 
     def __call__(
         self, model: nn.Module, optimizer: Optimizer, *, config: TrainConfig, device: torch.device
@@ -41,7 +40,7 @@ def by_plan(
     device: torch.device,
     collectives: Collectives | None = None,
 ) -> tuple[nn.Module, Optimizer, Update]:
-    """On the engine that the plan names. `collectives` replaces those of ours, to measure without a wire."""
+    """Prepare with the plan's engine. `collectives` replaces ours, to measure without communication."""
     model, optimizer = prepare(
         model,
         optimizer,
@@ -51,16 +50,16 @@ def by_plan(
         watch_seconds=config.run.watch_seconds,
         compare_every=config.train.compare_every,
     )
-    return model, optimizer, CapturedUpdate(model, optimizer)
+    return model, optimizer, CapturedUpdate()
 
 
 def set_up(config: TrainConfig, *, place: Place, by: Ready = by_plan) -> Training:
-    """A training that has taken no step, whose data are not open yet."""
-    # The same weights whatever the number of ranks; they come from rank 0.
+    """Return a training before its first step; its data are not open yet."""
+    # The same weights for any number of ranks; they come from rank 0.
     seed_everything(config.train.seed, step=0, rank=0)
     task = _load_task(config)
     optimizer = make_optimizer(task.model, config.optimizer)
-    model, optimizer, step = by(task.model, optimizer, config=config, device=place.device)
+    model, optimizer, update = by(task.model, optimizer, config=config, device=place.device)
     num_samples = len(cast(Any, task.dataset))
     assert config.plan.micro_batch is not None
     return Training(
@@ -88,24 +87,21 @@ def set_up(config: TrainConfig, *, place: Place, by: Ready = by_plan) -> Trainin
         device=place.device,
         step=0,
         num_steps=0,
-        update=step,
+        update=update,
     )
 
 
 def open_data(training: Training) -> None:
-    """From where the sampler stands; now it is known how many steps there are."""
-    options = training.config.train
-    training.num_steps = (
-        training.step + training.sharing.num_steps_after(samples_seen(training.sampler))
-        if options.steps is None
-        else options.steps
-    )
+    """Set the number of steps, and read data from the sampler's position on."""
+    steps = training.config.train.steps
+    if steps is None:
+        steps = training.step + training.sharing.num_steps_after(samples_seen(training.sampler))
+    training.num_steps = steps
     check_size(training.sampler, sharing=training.sharing)
     open_batches(training)
 
 
 def open_batches(training: Training) -> None:
-    """Read on from where the sampler stands."""
     training.batches = batches_of(
         cast(Any, training.task.dataset),
         training.sampler,
@@ -117,7 +113,7 @@ def open_batches(training: Training) -> None:
 
 def _load_task(config: TrainConfig) -> Task:
     section = config.task
-    # A model of the catalogue is made on the meta device: `prepare` fills it straight into slices.
+    # Catalogue models are made on the meta device: `prepare` fills only the slices of this rank.
     task = load_task(section.model, dataset=section.dataset, seq=section.seq, image=section.image, device="meta")
     if task.dataset is None:
         raise InvalidData(f"task.model = {section.model!r} brings no dataset: set task.dataset")

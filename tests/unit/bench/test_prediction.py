@@ -11,7 +11,7 @@ from shardwise.errors import InvalidCluster, UnknownName
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.memory.states import OPTIMIZERS
 from shardwise.train.config import OptimizerSection, TrainConfig
-from shardwise.train.what_fits import optimizer_rule
+from shardwise.train.memory_advice import optimizer_rule
 
 CONFIG = TrainConfig.from_dict(
     {

@@ -9,7 +9,7 @@ from itertools import pairwise
 from shardwise.bench.case_result import CaseResult, Happening
 from shardwise.errors import ShardwiseError
 from shardwise.plan.placement import SHARDED, Placement
-from shardwise.program import Kind, Operation
+from shardwise.program import Kind, Operation, crossing_buckets
 from shardwise.program.operations import COMPUTES, ON_BUCKETS, WAITS
 from shardwise.report.snapshots import Holding, RankState
 
@@ -50,8 +50,17 @@ def states_of(
     operations: Sequence[Operation], *, case: CaseResult, placements: Mapping[str, Placement], num_slices: int
 ) -> list[list[Holding]]:
     """What is held before the first operation and after each: params of all units, then grads, then optim."""
-    rank = RankState(case.units, placements=placements, buckets=case.buckets, num_slices=num_slices)
-    rank.begin_after(operations)
+    rank = RankState(
+        case.units,
+        placements=placements,
+        buckets=case.buckets,
+        crossing_buckets=crossing_buckets(operations),
+        num_slices=num_slices,
+    )
+    # The previous step, which is the same, leaves gathers in flight.
+    for operation in operations:
+        rank.do(operation)
+    rank.begin_step()
     states = [_state(rank)]
     for operation in operations:
         _check(operation, rank)

@@ -8,7 +8,7 @@ import pytest
 from shardwise.plan import Plan
 from shardwise.planner.search.nearest import changed_settings, changes
 from shardwise.train.config import TrainConfig
-from shardwise.train.what_fits import FullDevice, what_fits
+from shardwise.train.memory_advice import FullDevice, describe_fit
 
 GIB = 2**30
 
@@ -23,7 +23,7 @@ def told(model: str, *, capacity: float | None, num_ranks: int = 8, **plan: Any)
         }
     )
     room = None if capacity is None else round(capacity * GIB)
-    return what_fits(
+    return describe_fit(
         config, full=FullDevice(kind="cuda", title="NVIDIA H200", capacity_bytes=room, num_ranks=num_ranks)
     )
 

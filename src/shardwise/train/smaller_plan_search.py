@@ -1,11 +1,11 @@
 """A plan that ran out of memory → one that is predicted to need clearly less, with the same samples in each step.
 
-Either the passes of a step stay as they are, and the plan changes around them; then all results stay as they are, too.
-Or a pass is split: fewer samples in each of more passes, and the results are those of accumulation. That is done if it
-is predicted to be faster, or if nothing else is left.
+A plan that keeps the passes of a step keeps all results. A plan that splits them (fewer samples in each of more
+passes) gives the results of accumulation. A split is chosen if it is predicted to be faster, or if no other plan is
+left.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shardwise.engine.out_of_memory.smaller_plan import keeps_passes
@@ -16,20 +16,20 @@ from shardwise.planner.search.auto import AutoRequest, NoPlanFits, solve_plan
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost
 from shardwise.planner.search.nearest import changes
 
-# What a plan must at least be undercut by.
+# A smaller plan needs at most this share of the memory.
 _LESS = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Undercut:
-    """`before` ran out; `found` needs less. None: nothing does."""
+class SmallerPlan:
+    """`before` ran out of memory; `found` needs less. None: no plan does."""
 
     before: Candidate
     found: Candidate | None
 
     @property
     def cost(self) -> str:
-        """What is predicted of it, in a few words."""
+        """The predicted cost of the change in a few words."""
         before, found = self.before, self.found
         assert found is not None
         passes = ""
@@ -43,8 +43,12 @@ class Undercut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Undercutting:
-    """Where plans are looked for. `mesh`: the given one, None: any. `solves`: as `auto` does, else change by change."""
+class SmallerPlanSearch:
+    """A search for smaller plans on one cluster.
+
+    mesh     the mesh of each plan; None: any
+    solves   as `auto` does; otherwise the smallest change of the plan is taken
+    """
 
     spec_for: SpecFor
     cluster: Cluster
@@ -53,20 +57,32 @@ class Undercutting:
     mesh: Mesh | None
     solves: bool
 
-    def of(self, plan: Plan) -> Undercut:
-        """The faster of one that keeps the passes and one that splits them; where speed is unknown, the first."""
-        before = self._cost(plan)
-        most = int(_LESS * before.memory.device_bytes)
-        keeping = self._first([plan], most=most) if self.solves else self._nearest(plan, most=most, splits=False)
-        split = self._first(_splits(plan), most=most) if self.solves else self._nearest(plan, most=most, splits=True)
-        return Undercut(before=before, found=_better(keeping, split))
+    def run(self, plan: Plan) -> SmallerPlan:
+        """Return the faster of a plan that keeps the passes and one that splits them; if speed is unknown, the first.
 
-    def _first(self, plans: list[Plan], *, most: int) -> Candidate | None:
-        """The solver's answer for the first of these whose passes fit."""
+        A fixed plan is changed, an `auto` plan solved again with less memory.
+        """
+        before = self._cost(plan)
+        budget = int(_LESS * before.memory.device_bytes)
+        if self.solves:
+            keeping, split = self._solve([plan], budget_bytes=budget), self._solve(_splits(plan), budget_bytes=budget)
+        else:
+            same = [changed for changed in changes(plan) if changed.precision == plan.precision]
+            keeping, split = (
+                self._first_fit((p for p in same if keeps_passes(p, of=plan) is keeps), budget_bytes=budget)
+                for keeps in (True, False)
+            )
+        return SmallerPlan(before=before, found=_faster(keeping, split))
+
+    def _solve(self, plans: Iterable[Plan], *, budget_bytes: int) -> Candidate | None:
+        """Return the solver's answer for the first plan whose passes fit."""
         for plan in plans:
-            given = replace(plan, mesh=self.mesh)
             request = AutoRequest(
-                plan=given, cluster=self.cluster, optimizer=self.optimizer, budget_bytes=most, goal=self.goal
+                plan=replace(plan, mesh=self.mesh),
+                cluster=self.cluster,
+                optimizer=self.optimizer,
+                budget_bytes=budget_bytes,
+                goal=self.goal,
             )
             try:
                 return solve_plan(self.spec_for, request=request).candidate
@@ -74,25 +90,16 @@ class Undercutting:
                 continue
         return None
 
-    def _nearest(self, plan: Plan, *, most: int, splits: bool) -> Candidate | None:
-        """The smallest change of a fixed plan that fits."""
-        for changed in _changes(plan):
-            if keeps_passes(changed, of=plan) is not splits:
-                found = self._cost(changed)
-                if found.memory.device_bytes <= most:
-                    return found
-        return None
+    def _first_fit(self, plans: Iterable[Plan], *, budget_bytes: int) -> Candidate | None:
+        candidates = (self._cost(plan) for plan in plans)
+        return next((found for found in candidates if found.memory.device_bytes <= budget_bytes), None)
 
     def _cost(self, plan: Plan) -> Candidate:
         return cost(self.spec_for(plan), plan=plan, cluster=self.cluster, optimizer=self.optimizer)
 
 
-def _changes(plan: Plan) -> Iterator[Plan]:
-    return (changed for changed in changes(plan) if changed.precision == plan.precision)
-
-
 def _splits(plan: Plan) -> list[Plan]:
-    """The same samples in more passes: of half the size first, if that is a whole number."""
+    """Return plans with the same samples in more passes, the largest passes first."""
     assert plan.micro_batch is not None
     return [
         replace(plan, micro_batch=plan.micro_batch // times, accumulate=plan.accumulate * times)
@@ -101,7 +108,7 @@ def _splits(plan: Plan) -> list[Plan]:
     ]
 
 
-def _better(keeping: Candidate | None, split: Candidate | None) -> Candidate | None:
+def _faster(keeping: Candidate | None, split: Candidate | None) -> Candidate | None:
     if keeping is None or split is None:
         return keeping or split
     if keeping.time is None or split.time is None:

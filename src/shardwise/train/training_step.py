@@ -1,0 +1,161 @@
+"""One optimizer step: forward and backward of each pass, clipping, update. `shardwise.step` makes it one call.
+
+The training loop (loop.py), the memory probe and `shardwise.step` all run these functions.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.engine.engine import engine_of, is_prepared
+from shardwise.engine.optimizer.allocate import allocate_states
+from shardwise.engine.optimizer.scaler import GradScaler
+from shardwise.engine.out_of_memory.smaller_plan import smaller_plan
+from shardwise.engine.out_of_memory.survive import NoGuard, StepGuard, StepUndone
+from shardwise.engine.out_of_memory.surviving import Surviving, warn
+from shardwise.engines import accumulate, capture, clip_grad_norm_
+from shardwise.errors import InvalidData, InvalidPlan
+
+Pass = Callable[[], Tensor]
+"""The forward of one pass; returns the part that it adds to the loss of the step."""
+
+
+def run_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    passes: Sequence[Pass],
+    *,
+    scaler: GradScaler,
+    guard: NoGuard,
+    max_norm: float | None,
+    accepts: Callable[[Tensor], bool] = lambda grad_norm: True,
+) -> tuple[list[Tensor], Tensor | None]:
+    """Run all passes and update once; return the losses, and the norm that the gradients had before clipping.
+
+    guard      raises StepUndone before the update if a rank ran out of memory in a pass
+    max_norm   gradients are clipped to it; None: the norm is not computed
+    accepts    decides from the norm, where it is computed, whether the optimizer steps
+    """
+    guard.begin()
+    losses = run_passes(model, passes, scaler=scaler, guard=guard)
+    guard.agree()
+    grad_norm = None
+    if max_norm is not None:
+        scaler.unscale_(optimizer)
+        grad_norm = clip_grad_norm_(model, max_norm)
+    if grad_norm is None or accepts(grad_norm):
+        scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return losses, grad_norm
+
+
+def run_passes(model: nn.Module, passes: Sequence[Pass], *, scaler: GradScaler, guard: NoGuard) -> list[Tensor]:
+    """Run forward and backward of each pass; the last one reduces. Return the losses of the passes that succeeded."""
+    losses = []
+    for number, forward in enumerate(passes):
+        with accumulate(model, enabled=number + 1 < len(passes)):
+            loss = guard.run(partial(_run_pass, forward, scaler))
+        losses += [] if loss is None else [loss]
+    return losses
+
+
+def _run_pass(forward: Pass, scaler: GradScaler) -> Tensor:
+    loss = forward()
+    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+class TrainStep:
+    """A step that runs again when it was undone because a rank ran out of memory.
+
+    grad_norm   of the last step, before clipping; None if it is not computed
+    captured    whether the last step was a replay of CUDA graphs
+    """
+
+    def __init__(
+        self,
+        take: Callable[..., tuple[Tensor, Tensor | None]],
+        *,
+        on_undone: Callable[[StepUndone, tuple[Any, ...]], tuple[Any, ...]],
+    ) -> None:
+        self._take = take
+        # Moves the model to a smaller plan, and returns the inputs for the next attempt.
+        self._on_undone = on_undone
+        self.grad_norm: Tensor | None = None
+
+    def __call__(self, *batches: Any) -> Tensor:
+        if not batches:
+            raise InvalidData("step() was given no batch: give it one, or one for each pass of an accumulation")
+        while True:
+            try:
+                loss, self.grad_norm = self._take(*batches)
+                return loss
+            except StepUndone as undone:
+                batches = self._on_undone(undone, batches)
+
+    @property
+    def captured(self) -> bool:
+        report = getattr(self._take, "report", None)
+        return report is not None and report.captured
+
+
+def step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    *,
+    max_norm: float | None = None,
+    scaler: GradScaler | None = None,
+    tell: Callable[[str], None] | None = None,
+    survive: int = 0,
+) -> TrainStep:
+    """Return a whole training step of a prepared model as one call. Collective: every rank calls it.
+
+        step = shardwise.step(model, optimizer, lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]))
+        for batch in batches:
+            loss = step(batch)
+
+    It runs forward, `loss_fn(model, batch)`, backward, optimizer.step() and zero_grad(), captured as the plan's
+    `capture` says (see `capture`). The returned loss is this rank's own, detached and on its device; the call does not
+    wait for it. `step(first, second)` accumulates: one pass per batch, one update by the mean of their losses.
+
+    max_norm   gradients are clipped to it; `step.grad_norm` is the norm before clipping
+    scaler     a shardwise.GradScaler, for precision = 'fp16'
+    tell       is called on rank 0 with a line for each decision (default: a warning)
+    survive    number of times that a rank may run out of memory in forward or backward: the step is undone on all
+               ranks, the model gets a plan that needs less (shardwise.replan), and the same batches run again. Such
+               steps are not captured, and on a GPU each waits for its gradients before it updates
+    """
+    guard = step_guard(model, optimizer) if survive else NoGuard()
+    surviving = Surviving(model, most=survive, smaller=lambda: smaller_plan(model), tell=tell or warn)
+    scaling = scaler if scaler is not None else GradScaler(enabled=False)
+
+    def take(*batches: Any) -> tuple[Tensor, Tensor | None]:
+        passes = [partial(_mean_part, loss_fn, model, batch, len(batches)) for batch in batches]
+        losses, grad_norm = run_step(model, optimizer, passes, scaler=scaling, guard=guard, max_norm=max_norm)
+        return sum(losses[1:], start=losses[0]), grad_norm
+
+    def shrink(undone: StepUndone, batches: tuple[Any, ...]) -> tuple[Any, ...]:
+        surviving.shrink(undone)
+        return batches
+
+    # A replay allocates nothing, so it cannot run out of memory; but guarded steps cannot be captured.
+    run = take if survive else capture(take, model, optimizer, functions=(loss_fn,), tell=tell)
+    return TrainStep(run, on_undone=shrink)
+
+
+def _mean_part(loss_fn: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any, num_passes: int) -> Tensor:
+    return loss_fn(model, batch) / num_passes
+
+
+def step_guard(model: nn.Module, optimizer: Optimizer) -> StepGuard:
+    """Return a guard for the model's steps; allocate the optimizer's state first, as an update cannot be undone."""
+    if not is_prepared(model):
+        raise InvalidPlan("shardwise.step with survive needs a model of shardwise.prepare with engine = 'shardwise'")
+    engine_of(model).owned.adopt_alike(optimizer)
+    allocate_states(optimizer)
+    return StepGuard(model)
