@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engine.out_of_memory.smaller_plan import smaller_plan
 from shardwise.engine.out_of_memory.survive import NoGuard, StepGuard, StepUndone
 from shardwise.engine.out_of_memory.surviving import Surviving, warn
+from shardwise.engine.protocol import require_engine
 from shardwise.engines import accumulate, capture, clip_grad_norm_
-from shardwise.errors import InvalidData, InvalidPlan
+from shardwise.errors import InvalidData
 
 
 class TrainStep:
@@ -107,8 +107,8 @@ def step(
 
 def _guard(model: nn.Module, optimizer: Optimizer) -> StepGuard:
     """Steps that survive a lack of memory; what an update would allocate is there before the first."""
-    if not is_prepared(model):
-        raise InvalidPlan("shardwise.step with survive needs a model of shardwise.prepare with engine = 'shardwise'")
-    engine_of(model).owned.adopt_alike(optimizer)
+    engine = require_engine(model)
+    engine.check("step", model, argument="survive")
+    engine.adopt(model, optimizer)
     allocate_states(optimizer)
     return StepGuard(model)

@@ -17,8 +17,8 @@ from whole import strategies, whole
 
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.engine import engine_of
-from shardwise.engine.prepare import prepare
 from shardwise.engine.prepared.full_state import full_state_dict, load_full_state_dict
+from shardwise.engines import prepare
 from shardwise.models.make import build_model
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES

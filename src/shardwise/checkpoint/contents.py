@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.boxes import Boxes, share
-from shardwise.checkpoint.holding import filled, holding, local, names_of_groups
+from shardwise.checkpoint.holding import holding, local
 from shardwise.checkpoint.manifest import EMA_OF, MODEL, OWN, Contents, Manifest
 from shardwise.checkpoint.optimizer_state import OptimizerLoad, describe_optimizer
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.typed import dtype_name, from_json, to_json
-from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.engine.prepared.average import EMA
-from shardwise.engine.prepared.slices import OwnedModel, OwnedSlice
+from shardwise.engine.protocol import OwnedModel, OwnedSlice
 from shardwise.errors import CheckpointError
+from shardwise.torch_engine.plain_model import state_of
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -73,19 +73,20 @@ def snapshot(
     ranks: Ranks,
     ema: EMA | None = None,
 ) -> StateSnapshot:
-    """This rank's part of a checkpoint, in the memory that is trained."""
+    """Return this rank's part of a checkpoint, in the memory that is trained."""
+    state = state_of(model)
     if optimizer is not None or ema is not None:
-        # Weights alone may be saved as they are at the moment.
-        _check_values(model, what="a checkpoint of a training")
-    # First: an optimizer that is new to us is adopted by it.
-    groups = names_of_groups(model, optimizer) if optimizer is not None else []
+        # Weights alone may be saved with the values that they have at the moment.
+        state.check_values(model, what="a checkpoint of a training")
+    # First: it makes the engine adopt a new optimizer.
+    groups = state.group_names(model, optimizer) if optimizer is not None else []
     held = holding(model)
     pieces = [_written(MODEL + part.name, part, part.parameter) for part in held.slices]
     nonfinite = _first_nonfinite(pieces)
     described = None
     if optimizer is not None:
         described, states = describe_optimizer(optimizer, slices=held.stepped, groups=groups)
-        pieces += [_written(state.name, state.of, state.value) for state in states]
+        pieces += [_written(one.name, one.of, one.value) for one in states]
     if ema is not None:
         pieces += [_written(EMA_OF + part.name, part, average) for part, average in _averaged(held, ema)]
     pieces = [piece for piece in pieces if piece.elements.numel()]
@@ -95,9 +96,10 @@ def snapshot(
         pieces += _empty(held)
     mine = {key: value for key, value in own.items() if isinstance(value, Tensor)}
     pieces += [StatePiece.whole(f"{OWN}{ranks.index}.{key}", value) for key, value in mine.items()]
+    plan = state.plan_of(model)
     contents = Contents(
         step=step,
-        plan=engine_of(model).plan.to_dict() if is_prepared(model) else None,
+        plan=None if plan is None else plan.to_dict(),
         parameters={name: [list(shape), dtype_name(dtype)] for name, (shape, dtype) in held.parameters.items()},
         buffers={name: [list(value.shape), dtype_name(value.dtype)] for name, value in held.buffers.items()},
         aliases=held.aliases,
@@ -108,12 +110,6 @@ def snapshot(
         finite=nonfinite is None,
     )
     return StateSnapshot(contents=contents, pieces=pieces, nonfinite=nonfinite)
-
-
-def _check_values(model: nn.Module, *, what: str) -> None:
-    """Refuse it in a block of code in which the model has other values than those of its training (ema.applied)."""
-    if is_prepared(model):
-        engine_of(model).runner.passes.check_values(what)
 
 
 def _averaged(held: OwnedModel, ema: EMA) -> list[tuple[OwnedSlice, Tensor]]:
@@ -170,16 +166,17 @@ def loading(
     model: nn.Module, optimizer: Optimizer | None, *, manifest: Manifest, ranks: Ranks, ema: EMA | None = None
 ) -> Loading:
     """What this rank wants of a checkpoint; nothing is changed yet but by `finish`."""
-    _check_values(model, what="a load of a checkpoint")
-    # First: an optimizer that is new to us is adopted by it.
-    groups = names_of_groups(model, optimizer) if optimizer is not None else []
+    state = state_of(model)
+    state.check_values(model, what="a load of a checkpoint")
+    # First: it makes the engine adopt a new optimizer.
+    groups = state.group_names(model, optimizer) if optimizer is not None else []
     held = holding(model)
     check_fits(manifest, held)
     windows: list[_Window] = [_Window(MODEL + part.name, part, part.parameter) for part in held.slices]
     states: OptimizerLoad | None = None
     if optimizer is not None and manifest.contents.optimizer is not None:
         states = OptimizerLoad(optimizer, manifest.contents.optimizer, slices=held.stepped, groups=groups)
-        windows += [_Window(state.name, state.of, state.value) for state in states.tensors]
+        windows += [_Window(one.name, one.of, one.value) for one in states.tensors]
     if ema is not None:
         _check_ema(manifest, ema)
         windows += [_Window(EMA_OF + part.name, part, average) for part, average in _averaged(held, ema)]
@@ -197,7 +194,7 @@ def loading(
             states.take()
         if ema is not None and manifest.contents.ema is not None:
             ema.decay, ema.num_updates = manifest.contents.ema["decay"], manifest.contents.ema["num_updates"]
-        filled(model)
+        state.slices_filled(model)
 
     return Loading(targets=targets, own=own, has_optimizer=states is not None, finish=finish)
 

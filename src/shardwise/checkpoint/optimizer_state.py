@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.manifest import OPTIMIZER
 from shardwise.checkpoint.typed import dtype_name, dtype_of, from_json, to_json
 from shardwise.engine.guards.guard import unguarded
-from shardwise.engine.prepared.slices import OwnedSlice
+from shardwise.engine.protocol import OwnedSlice
 from shardwise.errors import CheckpointError
 
 # In place of the value of a state that is as large as its parameter: its dtype.

@@ -2,6 +2,7 @@
 
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan, as_plan
+from shardwise.plan.limits import LIMITS
 
 
 def asked_plan(plan: Plan | str, *, precision: str, setting: str, accumulate: int | None = None) -> Plan:
@@ -13,8 +14,7 @@ def asked_plan(plan: Plan | str, *, precision: str, setting: str, accumulate: in
     if isinstance(plan, str):
         return Plan(strategy=plan, precision=precision)
     plan = as_plan(plan)
-    if plan.engine != "shardwise":
-        raise InvalidPlan(f"plan.engine = {plan.engine!r}: integrations run engine = 'shardwise'")
+    LIMITS[plan.engine].check_call("integrations", plan)
     if precision != "fp32" and plan.precision != precision:
         raise InvalidPlan(f"{setting} with plan.precision = {plan.precision!r}: say {precision!r} in the plan as well")
     if plan.precision == "fp16":

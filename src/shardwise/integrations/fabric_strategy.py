@@ -17,7 +17,7 @@ from shardwise.engines import accumulate, clip_grad_norm_
 from shardwise.errors import InvalidPlan
 from shardwise.integrations.asked_plan import asked_plan, framework_precision, refuse_capture
 from shardwise.integrations.prepared_models import PreparedModels
-from shardwise.integrations.tested_versions import tell_if_untested
+from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.plan import Plan
 
 
@@ -30,7 +30,7 @@ class ShardwiseFabricStrategy(DDPStrategy):  # type: ignore[misc]
     """One process per device, as in Fabric's own DDP; models run `plan`, a Plan or the name of a strategy."""
 
     def __init__(self, *, plan: Plan | str, **options: Any) -> None:
-        tell_if_untested("lightning")
+        warn_if_untested("lightning")
         self._asked_plan = plan
         self._said_precision = "32-true"
         self._own_precision = Precision()

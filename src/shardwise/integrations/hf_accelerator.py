@@ -20,7 +20,7 @@ from shardwise.engines import clip_grad_norm_
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.integrations.asked_plan import asked_plan, framework_precision, refuse_capture
 from shardwise.integrations.prepared_models import PreparedModels
-from shardwise.integrations.tested_versions import tell_if_untested
+from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.plan import Plan
 
 # Ways to run that are other engines.
@@ -50,7 +50,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
     def run_plan(self, plan: Plan | str) -> None:
         """From now on models are prepared for `plan`."""
-        tell_if_untested("accelerate")
+        warn_if_untested("accelerate")
         if self.distributed_type in [getattr(DistributedType, name) for name in _OTHER_ENGINES]:
             raise InvalidPlan(
                 f"Accelerate is set to {self.distributed_type.value} (a plugin, `accelerate config` or a variable): "

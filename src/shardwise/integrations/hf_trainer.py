@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from shardwise.engine.engine import is_prepared
+from shardwise.engine.protocol import find_engine
 from shardwise.engines import capture
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.integrations.hf_accelerator import ShardwiseAccelerator
-from shardwise.integrations.tested_versions import tell_if_untested
+from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.integrations.trainer_arguments import checked_plan
 from shardwise.integrations.trainer_auto import solved_plan
 from shardwise.plan import Plan
@@ -40,7 +40,7 @@ class ShardwiseMixin:
     optimizer: Any
 
     def __init__(self, *arguments: Any, plan: Plan | str, **options: Any) -> None:
-        tell_if_untested("transformers")
+        warn_if_untested("transformers")
         self._asked_plan = plan
         # While one rank writes them, all of the model's weights; else None.
         self._gathered: dict[str, Tensor] | None = None
@@ -57,7 +57,7 @@ class ShardwiseMixin:
         return plan
 
     def create_accelerator_and_postprocess(self) -> None:
-        if self.model is not None and is_prepared(self.model):
+        if self.model is not None and find_engine(self.model) is not None:
             raise InvalidModel(
                 "this model has been through shardwise.prepare already: hand the Trainer the model as it was made, "
                 "with plan="
@@ -155,7 +155,7 @@ class ShardwiseMixin:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The Trainer's own. Collective: all ranks gather the weights, then one writes them."""
-        self._gathered = self.model.state_dict() if is_prepared(self.model) else None
+        self._gathered = self.model.state_dict() if find_engine(self.model) is not None else None
         try:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         finally:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engine.engine import engine_of, is_prepared
+from shardwise.engine.protocol import find_engine, require_engine
 from shardwise.engines import prepare
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
@@ -31,7 +31,7 @@ class PreparedModels:
         """Prepare a model that is new here; one without parameters stays as it is. Collective."""
         if model in self._models or next(model.parameters(), None) is None:
             return
-        if is_prepared(model):
+        if find_engine(model) is not None:
             raise InvalidModel(
                 f"this {type(model).__name__} has been through shardwise.prepare already: hand over the model as it "
                 "was made, with the plan"
@@ -42,6 +42,6 @@ class PreparedModels:
     def adopt(self, optimizer: Optimizer) -> None:
         """Make an optimizer of these models' parameters step what this rank owns. Collective."""
         for model in self:
-            owned = engine_of(model).owned
-            if owned.concerns(optimizer):
-                owned.adopt_alike(optimizer)
+            engine = require_engine(model)
+            if engine.concerns(model, optimizer):
+                engine.adopt(model, optimizer)

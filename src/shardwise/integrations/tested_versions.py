@@ -13,7 +13,7 @@ TESTED: dict[str, tuple[str, str]] = {
 }
 
 
-def tell_if_untested(library: str) -> None:
+def warn_if_untested(library: str) -> None:
     """Warn, in one line, where the installed version is outside of the tested range."""
     found = version(library)
     first, beyond = TESTED[library]

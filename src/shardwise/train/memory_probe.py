@@ -16,11 +16,11 @@ import torch
 
 from shardwise.comm.agreement import exchange
 from shardwise.comm.join import Place
-from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.out_of_memory.survive import StepGuard, StepUndone
 from shardwise.engine.out_of_memory.surviving import Surviving
-from shardwise.engine.plan_change.replan import fixed_by, replan
+from shardwise.engine.protocol import require_engine
+from shardwise.engines import replan
 from shardwise.launch.failure import during
 from shardwise.plan import Plan
 from shardwise.planner.engine_model import engine_model_of
@@ -43,7 +43,7 @@ _REHEARSALS = 2
 def probe_memory(training: Training, *, chosen: ChosenPlan, place: Place) -> ChosenPlan:
     """The plan that training begins with: the chosen one, or one that needs less. Collective."""
     is_auto, is_over = chosen.given.plan.is_auto, training.step >= training.num_steps
-    if not is_auto or is_over or not is_prepared(training.model):
+    if not is_auto or is_over or not require_engine(training.model).can("replan", training.model):
         return chosen
     # Only rank 0 knows what was predicted, and whether an earlier start has measured it.
     budget = exchange(_budget_to_probe(chosen, place=place))[0]
@@ -102,11 +102,11 @@ class _Probe:
     def _rehearsed_bytes(self) -> int:
         """This rank's peak in the passes of the next step, which are undone; StepUndone, if a rank had too little."""
         training = self.training
-        guard, engine = StepGuard(training.model), engine_of(training.model)
+        guard = StepGuard(training.model)
         self._release()
         passes = next_passes(training)
         for _ in range(_REHEARSALS):
-            with step_peak(engine) as peak:
+            with step_peak(training.model, training.optimizer, device=training.device) as peak:
                 guard.begin()
                 run_passes(training, passes.weights, passes.batches, guard=guard)
             guard.agree()
@@ -130,7 +130,7 @@ class _Probe:
             training.tell(found)
             return plan
         found = f"{found} ({measured / predicted:.2f} ×)"
-        trait = fixed_by(engine_of(training.model), plan=plan)
+        trait = require_engine(training.model).fixed_by(training.model, plan)
         if trait:
             training.tell(f"{found}: the plan stays, since it cannot change under a model with {trait}")
             return plan

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.join import Place
-from shardwise.engine.engine import is_prepared
 from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.out_of_memory.survive import StepGuard, StepUndone
 from shardwise.engine.out_of_memory.surviving import NotSurvived, Surviving
+from shardwise.engine.protocol import require_engine
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
 from shardwise.train import run_folder
@@ -143,7 +143,7 @@ class SurvivingUpdate:
 def let_survive(training: Training, *, chosen: ChosenPlan, place: Place, tell: Callable[[str], None]) -> None:
     """From here on a step of this training outlives a lack of memory, as often as its config says."""
     plans = SmallerPlans(chosen=chosen, place=place)
-    if not plans.most or not is_prepared(training.model):
+    if not plans.most or not require_engine(training.model).can("step", training.model, argument="survive"):
         return
     allocate_states(training.optimizer)
     training.guard = StepGuard(training.model)
