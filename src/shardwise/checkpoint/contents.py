@@ -1,4 +1,4 @@
-"""From a model and an optimizer, cut in whatever way, to what a checkpoint holds; and back, into any other cut."""
+"""A model and an optimizer, sharded in any way → the contents of a checkpoint; and back, sharded in any other way."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePiece:
-    """Elements of a tensor of this shape from `start` on, in one dimension."""
+    """Some elements of a tensor of this shape, from `start` on, in one dimension."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,11 +41,11 @@ class StatePiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSnapshot:
-    """What one rank writes. All ranks' pieces together are every tensor, once."""
+    """The part of a checkpoint that one rank writes. The pieces of all ranks hold every tensor once."""
 
     contents: Contents
     pieces: list[StatePiece]
-    # The first parameter of which this rank holds a NaN or Inf.
+    # The first parameter in which this rank has a NaN or Inf.
     nonfinite: str | None = None
 
     @property
@@ -53,13 +53,13 @@ class StateSnapshot:
         return sum(piece.elements.numel() * piece.elements.element_size() for piece in self.pieces)
 
     def copied(self, staging: Staging) -> "StateSnapshot":
-        """The same, of which training changes nothing any more."""
+        """Return a copy that training does not change any more."""
         copies = staging.copy([piece.elements for piece in self.pieces])
         pieces = [replace(piece, elements=copy) for piece, copy in zip(self.pieces, copies, strict=True)]
         return replace(self, pieces=pieces)
 
     def state(self) -> dict[str, Any]:
-        """For torch.distributed.checkpoint."""
+        """Return the state dict for torch.distributed.checkpoint."""
         return {piece.name: Boxes(piece.elements, shape=piece.shape, start=piece.start) for piece in self.pieces}
 
 
@@ -91,7 +91,7 @@ def snapshot(
         pieces += [_written(EMA_OF + part.name, part, average) for part, average in _averaged(held, ema)]
     pieces = [piece for piece in pieces if piece.elements.numel()]
     if ranks.index == 0:
-        # Buffers come from rank 0 before every step, so its are the ones that count.
+        # Every step broadcasts the buffers of rank 0, so these are saved.
         pieces += [StatePiece.whole(MODEL + name, buffer) for name, buffer in held.buffers.items()]
         pieces += _empty(held)
     mine = {key: value for key, value in own.items() if isinstance(value, Tensor)}
@@ -113,7 +113,7 @@ def snapshot(
 
 
 def _averaged(held: OwnedModel, ema: EMA) -> list[tuple[OwnedSlice, Tensor]]:
-    """The slices that have an average, and it."""
+    """Return the slices that have an average, with it."""
     averages = ema.slices()
     return [(part, averages[part.parameter]) for part in held.slices if part.parameter in averages]
 
@@ -123,7 +123,7 @@ def _described(ema: EMA) -> dict[str, Any]:
 
 
 def _first_nonfinite(pieces: Sequence[StatePiece]) -> str | None:
-    """The name of the first piece with a NaN or Inf: its largest magnitude is one. The device is waited for once."""
+    """Return the name of the first piece whose largest magnitude is NaN or Inf. Waits for the device once."""
     floats = [piece for piece in pieces if piece.elements.numel() and piece.elements.dtype in _FLOATS]
     if not floats:
         return None
@@ -133,14 +133,14 @@ def _first_nonfinite(pieces: Sequence[StatePiece]) -> str | None:
 
 
 def _written(name: str, part: OwnedSlice, tensor: Tensor) -> StatePiece:
-    """The share of a slice that this rank writes, of those that hold it."""
+    """Return the part of a slice that this rank writes, of the ranks that hold it."""
     start, stop = share(start=part.start, stop=part.stop, copy=part.copy, num_copies=part.num_copies)
     elements = local(tensor).reshape(-1)[start - part.start : stop - part.start]
     return StatePiece(name=name, shape=part.shape, start=start, elements=elements)
 
 
 def _empty(held: OwnedModel) -> list[StatePiece]:
-    """Parameters without elements, of which no rank holds a slice."""
+    """Return the parameters without elements, of which no rank holds a slice."""
     return [
         StatePiece.whole(MODEL + name, torch.empty(shape, dtype=dtype))
         for name, (shape, dtype) in held.parameters.items()
@@ -150,9 +150,9 @@ def _empty(held: OwnedModel) -> list[StatePiece]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """A load that is prepared: `targets` are to be filled from the checkpoint, then `finish` to be called.
+    """A prepared load: the caller fills `targets` from the checkpoint, then calls `finish`.
 
-    has_optimizer   whether the optimizer gets a state, and does not start afresh
+    has_optimizer   whether the checkpoint holds a state for the optimizer
     """
 
     targets: dict[str, Any]
@@ -165,7 +165,7 @@ class Loading:
 def loading(
     model: nn.Module, optimizer: Optimizer | None, *, manifest: Manifest, ranks: Ranks, ema: EMA | None = None
 ) -> Loading:
-    """What this rank wants of a checkpoint; nothing is changed yet but by `finish`."""
+    """Describe what this rank reads from a checkpoint; only `finish` changes the model and the optimizer."""
     state = state_of(model)
     state.check_values(model, what="a load of a checkpoint")
     # First: it makes the engine adopt a new optimizer.
@@ -200,7 +200,7 @@ def loading(
 
 
 def _check_ema(manifest: Manifest, ema: EMA) -> None:
-    """The checkpoint must hold the average of the same parameters."""
+    """Raise unless the checkpoint holds the average of the same parameters."""
     if manifest.contents.ema is None:
         raise CheckpointError(
             "the checkpoint holds no EMA: load it without, and make a new shardwise.EMA(model, decay) after that"
@@ -213,7 +213,7 @@ def _check_ema(manifest: Manifest, ema: EMA) -> None:
 
 
 class _Window:
-    """A rank's slice as boxes that can be written into: its own memory, or a copy where that is not end to end."""
+    """A rank's slice as boxes to write into: its own memory, or a copy if that is not contiguous."""
 
     def __init__(self, name: str, part: OwnedSlice, tensor: Tensor) -> None:
         self.name = name
@@ -223,14 +223,14 @@ class _Window:
         self.boxes = Boxes(self._elements[: self.num_elements], shape=part.shape, start=part.start)
 
     def close(self) -> None:
-        """It is filled; what follows is padding (holding.py)."""
+        """Copy the filled boxes into the slice; the elements after them are padding (holding.py)."""
         self._elements[self.num_elements :] = 0
         if self._elements.data_ptr() != self._tensor.data_ptr():
             self._tensor.copy_(self._elements.view(self._tensor.shape))
 
 
 def _own(manifest: Manifest, *, ranks: Ranks) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """What this rank saved for itself, if there were as many ranks; the tensors of it are to be filled."""
+    """Return what this rank saved for itself, if the number of ranks is the same, and its tensors, not filled yet."""
     if manifest.contents.num_ranks != ranks.count or not manifest.contents.own:
         return None, {}
     prefix = f"{OWN}{ranks.index}."
@@ -244,9 +244,9 @@ def _own(manifest: Manifest, *, ranks: Ranks) -> tuple[dict[str, Any] | None, di
 
 
 def check_fits(manifest: Manifest, held: OwnedModel) -> None:
-    """The model must have the checkpoint's tensors, all of them and no others, in their shapes.
+    """Raise unless the model has exactly the checkpoint's tensors, in their shapes.
 
-    A parameter that is tied in the checkpoint, and not in the model, is there by its other name.
+    A parameter that is tied in the checkpoint but not in the model is found by its other name.
     """
     problem = "the checkpoint does not fit the model: "
     stored = {**manifest.contents.parameters, **manifest.contents.buffers}

@@ -1,4 +1,4 @@
-"""What this rank holds of any model: prepared by an engine, or plain in one process."""
+"""The state that this rank holds of any model: prepared by an engine, or plain in one process."""
 
 from collections.abc import Mapping
 from dataclasses import replace

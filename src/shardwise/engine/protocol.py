@@ -3,7 +3,7 @@
 Callers find the engine of a model (`require_engine`, `find_engine`) and call it; none of them needs to know which
 engine it is. A method that an engine cannot offer raises the sentence of its row in plan/limits.py.
 
-HeldState        what a rank holds of a model: checkpoints and the profiler read it, of models without an engine too
+HeldState        the state that a rank holds: checkpoints and the profiler read it, also of models without an engine
 TrainingEngine   HeldState, and all that training calls
 """
 
@@ -73,7 +73,7 @@ class OwnedModel:
 
 
 class HeldState(ABC):
-    """What a rank holds of a model, by full names."""
+    """Reads the state that a rank holds of a model, by full names."""
 
     @abstractmethod
     def plan_of(self, model: nn.Module) -> Plan | None:
@@ -105,7 +105,7 @@ class HeldState(ABC):
 
 
 class TrainingEngine(HeldState):
-    """What trains a prepared model. The public functions of engines.py document the methods of the same name."""
+    """Trains a prepared model. The public functions of engines.py document the methods of the same name."""
 
     # Calls
 

@@ -14,7 +14,7 @@ from shardwise.plan import Plan
 
 
 class PreparedModels:
-    """What was prepared by `plan`. `device` is asked when a model comes."""
+    """The models prepared by `plan`; `device` is called for each."""
 
     def __init__(self, plan: Plan, *, device: Callable[[], torch.device]) -> None:
         self.plan = plan
@@ -28,7 +28,7 @@ class PreparedModels:
         return model in self._models
 
     def prepare(self, model: nn.Module) -> None:
-        """Prepare a model that is new here; one without parameters stays as it is. Collective."""
+        """Prepare a model unless it was prepared here before or has no parameters. Collective."""
         if model in self._models or next(model.parameters(), None) is None:
             return
         if find_engine(model) is not None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.checkpoint.tensor_file import TensorEntry, TensorFile, opened, write_tensors
+from shardwise.checkpoint.weight_files import INDEX, ONE_FILE, divide_weights, write_index
 from shardwise.engine.prepared.weight_stream import full_parameters
 from shardwise.engine.protocol import OwnedModel, require_engine
 from shardwise.engines import prepare
@@ -28,7 +29,6 @@ from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.plan import Plan, as_plan
 from shardwise.plan.limits import LIMITS
 
-_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # The default size of Hugging Face's files.
 _MOST_FILE_BYTES = 50 * 10**9
 
@@ -66,7 +66,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, most_file_bytes: in
     held = engine.held(model)
     stored = _stored_names(model, [*held.parameters, *held.aliases, *held.buffers])
     entries = _entries(model, held)
-    parts = _parts(entries, most_file_bytes=most_file_bytes)
+    parts = divide_weights(entries, most_file_bytes=most_file_bytes)
     failure: str | None = None
     values = _values(model, held, wanted=entries)
     if dist.get_rank() == 0:
@@ -125,17 +125,17 @@ class SafetensorsFolder(Mapping[str, Tensor]):
 
 
 def _files_in(folder: Path) -> list[Path]:
-    if (folder / _ONE_FILE).exists():
-        return [folder / _ONE_FILE]
+    if (folder / ONE_FILE).exists():
+        return [folder / ONE_FILE]
     try:
-        index = json.loads((folder / _INDEX).read_text())
+        index = json.loads((folder / INDEX).read_text())
         names = sorted({str(name) for name in index["weight_map"].values()})
     except FileNotFoundError as error:
-        raise InvalidData(f"{folder} has neither {_ONE_FILE} nor {_INDEX}") from error
+        raise InvalidData(f"{folder} has neither {ONE_FILE} nor {INDEX}") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InvalidData(f"{folder / _INDEX} is malformed ({error})") from error
+        raise InvalidData(f"{folder / INDEX} is malformed ({error})") from error
     if any(Path(name).name != name for name in names):
-        raise InvalidData(f"{folder / _INDEX} names files outside of its folder")
+        raise InvalidData(f"{folder / INDEX} names files outside of its folder")
     return [folder / name for name in names]
 
 
@@ -201,21 +201,6 @@ def _entries(model: nn.Module, held: OwnedModel) -> dict[str, TensorEntry]:
     return {name: entry for name, entry in entries.items() if name not in left_out}
 
 
-def _parts(entries: Mapping[str, TensorEntry], *, most_file_bytes: int) -> dict[str, list[str]]:
-    """Divide the tensors into files (file → names): consecutive ones together, up to the limit."""
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name, entry in entries.items():
-        if parts[-1] and size + entry.num_bytes > most_file_bytes:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += entry.num_bytes
-    if len(parts) == 1:
-        return {_ONE_FILE: parts[0]}
-    return {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
-
-
 def _values(model: nn.Module, held: OwnedModel, *, wanted: Collection[str]) -> Iterator[Tensor]:
     """Yield the wanted parameters and buffers, on rank 0 on the CPU; each unit is gathered once. Collective."""
     on_cpu = dist.get_rank() == 0
@@ -253,16 +238,12 @@ def _write(
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     if len(parts) > 1:
-        index = {
-            "metadata": {"total_size": sum(entry.num_bytes for entry in entries.values())},
-            "weight_map": {stored[name]: file_name for file_name, names in parts.items() for name in names},
-        }
-        with atomic_write(folder / _INDEX) as file:
-            file.write(json.dumps(index, indent=2).encode())
+        weight_map = {stored[name]: file_name for file_name, names in parts.items() for name in names}
+        write_index(folder, weight_map=weight_map, num_bytes=sum(entry.num_bytes for entry in entries.values()))
     else:
-        (folder / _INDEX).unlink(missing_ok=True)
+        (folder / INDEX).unlink(missing_ok=True)
     # Files of an earlier save into another number of files.
-    for stale in (folder / _ONE_FILE, *folder.glob("model-?????-of-?????.safetensors")):
+    for stale in (folder / ONE_FILE, *folder.glob("model-?????-of-?????.safetensors")):
         if stale.name not in parts:
             stale.unlink(missing_ok=True)
 
