@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.absent import AbsentCollectives, absent_group
 from shardwise.engine.engine import tape
-from shardwise.engine.prepare import prepare
+from shardwise.engines import prepare
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.plan import Plan

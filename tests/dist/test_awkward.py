@@ -15,7 +15,7 @@ from training import Case, Result, assert_close, assert_equal, make_collectives,
 from whole import strategies, whole
 
 from shardwise.engine.engine import engine_of, tape
-from shardwise.engine.prepare import prepare
+from shardwise.engines import prepare
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES

@@ -17,8 +17,9 @@ from whole import strategies, whole
 
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.engine import engine_of
-from shardwise.engine.prepare import prepare
 from shardwise.engine.prepared.full_state import full_state_dict, load_full_state_dict
+from shardwise.engine.protocol import find_engine
+from shardwise.engines import prepare
 from shardwise.models.make import build_model
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
@@ -269,6 +270,8 @@ def copied(rank: int, plan: Plan) -> None:
     twin = copy.deepcopy(model)
     assert type(twin).__mro__[1] is nn.Module
     assert twin.head.weight is twin.embed.weight
+    assert find_engine(twin) is None
+    assert find_engine(model) is not None
     assert not any("forward" in module.__dict__ for module in twin.modules())
     for name, value in model.state_dict().items():
         assert torch.equal(twin.state_dict()[name], value)

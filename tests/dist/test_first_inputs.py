@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from reliability.said import say
 from shardwise.comm.absent import AbsentCollectives, absent_group
 from shardwise.engine.guards.first_inputs import digest
-from shardwise.engine.prepare import prepare
+from shardwise.engines import prepare
 from shardwise.plan import Plan
 
 

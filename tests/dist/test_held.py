@@ -6,8 +6,8 @@ from cases import adamw
 from ranks import run_ranks
 from whole import whole
 
-from shardwise.engine.prepare import prepare
 from shardwise.engine.prepared.inventory import held_bytes
+from shardwise.engines import prepare
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 from shardwise.plan import Plan

@@ -221,7 +221,7 @@ def test_a_version_that_was_not_tested_is_told_in_one_line(monkeypatch: pytest.M
         monkeypatch.setattr(tested_versions, "version", lambda library: found)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            tested_versions.tell_if_untested("accelerate")
+            tested_versions.warn_if_untested("accelerate")
         return [str(warning.message) for warning in caught]
 
     for tested in ("1.15", "1.15.0", "1.15.3rc1"):

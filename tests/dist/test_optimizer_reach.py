@@ -14,7 +14,7 @@ from training import Case, assert_equal, line, on_ranks, one_process
 from whole import whole
 
 import shardwise
-from shardwise.engine.prepare import prepare
+from shardwise.engines import prepare
 from shardwise.plan import Plan
 
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]

@@ -18,8 +18,8 @@ import shardwise
 from shardwise.checkpoint import Checkpoints
 from shardwise.comm.agreement import exchange
 from shardwise.engine.engine import engine_of
-from shardwise.engine.prepare import prepare
 from shardwise.engine.prepared.inventory import held_bytes
+from shardwise.engines import prepare
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.tasks import cross_entropy

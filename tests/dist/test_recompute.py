@@ -15,7 +15,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from training import make_collectives
 from whole import strategies
 
-from shardwise.engine.prepare import prepare
+from shardwise.engines import prepare
 from shardwise.plan import Plan
 from shardwise.tasks import cross_entropy
 

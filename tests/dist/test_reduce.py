@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import BackendCollectives, Collectives, Work
 from shardwise.comm.groups import Group
 from shardwise.engine.engine import engine_of
-from shardwise.engine.prepare import prepare
+from shardwise.engines import prepare
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.tasks import cross_entropy

@@ -299,7 +299,7 @@ def test_what_cannot_be_is_refused_in_one_line_on_every_rank() -> None:
                 "the plan is not chosen yet",
                 "the job has 2",
                 "different plans: strategy = zero1 | strategy = ddp",
-                "needs a model of shardwise.prepare",
+                "this Linear has not been through shardwise.prepare",
                 "inside `with shardwise.whole",
             ),
             lines,

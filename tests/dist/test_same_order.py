@@ -15,7 +15,7 @@ from shardwise.comm.collectives import BackendCollectives
 from shardwise.comm.issued import first_difference
 from shardwise.engine.engine import engine_of
 from shardwise.engine.guards.same_order import coefficient
-from shardwise.engine.prepare import prepare
+from shardwise.engines import prepare
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 

@@ -13,7 +13,7 @@ from whole import whole
 from shardwise.comm.collectives import BackendCollectives
 from shardwise.engine.core.tape import TapeEntry
 from shardwise.engine.engine import engine_of, tape
-from shardwise.engine.prepare import prepare
+from shardwise.engines import prepare
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES

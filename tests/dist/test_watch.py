@@ -22,7 +22,7 @@ from wrong import WIDTH, Blocks
 from reliability.said import say
 from shardwise.comm.agreement import exchange
 from shardwise.comm.watch import EXIT_CODE
-from shardwise.engine.prepare import prepare
+from shardwise.engines import prepare
 from shardwise.launch.launch import launch
 from shardwise.plan import Plan
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.activations.recompute import recompute_unit
 from shardwise.engine.activations.offload import ActivationOffload, offload_unit
+from shardwise.engine.activations.recompute import recompute_unit
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shardwise.bench.modes import mode_of
+from shardwise.bench.modes import is_ours, mode_of
 from shardwise.bench.spread import Spread
 from shardwise.profile.memory_ledger import MemoryLedger
 from shardwise.vocabulary.span import Span
@@ -90,7 +90,7 @@ class CaseResult:
 
     @property
     def name(self) -> str:
-        return self.strategy if self.engine == "shardwise" else f"{self.engine} {self.strategy}"
+        return self.strategy if is_ours(self.engine) else f"{self.engine} {self.strategy}"
 
     @property
     def mode(self) -> str:

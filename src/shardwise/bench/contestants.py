@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from shardwise.bench.modes import mode_of
+from shardwise.bench.modes import mode_of, without_mode
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS, EngineLimits, Setting, lives_alike
@@ -50,14 +50,14 @@ def plan_for(engine: str, strategy: str, plan: Plan) -> Plan:
 
     Only our engine captures by its plan: others' steps are captured by hand (graph_update.py).
     """
-    compiler = plan.compiler if plan.compiler != "none" else "inductor"
+    compiler, bare = plan.compiler if plan.compiler != "none" else "inductor", without_mode(engine)
     if strategy == AUTO:
         # It chooses for each unit.
         plan = replace(plan, overrides=Patterns(), recompute_overrides=Patterns())
     return replace(
         plan,
         strategy=strategy,
-        engine="torch" if engine.startswith("torch") else "shardwise",
+        engine=bare if bare in LIMITS else "shardwise",
         compile=compiler if mode_of(engine) == "compiled" else "none",
         capture="on" if engine in ("captured", "compiled") else "off",
     )

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.dtensor import dtensor_types, local_part
-from shardwise.engine.engine import is_prepared
-from shardwise.engine.prepared.slices import held
+from shardwise.engine.protocol import find_engine
 
 # What engines put between the names of modules.
 _WRAPPERS = ("module", "_fsdp_wrapped_module", "_forward_module", "_original_module", "_orig_mod")
@@ -33,8 +32,9 @@ class Part:
 
 def parts_of(model: nn.Module, *, names: Iterable[str]) -> list[Part]:
     """This rank's parts of the parameters of these names. `model` is what an engine made of it."""
-    if is_prepared(model):
-        slices = [piece for piece in held(model).slices if piece.name in names]
+    engine = find_engine(model)
+    if engine is not None:
+        slices = [piece for piece in engine.held(model).slices if piece.name in names]
         return [Part(name=piece.name, parameter=piece.parameter, counts=piece.copy == 0) for piece in slices]
     # By its name: to import FSDP1 takes a second, and who runs it has done so.
     sharded = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())

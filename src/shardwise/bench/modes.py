@@ -8,6 +8,11 @@ compiled   units are compiled by torch.compile, and each step is one CUDA graph
 MODES = ("eager", "captured", "compiled")
 
 
+def is_ours(engine: str) -> bool:
+    """Return whether the steps are eager steps of our engine."""
+    return engine == "shardwise"
+
+
 def without_mode(engine: str) -> str:
     """The engine whose steps they are: "torch" of "torch-captured"; ours is "shardwise"."""
     bare = engine.removesuffix(mode_of(engine)).removesuffix("-")

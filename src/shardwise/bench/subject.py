@@ -14,8 +14,9 @@ from shardwise.bench.run_files import BenchRun
 from shardwise.comm.absent import AbsentCollectives, leave_out_reduce
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.join import Place
-from shardwise.engine.engine import engine_of, is_prepared
+from shardwise.engine.protocol import find_engine
 from shardwise.launch.failure import during
+from shardwise.plan.limits import LIMITS
 from shardwise.profile.traceless import TracelessCollectives, lending_broadcasts
 from shardwise.spec import ModelSpec
 from shardwise.train.config import TrainConfig
@@ -44,8 +45,9 @@ class BenchTraining:
 
     def settle(self) -> None:
         """Wait until all that was issued is done: on the device, and the gathers that our update has started."""
-        if is_prepared(self.training.model):
-            engine_of(self.training.model).core.wait_gathers()
+        engine = find_engine(self.training.model)
+        if engine is not None:
+            engine.settle(self.training.model)
         if self.training.device.type == "cuda":
             torch.cuda.synchronize(self.training.device)
 
@@ -125,7 +127,7 @@ def _captured_by_hand(
 def _collectives(run: BenchRun, *, place: Place, to_be_recorded: bool) -> Collectives | None:
     """What our engine takes instead of its own."""
     plan = run.config.plan
-    if plan.engine != "shardwise":
+    if LIMITS[plan.engine].why_not_call("prepare", plan, arguments=["collectives"]) is not None:
         return None
     if run.silent:
         return AbsentCollectives()

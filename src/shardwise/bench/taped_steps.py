@@ -15,7 +15,8 @@ from shardwise.bench.case_result import Happening
 from shardwise.bench.run_files import Found
 from shardwise.bench.subject import BenchTraining
 from shardwise.engine.core.tape import TapeEntry
-from shardwise.engine.engine import is_prepared, tape
+from shardwise.engine.engine import tape
+from shardwise.engine.protocol import find_engine
 from shardwise.profile.memory_ledger import Lasts
 from shardwise.profile.recording import StepRecording
 from shardwise.program import Kind
@@ -28,7 +29,7 @@ _LASTS = {Kind.FORWARD: Lasts.UNTIL_NEXT, Kind.BACKWARD: Lasts.UNTIL_NEXT, Kind.
 
 def with_usual_tape(found: Found, subject: BenchTraining) -> Found:
     """And, on rank 0, the operations of the step of a few that took the most usual time, and that time."""
-    if not is_prepared(subject.training.model):
+    if not _has_tape(subject):
         return found
     # The first one finds nothing under way, which is not the usual step: gathers of an update end in the next step.
     _, *steps = [_timed(subject) for _ in range(NUM_TAPED)]
@@ -73,8 +74,13 @@ def _timed(subject: BenchTraining) -> tuple[float, float, list[TapeEntry]]:
     return time.perf_counter() - began, began, entries
 
 
+def _has_tape(subject: BenchTraining) -> bool:
+    engine = find_engine(subject.training.model)
+    return engine is not None and engine.can("tape", subject.training.model)
+
+
 def _taped(subject: BenchTraining, *, on_entry: Callable[[TapeEntry], None] | None = None) -> list[TapeEntry]:
-    if not is_prepared(subject.training.model):
+    if not _has_tape(subject):
         subject.step()
         return []
     with tape(subject.training.model) as recorded:

@@ -32,10 +32,9 @@ from shardwise.bench.subject import BenchTraining, start
 from shardwise.bench.taped_steps import NUM_TAPED, recorded_step, with_rows, with_usual_tape
 from shardwise.comm.agreement import meet
 from shardwise.comm.join import Place, joined
-from shardwise.engine.engine import engine_of, is_prepared
+from shardwise.engine.protocol import find_engine
 from shardwise.launch.failure import LOG, report, write_to_log
 from shardwise.profile.recording import WARM_UP_STEPS, StepRecording, allocations_on
-from shardwise.program import build
 from shardwise.spec import ModelSpec
 from shardwise.train.batches import to_device
 from shardwise.train.loop import Training, Update
@@ -203,11 +202,9 @@ def _units(spec: ModelSpec) -> tuple[UnitOutline, ...]:
 
 
 def _buckets(training: Training) -> dict[str, tuple[str, ...]]:
-    """As our engine reduces them; the spec is the one whose order it has learned."""
-    if not is_prepared(training.model):
-        return {}
-    engine = engine_of(training.model)
-    return {bucket.name: bucket.units for bucket in build(engine.core.spec, plan=engine.plan).buckets}
+    """Return the units of each bucket, as our engine reduces them."""
+    engine = find_engine(training.model)
+    return {} if engine is None else engine.buckets(training.model)
 
 
 def _environment(run: BenchRun, *, place: Place) -> dict[str, Any]:

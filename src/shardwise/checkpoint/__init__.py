@@ -1,4 +1,4 @@
-"""Checkpoints of a training: sharded, atomic, asynchronous, without pickle, and loadable under any other plan."""
+"""Checkpoints of a training: sharded, atomic, asynchronous, without pickle, loadable under any other plan."""
 
 from shardwise.checkpoint.checkpoints import Checkpoints, Loaded, SavedCheckpoint, Saving, open_checkpoint
 from shardwise.checkpoint.storage import CheckpointReader, CheckpointWriter

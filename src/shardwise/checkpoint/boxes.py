@@ -5,8 +5,8 @@
                                        b b b b b      c  row 3, columns 0 and 1
                                        c c . . .
 
-At most 2·ndim − 1 boxes: one of whole rows, and on either side of it what is left of a row, cut in the same way but
-open on one side only, which gives ndim − 1 each. Every box is contiguous in the flattened tensor, in this order.
+At most 2·ndim − 1 boxes: one of whole rows, and on each side of it a part of a row, which is cut in the same way but is
+open on one side only, so that it gives ndim − 1. Every box is contiguous in the flattened tensor, in this order.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Box:
 
 
 def cut(shape: Sequence[int], *, start: int, stop: int) -> list[Box]:
-    """The boxes of elements `start` to `stop` of a tensor of this shape, in order."""
+    """Return the boxes of elements `start` to `stop` of a tensor of this shape, in order."""
     if start >= stop:
         return []
     if not shape:
@@ -62,10 +62,10 @@ def _in_row(shape: Sequence[int], row: int, *, start: int, stop: int) -> list[Bo
 
 
 def covers(boxes: Sequence[Box], *, shape: Sequence[int]) -> bool:
-    """Whether boxes inside a tensor of this shape hold each of its elements once.
+    """Return whether boxes inside a tensor of this shape hold each of its elements once.
 
-    Boxes that are contiguous in the flattened tensor, as all that we write are, are laid end to end; others are
-    compared in pairs.
+    Boxes that are contiguous in the flattened tensor are compared in order; others are compared in pairs. All boxes
+    that we write are contiguous.
     """
     if sum(box.num_elements for box in boxes) != prod(shape):
         return False
@@ -77,7 +77,7 @@ def covers(boxes: Sequence[Box], *, shape: Sequence[int]) -> bool:
 
 
 def _contiguous(box: Box, shape: Sequence[int]) -> bool:
-    """Single entries in the first dimensions, then a range, then all."""
+    """Return whether it has single entries in the first dimensions, then a range, then all entries."""
     sizes = list(zip(box.sizes, shape, strict=True))
     while sizes and sizes[0][0] == 1:
         sizes.pop(0)
@@ -99,15 +99,15 @@ def _overlap(one: Box, other: Box) -> bool:
 
 
 def share(*, start: int, stop: int, copy: int, num_copies: int) -> tuple[int, int]:
-    """The part of a slice that the `copy`-th of the ranks that hold it writes: all write about as much."""
+    """Return the part of a slice that rank `copy` of the ranks that hold it writes: all write about the same amount."""
     size = stop - start
     return start + size * copy // num_copies, start + size * (copy + 1) // num_copies
 
 
 class Boxes(Tensor):
-    """A leaf of a state dict: some elements of a tensor, which lie in `elements`, from `start` on.
+    """A leaf of a state dict: `elements` are those of a tensor of this shape from `start` on.
 
-    A tensor without memory of its own, that answers what torch.distributed.checkpoint asks tensors of several shards.
+    A tensor without memory that implements the methods which torch.distributed.checkpoint calls on sharded tensors.
     """
 
     @staticmethod
@@ -115,7 +115,7 @@ class Boxes(Tensor):
         made: Boxes = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=elements.dtype, device=elements.device)
         made.boxes = cut(shape, start=start, stop=start + elements.numel())
         if not prod(shape):
-            # Something must be written for a tensor without elements to be there.
+            # A box without elements, so that the checkpoint lists the tensor.
             made.boxes = [Box(offsets=(0,) * len(shape), sizes=tuple(shape))]
         parts = torch.split(elements, [box.num_elements for box in made.boxes]) if made.boxes else ()
         made._views = {box.offsets: part.view(box.sizes) for part, box in zip(parts, made.boxes, strict=True)}

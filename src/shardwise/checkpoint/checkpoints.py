@@ -1,8 +1,8 @@
-"""Save and load a training: the model, the optimizer, and where it stands. The part that users call.
+"""Save and load a training: the model, the optimizer, and its progress. This is the interface for users.
 
-save ──▶ what each rank holds, as boxes of named tensors ──▶ copied to the host ──▶ written in the background by
-         torch.distributed.checkpoint, over our storage
-load ◀── boxes of whatever each rank holds now ◀── the same planners, which read what overlaps
+save ──▶ each rank's slices, as boxes of named tensors ──▶ copied to the host ──▶ written in the background by
+         torch.distributed.checkpoint, through our storage
+load ◀── boxes of the slices that each rank holds now ◀── the same planners, which read what overlaps
 """
 
 import threading
@@ -32,13 +32,13 @@ from shardwise.checkpoint.typed import from_json
 from shardwise.engine.prepared.average import EMA
 from shardwise.errors import CheckpointError, DiskFailed
 
-# What a user must mend: it is the same when tried again.
+# Errors that the user has to fix: another attempt would fail in the same way.
 _NOT_THE_DISK = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """A save that has begun. `stall_seconds`: how long training stood still for it; `num_bytes`: of this rank."""
+    """A save that has begun. Training waited for it for `stall_seconds`; this rank writes `num_bytes`."""
 
     step: int
     stall_seconds: float
@@ -47,7 +47,7 @@ class Saving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint on the disk."""
+    """A checkpoint on disk."""
 
     path: Path
     manifest: Manifest
@@ -63,7 +63,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """Where the training stood. `own` is None where the number of ranks is another than when it was saved."""
+    """The progress of the training. `own` is None if the number of ranks has changed since it was saved."""
 
     step: int
     progress: dict[str, Any]
@@ -74,8 +74,8 @@ class Checkpoints:
     """The checkpoints of one training, in one folder that all ranks see.
 
     All methods are collective over the job; without a process group, this process is the job. `on_saved` is called on
-    rank 0 with the step of each checkpoint when it is on the disk, in the thread that writes. `disk` replaces the real
-    one, for tests.
+    rank 0 with the step of each checkpoint when it is on disk, in the thread that writes. `disk` replaces the real file
+    system, for tests.
     """
 
     def __init__(
@@ -112,15 +112,15 @@ class Checkpoints:
         ema: EMA | None = None,
         finite_only: bool = False,
     ) -> Saving:
-        """Save this state. Asynchronous: returns when it is copied, and the writing continues.
+        """Save this state. Asynchronous: returns when it is copied, and writes in the background.
 
-        progress   the same on every rank: numbers, strings, lists, dicts
-        own        this rank's alone, random states for example: the same, and tensors
-        ema        an average of the parameters, to be saved too
-        finite_only   refuse parameters with a NaN or Inf; otherwise they are saved, and the last checkpoint without
+        progress      numbers, strings, lists, dicts; the same on every rank
+        own           the same kinds, and tensors, of this rank alone: random states, for example
+        ema           an average of the parameters, to be saved too
+        finite_only   refuse parameters with a NaN or Inf. Otherwise they are saved, and the last checkpoint without
                       any is kept however many follow
 
-        A save waits for the one before it. What goes wrong in the background is raised by the next call.
+        A save waits for the previous one. The next call raises an error that occurred in the background.
         """
         begun = time.perf_counter()
         self.wait()
@@ -148,7 +148,7 @@ class Checkpoints:
         return Saving(step=step, stall_seconds=time.perf_counter() - begun, num_bytes=taken[0].num_bytes)
 
     def wait(self) -> None:
-        """Until what is being written is on the disk, under its name."""
+        """Wait until the pending save is on disk, under its final name."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -157,9 +157,9 @@ class Checkpoints:
             raise failure
 
     def latest(self) -> SavedCheckpoint | None:
-        """The newest good one: its manifest is there, and all files have their checksums.
+        """Return the newest good checkpoint: its manifest is there, and all files match their checksums.
 
-        The ranks share the reading. A damaged one is named in a warning, and the one before it is looked at.
+        The ranks share the reading. A warning names a damaged checkpoint, and the previous one is tried.
         """
         self.wait()
         ranks = self._together()
@@ -182,7 +182,7 @@ class Checkpoints:
         *,
         ema: EMA | None = None,
     ) -> Loaded:
-        """Fill the model, the optimizer and the average, under whatever plan, engine and number of ranks there are."""
+        """Fill the model, the optimizer and the average, under any plan, engine and number of ranks."""
         self.wait()
         ranks = self._together()
         manifest = saved.manifest
@@ -207,7 +207,7 @@ class Checkpoints:
         return Loaded(step=saved.step, progress=progress, own=load.own)
 
     def close(self) -> None:
-        """Wait for what is being written, then give up the ranks' group."""
+        """Wait for the pending save, then release the ranks' process group."""
         try:
             self.wait()
         finally:
@@ -244,23 +244,23 @@ class Checkpoints:
                 process_group=ranks.handle,
             )
         except CheckpointException as error:
-            # Every rank has ended its writing, or this would not have been raised.
+            # It is raised only after every rank has finished writing.
             raise _not_written(error, step=taken.contents.step, writer=writer) from error
         except Exception as error:
-            # A peer has gone: what was exchanged with it cannot end.
+            # Another rank is gone, so that the exchange with it failed.
             line = one_line(error)
             raise CheckpointError(f"the checkpoint of step {taken.contents.step} was not written: {line}") from error
 
 
 def open_checkpoint(path: str | Path) -> SavedCheckpoint:
-    """One checkpoint by its folder, for `Checkpoints.load`; refused in one line where it is damaged. Not collective."""
+    """Open one checkpoint by its folder, for `Checkpoints.load`; raise if it is damaged. Not collective."""
     manifest = read_manifest(Path(path))
     verify_files(Path(path), manifest.files)
     return SavedCheckpoint(path=Path(path), manifest=manifest)
 
 
 def _problem(path: Path, *, ranks: Ranks) -> str | None:
-    """What is wrong with this rank's part of the files."""
+    """Describe what is wrong with this rank's part of the files; None if they are good."""
     try:
         files = sorted(read_manifest(path).files.items())
         verify_files(path, dict(files[ranks.index :: ranks.count]))
@@ -270,10 +270,10 @@ def _problem(path: Path, *, ranks: Ranks) -> str | None:
 
 
 def _not_written(error: CheckpointException, *, step: int, writer: CheckpointWriter) -> CheckpointError:
-    """The error to raise, once what was written is removed."""
+    """Remove what was written, and return the error to raise."""
     failures = [failure for _, (failure, _) in sorted(error.failures.items())]
     line = f"the checkpoint of step {step} was not written: {_first_failure(error)}"
-    # A failure that is no Exception ends the process, which removes nothing.
+    # A failure that is no Exception ends the process, so nothing is removed.
     if all(isinstance(failure, Exception) for failure in failures) and not writer.discard():
         line += "; its half-written folder could not be removed"
     by_disk = isinstance(failures[0], OSError) and not isinstance(failures[0], _NOT_THE_DISK)
@@ -281,12 +281,12 @@ def _not_written(error: CheckpointException, *, step: int, writer: CheckpointWri
 
 
 def _first_failure(error: CheckpointException) -> str:
-    """One line for the first rank that failed."""
+    """Describe the failure of the first rank that failed, in one line."""
     rank, (failure, _) = min(error.failures.items())
     return f"rank {rank}: {one_line(failure)}"
 
 
 def _quiet_without_a_group(ranks: Ranks) -> None:
-    """torch warns that it works in one process, which is what was asked for."""
+    """Ignore torch's warning that it works in one process: that is intended."""
     if ranks.group is None:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

@@ -1,4 +1,4 @@
-"""From a model and an optimizer, cut in whatever way, to what a checkpoint holds; and back, into any other cut."""
+"""A model and an optimizer, sharded in any way → the contents of a checkpoint; and back, sharded in any other way."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,23 +11,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.boxes import Boxes, share
-from shardwise.checkpoint.holding import filled, holding, local, names_of_groups
+from shardwise.checkpoint.holding import holding, local
 from shardwise.checkpoint.manifest import EMA_OF, MODEL, OWN, Contents, Manifest
 from shardwise.checkpoint.optimizer_state import OptimizerLoad, describe_optimizer
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.typed import dtype_name, from_json, to_json
-from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.engine.prepared.average import EMA
-from shardwise.engine.prepared.slices import OwnedModel, OwnedSlice
+from shardwise.engine.protocol import OwnedModel, OwnedSlice
 from shardwise.errors import CheckpointError
+from shardwise.torch_engine.plain_model import state_of
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePiece:
-    """Elements of a tensor of this shape from `start` on, in one dimension."""
+    """Some elements of a tensor of this shape, from `start` on, in one dimension."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,11 +41,11 @@ class StatePiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSnapshot:
-    """What one rank writes. All ranks' pieces together are every tensor, once."""
+    """The part of a checkpoint that one rank writes. The pieces of all ranks hold every tensor once."""
 
     contents: Contents
     pieces: list[StatePiece]
-    # The first parameter of which this rank holds a NaN or Inf.
+    # The first parameter in which this rank has a NaN or Inf.
     nonfinite: str | None = None
 
     @property
@@ -53,13 +53,13 @@ class StateSnapshot:
         return sum(piece.elements.numel() * piece.elements.element_size() for piece in self.pieces)
 
     def copied(self, staging: Staging) -> "StateSnapshot":
-        """The same, of which training changes nothing any more."""
+        """Return a copy that training does not change any more."""
         copies = staging.copy([piece.elements for piece in self.pieces])
         pieces = [replace(piece, elements=copy) for piece, copy in zip(self.pieces, copies, strict=True)]
         return replace(self, pieces=pieces)
 
     def state(self) -> dict[str, Any]:
-        """For torch.distributed.checkpoint."""
+        """Return the state dict for torch.distributed.checkpoint."""
         return {piece.name: Boxes(piece.elements, shape=piece.shape, start=piece.start) for piece in self.pieces}
 
 
@@ -73,31 +73,33 @@ def snapshot(
     ranks: Ranks,
     ema: EMA | None = None,
 ) -> StateSnapshot:
-    """This rank's part of a checkpoint, in the memory that is trained."""
+    """Return this rank's part of a checkpoint, in the memory that is trained."""
+    state = state_of(model)
     if optimizer is not None or ema is not None:
-        # Weights alone may be saved as they are at the moment.
-        _check_values(model, what="a checkpoint of a training")
-    # First: an optimizer that is new to us is adopted by it.
-    groups = names_of_groups(model, optimizer) if optimizer is not None else []
+        # Weights alone may be saved with the values that they have at the moment.
+        state.check_values(model, what="a checkpoint of a training")
+    # First: it makes the engine adopt a new optimizer.
+    groups = state.group_names(model, optimizer) if optimizer is not None else []
     held = holding(model)
     pieces = [_written(MODEL + part.name, part, part.parameter) for part in held.slices]
     nonfinite = _first_nonfinite(pieces)
     described = None
     if optimizer is not None:
         described, states = describe_optimizer(optimizer, slices=held.stepped, groups=groups)
-        pieces += [_written(state.name, state.of, state.value) for state in states]
+        pieces += [_written(one.name, one.of, one.value) for one in states]
     if ema is not None:
         pieces += [_written(EMA_OF + part.name, part, average) for part, average in _averaged(held, ema)]
     pieces = [piece for piece in pieces if piece.elements.numel()]
     if ranks.index == 0:
-        # Buffers come from rank 0 before every step, so its are the ones that count.
+        # Every step broadcasts the buffers of rank 0, so these are saved.
         pieces += [StatePiece.whole(MODEL + name, buffer) for name, buffer in held.buffers.items()]
         pieces += _empty(held)
     mine = {key: value for key, value in own.items() if isinstance(value, Tensor)}
     pieces += [StatePiece.whole(f"{OWN}{ranks.index}.{key}", value) for key, value in mine.items()]
+    plan = state.plan_of(model)
     contents = Contents(
         step=step,
-        plan=engine_of(model).plan.to_dict() if is_prepared(model) else None,
+        plan=None if plan is None else plan.to_dict(),
         parameters={name: [list(shape), dtype_name(dtype)] for name, (shape, dtype) in held.parameters.items()},
         buffers={name: [list(value.shape), dtype_name(value.dtype)] for name, value in held.buffers.items()},
         aliases=held.aliases,
@@ -110,14 +112,8 @@ def snapshot(
     return StateSnapshot(contents=contents, pieces=pieces, nonfinite=nonfinite)
 
 
-def _check_values(model: nn.Module, *, what: str) -> None:
-    """Refuse it in a block of code in which the model has other values than those of its training (ema.applied)."""
-    if is_prepared(model):
-        engine_of(model).core.passes.check_values(what)
-
-
 def _averaged(held: OwnedModel, ema: EMA) -> list[tuple[OwnedSlice, Tensor]]:
-    """The slices that have an average, and it."""
+    """Return the slices that have an average, with it."""
     averages = ema.slices()
     return [(part, averages[part.parameter]) for part in held.slices if part.parameter in averages]
 
@@ -127,7 +123,7 @@ def _described(ema: EMA) -> dict[str, Any]:
 
 
 def _first_nonfinite(pieces: Sequence[StatePiece]) -> str | None:
-    """The name of the first piece with a NaN or Inf: its largest magnitude is one. The device is waited for once."""
+    """Return the name of the first piece whose largest magnitude is NaN or Inf. Waits for the device once."""
     floats = [piece for piece in pieces if piece.elements.numel() and piece.elements.dtype in _FLOATS]
     if not floats:
         return None
@@ -137,14 +133,14 @@ def _first_nonfinite(pieces: Sequence[StatePiece]) -> str | None:
 
 
 def _written(name: str, part: OwnedSlice, tensor: Tensor) -> StatePiece:
-    """The share of a slice that this rank writes, of those that hold it."""
+    """Return the part of a slice that this rank writes, of the ranks that hold it."""
     start, stop = share(start=part.start, stop=part.stop, copy=part.copy, num_copies=part.num_copies)
     elements = local(tensor).reshape(-1)[start - part.start : stop - part.start]
     return StatePiece(name=name, shape=part.shape, start=start, elements=elements)
 
 
 def _empty(held: OwnedModel) -> list[StatePiece]:
-    """Parameters without elements, of which no rank holds a slice."""
+    """Return the parameters without elements, of which no rank holds a slice."""
     return [
         StatePiece.whole(MODEL + name, torch.empty(shape, dtype=dtype))
         for name, (shape, dtype) in held.parameters.items()
@@ -154,9 +150,9 @@ def _empty(held: OwnedModel) -> list[StatePiece]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """A load that is prepared: `targets` are to be filled from the checkpoint, then `finish` to be called.
+    """A prepared load: the caller fills `targets` from the checkpoint, then calls `finish`.
 
-    has_optimizer   whether the optimizer gets a state, and does not start afresh
+    has_optimizer   whether the checkpoint holds a state for the optimizer
     """
 
     targets: dict[str, Any]
@@ -169,17 +165,18 @@ class Loading:
 def loading(
     model: nn.Module, optimizer: Optimizer | None, *, manifest: Manifest, ranks: Ranks, ema: EMA | None = None
 ) -> Loading:
-    """What this rank wants of a checkpoint; nothing is changed yet but by `finish`."""
-    _check_values(model, what="a load of a checkpoint")
-    # First: an optimizer that is new to us is adopted by it.
-    groups = names_of_groups(model, optimizer) if optimizer is not None else []
+    """Describe what this rank reads from a checkpoint; only `finish` changes the model and the optimizer."""
+    state = state_of(model)
+    state.check_values(model, what="a load of a checkpoint")
+    # First: it makes the engine adopt a new optimizer.
+    groups = state.group_names(model, optimizer) if optimizer is not None else []
     held = holding(model)
     check_fits(manifest, held)
     windows: list[_Window] = [_Window(MODEL + part.name, part, part.parameter) for part in held.slices]
     states: OptimizerLoad | None = None
     if optimizer is not None and manifest.contents.optimizer is not None:
         states = OptimizerLoad(optimizer, manifest.contents.optimizer, slices=held.stepped, groups=groups)
-        windows += [_Window(state.name, state.of, state.value) for state in states.tensors]
+        windows += [_Window(one.name, one.of, one.value) for one in states.tensors]
     if ema is not None:
         _check_ema(manifest, ema)
         windows += [_Window(EMA_OF + part.name, part, average) for part, average in _averaged(held, ema)]
@@ -197,13 +194,13 @@ def loading(
             states.take()
         if ema is not None and manifest.contents.ema is not None:
             ema.decay, ema.num_updates = manifest.contents.ema["decay"], manifest.contents.ema["num_updates"]
-        filled(model)
+        state.slices_filled(model)
 
     return Loading(targets=targets, own=own, has_optimizer=states is not None, finish=finish)
 
 
 def _check_ema(manifest: Manifest, ema: EMA) -> None:
-    """The checkpoint must hold the average of the same parameters."""
+    """Raise unless the checkpoint holds the average of the same parameters."""
     if manifest.contents.ema is None:
         raise CheckpointError(
             "the checkpoint holds no EMA: load it without, and make a new shardwise.EMA(model, decay) after that"
@@ -216,7 +213,7 @@ def _check_ema(manifest: Manifest, ema: EMA) -> None:
 
 
 class _Window:
-    """A rank's slice as boxes that can be written into: its own memory, or a copy where that is not end to end."""
+    """A rank's slice as boxes to write into: its own memory, or a copy if that is not contiguous."""
 
     def __init__(self, name: str, part: OwnedSlice, tensor: Tensor) -> None:
         self.name = name
@@ -226,14 +223,14 @@ class _Window:
         self.boxes = Boxes(self._elements[: self.num_elements], shape=part.shape, start=part.start)
 
     def close(self) -> None:
-        """It is filled; what follows is padding (holding.py)."""
+        """Copy the filled boxes into the slice; the elements after them are padding (holding.py)."""
         self._elements[self.num_elements :] = 0
         if self._elements.data_ptr() != self._tensor.data_ptr():
             self._tensor.copy_(self._elements.view(self._tensor.shape))
 
 
 def _own(manifest: Manifest, *, ranks: Ranks) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """What this rank saved for itself, if there were as many ranks; the tensors of it are to be filled."""
+    """Return what this rank saved for itself, if the number of ranks is the same, and its tensors, not filled yet."""
     if manifest.contents.num_ranks != ranks.count or not manifest.contents.own:
         return None, {}
     prefix = f"{OWN}{ranks.index}."
@@ -247,9 +244,9 @@ def _own(manifest: Manifest, *, ranks: Ranks) -> tuple[dict[str, Any] | None, di
 
 
 def check_fits(manifest: Manifest, held: OwnedModel) -> None:
-    """The model must have the checkpoint's tensors, all of them and no others, in their shapes.
+    """Raise unless the model has exactly the checkpoint's tensors, in their shapes.
 
-    A parameter that is tied in the checkpoint, and not in the model, is there by its other name.
+    A parameter that is tied in the checkpoint but not in the model is found by its other name.
     """
     problem = "the checkpoint does not fit the model: "
     stored = {**manifest.contents.parameters, **manifest.contents.buffers}

@@ -1,6 +1,6 @@
 """Every effect that a save has on the file system, one method each.
 
-A save is a sequence of these, so a test can count them, and let the k-th fail, for every k.
+A save is a sequence of these calls, so that a test can count them and make the k-th one fail, for every k.
 """
 
 import os
@@ -9,13 +9,13 @@ from typing import BinaryIO
 
 
 class Disk:
-    """The real one."""
+    """The real file system."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: Path) -> BinaryIO:
-        """A new file, unbuffered: what `write` returned from has been handed to the system."""
+        """Create a file, unbuffered: when `write` returns, the system has the data."""
         return open(path, "xb", buffering=0)
 
     def write(self, file: BinaryIO, data: memoryview) -> None:
@@ -23,11 +23,11 @@ class Disk:
             data = data[file.write(data) :]
 
     def sync_file(self, file: BinaryIO) -> None:
-        """Return when the file's content would survive a loss of power."""
+        """Return when the content of the file would survive a power failure."""
         os.fsync(file.fileno())
 
     def sync_folder(self, path: Path) -> None:
-        """The same for the names in a folder: a file that is synced in a folder that is not may have no name."""
+        """Return when the names in a folder would survive it: a synced file may lose its name without this."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

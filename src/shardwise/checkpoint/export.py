@@ -1,9 +1,8 @@
-"""Weights out of a checkpoint into ordinary safetensors files, and into a checkpoint from such files.
+"""Export the weights of a checkpoint to ordinary safetensors files, and import a checkpoint from such files.
 
 Both stream: one tensor is in memory at a time, however large the model is.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -18,16 +17,15 @@ from shardwise.checkpoint.manifest import MODEL, Contents, Manifest, StoredBox, 
 from shardwise.checkpoint.tensor_file import TensorEntry, TensorFile, opened_all, write_tensors
 from shardwise.checkpoint.typed import dtype_name
 from shardwise.checkpoint.verify import verify
+from shardwise.checkpoint.weight_files import INDEX, divide_weights, write_index
 from shardwise.errors import CheckpointError
 from shardwise.files.atomic import atomic_write
 from shardwise.models.hugging_face import HuggingFaceLayout, layout_of_ours, layout_of_theirs
 
-_INDEX = "model.safetensors.index.json"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Exported:
-    """A tensor of the checkpoint, `name`, as it is in the files."""
+    """A tensor of the checkpoint, called `name` there, as it is in the files."""
 
     name: str
     entry: TensorEntry
@@ -42,41 +40,35 @@ def export_weights(
     dtype: torch.dtype | None = None,
     most_file_bytes: int | None = None,
 ) -> list[Path]:
-    """Write the parameters and buffers of a checkpoint, under their full names; the files that were written.
+    """Write the parameters and buffers of a checkpoint, under their full names; return the files.
 
-    out               FILE.safetensors, or a folder: model.safetensors, or several and an index where one would be
-                      larger than `most_file_bytes`
-    hugging_face      the names and shapes of Hugging Face's Llama or GPT-2
-    dtype             of floating-point tensors; as saved without it
+    out               FILE.safetensors, or a folder for model.safetensors, or for several files and an index if one
+                      would be larger than `most_file_bytes`
+    hugging_face      use the names and shapes of Hugging Face's Llama or GPT-2
+    dtype             dtype of floating-point tensors (default: as saved)
 
-    A tied parameter is written once, as Hugging Face does it.
+    A tied parameter is written once, as Hugging Face does.
     """
     manifest = verify(path)
     tensors = _exported(manifest, hugging_face=hugging_face, dtype=dtype)
+    entries = {name: tensor.entry for name, tensor in tensors.items()}
     if out.suffix == ".safetensors":
-        parts, names = [tensors], [out.name]
-        folder = out.parent
+        folder, files = out.parent, {out.name: list(tensors)}
     else:
-        folder = out
-        parts = _parted(tensors, most_file_bytes=most_file_bytes)
-        names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
-        if len(parts) == 1:
-            names = ["model.safetensors"]
+        folder, files = out, divide_weights(entries, most_file_bytes=most_file_bytes)
     folder.mkdir(parents=True, exist_ok=True)
-    for part, name in zip(parts, names, strict=True):
-        _write(folder / name, part, path=path, manifest=manifest)
-    written = [folder / name for name in names]
-    if len(parts) > 1:
-        where = {tensor: name for part, name in zip(parts, names, strict=True) for tensor in part}
-        num_bytes = sum(tensor.entry.num_bytes for tensor in tensors.values())
-        with atomic_write(folder / _INDEX) as file:
-            file.write(json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": where}, indent=2).encode())
-        written.append(folder / _INDEX)
+    for file, names in files.items():
+        _write(folder / file, {name: tensors[name] for name in names}, path=path, manifest=manifest)
+    written = [folder / file for file in files]
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        write_index(folder, weight_map=weight_map, num_bytes=sum(entry.num_bytes for entry in entries.values()))
+        written.append(folder / INDEX)
     return written
 
 
 def _exported(manifest: Manifest, *, hugging_face: bool, dtype: torch.dtype | None) -> dict[str, _Exported]:
-    """By the name in the files."""
+    """Return the tensors to write by their names in the files."""
     names = [*manifest.contents.parameters, *manifest.contents.buffers]
     layout = layout_of_ours(names) if hugging_face else None
     exported = {}
@@ -95,19 +87,6 @@ def _exported(manifest: Manifest, *, hugging_face: bool, dtype: torch.dtype | No
     return exported
 
 
-def _parted(tensors: Mapping[str, _Exported], *, most_file_bytes: int | None) -> list[dict[str, _Exported]]:
-    """Consecutive tensors together, up to the limit; one that is larger has a file of its own."""
-    parts: list[dict[str, _Exported]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if most_file_bytes is not None and parts[-1] and size + tensor.entry.num_bytes > most_file_bytes:
-            parts.append({})
-            size = 0
-        parts[-1][name] = tensor
-        size += tensor.entry.num_bytes
-    return parts
-
-
 def _write(out: Path, tensors: Mapping[str, _Exported], *, path: Path, manifest: Manifest) -> None:
     def whole() -> Iterator[Tensor]:
         for tensor in tensors.values():
@@ -123,7 +102,7 @@ def _write(out: Path, tensors: Mapping[str, _Exported], *, path: Path, manifest:
 
 
 def assembled(name: str, *, manifest: Manifest, files: Iterable[TensorFile]) -> Tensor:
-    """One whole tensor from its boxes."""
+    """Read one whole tensor from its boxes."""
     stored = manifest.tensors[name]
     by_name = {file.path.name: file for file in files}
     whole = torch.empty(stored.shape, dtype=stored.dtype)
@@ -138,7 +117,7 @@ def assembled(name: str, *, manifest: Manifest, files: Iterable[TensorFile]) -> 
 def import_weights(
     sources: Iterable[Path], folder: Path, *, hugging_face: bool = False, disk: Disk | None = None
 ) -> Path:
-    """Make a checkpoint of weights alone, at step 0, from safetensors files; its path in `folder`."""
+    """Make a checkpoint of weights alone, at step 0, from safetensors files; return its path in `folder`."""
     disk = disk or Disk()
     with opened_all(sources) as files:
         found = _imported(files, hugging_face=hugging_face)
@@ -162,7 +141,7 @@ def import_weights(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Imported:
-    """A tensor of a file, as it is in the checkpoint."""
+    """A tensor of a file, as it will be in the checkpoint."""
 
     file: TensorFile
     name: str
@@ -175,7 +154,7 @@ class _Imported:
 
 
 def _imported(files: Iterable[TensorFile], *, hugging_face: bool) -> dict[str, _Imported]:
-    """By our names."""
+    """Return the tensors of the files by our names."""
     files = list(files)
     layout = layout_of_theirs(name for file in files for name in file.entries) if hugging_face else None
     found: dict[str, _Imported] = {}
@@ -196,7 +175,7 @@ def _imported(files: Iterable[TensorFile], *, hugging_face: bool) -> dict[str, _
 
 
 def _untie(found: dict[str, _Imported]) -> dict[str, str]:
-    """Some files hold a tied head a second time: leave it out, as another name of the embedding."""
+    """Drop a tied head that some files hold a second time; return it as another name of the embedding."""
     head, embed = found.get("head.weight"), found.get("embed.weight")
     if head is None or embed is None or head.entry != embed.entry or not torch.equal(head.read(), embed.read()):
         return {}

@@ -1,10 +1,10 @@
-"""The folder that holds checkpoints, and the order of effects that makes each appear, and vanish, at once.
+"""The folder that holds checkpoints, and the order of effects that makes each appear and disappear atomically.
 
-    step-00000100/, step-00000200/, step-00000200.1/     checkpoints; the last one took a step that was there already
+    step-00000100/, step-00000200/, step-00000200.1/     checkpoints; the last one is of a step that existed already
     .saving-…/                                            being written, or left by a crash
     .removing-…/                                          being removed, or left by a crash
 
-One job at a time saves into a folder: what is left of another one is swept away at the next save.
+One job at a time saves into a folder: the next save removes what a crash has left.
 """
 
 import re
@@ -26,11 +26,11 @@ _SAVING, _REMOVING = ".saving-", ".removing-"
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, oldest first; whether they are good is not looked at."""
+    """Return the checkpoints of a folder, oldest first, without checking whether they are good."""
     try:
         paths = list(folder.iterdir())
     except OSError:
-        # Missing, a file, or not to be read.
+        # It is missing, a file, or not readable.
         return []
     found = []
     for path in paths:
@@ -41,7 +41,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def begin(folder: Path, *, step: int, disk: Disk) -> Path:
-    """Make the folder in which a checkpoint is written. Its name is of this save alone, so that two never mix."""
+    """Make the folder in which a checkpoint is written. Its name is unique to this save, so that two never mix."""
     disk.make_folder(folder)
     sweep(folder, disk=disk)
     saving = folder / f"{_SAVING}step-{step:08}-{secrets.token_hex(8)}"
@@ -50,14 +50,14 @@ def begin(folder: Path, *, step: int, disk: Disk) -> Path:
 
 
 def sweep(folder: Path, *, disk: Disk) -> None:
-    """Remove what a crash left of saves and removals. Only the job that holds the folder may."""
+    """Remove what a crash left of saves and removals. Only the job that holds the folder may call it."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name.startswith((_SAVING, _REMOVING)) and path.is_dir():
             _remove(path, disk=disk)
 
 
 def discard(saving: Path, *, disk: Disk) -> bool:
-    """Remove what a save that failed has written; whether that went well. A full disk has room again."""
+    """Remove what a failed save has written, so that a full disk has room again; return whether that worked."""
     try:
         if saving.is_dir():
             _remove(saving, disk=disk)
@@ -67,7 +67,7 @@ def discard(saving: Path, *, disk: Disk) -> bool:
 
 
 def write_file(path: Path, entries: Mapping[str, TensorEntry], tensors: Iterable[Tensor], *, disk: Disk) -> StoredFile:
-    """A safetensors file, on the disk when this returns."""
+    """Write a safetensors file; it is on disk when this returns."""
     with disk.create(path) as file:
         summed = _Summed(file, disk=disk)
         write_tensors(summed, entries, tensors, metadata={"format": "pt"})
@@ -76,7 +76,7 @@ def write_file(path: Path, entries: Mapping[str, TensorEntry], tensors: Iterable
 
 
 class _Summed:
-    """A file that keeps the length and the checksum of what was written into it."""
+    """A file that counts the bytes written into it and keeps their checksum."""
 
     def __init__(self, file: BinaryIO, *, disk: Disk) -> None:
         self._file = file
@@ -91,7 +91,7 @@ class _Summed:
 
 
 def commit(saving: Path, manifest: Manifest, *, disk: Disk) -> Path:
-    """The files are all on the disk: write the manifest, then give the checkpoint its name, and with that its being."""
+    """Write the manifest after all files, then rename the folder: from there on the checkpoint exists."""
     with disk.create(saving / FILE_NAME) as file:
         disk.write(file, memoryview(manifest.to_bytes()))
         disk.sync_file(file)
@@ -103,7 +103,7 @@ def commit(saving: Path, manifest: Manifest, *, disk: Disk) -> Path:
 
 
 def _free_name(folder: Path, *, step: int) -> Path:
-    """Nothing is renamed over: what stands there may be the last good one."""
+    """Return a name that is not taken: a checkpoint of that name may be the last good one."""
     path = folder / f"step-{step:08}"
     number = 0
     while path.exists():
@@ -113,40 +113,40 @@ def _free_name(folder: Path, *, step: int) -> Path:
 
 
 def prune(folder: Path, *, keep: int, newest: Path, disk: Disk, damaged: Collection[str] = ()) -> None:
-    """Remove all but the last `keep`, and the last one with finite weights. A damaged one does not count, and stays.
+    """Remove all but the last `keep`, and the last one with finite weights. Damaged ones do not count, and stay.
 
-    `damaged` are the names of those that were read and do not have their checksums; others are only looked at.
+    `damaged` are the names of checkpoints that do not match their checksums; of others only the lengths are checked.
     """
     found = [path for path in checkpoints_in(folder) if path != newest and path.name not in damaged]
     finite = {path: manifest.contents.finite for path in found if (manifest := _whole(path)) is not None}
     others = list(finite)
     kept: Path | None = None
     if not read_manifest(newest).contents.finite:
-        # The last one with finite weights is what a user goes back to.
+        # A user returns to the last one with finite weights.
         kept = next((path for path in reversed(others) if finite[path]), None)
     for path in others[: max(0, len(others) - (keep - 1))]:
         if path == kept:
             continue
         removing = folder / f"{_REMOVING}{path.name}-{secrets.token_hex(8)}"
         disk.rename(path, removing)
-        # Before the first file goes: a folder with some files missing must never have its old name back.
+        # Before the first file is removed: after a crash, a folder with files missing must not have its old name.
         disk.sync_folder(folder)
         _remove(removing, disk=disk)
 
 
 def _remove(path: Path, *, disk: Disk) -> None:
     if path.is_symlink():
-        # What it points to is not ours: a user may have linked a checkpoint of another run.
+        # Keep its target: a user may have linked a checkpoint of another run.
         disk.remove_file(path)
         return
-    # The manifest first: without it nothing else in the folder means anything.
+    # The manifest first: without it the folder is no checkpoint.
     for file in sorted(path.iterdir(), key=lambda file: (file.name != FILE_NAME, file.name)):
         disk.remove_file(file)
     disk.remove_folder(path)
 
 
 def _whole(path: Path) -> Manifest | None:
-    """The manifest, if it is good and the files are as long as it says; the tensors are not read."""
+    """Return the manifest if it is good and the files have their lengths; the tensors are not read."""
     try:
         manifest = read_manifest(path)
         lengths = ((path / name).stat().st_size == file.num_bytes for name, file in manifest.files.items())

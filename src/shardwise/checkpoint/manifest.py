@@ -1,7 +1,7 @@
-"""The manifest: what a checkpoint holds, where each box of each tensor lies, and how to tell that all of it is whole.
+"""The manifest of a checkpoint: its contents, the place of each box of each tensor, and the checksums of its files.
 
-One JSON file, written last. Checksums are CRC-32: they find what disks, copies and crashes do to a file, at the speed
-of reading it. Against somebody who means harm no checksum helps, since whoever can change a file can change this one.
+One JSON file, written last. Checksums are CRC-32: they detect damage by disks, copies and crashes at the speed of
+reading. They do not protect against an attacker, who could change the manifest as well.
 """
 
 import json
@@ -32,10 +32,10 @@ FILE_NAME = "manifest.json"
 FORMAT = "shardwise-checkpoint"
 VERSION = 1
 
-# A million boxes are some 100 MiB.
+# A million boxes take about 100 MiB.
 _MOST_BYTES = 2**30
 
-# A tensor's name in a checkpoint is its path in nested state dicts, joined as torch.distributed.checkpoint joins it.
+# A tensor's name in a checkpoint is its path in nested state dicts, joined as in torch.distributed.checkpoint.
 MODEL, OPTIMIZER, EMA_OF, OWN = "model.", "optimizer.", "ema.", "own."
 
 
@@ -49,14 +49,14 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBox(Box):
-    """A box, and the file in which it lies."""
+    """A box, and the file that holds it."""
 
     file: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor by its boxes, which do not overlap and together are all of it."""
+    """A tensor by its boxes, which cover it without overlap."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -65,18 +65,17 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What is not a tensor, in JSON's types.
+    """The part of a checkpoint that is not a tensor, in JSON's types.
 
-    plan        the plan under which it was saved; None for a model that went through no plan
-    parameters  name → shape, dtype, of what is trained, in the model's order
+    plan        the plan under which it was saved; None for a model that was not prepared
+    parameters  name → shape and dtype of each parameter, in the model's order
     buffers     the same for buffers
     aliases     other names of tied parameters → the name under which they are stored
-    optimizer   kind, param groups (by names), and each parameter's state but for the tensors' values; None without one
-    ema         of an exponential moving average: decay, num_updates, and the names of the parameters that have one;
-                written only where there is one
-    progress    what the caller gave, the same on every rank
-    own         what each rank gave for itself
-    finite      whether no parameter holds a NaN or Inf; written only where it is false
+    optimizer   kind, param groups (by names), and each parameter's state without the values of tensors; or None
+    ema         decay, num_updates and parameter names of an exponential moving average; left out if there is none
+    progress    values from the caller, the same on every rank
+    own         values from the caller of each rank
+    finite      whether no parameter holds a NaN or Inf; left out if true
     """
 
     step: int
@@ -94,7 +93,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A checkpoint without its tensors."""
+    """A checkpoint without the values of its tensors."""
 
     contents: Contents
     files: dict[str, StoredFile]
@@ -123,25 +122,25 @@ class Manifest:
         ).encode()
 
     def metadata(self) -> Metadata:
-        """The same for torch.distributed.checkpoint; a tied parameter is there by each of its names."""
+        """Return it for torch.distributed.checkpoint, with a tied parameter under each of its names."""
         tensors: dict[str, STORAGE_TYPES] = {name: _storage_metadata(t) for name, t in self.tensors.items()}
         for alias, name in self.contents.aliases.items():
             tensors[MODEL + alias] = tensors[MODEL + name]
         return Metadata(tensors)
 
     def first_name(self, name: str) -> str:
-        """The name under which a tensor is stored, given any name of it."""
+        """Return the name under which a tensor is stored, given any of its names."""
         first = self.contents.aliases.get(name.removeprefix(MODEL)) if name.startswith(MODEL) else None
         return name if first is None else MODEL + first
 
 
 def box_key(name: str, box: Box, *, shape: tuple[int, ...]) -> str:
-    """The name of a box in its file: the tensor's own where it is all of it."""
+    """Return the name of a box in its file: the tensor's own name if the box is the whole tensor."""
     return name if box.sizes == tuple(shape) else f"{name}@{','.join(map(str, box.offsets))}"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint; one that is missing, damaged or not ours is refused in one line."""
+    """Read the manifest of a checkpoint; raise, in one line, if it is missing, damaged or not ours."""
     path = folder / FILE_NAME
     try:
         text = read_at_most(path, _MOST_BYTES)
@@ -161,7 +160,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_files(folder: Path, files: Mapping[str, StoredFile]) -> None:
-    """Each file must be there, as long as it was, with the bytes that it had."""
+    """Raise unless each file exists, with the length and the checksum that were written."""
     for name, expected in files.items():
         path = folder / name
         if not path.is_file():
@@ -195,12 +194,12 @@ def _from_body(body: dict[str, Any]) -> Manifest:
 
 
 def _is_plain_name(name: str) -> bool:
-    """Of a file in the checkpoint's own folder, that can be shown in a line."""
+    """Return whether a name is of a file in the checkpoint's folder, and printable in one line."""
     return name != "" and Path(name).name == name and name.isprintable() and len(name.encode()) <= 255
 
 
 def _check_types(contents: dict[str, Any]) -> None:
-    """Before anybody relies on them: whoever can write a manifest can give it any checksum."""
+    """Check all types before they are used: a manifest from elsewhere can have a valid checksum and any content."""
     for name, kinds in _CONTENTS_TYPES.items():
         if name in contents and type(contents[name]) not in kinds:
             raise ValueError(f"{name} is {type(contents[name]).__name__}")
@@ -214,7 +213,7 @@ def _check_types(contents: dict[str, Any]) -> None:
         raise ValueError("an alias that is not a name")
     plan, optimizer = contents.get("plan"), contents.get("optimizer")
     if plan is not None:
-        # Its keys are those of whoever wrote it; what is shown of it must be what it says.
+        # Another version may have written other keys; check the ones that are shown.
         mesh = plan.get("mesh", {"replicate": 1, "shard": 1})
         if type(plan["strategy"]) is not str or not all(type(mesh[axis]) is int for axis in ("replicate", "shard")):
             raise ValueError("a plan that cannot be")
@@ -252,7 +251,7 @@ def _storage_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
 
 
 def box_of(index: MetadataIndex, *, of: StoredTensor) -> StoredBox:
-    """The box that a planner means."""
+    """Return the box that a planner refers to."""
     if index.index is not None and index.index < len(of.boxes) and of.boxes[index.index].offsets == index.offset:
         return of.boxes[index.index]
     return next(box for box in of.boxes if box.offsets == index.offset)

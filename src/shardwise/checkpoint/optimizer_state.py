@@ -1,4 +1,4 @@
-"""An optimizer's state by full names: slices that lie as the parameters do, and numbers."""
+"""An optimizer's state by full names: slices that are cut like the parameters, and numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +12,12 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.manifest import OPTIMIZER
 from shardwise.checkpoint.typed import dtype_name, dtype_of, from_json, to_json
 from shardwise.engine.core.flat_buffers import unguarded
-from shardwise.engine.prepared.slices import OwnedSlice
+from shardwise.engine.protocol import OwnedSlice
 from shardwise.errors import CheckpointError
 
-# In place of the value of a state that is as large as its parameter: its dtype.
+# Marks a state of the parameter's shape in the manifest, with its dtype instead of its value.
 _LIKE_PARAMETER = "__like_parameter__"
-
-
-# In place of the value of a state of another shape: its dtype and that shape.
+# Marks a state of another shape, with its dtype and that shape.
 _SHAPED = "__shaped__"
 
 
@@ -35,7 +33,7 @@ class SliceState:
 def describe_optimizer(
     optimizer: Optimizer, *, slices: Sequence[OwnedSlice], groups: Sequence[Sequence[str]]
 ) -> tuple[dict[str, Any], list[SliceState]]:
-    """(what goes into the manifest, what is written as tensors) of the slices that this rank holds."""
+    """Return (what the manifest says, what is written as tensors) of the slices that this rank holds."""
     numbers = _keys_of_numbers(optimizer, slices)
     states: dict[str, dict[str, Any]] = {}
     tensors = []
@@ -67,7 +65,7 @@ def describe_optimizer(
 
 
 def _keys_of_numbers(optimizer: Optimizer, slices: Sequence[OwnedSlice]) -> set[str]:
-    """The keys under which one number is kept: a parameter without dimensions alone would not tell."""
+    """Return the keys of states that are one number: a parameter without dimensions does not show that by itself."""
     return {"step"} | {
         key
         for held in slices
@@ -78,12 +76,12 @@ def _keys_of_numbers(optimizer: Optimizer, slices: Sequence[OwnedSlice]) -> set[
 
 
 def _is_by_blocks(held: OwnedSlice, shape: Sequence[int]) -> bool:
-    """Whether a state of this shape, of the slice, has one value per block."""
+    """Return whether a state of this shape has one value per block of the slice."""
     return held.block > 1 and tuple(shape) == (-(-held.parameter.numel() // held.block),)
 
 
 def _lies(held: OwnedSlice, value: Tensor, *, what: str) -> OwnedSlice:
-    """Which elements of a state of another shape than the parameter's this rank holds."""
+    """Return which elements this rank holds of a state whose shape is not the parameter's."""
     if _is_by_blocks(held, value.shape):
         return held.by_blocks()
     if not held.is_whole:
@@ -95,7 +93,7 @@ def _lies(held: OwnedSlice, value: Tensor, *, what: str) -> OwnedSlice:
 
 
 class OptimizerLoad:
-    """States for an optimizer: made where there are none, filled by whoever reads the tensors, then taken."""
+    """New states for an optimizer: allocated if missing, filled by the caller, then given to the optimizer."""
 
     def __init__(
         self,
@@ -135,7 +133,7 @@ class OptimizerLoad:
                 raise CheckpointError(f"param group {number} holds {name} only in {where}")
 
     def _make(self, held: OwnedSlice, key: str, value: Any, *, options: Mapping[str, Any]) -> Any:
-        """The state to be filled, or the number; in the tensor that is there, since a captured step reads that one."""
+        """Return the tensor to fill, or the number. An existing tensor is reused, since a captured step reads it."""
         there = self._optimizer.state.get(held.parameter, {}).get(key)
         if isinstance(value, dict) and _LIKE_PARAMETER in value:
             dtype = dtype_of(value[_LIKE_PARAMETER])
@@ -156,7 +154,7 @@ class OptimizerLoad:
         number = from_json(value)
         if not isinstance(number, Tensor):
             return number
-        # As torch does: a step that kernels read lies where they run, any other on the CPU.
+        # As in torch: a step count that kernels read is on their device, any other on the CPU.
         read_by_kernels = options.get("capturable") or options.get("fused")
         device = held.parameter.device if read_by_kernels else torch.device("cpu")
         if not _alike(there, number) or there.device != device:
@@ -165,7 +163,7 @@ class OptimizerLoad:
         return there
 
     def _lies(self, held: OwnedSlice, shape: tuple[int, ...], *, what: str) -> OwnedSlice:
-        """Which elements of a state of this shape this rank is to hold."""
+        """Return which elements of a state of this shape this rank will hold."""
         if held.block > 1 and held.by_blocks().shape == shape:
             return held.by_blocks()
         if not held.is_whole:
@@ -177,7 +175,7 @@ class OptimizerLoad:
 
     @torch.no_grad()
     def take(self) -> None:
-        """The states are filled: from now on they are the optimizer's."""
+        """Give the filled states and the saved options to the optimizer."""
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             for key, value in options.items():
                 if _alike(group.get(key), value):
@@ -191,6 +189,6 @@ class OptimizerLoad:
 
 
 def _alike(there: Any, new: Any) -> bool:
-    """Whether `there` is a tensor that can take the values of `new`."""
+    """Return whether `there` is a tensor that can hold the values of `new`."""
     both = isinstance(there, Tensor) and isinstance(new, Tensor)
     return both and there.shape == new.shape and there.dtype == new.dtype

@@ -1,4 +1,4 @@
-"""The ranks that save and load together, on a group of their own."""
+"""The ranks that save and load together, in their own process group."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The job, or this process alone where there is none.
+    """The ranks of the job, or this process alone without a job.
 
-    The group is Gloo's and nobody else's: what a background thread exchanges cannot come between the collectives of
-    training, which must be issued in one order on every rank.
+    Its Gloo group is used for nothing else, so that the exchanges of a background thread cannot change the order of
+    the collectives of training, which must be the same on every rank.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Ranks:
 
     @property
     def outdated(self) -> bool:
-        """Whether a job has come to be since."""
+        """Whether a process group was created after this object."""
         return self.group is None and dist.is_available() and dist.is_initialized()
 
     @property
@@ -44,7 +44,7 @@ class Ranks:
         return None if self.group is None else self.group.handle
 
     def each(self, action: Callable[[], T]) -> list[T]:
-        """What `action` gives on each rank; if it fails on one, it fails on all. Collective."""
+        """Return the result of `action` on each rank; raise on all if it fails on one. Collective."""
         if self.group is None:
             return [action()]
         failure: Exception | None = None
@@ -62,13 +62,13 @@ class Ranks:
         return [theirs for theirs, _ in everyone]
 
     def leave(self) -> None:
-        """Give the group up. Collective."""
+        """Destroy the group. Collective."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group.handle)
         self.group = None
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line: what it says, and what it is unless that says enough."""
+    """Format an exception as one line, with its type unless it is a CheckpointError."""
     text = " ".join(str(error).split())
     return text if isinstance(error, CheckpointError) and text else f"{type(error).__name__}: {text}"

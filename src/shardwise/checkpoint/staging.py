@@ -1,23 +1,23 @@
-"""Host memory into which a state is copied, so that training may continue while it is written."""
+"""Host memory for a copy of the state, so that training may continue while it is written."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-# Kernels copy whole cache lines.
+# Copies are fastest at whole cache lines.
 _ALIGNMENT = 64
 
 
 class Staging:
-    """One buffer, kept from save to save: to allocate and touch a new one takes longer than to copy into it."""
+    """One buffer, kept from save to save: allocating a new one takes longer than copying into it."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies on the CPU, complete when this returns; valid until the next call."""
+        """Return copies on the CPU, complete when this returns and valid until the next call."""
         gpus = {tensor.device for tensor in tensors if tensor.is_cuda}
         begins = [0]
         for tensor in tensors:

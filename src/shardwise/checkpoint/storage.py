@@ -1,11 +1,11 @@
-"""Our storage for torch.distributed.checkpoint: its planners decide who reads or writes which box, this does it.
+"""Our storage for torch.distributed.checkpoint: its planners decide which rank reads or writes which box.
 
     .saving-step-00000100-4f1c…/        made by rank 0
         rank-00000.safetensors …        each written and synced by its rank
-        manifest.json                   by rank 0, when all ranks have said that theirs is on the disk
-    step-00000100/                      the same folder, renamed: from here on there is a checkpoint
+        manifest.json                   written by rank 0 when the files of all ranks are on disk
+    step-00000100/                      the same folder, renamed: from here on the checkpoint exists
 
-A folder under its own name is therefore whole; whatever a crash leaves bears a name that nobody takes for one.
+So a folder with the name of a checkpoint is complete; what a crash leaves has another name.
 """
 
 import os
@@ -50,9 +50,9 @@ from shardwise.errors import CheckpointError
 class CheckpointWriter(StorageWriter):
     """Writes one checkpoint into `folder`, and removes all but the last `keep`.
 
-    contents   this rank's view of what is not a tensor
-    damaged    the names of checkpoints that have no place among those that are kept
-    on_saved   is called on rank 0 when the checkpoint is there, before any other is removed
+    contents   this rank's contents that are not tensors
+    damaged    the names of checkpoints that do not count among those that are kept
+    on_saved   is called on rank 0 when the checkpoint is on disk, before older ones are removed
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class CheckpointWriter(StorageWriter):
         self._on_saved = on_saved
         self._everyone: list[Contents] = []
         self._saving = Path()
-        # Where it lies in the end; known on rank 0.
+        # The finished checkpoint; known on rank 0.
         self.path: Path | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -90,7 +90,7 @@ class CheckpointWriter(StorageWriter):
         return replace(plan, storage_data=self._contents)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0, before anybody writes: make the folder."""
+        """Make the folder. Runs on rank 0, before any rank writes."""
         self._everyone = [plan.storage_data for plan in plans]
         self._saving = begin(self._folder, step=self._contents.step, disk=self._disk)
         return [
@@ -98,7 +98,7 @@ class CheckpointWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """On every rank: its file, all of it on the disk when this returns."""
+        """Write the file of this rank; it is on disk when this returns."""
         path: Path = plan.storage_data
         stored = self._write_file(path, plan.items, planner) if plan.items else None
         results = [
@@ -125,7 +125,7 @@ class CheckpointWriter(StorageWriter):
         return write_file(path, entries, tensors, disk=self._disk)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, after every rank's file is on the disk: the manifest, and then the name."""
+        """Write the manifest and rename the folder. Runs on rank 0, when the files of all ranks are on disk."""
         files: dict[str, StoredFile] = {}
         where: dict[MetadataIndex, str] = {}
         for result in (result for of_rank in results for result in of_rank):
@@ -140,7 +140,7 @@ class CheckpointWriter(StorageWriter):
             prune(self._folder, keep=self._keep, newest=self.path, disk=self._disk, damaged=self._damaged)
 
     def discard(self) -> bool:
-        """On rank 0, after a save that failed on any rank: remove what was written. Whether nothing of it is left."""
+        """Remove what a failed save has written, on rank 0; return whether nothing is left."""
         return self._saving == Path() or discard(self._saving, disk=self._disk)
 
     @classmethod
@@ -151,7 +151,7 @@ class CheckpointWriter(StorageWriter):
 class CheckpointReader(StorageReader):
     """Reads one checkpoint: `torch.distributed.checkpoint.load(state, storage_reader=CheckpointReader(path))`.
 
-    `state` is {"model": model.state_dict()}, with DTensors, ordinary tensors or boxes of any cut.
+    `state` is {"model": model.state_dict()}, with DTensors, ordinary tensors or boxes.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, manifest: Manifest | None = None) -> None:
@@ -181,7 +181,7 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Each file is opened once; what need not be cut goes straight to its place."""
+        """Fill the planner's tensors. Each file is opened once, and whole rows are read straight into place."""
         by_file: dict[str, list[tuple[ReadItem, str, StoredBox]]] = defaultdict(list)
         for item in plan.items:
             if item.type != LoadItemType.TENSOR:
@@ -234,7 +234,7 @@ def _stored_tensors(metadata: Metadata, where: dict[MetadataIndex, str]) -> dict
 
 
 def merged(everyone: list[Contents]) -> Contents:
-    """The ranks' views as one: each knows what it gave itself, and the states of the parameters that it holds."""
+    """Merge the ranks' contents: each has its own values, and the states of the parameters that it holds."""
     first = everyone[0]
     optimizer = first.optimizer
     if optimizer is not None:

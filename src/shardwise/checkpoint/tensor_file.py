@@ -2,8 +2,8 @@
 
     8 bytes, little-endian: length of the header | header, JSON: name → dtype, shape, [begin, end] | the tensors' bytes
 
-The safetensors package writes a file from tensors that are all in memory, and reads one by mapping it, which counts
-as memory of the process once touched. Here a file is begun with nothing but shapes, and read by position.
+The safetensors package writes a file from tensors that are all in memory, and reads one by mapping it, which counts as
+memory of the process once touched. Here the header is written from shapes alone, and reads are by position.
 """
 
 import json
@@ -29,12 +29,12 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# The largest header that the safetensors package takes.
+# The largest header that the safetensors package accepts.
 _MOST_HEADER_BYTES = 100_000_000
 
 
 class Sink(Protocol):
-    """Where bytes go."""
+    """A target of writes."""
 
     def write(self, data: memoryview, /) -> object: ...
 
@@ -54,7 +54,7 @@ class TensorEntry:
 def write_tensors(
     sink: Sink, entries: Mapping[str, TensorEntry], tensors: Iterable[Tensor], *, metadata: Mapping[str, str]
 ) -> None:
-    """Write a whole file. `tensors` come in the order of `entries`; each may be let go when the next is asked for."""
+    """Write a whole file. `tensors` are in the order of `entries`; each may be freed when the next is read."""
     sink.write(memoryview(header_bytes(entries, metadata=metadata)))
     for (name, entry), tensor in zip(entries.items(), tensors, strict=True):
         if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
@@ -64,7 +64,7 @@ def write_tensors(
 
 
 def header_bytes(entries: Mapping[str, TensorEntry], *, metadata: Mapping[str, str]) -> bytes:
-    """The length and the header; padded, so that what follows begins at a multiple of 8 bytes."""
+    """Return the length and the header, padded so that the tensors begin at a multiple of 8 bytes."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for name, entry in entries.items():
@@ -79,7 +79,7 @@ def header_bytes(entries: Mapping[str, TensorEntry], *, metadata: Mapping[str, s
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a tensor on the CPU; a copy only where it does not lie end to end."""
+    """Return the memory of a CPU tensor, or of a copy if it is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -112,7 +112,7 @@ class TensorFile:
             raise CheckpointError(f"{self.path}: its header is malformed ({error})") from error
 
     def read(self, name: str) -> Tensor:
-        """One tensor."""
+        """Read one tensor."""
         entry = self.entries[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         self.fill(tensor, name, offsets=(0,) * len(entry.shape))
@@ -121,7 +121,7 @@ class TensorFile:
     def fill(self, target: Tensor, name: str, *, offsets: Sequence[int]) -> None:
         """Copy into `target` the elements of a tensor from `offsets` on, as many in each dimension as it has.
 
-        Whole rows go straight into its memory, where they fit as they are; else they are read first, and cut.
+        Whole rows of the same dtype are read straight into its memory; otherwise rows are read first, then cut.
         """
         entry = self.entries[name]
         row_bytes = prod(entry.shape[1:]) * entry.dtype.itemsize
@@ -149,7 +149,7 @@ class TensorFile:
 
 @contextmanager
 def opened(path: Path) -> Iterator[TensorFile]:
-    """A safetensors file to read from."""
+    """Open a safetensors file for reading."""
     try:
         file = os.fdopen(open_to_read(path), "rb", buffering=0)
     except OSError as error:
@@ -160,13 +160,13 @@ def opened(path: Path) -> Iterator[TensorFile]:
 
 @contextmanager
 def opened_all(paths: Iterable[Path]) -> Iterator[list[TensorFile]]:
-    """Several, in the order of `paths`."""
+    """Open several files, in the order of `paths`."""
     with ExitStack() as stack:
         yield [stack.enter_context(opened(path)) for path in paths]
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     value = 0
     try:
         with os.fdopen(open_to_read(path), "rb") as file:

@@ -1,4 +1,4 @@
-"""Python values in JSON and back, with their types: tuples, numbers that JSON does not have, tensors of one number."""
+"""Python values in JSON and back, with their types: tuples, numbers that JSON lacks, tensors of one number."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _TUPLE, _FLOAT, _TENSOR = "__tuple__", "__float__", "__tensor__"
 
 
 def to_json(value: Any, *, what: str) -> Any:
-    """`value` in JSON's own types; `what` names it where it cannot be written."""
+    """Return `value` in JSON's types; `what` names it in the error if it cannot be written."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -36,7 +36,7 @@ def to_json(value: Any, *, what: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What `to_json` was given."""
+    """Return the value that `to_json` was given."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):
@@ -53,7 +53,7 @@ def from_json(value: Any) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32."""
+    """Return `float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 

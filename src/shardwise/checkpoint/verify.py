@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: every file has its checksum, every tensor is covered by boxes in those files."""
+"""Verify a checkpoint: every file matches its checksum, and boxes in those files cover every tensor."""
 
 from math import prod
 from pathlib import Path
@@ -9,7 +9,7 @@ from shardwise.errors import CheckpointError
 
 
 def verify(path: Path) -> Manifest:
-    """The manifest of a good checkpoint; the first thing that is wrong with another, in one line."""
+    """Return the manifest of a good checkpoint; raise the first problem of a damaged one, in one line."""
     manifest = read_manifest(path)
     verify_files(path, manifest.files)
     with opened_all(path / name for name in manifest.files) as files:
@@ -24,7 +24,7 @@ def _verify_tensor(name: str, *, manifest: Manifest, files: dict[str, TensorFile
         entry = files[box.file].entries.get(box_key(name, box, shape=tensor.shape))
         if entry is None or entry.shape != box.sizes or entry.dtype != tensor.dtype:
             raise CheckpointError(f"{name}: the box at {box.offsets} is not in {files[box.file].path} as it should be")
-    # torch's planner has made sure, when it was saved, that boxes do not overlap.
+    # torch's planner checked during the save that boxes do not overlap.
     covered = sum(box.num_elements for box in tensor.boxes)
     if covered != prod(tensor.shape):
         raise CheckpointError(f"{name}: its boxes cover {covered} of {prod(tensor.shape)} elements")

@@ -140,6 +140,7 @@ def _command(config: Path, options: Mapping[str, object], *, settings: Sequence[
 
 def _predicted(asked: "Asked", *, cluster: str | None, devices: Path | None) -> "Asked":
     """With what the planner says of its cases, and of more devices; a line on standard error where it says nothing."""
+    from shardwise.bench.modes import is_ours
     from shardwise.bench.prediction import PLANNED_ENGINES, cluster_here, forecast_of
     from shardwise.hardware.host_here import probed_cluster
     from shardwise.planner.time.compute import can_time
@@ -167,7 +168,7 @@ def _predicted(asked: "Asked", *, cluster: str | None, devices: Path | None) -> 
                 case.plan = forecast.solved(case.plan)
             if case.engine in PLANNED_ENGINES and not case.why_not:
                 case.predicted = forecast.of(case.plan)
-        shown = [case for case in asked.cases if case.engine == "shardwise" and case.strategy in STRATEGIES]
+        shown = [case for case in asked.cases if is_ours(case.engine) and case.strategy in STRATEGIES]
         ours = [case.strategy for case in shown if not case.why_not]
         scaling = scaling_data(forecast.scaled(asked.config.plan, strategies=ours)) if ours else []
     except ShardwiseError as error:

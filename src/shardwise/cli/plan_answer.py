@@ -7,6 +7,7 @@ from shardwise.cli.strategies import asked_strategies, strategy_names
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS
 from shardwise.plan.placement import AUTO
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.auto import AutoRequest, NoPlanFits, solve_plan, with_budget
@@ -141,7 +142,7 @@ def _captured(question: PlanQuestion, best: Candidate | None) -> Candidate | Non
     if best is None or best.time is None or best.cluster.device.name == "cpu":
         return None
     plan = best.plan
-    if plan.engine != "shardwise" or question.foreign or plan.capture != "auto" or plan.why_not_captured():
+    if not LIMITS[plan.engine].has("capture") or question.foreign or plan.capture != "auto" or plan.why_not_captured():
         return None
     if needs_whole_matrices(question.optimizer):
         # Their steps are not captured.

@@ -1,6 +1,6 @@
 """Shardwise inside other frameworks' training loops. A framework is imported when one of these names is first used.
 
-ShardwiseTrainer, ShardwiseMixin   Hugging Face Transformers' Trainer, and those that are made from it (TRL's)
+ShardwiseTrainer, ShardwiseMixin   Hugging Face Transformers' Trainer, and trainers derived from it (TRL's)
 ShardwiseAccelerator               Hugging Face Accelerate
 ShardwiseStrategy                  Lightning's Trainer
 ShardwiseFabricStrategy            Lightning Fabric
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardwise.integrations.hf_trainer import ShardwiseMixin, ShardwiseTrainer
     from shardwise.integrations.lightning_strategy import ShardwiseStrategy
 
-# Name → its file, the packages that it needs, and the extra that brings them.
+# Name → its file, the packages that it needs, and the extra that installs them.
 _HOME = {
     "ShardwiseAccelerator": ("hf_accelerator", ("accelerate",), "hf"),
     "ShardwiseFabricStrategy": ("fabric_strategy", ("lightning",), "peers"),

@@ -1,20 +1,20 @@
-"""The plan that a framework's user asks for, checked against what is said in the framework's own settings."""
+"""The plan that a framework's user asks for, checked against the framework's own settings."""
 
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan, as_plan
+from shardwise.plan.limits import LIMITS
 
 
 def asked_plan(plan: Plan | str, *, precision: str, setting: str, accumulate: int | None = None) -> Plan:
-    """`plan`, or the one of that strategy in the framework's `precision`.
+    """Return `plan`, or the plan of the strategy of that name in the framework's `precision`.
 
-    precision    fp32 or bf16: what the framework was told to compute in, by `setting` (as a user would write it)
-    accumulate   passes per update, where the framework has been told already
+    precision    fp32 or bf16: the precision that the framework was given in `setting` (as a user would write it)
+    accumulate   passes per update, if the framework was given them
     """
     if isinstance(plan, str):
         return Plan(strategy=plan, precision=precision)
     plan = as_plan(plan)
-    if plan.engine != "shardwise":
-        raise InvalidPlan(f"plan.engine = {plan.engine!r}: integrations run engine = 'shardwise'")
+    LIMITS[plan.engine].check_call("integrations", plan)
     if precision != "fp32" and plan.precision != precision:
         raise InvalidPlan(f"{setting} with plan.precision = {plan.precision!r}: say {precision!r} in the plan as well")
     if plan.precision == "fp16":
@@ -28,13 +28,13 @@ def asked_plan(plan: Plan | str, *, precision: str, setting: str, accumulate: in
 
 
 def refuse_capture(plan: Plan) -> None:
-    """For loops of which we see the parts, and not whole steps."""
+    """Raise InvalidPlan for capture = 'on' in a loop that shows us parts of a step, not whole steps."""
     if plan.captures:
         raise InvalidPlan("capture = 'on' in a framework's loop: its steps are not captured; set capture = 'auto'")
 
 
 def framework_precision(said: str, *, setting: str) -> str:
-    """What a framework calls no, 32-true, bf16 or bf16-mixed, in the plan's words."""
+    """Return the plan's name for a framework's precision: no, 32-true, bf16 or bf16-mixed."""
     known = {"no": "fp32", "32-true": "fp32", "bf16": "bf16", "bf16-mixed": "bf16"}
     if said not in known:
         raise InvalidPlan(f"{setting}: Shardwise computes in fp32 or bf16 here; use bf16, or Plan(precision=…)")

@@ -1,4 +1,4 @@
-"""Lightning Fabric with our engine.
+"""Lightning Fabric with our engine:
 
 fabric = lightning.Fabric(strategy=ShardwiseFabricStrategy(plan=Plan(strategy="fsdp")), devices=8)
 model, optimizer = fabric.setup(model, optimizer)
@@ -17,7 +17,7 @@ from shardwise.engines import accumulate, clip_grad_norm_
 from shardwise.errors import InvalidPlan
 from shardwise.integrations.asked_plan import asked_plan, framework_precision, refuse_capture
 from shardwise.integrations.prepared_models import PreparedModels
-from shardwise.integrations.tested_versions import tell_if_untested
+from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.plan import Plan
 
 
@@ -27,10 +27,10 @@ class _Accumulation(_BackwardSyncControl):  # type: ignore[misc]
 
 
 class ShardwiseFabricStrategy(DDPStrategy):  # type: ignore[misc]
-    """One process per device, as in Fabric's own DDP; models run `plan`, a Plan or the name of a strategy."""
+    """A strategy with one process per device, like Fabric's DDP; models run `plan`, a Plan or a strategy's name."""
 
     def __init__(self, *, plan: Plan | str, **options: Any) -> None:
-        tell_if_untested("lightning")
+        warn_if_untested("lightning")
         self._asked_plan = plan
         self._said_precision = "32-true"
         self._own_precision = Precision()
@@ -44,7 +44,7 @@ class ShardwiseFabricStrategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def precision(self) -> Any:
-        """fp32 for Fabric: what is computed in something else, the plan says."""
+        """Return fp32 to Fabric: the plan sets the precision of the model."""
         return self._own_precision
 
     @precision.setter
@@ -68,7 +68,7 @@ class ShardwiseFabricStrategy(DDPStrategy):  # type: ignore[misc]
         return optimizer
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Nothing: `prepare` moves each rank's slices."""
+        """Do nothing: `prepare` moves each rank's slices."""
 
     def clip_gradients_norm(
         self,
@@ -78,5 +78,5 @@ class ShardwiseFabricStrategy(DDPStrategy):  # type: ignore[misc]
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """The norm of the whole gradient, wherever its slices lie. Collective."""
+        """Clip by the norm of the whole gradient, on whatever ranks its slices are. Collective."""
         return clip_grad_norm_(module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

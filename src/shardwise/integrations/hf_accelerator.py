@@ -4,7 +4,7 @@
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 The loop stays as it is. `accumulate`, `save_state`, `load_state`, `get_state_dict` and `unwrap_model` are Accelerate's
-own: what they ask of a model and an optimizer, prepared ones answer (engine/prepared).
+own: prepared models and optimizers have the methods that they call (engine/prepared).
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,15 +20,15 @@ from shardwise.engines import clip_grad_norm_
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.integrations.asked_plan import asked_plan, framework_precision, refuse_capture
 from shardwise.integrations.prepared_models import PreparedModels
-from shardwise.integrations.tested_versions import tell_if_untested
+from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.plan import Plan
 
-# Ways to run that are other engines.
+# Distributed types of Accelerate that are other engines.
 _OTHER_ENGINES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
 class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
-    """Accelerate's own, but that models run `plan`: a Plan, or the name of a strategy."""
+    """An Accelerator whose models run `plan`: a Plan, or the name of a strategy."""
 
     def __init__(self, *arguments: Any, plan: Plan | str, **options: Any) -> None:
         for handler in options.get("kwargs_handlers") or ():
@@ -42,15 +42,15 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
     @staticmethod
     def adopt(accelerator: Any, *, plan: Plan | str) -> "ShardwiseAccelerator":
-        """An Accelerator that was made elsewhere becomes one of ours; it stays the same object."""
+        """Turn an existing Accelerator into one of ours; it stays the same object."""
         accelerator.__class__ = ShardwiseAccelerator
         accelerator.run_plan(plan)
         adopted: ShardwiseAccelerator = accelerator
         return adopted
 
     def run_plan(self, plan: Plan | str) -> None:
-        """From now on models are prepared for `plan`."""
-        tell_if_untested("accelerate")
+        """Prepare models for `plan` from now on."""
+        warn_if_untested("accelerate")
         if self.distributed_type in [getattr(DistributedType, name) for name in _OTHER_ENGINES]:
             raise InvalidPlan(
                 f"Accelerate is set to {self.distributed_type.value} (a plugin, `accelerate config` or a variable): "
@@ -65,7 +65,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         self._prepared = PreparedModels(self.plan, device=lambda: self.device)
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
-        """Accelerate's own, once every model among the objects runs the plan. Collective."""
+        """Make every model among the objects run the plan, then call Accelerate's own `prepare`. Collective."""
         for entry in objects:
             if isinstance(entry, nn.Module):
                 self._prepared.prepare(entry)
@@ -86,7 +86,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         return super().prepare_optimizer(optimizer, device_placement)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
-        """The norm of the whole gradient, wherever its slices lie; the same on every rank. Collective."""
+        """Clip by the norm of the whole gradient, and return it, the same on every rank. Collective."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         asked = {id(parameter) for parameter in given}
         for model in self._prepared:
@@ -102,5 +102,5 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """Nothing: what a model computes in is its plan's."""
+        """Do nothing: the plan sets the precision of a model."""
         yield

@@ -1,11 +1,11 @@
-"""Hugging Face Transformers' `Trainer` with our engine, and a mixin for the trainers that are made from it.
+"""Hugging Face Transformers' `Trainer` with our engine, and a mixin for trainers derived from it.
 
     trainer = ShardwiseTrainer(model=model, args=args, train_dataset=data, plan=Plan(strategy="fsdp"))
 
     class MyTrainer(ShardwiseMixin, SFTTrainer): ...
 
-The Trainer prepares, accumulates and clips through its accelerator, which becomes ours (hf_accelerator.py). What is
-left for here: states are gathered by all ranks before one of them writes, and whole steps can be captured.
+The Trainer prepares, accumulates and clips through its accelerator, which becomes ours (hf_accelerator.py). This file
+does the rest: all ranks gather a state before one of them writes it, and whole steps can be captured.
 """
 
 import os
@@ -16,23 +16,23 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from shardwise.engine.engine import is_prepared
+from shardwise.engine.protocol import find_engine
 from shardwise.engines import capture
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.integrations.hf_accelerator import ShardwiseAccelerator
-from shardwise.integrations.tested_versions import tell_if_untested
+from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.integrations.trainer_arguments import checked_plan
 from shardwise.integrations.trainer_auto import solved_plan
 from shardwise.plan import Plan
 
-# What a callback hears between backward and the end of the update: a captured step is over by then.
+# Callbacks between backward and the end of the update. A captured step has no place for them.
 _INSIDE_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
 
 
 class ShardwiseMixin:
-    """In front of a Trainer class: its models run `plan`, a Plan, the name of a strategy, or "auto"."""
+    """A mixin in front of a Trainer class, whose models run `plan`: a Plan, the name of a strategy, or "auto"."""
 
-    # What the Trainer has, for the type checker.
+    # Attributes of the Trainer, for the type checker.
     accelerator: Any
     args: Any
     callback_handler: Any
@@ -40,11 +40,11 @@ class ShardwiseMixin:
     optimizer: Any
 
     def __init__(self, *arguments: Any, plan: Plan | str, **options: Any) -> None:
-        tell_if_untested("transformers")
+        warn_if_untested("transformers")
         self._asked_plan = plan
-        # While one rank writes them, all of the model's weights; else None.
+        # All weights of the model, while one rank writes them.
         self._gathered: dict[str, Tensor] | None = None
-        # A step with its update, and of which (model, optimizer) it is; None while steps are the Trainer's own.
+        # A step with its update, and its (model, optimizer); None while the Trainer runs the steps.
         self._whole_step: Callable[..., Any] | None = None
         self._whole_of: tuple[Any, Any] = (None, None)
         self._grad_norm: Any = None
@@ -52,12 +52,12 @@ class ShardwiseMixin:
 
     @property
     def plan(self) -> Plan:
-        """The plan that models run."""
+        """The plan of the models."""
         plan: Plan = self.accelerator.plan
         return plan
 
     def create_accelerator_and_postprocess(self) -> None:
-        if self.model is not None and is_prepared(self.model):
+        if self.model is not None and find_engine(self.model) is not None:
             raise InvalidModel(
                 "this model has been through shardwise.prepare already: hand the Trainer the model as it was made, "
                 "with plan="
@@ -67,13 +67,13 @@ class ShardwiseMixin:
         ShardwiseAccelerator.adopt(self.accelerator, plan=plan)
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        """The Trainer's own, once `plan="auto"` has become a plan. Collective."""
+        """Solve `plan="auto"`, then call the Trainer's own method. Collective."""
         if self.plan.is_auto:
             self.accelerator.run_plan(solved_plan(self, plan=self.plan))
         return super().train(*arguments, **options)  # type: ignore[misc]
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
-        """Not yet: `prepare` moves each rank's slices, so that the whole model need not fit on a device."""
+        """Do nothing: `prepare` moves each rank's slices, so that the whole model need not fit on a device."""
 
     # Gradients
 
@@ -90,7 +90,7 @@ class ShardwiseMixin:
     # Captured steps
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """As the Trainer's; where steps are captured, the update with it, as CUDA graphs."""
+        """Run the Trainer's own step; if steps are captured, run it with the update as CUDA graphs."""
         if not self._captures():
             self._whole_step = None
             ordinary: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
@@ -102,12 +102,12 @@ class ShardwiseMixin:
         prepared = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         loss: Tensor
         loss, self._grad_norm = self._whole_step(dict(prepared), num_items_in_batch)
-        # The Trainer's own call of the optimizer comes after the update; in an accumulation it would do nothing.
+        # The update is done: make the Trainer's own call of the optimizer do nothing, as in an accumulation.
         self.accelerator.gradient_state._set_sync_gradients(False)
         return loss
 
     def _captures(self) -> bool:
-        """Whether steps run as a whole: not where something of the user's runs in the middle of one."""
+        """Return whether steps run as a whole: not if code of the user runs in the middle of one."""
         if self.plan.capture == "off" or not self._is_on_gpu():
             return False
         why_not = self._why_not_whole()
@@ -119,13 +119,13 @@ class ShardwiseMixin:
         return bool(self.accelerator.device.type == "cuda")
 
     def _why_not_whole(self) -> str:
-        """Why a step cannot be run, and captured, as a whole; "" where it can be."""
+        """Return why a step cannot be run and captured as a whole; "" if it can."""
         kind = type(self)
         for setting, usual in (("gradient_accumulation_steps", 1), ("torch_empty_cache_steps", None)):
             if getattr(self.args, setting) != usual:
                 return f"{setting} = {getattr(self.args, setting)}"
         for name in ("training_step", "compute_loss"):
-            # A replay runs no Python: what a method of the user's looks at cannot be known.
+            # A replay runs no Python, so that a method of the user would not run.
             own = ShardwiseMixin.training_step if name == "training_step" else Trainer.compute_loss
             if getattr(kind, name) is not own:
                 return f"{kind.__name__}.{name} is not the Trainer's own"
@@ -154,8 +154,8 @@ class ShardwiseMixin:
     # States
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The Trainer's own. Collective: all ranks gather the weights, then one writes them."""
-        self._gathered = self.model.state_dict() if is_prepared(self.model) else None
+        """Gather the weights on all ranks, then call the Trainer's own method, which writes on one. Collective."""
+        self._gathered = self.model.state_dict() if find_engine(self.model) is not None else None
         try:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         finally:
@@ -167,12 +167,12 @@ class ShardwiseMixin:
         super()._save(output_dir, state_dict=state)  # type: ignore[misc]
         config: Any = getattr(self.model, "config", None)
         if dtypes and hasattr(config, "save_pretrained"):
-            # What is in the file are the optimizer's weights; the model's parameters have what the plan computes in.
+            # The file holds the optimizer's weights; the model's parameters have the dtype that the plan computes in.
             config.dtype = str(dtypes[0]).removeprefix("torch.")
             config.save_pretrained(output_dir or self.args.output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """The Trainer asks one rank for the optimizer's state, which all ranks have to gather. Collective."""
+        """Gather the optimizer's state on all ranks; the Trainer asks only one rank for it. Collective."""
         optimizer, state = self.optimizer, self.optimizer.state_dict()
         os.makedirs(output_dir, exist_ok=True)
         self.optimizer = SimpleNamespace(state_dict=lambda: state)
@@ -183,4 +183,4 @@ class ShardwiseMixin:
 
 
 class ShardwiseTrainer(ShardwiseMixin, Trainer):  # type: ignore[misc]
-    """transformers.Trainer, with `plan=`."""
+    """transformers.Trainer with `plan=`."""

@@ -1,4 +1,4 @@
-"""`lean_loss`: a Hugging Face language model's loss without fp32 copies of its logits."""
+"""`lean_loss`: the loss of a Hugging Face language model without fp32 copies of its logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +14,10 @@ _CAUSAL = "ForCausalLM"
 
 
 def lean_loss(model: nn.Module) -> None:
-    """Let a causal language model of `transformers` take its loss in parts, whoever trains it.
+    """Make a causal language model of `transformers` compute its loss in parts, with any trainer.
 
-    The usual one holds three fp32 copies of the logits, which for a large vocabulary is the peak of a step. The values
-    are the same up to rounding, the logits stay readable, and backward can run once.
+    The usual loss holds three fp32 copies of the logits, which is the memory peak of a step for a large vocabulary. The
+    values are the same up to rounding, the logits stay readable, and backward can run once.
     """
     found: list[Any] = [module for module in model.modules() if getattr(module, "loss_type", None) == _CAUSAL]
     if not found:
@@ -32,7 +32,7 @@ def lean_loss(model: nn.Module) -> None:
 
 
 class LeanCausalLoss:
-    """Stands for transformers' ForCausalLMLoss; without gradients that one is called."""
+    """Replaces transformers' ForCausalLMLoss, which it calls without gradients."""
 
     def __init__(self, usual: Callable[..., Tensor]) -> None:
         self._usual = usual

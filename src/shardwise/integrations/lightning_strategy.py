@@ -2,8 +2,8 @@
 
     trainer = lightning.Trainer(strategy=ShardwiseStrategy(plan=Plan(strategy="fsdp")), devices=8)
 
-The LightningModule itself is prepared. Its steps (`training_step` …) run inside of its forward, as far as our hooks can
-see: whatever parameters a step uses are there, and backward comes through what it returns.
+The LightningModule itself is prepared. To our hooks, its steps (`training_step` …) run inside its forward: the
+parameters that a step uses are gathered, and backward starts from what it returns.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,21 +20,21 @@ from shardwise.engines import accumulate, clip_grad_norm_
 from shardwise.errors import InvalidPlan
 from shardwise.integrations.asked_plan import asked_plan, framework_precision, refuse_capture
 from shardwise.integrations.prepared_models import PreparedModels
-from shardwise.integrations.tested_versions import tell_if_untested
+from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.plan import Plan
 
 
 class ShardwisePrecision(Precision):  # type: ignore[misc]
-    """fp32 for Lightning: what is computed in something else, the plan says. Clips gradients that lie in slices."""
+    """fp32 for Lightning, since the plan sets the precision of the model. Clips gradients that are in slices."""
 
     def __init__(self, model: Callable[[], nn.Module | None]) -> None:
         super().__init__()
         self._model = model
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **options: Any) -> Any:
-        """Forward and backward first, then the step: torch's hooks of a step must not run before its gradients."""
+        """Run forward and backward first, then the step: the optimizer's step hooks need the gradients."""
         result = self._wrap_closure(model, optimizer, closure)
-        # None: training_step said that this batch is left out.
+        # None: training_step has skipped this batch.
         if result is not None or not model.automatic_optimization:
             optimizer.step(**options)
         return result
@@ -46,10 +46,10 @@ class ShardwisePrecision(Precision):  # type: ignore[misc]
 
 
 class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
-    """One process per device, as in Lightning's own DDP; models run `plan`, a Plan or the name of a strategy."""
+    """A strategy with one process per device, like Lightning's DDP; models run `plan`, a Plan or a strategy's name."""
 
     def __init__(self, *, plan: Plan | str, **options: Any) -> None:
-        tell_if_untested("lightning")
+        warn_if_untested("lightning")
         self._asked_plan = plan
         self._said_precision = "32-true"
         self._prepared: PreparedModels | None = None
@@ -95,18 +95,18 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """A pass of an accumulation that is not its last."""
+        """Accumulate: this pass is not the last one before an update."""
         with accumulate(self.lightning_module):
             yield
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Nothing: our hooks come with the graph."""
+        """Do nothing: our hooks are in the autograd graph."""
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Nothing: our hooks come with the graph."""
+        """Do nothing: our hooks are in the autograd graph."""
 
     def model_to_device(self) -> None:
-        """Nothing: `prepare` has moved each rank's slices."""
+        """Do nothing: `prepare` has moved each rank's slices."""
 
     def training_step(self, *arguments: Any, **options: Any) -> Any:
         return self._inside("training_step", *arguments, **options)
@@ -124,7 +124,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
         return run_inside_forward(self.lightning_module, name, *arguments, **options)
 
     def teardown(self) -> None:
-        """Lightning's own, but that a prepared model stays where it is."""
+        """Do what Lightning's method does, but leave a prepared model on its device."""
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engine.engine import engine_of, is_prepared
+from shardwise.engine.protocol import find_engine, require_engine
 from shardwise.engines import prepare
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
 
 
 class PreparedModels:
-    """What was prepared by `plan`. `device` is asked when a model comes."""
+    """The models prepared by `plan`; `device` is called for each."""
 
     def __init__(self, plan: Plan, *, device: Callable[[], torch.device]) -> None:
         self.plan = plan
@@ -28,10 +28,10 @@ class PreparedModels:
         return model in self._models
 
     def prepare(self, model: nn.Module) -> None:
-        """Prepare a model that is new here; one without parameters stays as it is. Collective."""
+        """Prepare a model unless it was prepared here before or has no parameters. Collective."""
         if model in self._models or next(model.parameters(), None) is None:
             return
-        if is_prepared(model):
+        if find_engine(model) is not None:
             raise InvalidModel(
                 f"this {type(model).__name__} has been through shardwise.prepare already: hand over the model as it "
                 "was made, with the plan"
@@ -42,6 +42,6 @@ class PreparedModels:
     def adopt(self, optimizer: Optimizer) -> None:
         """Make an optimizer of these models' parameters step what this rank owns. Collective."""
         for model in self:
-            owned = engine_of(model).owned
-            if owned.concerns(optimizer):
-                owned.adopt_alike(optimizer)
+            engine = require_engine(model)
+            if engine.concerns(model, optimizer):
+                engine.adopt(model, optimizer)

@@ -3,13 +3,13 @@
     model = shardwise.from_pretrained(AutoModelForCausalLM, DIR, plan)
     shardwise.save_pretrained(model, DIR)
 
-One tensor (when saving, one unit) is in memory at a time, however large the model is. Some models have other names in
-files, which transformers knows of. Models whose tensors have other shapes there are left to transformers itself.
+One tensor (when saving, one unit) is in memory at a time, however large the model is. The names in the files are those
+that transformers writes. Models whose tensors have other shapes in files are left to transformers itself.
 """
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,39 +19,38 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.checkpoint.tensor_file import TensorEntry, TensorFile, opened, write_tensors
-from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.flat_buffers import unguarded
-from shardwise.engine.engine import Engine, engine_of
-from shardwise.engine.prepared.prepared_module import PreparedModule
+from shardwise.checkpoint.weight_files import INDEX, ONE_FILE, divide_weights, write_index
+from shardwise.engine.prepared.weight_stream import full_parameters
+from shardwise.engine.protocol import OwnedModel, require_engine
 from shardwise.engines import prepare
-from shardwise.errors import InvalidData, InvalidModel, InvalidPlan, ShardwiseError
+from shardwise.errors import InvalidData, InvalidModel, ShardwiseError
 from shardwise.files.atomic import atomic_write
-from shardwise.integrations.tested_versions import tell_if_untested
+from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.plan import Plan, as_plan
+from shardwise.plan.limits import LIMITS
 
-_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# As Hugging Face cuts them.
+# The default size of Hugging Face's files.
 _MOST_FILE_BYTES = 50 * 10**9
 
 
 def from_pretrained(
     model_class_or_config: Any, folder: str | Path, plan: Plan | str, *, device: torch.device | str | None = None
 ) -> nn.Module:
-    """The model of a Hugging Face folder, prepared by `plan`, in evaluation mode as theirs is. Collective.
+    """Load the model of a Hugging Face folder, prepared by `plan`, in evaluation mode like transformers'. Collective.
 
     model_class_or_config   a class (LlamaForCausalLM, AutoModelForCausalLM), or a config that names its architecture
     folder                  config.json with model.safetensors, or several files and their index; every rank sees it
 
     The model is built without memory for its parameters. Rank 0 reads each tensor once; each rank keeps what it owns,
-    with the digits of the file. What the files have no weights of is initialised as transformers does, with a warning.
+    with the precision of the file. Weights that are missing in the files are initialised as transformers does, with a
+    warning.
     """
-    tell_if_untested("transformers")
+    warn_if_untested("transformers")
     plan = as_plan(plan)
-    if plan.engine != "shardwise":
-        raise InvalidPlan(f"plan.engine = {plan.engine!r}: from_pretrained runs engine = 'shardwise'")
+    LIMITS[plan.engine].check_call("from_pretrained", plan)
     model = _empty_model(model_class_or_config, Path(folder), native=plan.precision == "native")
-    with SafetensorsFolder(Path(folder), stored=_stored_names(model)) as weights:
-        _tell_differences(model, weights, folder=Path(folder))
+    with SafetensorsFolder(Path(folder), stored=_stored_names(model, model.state_dict())) as weights:
+        _warn_of_differences(model, weights, folder=Path(folder))
         prepared, _ = prepare(model, None, plan, device=device, weights=weights)
     return prepared.eval()
 
@@ -59,24 +58,24 @@ def from_pretrained(
 def save_pretrained(model: nn.Module, folder: str | Path, *, most_file_bytes: int = _MOST_FILE_BYTES) -> None:
     """Write a prepared model for `from_pretrained` of transformers, and ours. Collective.
 
-    Weights are the optimizer's, unit by unit, in one file or in several with an index; config and generation config lie
-    next to them. Files appear whole or not at all, the index last.
+    Weights are the optimizer's, unit by unit, in one file or in several with an index, next to the config and the
+    generation config. Each file appears complete or not at all, the index last.
     """
-    engine = engine_of(model)
-    stored = _stored_names(model)
-    engine.check_state(what="save_pretrained")
-    engine.core.wait_gathers()
-    entries = _entries(model, engine)
-    parts = _parts(entries, most_file_bytes=most_file_bytes)
+    engine = require_engine(model)
+    engine.check("save_pretrained", model)
+    held = engine.held(model)
+    stored = _stored_names(model, [*held.parameters, *held.aliases, *held.buffers])
+    entries = _entries(model, held)
+    parts = divide_weights(entries, most_file_bytes=most_file_bytes)
     failure: str | None = None
-    values = _values(model, engine, list(entries))
+    values = _values(model, held, wanted=entries)
     if dist.get_rank() == 0:
         try:
             _write(model, Path(folder), parts=parts, entries=entries, values=values, stored=stored)
         except (OSError, ShardwiseError) as error:
             failure = str(error)
     for _ in values:
-        # The other ranks gather along; after a failure so does rank 0.
+        # The other ranks take part in the gathers; after a failure rank 0 does so too.
         pass
     box = [failure]
     dist.broadcast_object_list(box, src=0)
@@ -85,7 +84,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, most_file_bytes: in
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):
-    """The tensors of a folder by the model's names; each is read when it is asked for, and kept by nobody.
+    """The tensors of a folder by the model's names; each is read when it is asked for, and not kept.
 
     stored   the model's name → the name in the files
     """
@@ -126,22 +125,22 @@ class SafetensorsFolder(Mapping[str, Tensor]):
 
 
 def _files_in(folder: Path) -> list[Path]:
-    if (folder / _ONE_FILE).exists():
-        return [folder / _ONE_FILE]
+    if (folder / ONE_FILE).exists():
+        return [folder / ONE_FILE]
     try:
-        index = json.loads((folder / _INDEX).read_text())
+        index = json.loads((folder / INDEX).read_text())
         names = sorted({str(name) for name in index["weight_map"].values()})
     except FileNotFoundError as error:
-        raise InvalidData(f"{folder} has neither {_ONE_FILE} nor {_INDEX}") from error
+        raise InvalidData(f"{folder} has neither {ONE_FILE} nor {INDEX}") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InvalidData(f"{folder / _INDEX} is malformed ({error})") from error
+        raise InvalidData(f"{folder / INDEX} is malformed ({error})") from error
     if any(Path(name).name != name for name in names):
-        raise InvalidData(f"{folder / _INDEX} names files outside of its folder")
+        raise InvalidData(f"{folder / INDEX} names files outside of its folder")
     return [folder / name for name in names]
 
 
 def _empty_model(asked: Any, folder: Path, *, native: bool) -> Any:
-    """A model whose parameters are on the meta device; buffers are real, since many are computed and not saved."""
+    """Build a model with parameters on the meta device; buffers are real, since many are computed and not saved."""
     import transformers
     from accelerate import init_empty_weights
 
@@ -154,7 +153,7 @@ def _empty_model(asked: Any, folder: Path, *, native: bool) -> Any:
         config_class = getattr(asked, "config_class", None) or transformers.AutoConfig
         config, model_class = config_class.from_pretrained(folder), asked
     make = getattr(model_class, "from_config", None) or model_class._from_config
-    # fp32, so that no digit of the file is lost; what units compute in is the plan's.
+    # fp32 keeps the precision of the file; the plan sets the dtype in which units compute.
     options = {} if native else {"dtype": torch.float32}
     with init_empty_weights(include_buffers=False):
         model = make(config, **options)
@@ -164,8 +163,8 @@ def _empty_model(asked: Any, folder: Path, *, native: bool) -> Any:
     return model
 
 
-def _stored_names(model: nn.Module) -> dict[str, str]:
-    """The names of the model's tensors → their names in files, as transformers writes them."""
+def _stored_names(model: nn.Module, own: Iterable[str]) -> dict[str, str]:
+    """Return the model's `own` names of its tensors → their names in files, as transformers writes them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 
@@ -174,22 +173,14 @@ def _stored_names(model: nn.Module) -> dict[str, str]:
             f"{type(model).__name__} has other tensors in its files than in the model, which transformers converts: "
             "use its own from_pretrained and save_pretrained, with shardwise.prepare in between"
         )
-    marks = {name: torch.empty(0, device="meta") for name in _state(model)}
+    marks = {name: torch.empty(0, device="meta") for name in own}
     names = {id(mark): name for name, mark in revert_weight_conversion(model, dict(marks)).items()}
     return {name: names[id(mark)] for name, mark in marks.items()}
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict with the tensors themselves; nothing is gathered."""
-    with unguarded():
-        if isinstance(model, PreparedModule):
-            return dict(super(PreparedModule, model).state_dict(keep_vars=True))
-        return dict(model.state_dict(keep_vars=True))
-
-
-def _tell_differences(model: nn.Module, weights: SafetensorsFolder, *, folder: Path) -> None:
+def _warn_of_differences(model: nn.Module, weights: SafetensorsFolder, *, folder: Path) -> None:
     names: dict[int, list[str]] = {}
-    for name, tensor in _state(model).items():
+    for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
     missing = [found[0] for found in names.values() if not any(name in weights for name in found)]
     known = {name for found in names.values() for name in found}
@@ -202,52 +193,24 @@ def _tell_differences(model: nn.Module, weights: SafetensorsFolder, *, folder: P
         warnings.warn(f"{folder} and {type(model).__name__} differ: {'; '.join(parts)}", stacklevel=3)
 
 
-def _entries(model: nn.Module, engine: Engine) -> dict[str, TensorEntry]:
-    """What is saved, in the order in which it is gathered. A tied parameter is saved once, under its first name."""
+def _entries(model: nn.Module, held: OwnedModel) -> dict[str, TensorEntry]:
+    """List the tensors to save, in the order of `_values`. A tied parameter is saved once, under its first name."""
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    entries = {}
-    for flat in engine.flats:
-        for name, shape in zip(flat.names, flat.layout.shapes, strict=True):
-            entries[name] = TensorEntry(dtype=flat.master_dtype, shape=tuple(shape))
-    parameters = {id(parameter) for flat in engine.flats for parameter in flat.params}
-    for name, tensor in _state(model).items():
-        if id(tensor) not in parameters:
-            entries[name] = TensorEntry(dtype=tensor.dtype, shape=tuple(tensor.shape))
+    entries = {name: TensorEntry(dtype=dtype, shape=tuple(shape)) for name, (shape, dtype) in held.parameters.items()}
+    entries |= {name: TensorEntry(dtype=value.dtype, shape=tuple(value.shape)) for name, value in held.buffers.items()}
     return {name: entry for name, entry in entries.items() if name not in left_out}
 
 
-def _parts(entries: Mapping[str, TensorEntry], *, most_file_bytes: int) -> dict[str, list[str]]:
-    """File → names; consecutive tensors together, up to the limit."""
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name, entry in entries.items():
-        if parts[-1] and size + entry.num_bytes > most_file_bytes:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += entry.num_bytes
-    if len(parts) == 1:
-        return {_ONE_FILE: parts[0]}
-    return {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
-
-
-def _values(model: nn.Module, engine: Engine, names: list[str]) -> Iterator[Tensor]:
-    """The values of `names` on the CPU of rank 0, in their order; each unit is gathered once. Collective."""
-    wanted = set(names)
-    for flat in engine.flats:
-        # In a frame of its own: what it gathers is gone before the next is gathered.
-        yield from _gathered(flat, wanted)
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    gathered = {name for flat in engine.flats for name in flat.names}
-    for name in names:
-        if name not in gathered:
-            yield buffers[name].cpu()
-
-
-def _gathered(flat: FlatParams, wanted: set[str]) -> Iterator[Tensor]:
-    for name, view in zip(flat.names, flat.views(flat.full_master()), strict=True):
+def _values(model: nn.Module, held: OwnedModel, *, wanted: Collection[str]) -> Iterator[Tensor]:
+    """Yield the wanted parameters and buffers, on rank 0 on the CPU; each unit is gathered once. Collective."""
+    on_cpu = dist.get_rank() == 0
+    for name, tensor in full_parameters(model):
+        value = tensor.cpu() if on_cpu and name in wanted else tensor
+        # On a GPU, a view would keep the buffer of its unit while the next unit is gathered.
+        del tensor
         if name in wanted:
-            yield view.cpu() if dist.get_rank() == 0 else view
+            yield value
+    yield from (value.cpu() for name, value in held.buffers.items() if name in wanted)
 
 
 def _write(
@@ -275,21 +238,17 @@ def _write(
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     if len(parts) > 1:
-        index = {
-            "metadata": {"total_size": sum(entry.num_bytes for entry in entries.values())},
-            "weight_map": {stored[name]: file_name for file_name, names in parts.items() for name in names},
-        }
-        with atomic_write(folder / _INDEX) as file:
-            file.write(json.dumps(index, indent=2).encode())
+        weight_map = {stored[name]: file_name for file_name, names in parts.items() for name in names}
+        write_index(folder, weight_map=weight_map, num_bytes=sum(entry.num_bytes for entry in entries.values()))
     else:
-        (folder / _INDEX).unlink(missing_ok=True)
-    # Of a save before, in another number of files.
-    for stale in (folder / _ONE_FILE, *folder.glob("model-?????-of-?????.safetensors")):
+        (folder / INDEX).unlink(missing_ok=True)
+    # Files of an earlier save into another number of files.
+    for stale in (folder / ONE_FILE, *folder.glob("model-?????-of-?????.safetensors")):
         if stale.name not in parts:
             stale.unlink(missing_ok=True)
 
 
 def _first(values: Iterator[Tensor], count: int) -> Iterator[Tensor]:
-    """`zip` would take one more."""
+    """Yield the next `count` values; `zip` would take one more."""
     for _ in range(count):
         yield next(values)

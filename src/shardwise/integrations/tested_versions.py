@@ -1,11 +1,12 @@
-"""The versions of other libraries that our integrations were tested with. They override methods of those libraries of
-which some are private, so that another version may call others.
+"""The versions of other libraries that our integrations were tested with.
+
+The integrations override methods of those libraries. Some are private, so that another version may call others.
 """
 
 import warnings
 from importlib.metadata import version
 
-# Library → the first version that was tested, and the first that was not.
+# Library → the first tested version, and the first untested one after it.
 TESTED: dict[str, tuple[str, str]] = {
     "accelerate": ("1.15", "1.16"),
     "lightning": ("2.6", "2.7"),
@@ -13,8 +14,8 @@ TESTED: dict[str, tuple[str, str]] = {
 }
 
 
-def tell_if_untested(library: str) -> None:
-    """Warn, in one line, where the installed version is outside of the tested range."""
+def warn_if_untested(library: str) -> None:
+    """Warn if the installed version is outside the tested range."""
     found = version(library)
     first, beyond = TESTED[library]
     if not _numbers(first) <= _numbers(found)[:2] < _numbers(beyond):
@@ -26,7 +27,7 @@ def tell_if_untested(library: str) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """1.15.0rc1 → (1, 15): what comes before the first part that is no number."""
+    """Return the parts before the first one that is not a number: 1.15.0rc1 → (1, 15)."""
     numbers: list[int] = []
     for part in text.split("."):
         if not part.isdigit():

@@ -1,4 +1,4 @@
-"""TrainingArguments that say something which the plan says, or that belong to another engine."""
+"""Checks for TrainingArguments that belong in the plan, or to another engine."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,7 @@ from shardwise.errors import InvalidPlan
 from shardwise.integrations.asked_plan import asked_plan, framework_precision
 from shardwise.plan import Plan
 
-# Setting → what to do instead. All are off by default.
+# Setting → what to do instead. All of them are off by default.
 _FOREIGN = {
     "fsdp": "set plan.strategy = 'fsdp' (or shard_grad_op)",
     "deepspeed": "set plan.strategy (zero1, zero2, fsdp)",
@@ -25,7 +25,7 @@ _FOREIGN = {
 
 
 def checked_plan(args: Any, *, plan: Plan | str) -> Plan:
-    """The plan that is asked for; what cannot be had together with it is refused in one line."""
+    """Return the plan that is asked for; raise InvalidPlan for arguments that contradict it."""
     for name, instead in _FOREIGN.items():
         value = getattr(args, name, None)
         if value is not None and value is not False and value != [] and value != "":
@@ -47,5 +47,5 @@ def checked_plan(args: Any, *, plan: Plan | str) -> Plan:
             f"plan.micro_batch = {checked.micro_batch} with per_device_train_batch_size = "
             f"{args.per_device_train_batch_size}: they must be the same, or leave micro_batch out"
         )
-    # The Trainer accumulates by itself, whatever the accelerator is told.
+    # The Trainer accumulates by itself, whatever the accelerator's setting.
     return replace(checked, accumulate=1)

@@ -1,4 +1,4 @@
-"""`plan="auto"` in a Trainer: its model and loss are traced with its first batch, and a plan is solved."""
+"""`plan="auto"` in a Trainer: trace its model and loss with its first batch, and solve a plan."""
 
 import random
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from shardwise.train.automatic import auto_plan
 
 
 def solved_plan(trainer: Any, *, plan: Plan) -> Plan:
-    """The plan for this trainer's model, batch and devices. Collective: rank 0 solves, all get its plan."""
+    """Return a plan for this trainer's model, batch and devices. Collective: rank 0 solves for all."""
     args = trainer.args
     task = Task(
         model=trainer.model,
@@ -34,10 +34,10 @@ def solved_plan(trainer: Any, *, plan: Plan) -> Plan:
 
 
 def _first_batch(trainer: Any) -> dict[str, Any]:
-    """Drawn as training will; nothing that is drawn later is another for that. Collective."""
+    """Return the first batch of training, without a change to any later random number. Collective."""
     device = trainer.accelerator.device
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    # Each loader that is made is noted there, for states that are saved.
+    # The accelerator records each loader, to save its state.
     noted = trainer.accelerator._dataloaders
     num_noted = len(noted)
     try:
@@ -54,7 +54,7 @@ def _first_batch(trainer: Any) -> dict[str, Any]:
 
 
 def _of_size(batch: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
-    """Batches of any number of samples, made of the samples of one."""
+    """Return a function that makes batches of any size from the samples of one batch."""
     sizes = {len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0}
     if len(sizes) != 1:
         raise InvalidPlan(

@@ -1,14 +1,15 @@
-"""What each engine can run: which placements, which settings of a plan, and the sentence that refuses the rest.
+"""The limits of each engine: which placements, settings and functions it has, and the sentence that refuses the rest.
 
-    Plan          refuses, where it is made, what its engine can do nothing with (`check_settings`)
-    prepare       refuses what the engine cannot run (`EngineLimits.why_not`)
+    Plan          refuses, when it is made, a setting that its engine cannot use (`check_settings`)
+    prepare       refuses a plan that the engine cannot run (`EngineLimits.why_not`)
+    functions     an engine refuses a call that it does not have (`EngineLimits.check_call`)
     search, CLI   try only strategies and plans that the engine can run (`strategies_of`, `why_not`)
-    bench         says in a few words why a case did not run (`Refusal.lacks`)
+    bench         names what is missing in a few words (`Refusal.lacks`)
 
 A plan that prepare refuses can still be costed: a model may recompute by itself, for example.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -23,7 +24,7 @@ Placements = Mapping[str, Placement]
 
 
 class PlanSettings(Protocol):
-    """What is asked of a plan here; settings are read by their names."""
+    """The part of a plan that limits depend on; other settings are read by their names."""
 
     @property
     def engine(self) -> str: ...
@@ -39,7 +40,7 @@ class PlanSettings(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """`lacks`: what the engine does not have, in a few words. `sentence`: what to do about it."""
+    """`lacks` names what the engine does not have, in a few words; `sentence` also says what to do about it."""
 
     lacks: str
     sentence: str
@@ -51,7 +52,7 @@ class Setting:
 
     key: str
     plain: object
-    # What means the same to this engine.
+    # Other values that have the same meaning under this engine.
     as_plain: tuple[object, ...] = ()
     refusal: str = "engine = {engine!r} has no {lacks}: leave it out, or set engine = 'shardwise'"
 
@@ -63,25 +64,40 @@ class Setting:
         return Refusal(lacks=lacks, sentence=self.refusal.format(engine=engine, lacks=lacks))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallLimit:
+    """A function that an engine does not have, or one argument of it.
+
+    argument   the argument that the engine does not take; "" where it does not have the function at all
+    under      whether the limit holds under a plan and its placements
+    """
+
+    function: str
+    argument: str = ""
+    sentence: str
+    under: Callable[[PlanSettings, Placements], bool] = lambda plan, placements: True
+
+
 def everywhere(placement: Placement) -> bool:
-    """Any placement."""
+    """Return True for any placement."""
     return True
 
 
 def lives_alike(placement: Placement) -> bool:
-    """Parameters, gradients and optimizer state are all replicated, or all sharded."""
+    """Return whether parameters, gradients and optimizer state are all replicated, or all sharded."""
     return placement.params is placement.grads is placement.optim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What an engine can run.
+    """The limits of one engine.
 
     can_place         whether it can run a unit of this placement
-    settings          refused where a plan is made
-    run_settings      a plan may be costed with them, but this engine does not run them
-    combinations      what depends on several settings, or on the placements of several units
-    untold            categories of memory whose buffers the engine does not tell of
+    settings          settings that are refused when a plan is made
+    run_settings      settings that a plan may be costed with, but that this engine does not run
+    combinations      limits that depend on several settings, or on the placements of several units
+    calls             functions of the package, and arguments of functions, that it does not have
+    untold            categories of memory whose buffers the engine does not report
     """
 
     name: str
@@ -89,10 +105,14 @@ class EngineLimits:
     settings: tuple[Setting, ...] = ()
     run_settings: tuple[Setting, ...] = ()
     combinations: Callable[[PlanSettings, Placements], Refusal | None] = lambda plan, placements: None
+    calls: tuple[CallLimit, ...] = ()
     untold: frozenset[str] = frozenset()
 
     def why_not(self, plan: PlanSettings, *, placements: Placements | None = None) -> Refusal | None:
-        """Why it cannot run a plan; None if it can. `placements`: of a model's units; or those that the plan names."""
+        """Return why it cannot run a plan; None if it can.
+
+        `placements` are those of a model's units (default: those that the plan names).
+        """
         placed = placements if placements is not None else _named(plan)
         for setting in (*self.settings, *self.run_settings):
             refusal = setting.refuse(plan, engine=self.name)
@@ -102,6 +122,32 @@ class EngineLimits:
             if not self.can_place(placement):
                 return self._no_placement(unit, placement)
         return self.combinations(plan, placed)
+
+    def has(self, setting: str) -> bool:
+        """Return whether a plan may change this setting under this engine."""
+        return all(one.key != setting for one in self.settings)
+
+    def why_not_call(
+        self,
+        function: str,
+        plan: PlanSettings,
+        *,
+        arguments: Collection[str] = (),
+        placements: Placements | None = None,
+    ) -> Refusal | None:
+        """Return why it does not have a function, or one of these arguments of it, under a plan; None if it does."""
+        placed = placements if placements is not None else _named(plan)
+        for limit in self.calls:
+            is_asked = limit.function == function and (not limit.argument or limit.argument in arguments)
+            if is_asked and limit.under(plan, placed):
+                return Refusal(lacks=limit.argument or limit.function, sentence=limit.sentence)
+        return None
+
+    def check_call(self, function: str, plan: PlanSettings, *, arguments: Collection[str] = ()) -> None:
+        """Raise InvalidPlan for a function, or an argument, that it does not have under a plan."""
+        refusal = self.why_not_call(function, plan, arguments=arguments)
+        if refusal is not None:
+            raise InvalidPlan(refusal.sentence)
 
     def _no_placement(self, unit: str, placement: Placement) -> Refusal:
         *others, last = (name for name, row in STRATEGIES.items() if self.can_place(row))
@@ -114,7 +160,7 @@ class EngineLimits:
 
 
 def _named(plan: PlanSettings) -> Placements:
-    """The placements that a plan names, whatever the model's units are called."""
+    """Return the placements that a plan names, whatever the model's units are called."""
     root = {} if plan.strategy == AUTO else {"(root)": placement_of(plan.strategy)}
     return root | {
         pattern: placement_of(strategy) if isinstance(strategy, str) else strategy
@@ -143,7 +189,62 @@ def _torch_combinations(plan: PlanSettings, placements: Placements) -> Refusal |
     return None
 
 
+def _shards_params(plan: PlanSettings, placements: Placements) -> bool:
+    return any(placement.params is SHARDED for placement in placements.values())
+
+
+def _shards_optim(plan: PlanSettings, placements: Placements) -> bool:
+    return plan.strategy == AUTO or any(placement.optim is SHARDED for placement in placements.values())
+
+
 _NO_OFFLOAD = "engine = 'torch' does not offload: set engine = 'shardwise'"
+_TORCH_CALLS = (
+    CallLimit(
+        function="prepare",
+        argument="collectives",
+        sentence="engine = 'torch' has collectives of its own: leave collectives out of prepare",
+    ),
+    CallLimit(
+        function="prepare",
+        argument="weights",
+        sentence="engine = 'torch' takes no weights: load them with shardwise.load_full_state_dict",
+    ),
+    CallLimit(
+        function="prepare",
+        argument="optimizers",
+        sentence="engine = 'torch' takes one optimizer; prepare with None, and make them afterwards",
+    ),
+    CallLimit(
+        function="replan",
+        sentence="shardwise.replan needs a model of shardwise.prepare with engine = 'shardwise': torch's engines are "
+        "made for one plan; save a checkpoint, and resume under the other",
+    ),
+    CallLimit(
+        function="join",
+        sentence="shardwise.join needs engine = 'shardwise'; on torch's, DistributedDataParallel has a join() of its "
+        "own",
+    ),
+    CallLimit(
+        function="whole",
+        sentence="shardwise.whole needs engine = 'shardwise': fully_shard's parameters are slices",
+        under=_shards_params,
+    ),
+    CallLimit(
+        function="step",
+        argument="survive",
+        sentence="shardwise.step with survive needs a model of shardwise.prepare with engine = 'shardwise'",
+    ),
+    CallLimit(
+        function="tape", sentence="shardwise.tape needs engine = 'shardwise': torch's engines record no operations"
+    ),
+    CallLimit(function="from_pretrained", sentence="plan.engine = 'torch': from_pretrained runs engine = 'shardwise'"),
+    CallLimit(
+        function="save_pretrained",
+        sentence="save_pretrained needs engine = 'shardwise': save shardwise.full_state_dict(model) instead",
+    ),
+    CallLimit(function="integrations", sentence="plan.engine = 'torch': integrations run engine = 'shardwise'"),
+    CallLimit(function="muon", sentence="fully_shard gives Muon slices of matrices", under=_shards_optim),
+)
 
 LIMITS: Mapping[str, EngineLimits] = MappingProxyType(
     {
@@ -184,6 +285,7 @@ LIMITS: Mapping[str, EngineLimits] = MappingProxyType(
                 Setting(key="accumulate_reduced", plain=False),
             ),
             combinations=_torch_combinations,
+            calls=_TORCH_CALLS,
             untold=frozenset({GATHERED, REDUCE}),
         ),
     }
@@ -192,12 +294,12 @@ LIMITS: Mapping[str, EngineLimits] = MappingProxyType(
 
 
 def strategies_of(engine: str) -> tuple[str, ...]:
-    """The strategies that an engine can run, in the table's order: the last one shards the most."""
+    """Return the strategies that an engine can run, in the table's order: the last one shards the most."""
     return tuple(name for name, placement in STRATEGIES.items() if LIMITS[engine].can_place(placement))
 
 
 def check_settings(plan: PlanSettings) -> None:
-    """Refuse a plan with a setting that its engine can do nothing with."""
+    """Raise InvalidPlan for a setting that the plan's engine cannot use."""
     for setting in LIMITS[plan.engine].settings:
         refusal = setting.refuse(plan, engine=plan.engine)
         if refusal is not None:

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS
 from shardwise.plan.patterns import short_patterns
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.planner.memory.states import OptimizerRule
@@ -58,13 +59,14 @@ def with_owners(spec: ModelSpec, *, plan: Plan, optimizer: OptimizerRule) -> Pla
         raise InvalidPlan(
             "optimizer muon with capture = 'on': its steps are not captured; set capture = 'auto' or 'off'"
         )
-    sharded = frozenset(unit.name for unit in spec.units if plan.placement(unit.name).optim is SHARDED)
-    if sharded and plan.engine == "torch":
+    placements = {unit.name: plan.placement(unit.name) for unit in spec.units}
+    refusal = LIMITS[plan.engine].why_not_call("muon", plan, placements=placements)
+    if refusal is not None:
         raise InvalidPlan(
-            f"optimizer muon with engine = 'torch' under {plan.strategy}: fully_shard gives Muon slices of matrices; "
+            f"optimizer muon with engine = {plan.engine!r} under {plan.strategy}: {refusal.sentence}; "
             "use engine = 'shardwise', or strategy = 'ddp'"
         )
-    patterns = _patterns(spec, sharded)
+    patterns = _patterns(spec, frozenset(name for name, placed in placements.items() if placed.optim is SHARDED))
     return replace(plan, owned=tuple(dict.fromkeys((*plan.owned, *patterns)))) if patterns else plan
 
 

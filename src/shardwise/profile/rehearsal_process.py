@@ -26,6 +26,7 @@ from shardwise.engines import prepare
 from shardwise.errors import ShardwiseError
 from shardwise.files.atomic import atomic_write
 from shardwise.models.muon import MuonWithAdamW, split_off_matrices
+from shardwise.plan.limits import LIMITS
 from shardwise.profile.cuda_allocations import AllocatorHistory
 from shardwise.profile.recording import WARM_UP_STEPS, Recording, StepRecording, allocations_on
 from shardwise.profile.rehearsal import Measured, Rehearsal
@@ -86,13 +87,14 @@ def _started(rehearsal: Rehearsal, *, device: torch.device) -> _Training:
     task = task_of(rehearsal.model, seq=rehearsal.seq, image=rehearsal.image)
     spec = model_spec(task.model, policy=rehearsal.plan.units)
     modules = unit_modules(task.model, policy=rehearsal.plan.units)
-    absent, ours = rehearsal.num_ranks > 1, rehearsal.plan.engine == "shardwise"
+    absent, plan = rehearsal.num_ranks > 1, rehearsal.plan
+    replaces = LIMITS[plan.engine].why_not_call("prepare", plan, arguments=["collectives"]) is None
     model, optimizer = prepare(
         task.model,
         _optimizer(rehearsal.optimizer, task.model, device=device),
-        rehearsal.plan,
+        plan,
         device=device,
-        collectives=AbsentCollectives() if absent and ours else None,
+        collectives=AbsentCollectives() if absent and replaces else None,
     )
     if absent:
         leave_out_reduce(model)

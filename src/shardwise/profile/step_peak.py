@@ -1,7 +1,7 @@
-"""The most that a rank holds at once in a block of code, in bytes of tensors: what the planner calls allocated.
+"""The peak of the memory that a rank holds in a block of code, in bytes of tensors: the planner's *allocated*.
 
-A GPU's allocator counts by itself. A CPU's does not: there it is what the engine holds before the block, and what the
-profiler sees come and go in it, without what a kernel takes for itself.
+A GPU's allocator counts by itself. A CPU's does not: there it is what the engine holds before the block, plus what the
+profiler sees allocated and freed in it, without the scratch memory of kernels.
 """
 
 from collections.abc import Iterator
@@ -9,31 +9,37 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from shardwise.engine.engine import Engine
-from shardwise.engine.out_of_memory.out_of_memory import held_now
+from shardwise.engine.protocol import require_engine
 from shardwise.profile.cpu_allocations import LiveBytes
+from shardwise.vocabulary.categories import HOST
 
 _BLOCK = "block"
 
 
 @dataclass(slots=True, kw_only=True)
 class StepPeak:
-    """`num_bytes` is there when the block is over."""
+    """The result; `num_bytes` is set at the end of the block."""
 
     num_bytes: int = 0
 
 
 @contextmanager
-def step_peak(engine: Engine) -> Iterator[StepPeak]:
+def step_peak(model: nn.Module, optimizer: Optimizer, *, device: torch.device) -> Iterator[StepPeak]:
+    """Measure the peak of this block, in which steps of a prepared model run."""
     found = StepPeak()
-    device = engine.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         yield found
         found.num_bytes = torch.cuda.max_memory_allocated(device)
         return
-    held = sum(held_now([engine]).values())
+    held = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for category, tensor in require_engine(model).held_tensors(model, optimizer)
+        if category != HOST and tensor.device.type == device.type
+    }
     with LiveBytes(with_scratch=False) as live, live.phase(_BLOCK):
         yield found
-    found.num_bytes = held + live.peak_bytes(_BLOCK)
+    found.num_bytes = sum(held.values()) + live.peak_bytes(_BLOCK)

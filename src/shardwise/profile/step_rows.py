@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm.dtensor import dtensor_types, local_part
-from shardwise.engine.engine import is_prepared
-from shardwise.engine.prepared.inventory import held_tensors
+from shardwise.comm.dtensor import dtensor_types
 from shardwise.program import Trigger
 from shardwise.program.hooks import StepHooks
 from shardwise.spec import ROOT, ModelSpec
-from shardwise.vocabulary.categories import ACTIVATIONS, GRADS, HOST, OPTIM, OTHER, PARAMS
+from shardwise.torch_engine.plain_model import state_of
+from shardwise.vocabulary.categories import ACTIVATIONS, HOST, OTHER
 
 OnRow = Callable[[Trigger, str], None]
 
@@ -92,7 +91,7 @@ class _Rows:
 def known_storages(model: nn.Module, optimizer: Optimizer, *, batch: Any) -> dict[int, str]:
     """Address → category of the storages that an engine knows at this moment."""
     known: dict[int, str] = {}
-    tensors = held_tensors(model, optimizer) if is_prepared(model) else _held_by_torch(model, optimizer)
+    tensors = state_of(model).held_tensors(model, optimizer)
     leaves = ((ACTIVATIONS, leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
     for category, tensor in (*tensors, *leaves):
         storage = tensor.untyped_storage()
@@ -100,16 +99,3 @@ def known_storages(model: nn.Module, optimizer: Optimizer, *, batch: Any) -> dic
             # What a plan offloads is in no category; where the device is the host, it is there all the same.
             known.setdefault(storage.data_ptr(), OTHER if category == HOST else category)
     return known
-
-
-def _held_by_torch(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """torch's engines: what the optimizer steps, its gradients and its state; their own buffers are not to be found."""
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        yield PARAMS, local_part(parameter)
-        if parameter.grad is not None:
-            yield GRADS, local_part(parameter.grad)
-        for value in optimizer.state.get(parameter, {}).values():
-            if isinstance(value, Tensor):
-                yield OPTIM, local_part(value)
-    for buffer in model.buffers():
-        yield OTHER, buffer

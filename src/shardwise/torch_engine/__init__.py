@@ -1,7 +1,8 @@
 """The same plan on torch's own engines: the oracle in tests, the peer in benchmarks, and `engine = "torch"`.
 
-prepare.py      a plan → DistributedDataParallel, or fully_shard unit by unit
-refuse.py       models and plans that torch's engines cannot run, one line each (engine_limits.py)
-accumulate.py   accumulation and uneven counts
-full_state.py   the gradients' norm and full state dicts of a model that was prepared so
+plain_model.py    the state that a rank holds of any torch module, also of one without an engine
+refuse.py         the models and plans that torch's engines cannot run, one line each (plan/limits.py)
+full_state.py     state dicts, clipping and norms of gradients
+torch_engine.py   the engine protocol (engine/protocol.py)
+prepare.py        a plan → DistributedDataParallel, or fully_shard unit by unit
 """

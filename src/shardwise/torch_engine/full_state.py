@@ -1,4 +1,4 @@
-"""The gradients' norms and full state dicts of a model on torch's own engine, in the form that our engine gives."""
+"""State dicts and gradients of a model on torch's engines, in the form that our engine gives."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,72 +14,55 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.dtensor import local_part
 from shardwise.engine.prepared.full_state import check_order, received_state
 from shardwise.errors import InvalidData
-from shardwise.torch_engine.prepare import check_on_torch
 
 
 @torch.no_grad()
-def clip_grad_norm_on_torch(
-    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-) -> Tensor:
-    """torch's own `clip_grad_norm_`, with a plain tensor for the norm that the gradients had. Collective."""
-    check_on_torch(model)
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+    """Clip as torch's function does, and return the norm before clipping as a plain tensor. Collective."""
     parameters = list(model.parameters())
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = nn.utils.get_total_norm(grads, norm_type)
-    whole: Tensor = total.full_tensor() if isinstance(total, DTensor) else total
-    if error_if_nonfinite and not whole.isfinite():
-        raise InvalidData(f"the norm of the gradients is {whole.item()}: they cannot be clipped")
+    norm = _full(total)
+    if error_if_nonfinite and not norm.isfinite():
+        raise InvalidData(f"the norm of the gradients is {norm.item()}: they cannot be clipped")
     nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
-    return whole
+    return norm
 
 
 @torch.no_grad()
-def clip_grad_value_on_torch(model: nn.Module, clip_value: float) -> None:
-    """torch's own, of this rank's shards."""
-    check_on_torch(model)
+def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
+    """Clamp each element of this rank's gradients."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             local_part(parameter.grad).clamp_(-clip_value, clip_value)
 
 
 @torch.no_grad()
-def grad_norms_on_torch(model: nn.Module, *, norm_type: float) -> dict[str, float]:
-    """Parameter → the norm of its whole gradient. Collective."""
-    check_on_torch(model)
-    bare = model.module if isinstance(model, DistributedDataParallel) else model
-    norms = {
-        name: torch.linalg.vector_norm(parameter.grad, norm_type, dtype=torch.float64)
-        for name, parameter in bare.named_parameters()
+def grad_norms(model: nn.Module, *, norm_type: float) -> dict[str, float]:
+    """Return the norm of each parameter's whole gradient by name. Collective."""
+    return {
+        name: _full(torch.linalg.vector_norm(parameter.grad, norm_type, dtype=torch.float64)).item()
+        for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    return {name: (n.full_tensor() if isinstance(n, DTensor) else n).item() for name, n in norms.items()}
 
 
-def weight_stream_on_torch(model: nn.Module, *, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor) of the state dict, one after the other. Collective."""
-    check_on_torch(model)
-    bare = model.module if isinstance(model, DistributedDataParallel) else model
-    for name, value in bare.state_dict().items():
+def weight_stream(model: nn.Module, *, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, full tensor) for each tensor of the state dict. Collective."""
+    for name, value in model.state_dict().items():
         if isinstance(value, Tensor):
             cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value
-            yield name, cast.full_tensor() if isinstance(cast, DTensor) else cast.clone()
+            yield name, _full(cast) if isinstance(cast, DTensor) else cast.clone()
 
 
-def full_state_dict_on_torch(
-    model: nn.Module, optimizer: Optimizer | None = None, *, rank0_only: bool = False
-) -> dict[str, Any]:
-    """{"model": names → full tensors, "optimizer": names → full states, and groups}. Collective.
-
-    With `rank0_only`, the other ranks take part and get an empty dict.
-    """
-    check_on_torch(model)
+def full_state_dict(model: nn.Module, optimizer: Optimizer | None, *, rank0_only: bool) -> dict[str, Any]:
+    """Return {"model": names → full tensors, "optimizer": names → full states, and groups}. Collective."""
     options = StateDictOptions(full_state_dict=True)
     state: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
     if optimizer is not None:
@@ -87,14 +70,10 @@ def full_state_dict_on_torch(
     return {} if rank0_only and dist.get_rank() != 0 else _copy(state)
 
 
-def load_full_state_dict_on_torch(
-    model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], *, from_rank0: bool = False
+def load_full_state_dict(
+    model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], *, from_rank0: bool
 ) -> None:
-    """Load what `full_state_dict(model, optimizer)` gave, under any plan, engine and number of ranks. Collective.
-
-    With `from_rank0`, only rank 0's `state` is read.
-    """
-    check_on_torch(model)
+    """Load a state of `full_state_dict`, saved under any plan, engine and number of ranks. Collective."""
     check_order(optimizer)
     state = received_state(state, with_optimizer=optimizer is not None, from_rank0=from_rank0)
     options = StateDictOptions(full_state_dict=True)
@@ -103,6 +82,12 @@ def load_full_state_dict_on_torch(
         set_optimizer_state_dict(model, optimizer, _copy(state["optimizer"]), options=options)
 
 
+def _full(tensor: Tensor) -> Tensor:
+    """Return a DTensor as one whole tensor on every rank. Collective."""
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole
+
+
 def _copy(state: Any) -> Any:
-    """Tensors of its own: torch gives out, and takes in, those that training will change."""
+    """Copy all tensors: torch returns, and keeps, those that training will change."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)

@@ -1,6 +1,6 @@
 """`prepare_on_torch`: a plan on torch's own DistributedDataParallel or `fully_shard`.
 
-prefetch and reduces_in_flight are not read: both of torch's engines have a schedule of their own.
+The plan's prefetch and reduces_in_flight have no effect: both of torch's engines have their own schedule.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -18,16 +18,18 @@ from shardwise.comm.agreement import agree
 from shardwise.comm.join import join_job
 from shardwise.engine.activations.compiled_units import check_compile, compile_units
 from shardwise.engine.core.precision import planned_dtype
-from shardwise.engine.engine import is_prepared
 from shardwise.engine.guards.carried import broadcast_carried
 from shardwise.engine.guards.description import asked_device, check_precision, describe, tell_hardly_cut
 from shardwise.engine.optimizer.known import StaleOptimizer, describe_optimizer
+from shardwise.engine.protocol import carry_engine, find_engine
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.spec import ROOT
+from shardwise.torch_engine.plain_model import is_on_torch
 from shardwise.torch_engine.refuse import check_plan, check_replicated, check_sharded
+from shardwise.torch_engine.torch_engine import TorchEngine
 from shardwise.units import model_spec, unit_modules
 from shardwise.units.materialize import materialize
 
@@ -39,16 +41,15 @@ def prepare_on_torch(
 ) -> tuple[nn.Module, AnyOptimizer]:
     """Make `model` and `optimizer` run `plan` on torch's own engine; train what is returned with an ordinary loop.
 
-    Collective. Where there is no process group it joins the job, as `prepare` of our engine does. Values come from
-    rank 0.
+    Collective. Without a process group it joins the job, as `prepare` of our engine does. Values come from rank 0.
 
-    ddp                   the model inside a DistributedDataParallel, which is returned
-    fsdp, shard_grad_op   the same model, with `fully_shard` on each unit; its parameters are new (DTensors)
+    ddp                   returns the model inside a DistributedDataParallel
+    fsdp, shard_grad_op   returns the same model, with `fully_shard` on each unit; its parameters are new (DTensors)
 
     A model on the meta device is filled whole on every rank before it is sharded. The optimizer keeps its options,
     and gets the new parameters by name.
     """
-    if is_prepared(model) or is_on_torch(model):
+    if find_engine(model) is not None or is_on_torch(model):
         raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
     chosen = join_job(asked_device(model, device=device))
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
@@ -68,18 +69,8 @@ def prepare_on_torch(
         prepared = _replicate(model, plan=plan, device=chosen)
     if optimizer is not None:
         rename_parameters(optimizer, names=names, parameters=dict(model.named_parameters()))
+    carry_engine(prepared, TorchEngine(plan))
     return prepared, optimizer
-
-
-def is_on_torch(model: nn.Module) -> bool:
-    """Whether `model` is what `prepare_on_torch` returned, or might have."""
-    return isinstance(model, DistributedDataParallel | FSDPModule)
-
-
-def check_on_torch(model: nn.Module) -> None:
-    """Refuse what no engine has prepared."""
-    if not is_on_torch(model):
-        raise InvalidModel(f"this {type(model).__name__} has not been through shardwise.prepare")
 
 
 class AutocastDataParallel(DistributedDataParallel):
@@ -99,9 +90,9 @@ class AutocastDataParallel(DistributedDataParallel):
 
 
 def _replicate(model: nn.Module, *, plan: Plan, device: torch.device) -> DistributedDataParallel:
-    """DDP's own constructor broadcasts rank 0's values.
+    """Wrap the model in DDP, whose constructor broadcasts rank 0's values.
 
-    Not `static_graph`: it forbids that a parameter is frozen or thawed, and measures no faster.
+    Without `static_graph`, which forbids freezing and unfreezing parameters and is no faster.
     """
     options = {"gradient_as_bucket_view": True, "bucket_cap_mb": plan.bucket_bytes / 2**20}
     if plan.precision in ("bf16", "fp16"):
@@ -110,9 +101,9 @@ def _replicate(model: nn.Module, *, plan: Plan, device: torch.device) -> Distrib
 
 
 def shard_units(model: nn.Module, *, plan: Plan, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
-    """`fully_shard` on every unit, inner ones first: an outer call takes what is left.
+    """Call `fully_shard` on every unit, inner ones first: an outer call takes the parameters that are left.
 
-    The root is kept through forward, as our engine keeps it: it is needed first in backward.
+    The root is not freed after forward, as under our engine: backward needs it first.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), src=0)
@@ -136,7 +127,7 @@ def _device_mesh(mesh: Mesh, *, device: torch.device) -> DeviceMesh:
 def _description(
     model: nn.Module, optimizer: Optimizer | None, *, plan: Plan, mesh: Mesh, names: Mapping[int, str]
 ) -> str:
-    """What ranks must agree on, a line each; raises for what no rank could run."""
+    """Describe what ranks must agree on, a line each; raise for a plan or model that cannot run."""
     mesh.check_ranks(dist.get_world_size())
     spec = model_spec(model, policy=plan.units)
     placements = plan.placements(unit.name for unit in spec.units)
@@ -155,7 +146,7 @@ def _description(
 
 
 def to_master_dtype(model: nn.Module, *, plan: Plan) -> None:
-    """What the optimizer steps is float32, whatever computes, unless the plan leaves dtypes alone."""
+    """Make all floating-point parameters float32, whatever dtype computes, unless the plan leaves dtypes alone."""
     if plan.precision == "native":
         return
     for parameter in model.parameters():
@@ -180,6 +171,6 @@ def _check_optimizer(optimizer: Optimizer, *, names: Mapping[int, str]) -> None:
 def rename_parameters(
     optimizer: Optimizer, *, names: Mapping[int, str], parameters: Mapping[str, nn.Parameter]
 ) -> None:
-    """The parameters that bear the names now take the place of those that bore them; the groups stay."""
+    """Replace each parameter in the optimizer's groups by the parameter that has its name now."""
     for group in optimizer.param_groups:
         group["params"][:] = [parameters[names[id(parameter)]] for parameter in group["params"]]

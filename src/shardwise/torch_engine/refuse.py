@@ -1,6 +1,6 @@
-"""What a plan or a model asks for that torch's engines do not have: one line each, with the way out.
+"""Checks that refuse a plan or a model that torch's engines cannot run, in one line with the way out.
 
-What a plan alone can ask for is in engine_limits.py.
+The limits that depend on a plan alone are in plan/limits.py.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from shardwise.spec import ROOT, ModelSpec, TensorSpec
 
 
 def check_plan(plan: Plan, *, placements: Mapping[str, Placement]) -> None:
-    """Refuse a plan that torch's engines cannot run."""
+    """Raise InvalidPlan for a plan that torch's engines cannot run."""
     if plan.engine != "torch":
         raise InvalidPlan(f"engine = {plan.engine!r}: torch's own DDP and fully_shard run engine = 'torch'")
     refusal = LIMITS[plan.engine].why_not(plan, placements=placements)
@@ -22,13 +22,13 @@ def check_plan(plan: Plan, *, placements: Mapping[str, Placement]) -> None:
 
 
 def check_replicated(spec: ModelSpec) -> None:
-    """Refuse a model that DistributedDataParallel would not take."""
+    """Raise InvalidModel for a model that DistributedDataParallel does not accept."""
     if not any(param.trainable for unit in spec.units for param in unit.params):
         raise InvalidModel(f"{spec.name} has no trainable parameter, so DistributedDataParallel has nothing to do")
 
 
 def check_sharded(spec: ModelSpec, *, plan: Plan) -> None:
-    """Refuse a model that fully_shard would not take, or would take and train wrongly."""
+    """Raise InvalidModel for a model that fully_shard does not accept, or would train wrongly."""
     for unit in spec.units:
         for param in unit.params:
             if not param.shape:
@@ -46,7 +46,7 @@ def check_sharded(spec: ModelSpec, *, plan: Plan) -> None:
 
 
 def _check_tie(param: TensorSpec, *, owner: str, spec: ModelSpec) -> None:
-    """fully_shard keeps a tied parameter tied only if one unit holds all of its uses."""
+    """Check that one unit holds all uses of a tied parameter: otherwise fully_shard unties it."""
     holders = {name: _innermost_unit(name, spec=spec) for name in (param.name, *param.aliases)}
     astray = [name for name, unit in holders.items() if unit != owner]
     if astray:

@@ -18,7 +18,7 @@ from shardwise.files.atomic import atomic_write
 from shardwise.files.keys import key
 from shardwise.files.toml_file import read_toml
 from shardwise.plan import Plan
-from shardwise.plan.placement import SHARDED, placement_of
+from shardwise.plan.limits import LIMITS
 from shardwise.train.config_section import ConfigSection, InvalidConfig, unknown_key
 from shardwise.vocabulary.quantities import SIZE_EXAMPLE, byte_count
 
@@ -199,11 +199,11 @@ class TrainConfig:
             )
         if self.plan.micro_batch is None and not self.plan.is_auto:
             raise InvalidConfig("plan.micro_batch is missing: samples per rank per pass")
-        may_slice = self.plan.is_auto or placement_of(self.plan.strategy).optim is SHARDED
-        if self.optimizer.name == "muon" and self.plan.engine == "torch" and may_slice:
+        refusal = LIMITS[self.plan.engine].why_not_call("muon", self.plan)
+        if self.optimizer.name == "muon" and refusal is not None:
             raise InvalidConfig(
-                f"optimizer.name = 'muon' with plan.engine = 'torch' under {self.plan.strategy}: fully_shard gives "
-                "Muon slices of matrices; set plan.engine = 'shardwise', or plan.strategy = 'ddp'"
+                f"optimizer.name = 'muon' with plan.engine = {self.plan.engine!r} under {self.plan.strategy}: "
+                f"{refusal.sentence}; set plan.engine = 'shardwise', or plan.strategy = 'ddp'"
             )
         if self.train.nonfinite == "skip" and self.plan.captures:
             raise InvalidConfig(

@@ -15,10 +15,10 @@ from functools import partial
 import torch
 
 from shardwise.comm.agreement import exchange
-from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.out_of_memory.survive import StepGuard, StepUndone
-from shardwise.engine.plan_change.replan import fixed_by, replan
+from shardwise.engine.protocol import require_engine
+from shardwise.engines import replan
 from shardwise.launch.failure import during
 from shardwise.plan import Plan
 from shardwise.planner.engine_model import engine_model_of
@@ -42,7 +42,7 @@ _REHEARSALS = 2
 def probe_memory(training: Training, *, chosen: ChosenPlan) -> ChosenPlan:
     """Return the plan that training begins with: the chosen one, or one that needs less. Collective."""
     is_auto, is_over = chosen.given.plan.is_auto, training.step >= training.num_steps
-    if not is_auto or is_over or not is_prepared(training.model):
+    if not is_auto or is_over or not require_engine(training.model).can("replan", training.model):
         return chosen
     # Only rank 0 knows the prediction, and whether an earlier start has measured the plan.
     budget = exchange(_budget_to_probe(chosen))[0]
@@ -99,12 +99,12 @@ class _Probe:
     def _rehearse(self) -> int:
         """Run and undo the passes of the next step; return this rank's peak bytes, or raise StepUndone."""
         training = self.training
-        guard, engine = StepGuard(training.model), engine_of(training.model)
+        guard = StepGuard(training.model)
         self._empty_cache()
         step = next_passes(training)
         passes = forwards(training, step.weights, step.batches)
         for _ in range(_REHEARSALS):
-            with step_peak(engine) as peak:
+            with step_peak(training.model, training.optimizer, device=training.device) as peak:
                 guard.begin()
                 run_passes(training.model, passes, scaler=training.scaler, guard=guard)
             guard.agree()
@@ -149,7 +149,7 @@ class _Probe:
 
     def _why_fixed(self, plan: Plan) -> str:
         """Return the reason why the plan is not solved again; "" if it is."""
-        if trait := fixed_by(engine_of(self.training.model), plan=plan):
+        if trait := require_engine(self.training.model).fixed_by(self.training.model, plan):
             return f"the plan stays, since it cannot change under a model with {trait}"
         # Less memory is free than the budget says: the solver could return the plan that ran out.
         if self.plans.chosen.recorded("ran_out"):

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.engine import is_prepared
 from shardwise.engine.out_of_memory.survive import StepUndone
 from shardwise.engine.out_of_memory.surviving import NotSurvived, Surviving
+from shardwise.engine.protocol import require_engine
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
 from shardwise.train import run_folder
@@ -151,7 +151,7 @@ class RetryingUpdate:
 def retry_out_of_memory(training: Training, *, chosen: ChosenPlan, tell: Callable[[str], None]) -> None:
     """Let the steps of this training run again after running out of memory, as often as its config says."""
     plans = SmallerPlans(chosen=chosen)
-    if not plans.max_retries or not is_prepared(training.model):
+    if not plans.max_retries or not require_engine(training.model).can("step", training.model, argument="survive"):
         return
     training.guard = step_guard(training.model, training.optimizer)
     surviving = plans.survive(training.model, most=plans.max_retries, tell=tell)

@@ -15,7 +15,7 @@ from shardwise.comm.job_environment import by_our_launcher
 from shardwise.comm.join import Place, joined
 from shardwise.comm.rank_progress import PROGRESS
 from shardwise.comm.record_writer import RECORDS
-from shardwise.engine.engine import engine_of, is_prepared
+from shardwise.engine.protocol import require_engine
 from shardwise.launch.failure import report, stalls_reported
 from shardwise.launch.folder_lock import locked
 from shardwise.train import run_folder
@@ -102,9 +102,8 @@ def _run(
         say(console, f"Building {config.task.model} and opening its data …")
         training = set_up(config, place=place)
         training.tell = partial(say, console)
-        if is_prepared(training.model):
-            # `advised` predicts with all that it needs at hand.
-            engine_of(training.model).predicts_alone = False
+        # `advised` has everything that a prediction needs.
+        require_engine(training.model).omit_memory_advice(training.model)
         checkpoints = Checkpoints(
             config.folder / run_folder.CHECKPOINTS,
             keep=config.checkpoint.keep,

@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.engine.engine import engine_of, is_prepared
 from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engine.out_of_memory.smaller_plan import smaller_plan
 from shardwise.engine.out_of_memory.survive import NoGuard, StepGuard, StepUndone
 from shardwise.engine.out_of_memory.surviving import Surviving, warn
+from shardwise.engine.protocol import require_engine
 from shardwise.engines import accumulate, capture, clip_grad_norm_
-from shardwise.errors import InvalidData, InvalidPlan
+from shardwise.errors import InvalidData
 
 Pass = Callable[[], Tensor]
 """The forward of one pass; returns the part that it adds to the loss of the step."""
@@ -154,8 +154,8 @@ def _mean_part(loss_fn: Callable[[nn.Module, Any], Tensor], model: nn.Module, ba
 
 def step_guard(model: nn.Module, optimizer: Optimizer) -> StepGuard:
     """Return a guard for the model's steps; allocate the optimizer's state first, as an update cannot be undone."""
-    if not is_prepared(model):
-        raise InvalidPlan("shardwise.step with survive needs a model of shardwise.prepare with engine = 'shardwise'")
-    engine_of(model).owned.adopt_alike(optimizer)
+    engine = require_engine(model)
+    engine.check("step", model, argument="survive")
+    engine.adopt(model, optimizer)
     allocate_states(optimizer)
     return StepGuard(model)

@@ -13,6 +13,7 @@ from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.engine import engine_of, register, unregister
 from shardwise.engine.prepared.accumulate import accumulate
 from shardwise.engine.prepared.full_state import full_tensors, load_tensors
+from shardwise.engine.protocol import carry_engine, drop_engine
 from shardwise.errors import InvalidModel
 
 
@@ -69,7 +70,7 @@ class PreparedModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """An ordinary, whole model of the original class, with nothing of the plan in it. Collective."""
         values = self.state_dict()
-        engine = unregister(self)
+        engine, carried = unregister(self), drop_engine(self)
         engine.detach()
         prepared, self.__class__ = self.__class__, self.__class__.__mro__[2]
         try:
@@ -81,6 +82,8 @@ class PreparedModule(nn.Module):
         finally:
             self.__class__ = prepared
             register(self, engine)
+            if carried is not None:
+                carry_engine(self, carried)
             engine.attach()
             engine.undo = wrap_units(self, units=engine.core.units, plan=engine.plan, device=engine.device)
 

@@ -2,63 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.prepared.prepared_module import PreparedModule
+from shardwise.engine.protocol import OwnedModel, OwnedSlice
 from shardwise.plan.placement import SHARDED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnedSlice:
-    """Elements `start` to `stop` of a parameter, counted through all its dimensions.
-
-    parameter    what the optimizer steps: those elements, in one dimension or in the parameter's own shape
-    copy         which of `num_copies` ranks with equal elements this is
-    block        slices begin at multiples of so many elements, for an optimizer that works on blocks of them
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    parameter: nn.Parameter
-    copy: int
-    num_copies: int
-    block: int = 1
-
-    @property
-    def is_whole(self) -> bool:
-        return self.start == 0 and self.stop == prod(self.shape)
-
-    def by_blocks(self) -> "OwnedSlice":
-        """The same slice of something with one value per block."""
-        shape = (-(-prod(self.shape) // self.block),)
-        return replace(self, shape=shape, start=self.start // self.block, stop=-(-self.stop // self.block), block=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnedModel:
-    """A model as one rank holds it. A tied parameter goes by its first name.
-
-    stepped      the same as optimizers step them: in place of slices, the whole of what this rank owns the state of
-    parameters   name → full shape, and the dtype in which it is stepped; of all, also of what lies on other ranks
-    buffers      name → value, of those that belong to a state dict
-    aliases      other name → first name
-    """
-
-    slices: list[OwnedSlice]
-    stepped: list[OwnedSlice]
-    parameters: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    buffers: dict[str, Any]
-    aliases: dict[str, str]
 
 
 def held(model: nn.Module) -> OwnedModel:

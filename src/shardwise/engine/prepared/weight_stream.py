@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from shardwise.comm.agreement import meet
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.engine import Engine, engine_of
-from shardwise.engine.prepared.slices import OwnedModel, held
+from shardwise.engine.prepared.slices import held
+from shardwise.engine.protocol import OwnedModel
 
 _NAME = "`for … in shardwise.weight_stream(model):`"
 
@@ -36,6 +37,13 @@ def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iter
             yield name, value.detach().to(_wanted(value, dtype), copy=True)
     finally:
         passes.values_by = before
+
+
+def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, full parameter) in the order of `held(model).parameters`, at the caller's pace. Collective."""
+    for flat in engine_of(model).flats:
+        # The buffer is freed before the next one is gathered, if the caller holds no view of it.
+        yield from zip(flat.names, flat.views(flat.full_master()), strict=True)
 
 
 def _in_order(engine: Engine) -> list[str]:

@@ -278,7 +278,7 @@ def _is_within(dial: Dial, *, costs: DialCosts, request: AutoRequest) -> bool:
 
 def _offloaded(costs: DialCosts, *, request: AutoRequest) -> Solved | None:
     """The first that fits if activations, or states, or both live in host memory; all units recompute alike."""
-    if any(setting.key == "offload_states" for setting in LIMITS[request.plan.engine].settings):
+    if not LIMITS[request.plan.engine].has("offload_states"):
         return None
     rows = request.rows or strategies_of(request.plan.engine)
     sharded = [row for row in rows if STRATEGIES[row].grads is SHARDED]

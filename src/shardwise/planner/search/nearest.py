@@ -24,11 +24,12 @@ def nearest_fit(
     """
     this = cost(spec_for(plan), plan=plan, cluster=cluster, optimizer=optimizer)
     most = _LESS * this.memory.device_bytes if this.fits in ("yes", "unknown") else inf
+    limits = LIMITS[plan.engine]
     for changed in changes(plan):
-        if LIMITS[plan.engine].why_not(changed) is not None:
+        if limits.why_not(changed) is not None:
             continue
-        # What is owned stays on the device, and only our engine has owners.
-        if needs_whole_matrices(optimizer) and (changed.offload_states or plan.engine == "torch"):
+        if needs_whole_matrices(optimizer) and (changed.offload_states or limits.why_not_call("muon", changed)):
+            # Matrices that a rank owns stay on the device, and not every engine has owners.
             continue
         found = cost(spec_for(changed), plan=changed, cluster=cluster, optimizer=optimizer)
         if found.fits in ("yes", "unknown") and found.memory.device_bytes <= most:
@@ -49,7 +50,7 @@ def changes(plan: Plan) -> Iterator[Plan]:
     yield from (more for one in sharded for more in _recomputed(one))
     yield from (*_smaller(most_sharded), *_smaller(least))
     largest_to_least = (plan, most_sharded, least, *_smaller(least))
-    if not any(setting.key == "offload_states" for setting in LIMITS[plan.engine].settings):
+    if LIMITS[plan.engine].has("offload_states"):
         yield from (replace(one, offload_activations=True) for one in largest_to_least)
         yield from (replace(one, offload_states=True) for one in largest_to_least if not (one.captures or one.owned))
     if plan.precision == "fp32":

@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwise.bench.case_peak import measured_ledger
 from shardwise.bench.case_result import CaseResult
+from shardwise.bench.modes import is_ours
 from shardwise.bench.results import Bench
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
@@ -49,7 +50,7 @@ def anatomy_data(bench: Bench) -> dict[str, Any] | None:
     cases       one per strategy (`_case`); left_out: [strategy, why there is no picture]
     rings       number of ranks → what is passed there (`_ring`)
     """
-    recorded = [case for case in bench.cases if case.engine == "shardwise" and case.tape]
+    recorded = [case for case in bench.cases if is_ours(case.engine) and case.tape]
     if not recorded:
         return None
     mesh = _mesh(bench)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.bench.case_peak import peak_parts
 from shardwise.bench.case_result import NOT_MEASURABLE, CaseResult
-from shardwise.bench.modes import without_mode
+from shardwise.bench.modes import is_ours, without_mode
 from shardwise.bench.results import Bench
 from shardwise.plan.placement import SHARDED, placement_of
 from shardwise.vocabulary.categories import CATEGORIES
@@ -124,7 +124,7 @@ def _exposed(case: CaseResult) -> str:
 def baseline(bench: Bench) -> CaseResult:
     """What × is relative to: our engine with nothing sharded, or what ran first."""
     ran = [case for case in bench.cases if case.ran]
-    ours = (case for case in ran if case.engine == "shardwise")
+    ours = (case for case in ran if is_ours(case.engine))
     return next((case for case in ours if placement_of(case.strategy).optim is not SHARDED), ran[0])
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from engine.live_bytes import Ledger
 from torch import Tensor, nn
 
-from shardwise.engine.activations.recompute import recompute_unit
 from shardwise.engine.activations.offload import ActivationOffload, offload_unit
+from shardwise.engine.activations.recompute import recompute_unit
 from shardwise.models.make import build_model
 from shardwise.models.shapes import GPTShape
 

@@ -1,0 +1,155 @@
+"""Our engine by the protocol: each method calls the function that does the work."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.comm.collectives import Collectives
+from shardwise.engine.captured.capture import capture
+from shardwise.engine.engine import engine_of
+from shardwise.engine.plan_change.replan import fixed_by, replan
+from shardwise.engine.prepare import prepare
+from shardwise.engine.prepared import accumulate, clip, full_state, grad_values, slices, uneven, weight_stream
+from shardwise.engine.prepared.inventory import held_tensors
+from shardwise.engine.prepared.whole_parameters import whole
+from shardwise.engine.protocol import Batch, OwnedModel, Step, Tell, TrainingEngine, carry_engine
+from shardwise.plan import Plan
+
+AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None, list[Optimizer])
+
+
+def prepare_on_ours(
+    model: nn.Module,
+    optimizer: AnyOptimizer,
+    plan: Plan,
+    *,
+    device: torch.device | str | None,
+    any_optimizer: bool,
+    collectives: Collectives | None,
+    watch_seconds: float,
+    compare_every: int,
+    weights: Mapping[str, Tensor] | None,
+) -> tuple[nn.Module, AnyOptimizer]:
+    """Make `model` and `optimizer` run `plan` on our engine; return the same two objects. Collective."""
+    prepared, optimizer = prepare(
+        model,
+        optimizer,
+        plan,
+        device=device,
+        any_optimizer=any_optimizer,
+        collectives=collectives,
+        watch_seconds=watch_seconds,
+        compare_every=compare_every,
+        weights=weights,
+    )
+    carry_engine(prepared, OurEngine())
+    return prepared, optimizer
+
+
+class OurEngine(TrainingEngine):
+    """The engine that runs step programs. The parts of each model's engine are in engine.py."""
+
+    # State
+
+    def plan_of(self, model: nn.Module) -> Plan:
+        return engine_of(model).plan
+
+    def bare(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def held(self, model: nn.Module) -> OwnedModel:
+        return slices.held(model)
+
+    def slices_filled(self, model: nn.Module) -> None:
+        slices.slices_filled(model)
+
+    def group_names(self, model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+        return slices.group_names(model, optimizer)
+
+    def check_values(self, model: nn.Module, *, what: str) -> None:
+        engine_of(model).core.passes.check_values(what)
+
+    def held_tensors(self, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Tensor]]:
+        return held_tensors(model, optimizer)
+
+    # Plans and steps
+
+    def replan(self, model: nn.Module, plan: Plan) -> None:
+        replan(model, plan)
+
+    def fixed_by(self, model: nn.Module, plan: Plan) -> str:
+        return fixed_by(engine_of(model), plan=plan)
+
+    def capture(
+        self,
+        step: Step,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        functions: Sequence[Callable[..., Any]] = (),
+        tell: Tell | None = None,
+    ) -> Step:
+        return capture(step, model, optimizer, functions=functions, tell=tell)
+
+    def accumulate(self, model: nn.Module, *, enabled: bool = True) -> AbstractContextManager[None]:
+        return accumulate.accumulate(model, enabled=enabled)
+
+    def mean_count(self, model: nn.Module, count: float) -> float:
+        return uneven.mean_count(model, count)
+
+    def join(self, model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
+        return uneven.join(model, batches)
+
+    def concerns(self, model: nn.Module, optimizer: Optimizer) -> bool:
+        return engine_of(model).owned.concerns(optimizer)
+
+    def adopt(self, model: nn.Module, optimizer: Optimizer) -> None:
+        engine_of(model).owned.adopt_alike(optimizer)
+
+    def settle(self, model: nn.Module) -> None:
+        engine_of(model).core.wait_gathers()
+
+    def omit_memory_advice(self, model: nn.Module) -> None:
+        engine_of(model).predicts_alone = False
+
+    # Weights
+
+    def edit(self, model: nn.Module) -> AbstractContextManager[None]:
+        return slices.edit(model)
+
+    def whole(self, model: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
+        return whole(model, write=write)
+
+    def weight_stream(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        return weight_stream.weight_stream(model, dtype=dtype)
+
+    def full_state_dict(
+        self, model: nn.Module, optimizer: Optimizer | None = None, *, rank0_only: bool = False
+    ) -> dict[str, Any]:
+        return full_state.full_state_dict(model, optimizer, rank0_only=rank0_only)
+
+    def load_full_state_dict(
+        self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], *, from_rank0: bool = False
+    ) -> None:
+        full_state.load_full_state_dict(model, optimizer, state, from_rank0=from_rank0)
+
+    # Gradients
+
+    def clip_grad_norm_(
+        self, model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        return clip.clip_grad_norm_(model, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def clip_grad_value_(self, model: nn.Module, clip_value: float) -> None:
+        grad_values.clip_grad_value_(model, clip_value)
+
+    def grad_norms(self, model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]:
+        return grad_values.grad_norms(model, norm_type=norm_type)
+
+    def buckets(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
+        """Return the buckets of the program; the spec has the order of units that the first step has learned."""
+        return {bucket.name: bucket.units for bucket in engine_of(model).core.program.buckets}

@@ -1,0 +1,236 @@
+"""The engine protocol: the methods that every engine has, and how a prepared model carries its engine.
+
+Callers find the engine of a model (`require_engine`, `find_engine`) and call it; none of them needs to know which
+engine it is. A method that an engine cannot offer raises the sentence of its row in plan/limits.py.
+
+HeldState        the state that a rank holds: checkpoints and the profiler read it, also of models without an engine
+TrainingEngine   HeldState, and all that training calls
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.errors import InvalidModel
+from shardwise.plan import Plan
+from shardwise.plan.limits import LIMITS
+
+Batch = TypeVar("Batch")
+Step = TypeVar("Step", bound=Callable[..., Any])
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedSlice:
+    """Elements `start` to `stop` of a parameter, counted through all its dimensions.
+
+    parameter    the tensor that the optimizer steps: those elements, in one dimension or in the parameter's own shape
+    copy         the index of this rank among the `num_copies` ranks that hold equal elements
+    block        slices begin at multiples of this many elements, for an optimizer that works on blocks
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    parameter: nn.Parameter
+    copy: int
+    num_copies: int
+    block: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start == 0 and self.stop == prod(self.shape)
+
+    def by_blocks(self) -> "OwnedSlice":
+        """Return the same slice of a tensor that has one value per block."""
+        shape = (-(-prod(self.shape) // self.block),)
+        return replace(self, shape=shape, start=self.start // self.block, stop=-(-self.stop // self.block), block=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedModel:
+    """A model as one rank holds it. A tied parameter goes by its first name.
+
+    stepped      the slices as optimizers step them: a matrix that this rank owns is one whole slice
+    parameters   name → full shape, and the dtype in which it is stepped; includes parameters of other ranks
+    buffers      name → value, of the buffers that belong to a state dict
+    aliases      other name → first name
+    """
+
+    slices: list[OwnedSlice]
+    stepped: list[OwnedSlice]
+    parameters: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    buffers: dict[str, Any]
+    aliases: dict[str, str]
+
+
+class HeldState(ABC):
+    """Reads the state that a rank holds of a model, by full names."""
+
+    @abstractmethod
+    def plan_of(self, model: nn.Module) -> Plan | None:
+        """Return the plan that the model runs; None without an engine."""
+
+    @abstractmethod
+    def bare(self, model: nn.Module) -> nn.Module:
+        """Return the user's own module, without a wrapper."""
+
+    @abstractmethod
+    def held(self, model: nn.Module) -> OwnedModel:
+        """Return this rank's slices and the buffers; no communication writes into them any more."""
+
+    @abstractmethod
+    def slices_filled(self, model: nn.Module) -> None:
+        """Distribute values that were written into the slices of `held`. Collective."""
+
+    @abstractmethod
+    def group_names(self, model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+        """Return the full names of each param group, including those that this rank holds nothing of."""
+
+    @abstractmethod
+    def check_values(self, model: nn.Module, *, what: str) -> None:
+        """Raise where the model temporarily has values that are not those of its training (`ema.applied()`)."""
+
+    @abstractmethod
+    def held_tensors(self, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (category, tensor) for all memory that is known to belong to the model or its optimizer."""
+
+
+class TrainingEngine(HeldState):
+    """Trains a prepared model. The public functions of engines.py document the methods of the same name."""
+
+    # Calls
+
+    @abstractmethod
+    def plan_of(self, model: nn.Module) -> Plan:
+        """Return the plan that the model runs."""
+
+    def can(self, function: str, model: nn.Module, *, argument: str = "") -> bool:
+        """Return whether this engine has a function, and this argument of it, under the model's plan."""
+        plan = self.plan_of(model)
+        return LIMITS[plan.engine].why_not_call(function, plan, arguments=[argument]) is None
+
+    def check(self, function: str, model: nn.Module, *, argument: str = "") -> None:
+        """Raise InvalidPlan for a function, or an argument of it, that this engine does not have."""
+        plan = self.plan_of(model)
+        LIMITS[plan.engine].check_call(function, plan, arguments=[argument])
+
+    # Plans and steps
+
+    @abstractmethod
+    def replan(self, model: nn.Module, plan: Plan) -> None: ...
+
+    @abstractmethod
+    def fixed_by(self, model: nn.Module, plan: Plan) -> str:
+        """Return the trait of the model that keeps it under the plan it has; "" if `replan` may change the plan."""
+
+    @abstractmethod
+    def capture(
+        self,
+        step: Step,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        functions: Sequence[Callable[..., Any]] = (),
+        tell: Tell | None = None,
+    ) -> Step: ...
+
+    @abstractmethod
+    def accumulate(self, model: nn.Module, *, enabled: bool = True) -> AbstractContextManager[None]: ...
+
+    @abstractmethod
+    def mean_count(self, model: nn.Module, count: float) -> float: ...
+
+    @abstractmethod
+    def join(self, model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]: ...
+
+    @abstractmethod
+    def concerns(self, model: nn.Module, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer holds parameters of the model."""
+
+    @abstractmethod
+    def adopt(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Make an optimizer that was created after `prepare` step what this rank owns. Collective."""
+
+    @abstractmethod
+    def settle(self, model: nn.Module) -> None:
+        """Wait for the collectives that a step has left in flight."""
+
+    @abstractmethod
+    def omit_memory_advice(self, model: nn.Module) -> None:
+        """Leave predictions out of an out-of-memory error: the caller adds better ones."""
+
+    # Weights
+
+    @abstractmethod
+    def edit(self, model: nn.Module) -> AbstractContextManager[None]: ...
+
+    @abstractmethod
+    def whole(self, model: nn.Module, *, write: bool = False) -> AbstractContextManager[None]: ...
+
+    @abstractmethod
+    def weight_stream(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]: ...
+
+    @abstractmethod
+    def full_state_dict(
+        self, model: nn.Module, optimizer: Optimizer | None = None, *, rank0_only: bool = False
+    ) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def load_full_state_dict(
+        self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], *, from_rank0: bool = False
+    ) -> None: ...
+
+    # Gradients
+
+    @abstractmethod
+    def clip_grad_norm_(
+        self, model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor: ...
+
+    @abstractmethod
+    def clip_grad_value_(self, model: nn.Module, clip_value: float) -> None: ...
+
+    @abstractmethod
+    def grad_norms(self, model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]: ...
+
+    @abstractmethod
+    def buckets(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
+        """Return the units of each bucket by the bucket's name; empty if the engine does not report its buckets."""
+
+
+# An attribute of the model, because a table of engines by model would keep the models alive.
+_ATTRIBUTE = "_shardwise_training_engine"
+
+
+def carry_engine(model: nn.Module, engine: TrainingEngine) -> None:
+    """Make `engine` the engine of a model that it has prepared."""
+    model.__dict__[_ATTRIBUTE] = engine
+
+
+def drop_engine(model: nn.Module) -> TrainingEngine | None:
+    """Take the engine off a model, and return it."""
+    engine: TrainingEngine | None = model.__dict__.pop(_ATTRIBUTE, None)
+    return engine
+
+
+def find_engine(model: nn.Module) -> TrainingEngine | None:
+    """Return the engine of a model; None for one that was not prepared."""
+    engine: TrainingEngine | None = model.__dict__.get(_ATTRIBUTE)
+    return engine
+
+
+def require_engine(model: nn.Module) -> TrainingEngine:
+    """Return the engine of a model; raise InvalidModel for one that was not prepared."""
+    engine = find_engine(model)
+    if engine is None:
+        raise InvalidModel(f"this {type(model).__name__} has not been through shardwise.prepare")
+    return engine
