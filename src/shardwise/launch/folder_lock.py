@@ -1,9 +1,9 @@
-"""One job at a time in a run folder: the lock, and what a killed launcher has left. No torch here.
+"""Allows one job at a time in a run folder, and removes what a killed launcher has left. No torch here.
 
-RUN/.lock is held with flock by our launcher, or by rank 0 where something else started the ranks. The kernel gives it
-up when the process ends in whatever way. Our launcher writes the path of its private folder into it, so that the next
-one removes what a killed launcher has left. Anybody may have written that path, so the private folder must confirm it:
-it belongs to this user, is no link, and names this very lock (device and inode) in its `lock` file.
+Our launcher, or rank 0 under another launcher, holds a flock on RUN/.lock, which the kernel releases however the
+process ends. Our launcher writes the path of its private folder into the lock file, so that the next one can remove
+what a killed launcher has left. Anyone may have written that path, so the private folder must confirm it: it belongs to
+this user, is not a link, and names this very lock (device and inode) in its `lock` file.
 """
 
 import errno
@@ -22,21 +22,21 @@ from typing import TextIO
 from shardwise.errors import ShardwiseError
 from shardwise.files.regular_file import open_to_append
 
-# How the names of private folders begin, and the file in each that names the lock it belongs to.
+# The prefix of private folders, and the file in each that names its lock.
 _PRIVATE = "shardwise-"
 _OWNER = "lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 class InvalidFolder(ShardwiseError):  # noqa: N818
-    """A run folder that cannot be used: not to be written, or in use by another job."""
+    """A run folder that cannot be written, or is in use by another job."""
 
 
 @contextmanager
 def locked(folder: Path, *, wait_seconds: float = 0.0) -> Iterator[TextIO]:
-    """Hold the run folder, which is made if missing; the lock's file. Another job in it is refused.
+    """Lock the run folder, made if missing, and yield the lock file. Raises InvalidFolder if another job holds it.
 
-    wait_seconds   how long to wait for a holder that is ending: the worker processes of a killed rank keep its lock
+    wait_seconds   how long to wait for a holder that is exiting: the worker processes of a killed rank keep its lock
                    for up to 5 s
     """
     path = folder / ".lock"
@@ -47,7 +47,7 @@ def locked(folder: Path, *, wait_seconds: float = 0.0) -> Iterator[TextIO]:
         raise _unusable(folder, error) from error
     with file:
         try:
-            _take(file, wait_seconds=wait_seconds)
+            _acquire(file, wait_seconds=wait_seconds)
         except BlockingIOError:
             raise InvalidFolder(f"another job is writing into {folder}: wait for it, or choose another --run") from None
         except OSError as error:
@@ -60,7 +60,7 @@ def locked(folder: Path, *, wait_seconds: float = 0.0) -> Iterator[TextIO]:
         yield file
 
 
-def _take(file: TextIO, *, wait_seconds: float) -> None:
+def _acquire(file: TextIO, *, wait_seconds: float) -> None:
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
@@ -82,8 +82,9 @@ def _unusable(folder: Path, error: OSError) -> InvalidFolder:
 
 @contextmanager
 def private_folder(lock: TextIO) -> Iterator[Path]:
-    """A folder of this user alone, for the holder of `lock`; one that a killed holder left is removed first."""
-    name = _identity(lock)
+    """Make a private folder for the holder of `lock`, after removing one that a killed holder left."""
+    status = os.fstat(lock.fileno())
+    name = f"{status.st_dev}:{status.st_ino}"
     lock.seek(0)
     _remove_left(lock.read(), owner=name)
     lock.truncate(0)
@@ -95,11 +96,6 @@ def private_folder(lock: TextIO) -> Iterator[Path]:
             yield Path(private)
         finally:
             lock.truncate(0)
-
-
-def _identity(lock: TextIO) -> str:
-    status = os.fstat(lock.fileno())
-    return f"{status.st_dev}:{status.st_ino}"
 
 
 def _remove_left(text: str, *, owner: str) -> None:
