@@ -1,4 +1,4 @@
-"""A rank's own record: one small JSON file that it leaves in a folder when its job fails, whole or not at all."""
+"""Writes and reads a rank's own record: a small JSON file that it leaves in a folder when its job fails."""
 
 import json
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ def path_of(folder: Path, *, rank: int) -> Path:
 
 
 def write_record(folder: Path, record: RankRecord) -> None:
-    """In the place of what this rank wrote before."""
+    """Write a rank's record atomically, replacing an earlier one."""
     with atomic_write(path_of(folder, rank=record.rank)) as file:
         file.write(json.dumps({"shardwise": _FORMAT, **asdict(record)}).encode())
 
 
 def clear_records(folder: Path) -> None:
-    """Remove what ranks of an earlier start have left."""
+    """Remove the records of an earlier start."""
     for path in folder.glob(f"{PREFIX}*.json"):
         if not path.is_dir():
             path.unlink(missing_ok=True)
@@ -39,22 +39,18 @@ def read_record(path: Path) -> RankRecord:
         found = json.loads(read_at_most(path, _MOST_BYTES))
         if found["shardwise"] != _FORMAT:
             raise ValueError(f"it is of format {found['shardwise']}, and this Shardwise reads {_FORMAT}")
-        return _record(found)
+        return RankRecord(
+            rank=int(found["rank"]),
+            groups={str(name): _group(group) for name, group in found["groups"].items()},
+            state=str(found["state"]),
+            failed=str(found["failed"]),
+            heard={int(rank): str(standing) for rank, standing in found["heard"].items()},
+            program={str(name): tuple(map(str, names)) for name, names in found["program"].items()},
+        )
     except OSError as error:
         raise InvalidData(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidData(f"{path} is not a record of a rank: {' '.join(str(error).split())[:200]}") from error
-
-
-def _record(found: Mapping[str, Any]) -> RankRecord:
-    return RankRecord(
-        rank=int(found["rank"]),
-        groups={str(name): _group(group) for name, group in found["groups"].items()},
-        state=str(found["state"]),
-        failed=str(found["failed"]),
-        heard={int(rank): str(standing) for rank, standing in found["heard"].items()},
-        program={str(name): tuple(map(str, names)) for name, names in found["program"].items()},
-    )
 
 
 def _group(found: Mapping[str, Any]) -> GroupRecord:

@@ -1,4 +1,4 @@
-"""What one rank had issued when it stopped."""
+"""The record of one rank: what it had issued when it stopped."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 class Issued:
     """One collective.
 
-    number   its place among those of its group, the same on all ranks
-    name     what it is: an operation and its sizes, or an operation of the step program and its unit
-    ended    whether it was over on this rank
-    place    the line of the user's code that issued it, where the record has it
+    number   its number in the group, the same on all ranks
+    name     an operation and its sizes, or an operation of the step program and its unit
+    ended    whether it had ended on this rank
+    place    the line of the user's code that issued it, if the record has it
     """
 
     number: int
@@ -22,7 +22,7 @@ class Issued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
-    """The collectives of one group; `ranks`: its members, where the record tells."""
+    """The collectives of one group; `ranks`: its members, if the record has them."""
 
     ranks: tuple[int, ...]
     issued: Sequence[Issued]
@@ -30,11 +30,11 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """One rank's groups by name; and, of a record of our own:
+    """One rank's groups by name. Only our own records have the rest:
 
-    state     where it stood, in words, and what its step program says next
-    failed    the error of its own that ended it; "" where it waited for others
-    heard     rank → where it stood, as this one has heard last
+    state     where it stood, in words, and what comes next in its step program
+    failed    its own error that ended it, or "" if it waited for others
+    heard     other rank → where it stood when it was last heard
     program   group → the collectives of a step, in the order of the step program
     """
 
