@@ -1,24 +1,24 @@
-"""The first steps of a run, by which trainings are compared, and the one of them that is observed."""
+"""Takes the first steps of a run, by which trainings are compared, and observes the last of them."""
 
 import math
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from shardwise.bench.gradients import GradientNorms, parts_of, tells_gradients
 from shardwise.bench.observer import Observer, stepped_dtypes
 from shardwise.bench.run_files import BenchRun
 from shardwise.bench.subject import BenchTraining
-from shardwise.train.metrics import StepMetrics, Taken, Window
+from shardwise.train.metrics import Taken, Window
 
 NUM_STEPS = 3
-"""The last is observed: by then the order is learned, buckets are made, states are there; and none is captured yet."""
+"""The last is observed: by then buckets and optimizer states exist, and no step is captured yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstSteps:
-    """See bench_run.Found."""
+    """What the first steps showed; the fields are those of run_files.Found."""
 
     first_step_seconds: float
     step_tokens: int | None
@@ -31,7 +31,7 @@ class FirstSteps:
 
 
 def take_first_steps(subject: BenchTraining, *, run: BenchRun) -> FirstSteps:
-    """Take them, and look at them: not in a silent run, where the others' gradients are missing."""
+    """Take the first steps and observe them; in a silent run only time them, since gradients of others are missing."""
     if run.silent:
         (taken, seconds), *_ = [_timed(subject, run=run) for _ in range(NUM_STEPS)]
         return FirstSteps(first_step_seconds=seconds, step_tokens=taken.num_tokens)
@@ -44,10 +44,8 @@ def take_first_steps(subject: BenchTraining, *, run: BenchRun) -> FirstSteps:
     seen: list[tuple[Taken, float]] = []
     with stepped_dtypes(training.optimizer) as dtypes:
         for number in range(1, NUM_STEPS + 1):
-            with ExitStack() as looking:
-                looking.enter_context(gradients.seen_by(training.optimizer))
-                if run.detailed and number == NUM_STEPS:
-                    looking.enter_context(observer)
+            observing = observer if run.detailed and number == NUM_STEPS else nullcontext()
+            with gradients.seen_by(training.optimizer), observing:
                 seen.append(_timed(subject, run=run))
             window.add(seen[-1][0])
             norms.append(gradients.norms(device=training.device))
@@ -58,7 +56,11 @@ def take_first_steps(subject: BenchTraining, *, run: BenchRun) -> FirstSteps:
         first_step_seconds=seen[0][1],
         step_tokens=seen[0][0].num_tokens,
         losses=tuple(step.loss for step in steps),
-        grad_norms=tuple(_whole_norm(step, by_name) for step, by_name in zip(steps, norms, strict=True)),
+        # Clipping computes the norm; where nothing is clipped, it comes from those of the parameters.
+        grad_norms=tuple(
+            math.hypot(*by_name.values()) if step.grad_norm is None else step.grad_norm
+            for step, by_name in zip(steps, norms, strict=True)
+        ),
         param_norms=norms[0],
         dtypes={name: tuple(sorted(found)) for name, found in seen_dtypes.items()},
         calls=dict(observed.calls),
@@ -67,12 +69,7 @@ def take_first_steps(subject: BenchTraining, *, run: BenchRun) -> FirstSteps:
 
 
 def _timed(subject: BenchTraining, *, run: BenchRun) -> tuple[Taken, float]:
-    """A step, and when it was over, in seconds since the processes were started."""
+    """Take a step; return it with the time at its end, in seconds since the processes were started."""
     taken = subject.step()
     subject.settle()
     return taken, time.time() - run.started
-
-
-def _whole_norm(step: StepMetrics, by_name: Mapping[str, float]) -> float:
-    """Before clipping, as clipping found it; where nothing is clipped, from the parameters'."""
-    return math.hypot(*by_name.values()) if step.grad_norm is None else step.grad_norm

@@ -86,9 +86,8 @@ class BackendCollectives:
             return DONE
         name = group.log.note(buffer)
         own = own_slice(buffer, group=group) if own is None else own
-        if buffer.is_complex():
-            buffer, own = _in_reals(buffer), _in_reals(own)
-        return NotedWork(getattr(group.handle, _ALL_GATHER)(buffer, own, self._gathers), name)
+        gather = getattr(group.handle, _ALL_GATHER)
+        return NotedWork(gather(_in_reals(buffer), _in_reals(own), self._gathers), name)
 
     def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         if group.size == 1:
@@ -98,17 +97,14 @@ class BackendCollectives:
             return self.all_reduce(buffer, group=group)
         name = group.log.note(buffer)
         own = own_slice(buffer, group=group) if own is None else own
-        if buffer.is_complex():
-            buffer, own = _in_reals(buffer), _in_reals(own)
-        return NotedWork(getattr(group.handle, _REDUCE_SCATTER)(own, buffer, self._scatters), name)
+        reduce_scatter = getattr(group.handle, _REDUCE_SCATTER)
+        return NotedWork(reduce_scatter(_in_reals(own), _in_reals(buffer), self._scatters), name)
 
     def all_reduce(self, buffer: Tensor, *, group: Group) -> Work:
         if group.size == 1:
             return DONE
         name = group.log.note(buffer)
-        if buffer.is_complex():
-            buffer = _in_reals(buffer)
-        return NotedWork(group.handle.allreduce([buffer], self._reduces), name)
+        return NotedWork(group.handle.allreduce([_in_reals(buffer)], self._reduces), name)
 
     def broadcast(self, buffer: Tensor, *, source: int, group: Group) -> Work:
         if group.size == 1:
@@ -128,4 +124,4 @@ class BackendCollectives:
 
 def _in_reals(buffer: Tensor) -> Tensor:
     """View complex numbers as pairs of reals, which every backend can add."""
-    return torch.view_as_real(buffer)
+    return torch.view_as_real(buffer) if buffer.is_complex() else buffer

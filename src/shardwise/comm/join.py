@@ -83,8 +83,13 @@ def joined(
         start = replace(start, rank=dist.get_rank(), num_ranks=dist.get_world_size())
         yield _place(start, device=_device(device, start=start))
         return
-    with ExitStack() as leaving, _reporting(on_error if start.launcher else None, rank=start.rank):
-        yield _enter(start, device=device, leaving=leaving, limit_seconds=limit_seconds, silent=silent)
+    with ExitStack() as leaving:
+        try:
+            yield _enter(start, device=device, leaving=leaving, limit_seconds=limit_seconds, silent=silent)
+        except Exception as error:
+            if on_error is not None and start.launcher:
+                on_error(error, rank=start.rank)
+            raise
 
 
 def _enter(
@@ -112,16 +117,6 @@ def _leave() -> None:
 
 def _place(start: Start, *, device: torch.device) -> Place:
     return Place(rank=start.rank, num_ranks=start.num_ranks, device=device, restarts=start.restarts)
-
-
-@contextmanager
-def _reporting(on_error: OnError | None, *, rank: int) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if on_error is not None:
-            on_error(error, rank=rank)
-        raise
 
 
 @contextmanager

@@ -9,6 +9,7 @@ ended the job before all ranks had saved.
 import logging
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from shardwise.launch.agent import Agent, Files, JobFailed, JobStopped
-from shardwise.launch.folder_lock import InvalidFolder, locked, private_folder
+from shardwise.launch.folder_lock import InvalidFolder, locked
 
 LOGS = "logs"
 """The folder with the ranks' logs, in the run folder."""
@@ -83,13 +84,13 @@ def run_job(
 @contextmanager
 def _claimed(folder: Path) -> Iterator[Path]:
     """Lock the run folder, and make a private one on a local disk for what the ranks exchange."""
-    with locked(folder) as lock:
+    with locked(folder):
         try:
             (folder / LOGS).mkdir(exist_ok=True)
         except OSError as error:
             raise InvalidFolder(f"{folder / LOGS}: cannot be written ({error.strerror})") from error
-        with private_folder(lock) as private:
-            yield private
+        with tempfile.TemporaryDirectory(prefix="shardwise-") as private:
+            yield Path(private)
 
 
 @contextmanager
