@@ -14,7 +14,7 @@ _ORDER = (FAILED, DISAGREE, STOPPED, NO_RECORD, WAITING, ENDED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What happened in one group, or (`group` is "") on one rank. `ranks`: the ranks that caused it, if known."""
+    """An event in one group, or (`group` is "") on one rank. `ranks`: the ranks that caused it, if known."""
 
     kind: str
     group: str

@@ -36,19 +36,15 @@ def read_dump(path: Path) -> RankRecord:
     if number is None:
         raise InvalidData(f"{path}: a flight recorder's dump ends in its rank, as nccl_trace_rank_0 does")
     try:
-        found = _values(read_at_most(path, _MOST_BYTES))
+        content = read_at_most(path, _MOST_BYTES)
+        found = json.loads(content) if content[:1] == b"{" else _PlainValues(io.BytesIO(content)).load()
+        if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
+            raise ValueError("it has no entries")
         return RankRecord(rank=int(number[1]), groups=_groups(found))
     except OSError as error:
         raise InvalidData(f"{path} cannot be read: {error.strerror}") from error
     except _INVALID as error:
         raise InvalidData(f"{path} is not a dump of PyTorch's flight recorder: {error}") from error
-
-
-def _values(content: bytes) -> dict[str, Any]:
-    found = json.loads(content) if content[:1] == b"{" else _PlainValues(io.BytesIO(content)).load()
-    if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
-        raise ValueError("it has no entries")
-    return found
 
 
 def _groups(found: Mapping[str, Any]) -> dict[str, GroupRecord]:

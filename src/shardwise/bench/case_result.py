@@ -93,7 +93,7 @@ class CaseResult:
 
     @property
     def mode(self) -> str:
-        """How its steps ran: eager, captured or compiled."""
+        """The way its steps ran: eager, captured or compiled."""
         return mode_of(self.engine)
 
     @property
@@ -111,7 +111,7 @@ class CaseResult:
 
     @property
     def exposed_seconds(self) -> float | None:
-        """How much shorter a step is without communication; None if `why_not_exposed` says why."""
+        """The time by which a step is shorter without communication; None if `why_not_exposed` says why."""
         if self.why_not_exposed:
             return None
         assert self.step_seconds is not None

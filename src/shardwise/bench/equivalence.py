@@ -64,7 +64,7 @@ PARTED = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gap:
-    """How far a case is from the reference in one value, relative to the tolerance: above 1 is a difference.
+    """The distance of a case from the reference in one value, relative to the tolerance: above 1 they differ.
 
     kind    "dtypes", "gradients", "norms" or "losses": each causes the next
     text    follows the case's name

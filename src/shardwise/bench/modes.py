@@ -1,4 +1,4 @@
-"""How the steps of an engine run, by the end of its name: "torch-captured" is torch's engine, captured.
+"""Modes in which the steps of an engine run, by the end of its name: "torch-captured" is torch's engine, captured.
 
 eager      operation by operation
 captured   each step is one CUDA graph

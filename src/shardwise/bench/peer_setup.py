@@ -1,4 +1,4 @@
-"""What the setups of other libraries share: a model with rank 0's values, the job's variables, and a step."""
+"""Shared by the setups of other libraries: a model with rank 0's values, the job's variables, and a step."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -31,7 +31,7 @@ class InvalidBench(ShardwiseError):  # noqa: N818
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How a case differs from the others: one line, and the difference in multiples of the rounding tolerance."""
+    """A difference of a case from the others: one line, and the difference in multiples of the rounding tolerance."""
 
     case: str
     text: str
@@ -40,7 +40,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equivalence:
-    """Whether all cases that ran did the same training. `largest`: the largest difference over its tolerance."""
+    """The answer whether all cases that ran did the same training. `largest`: the largest difference over its tolerance."""
 
     differences: tuple[Difference, ...]
     largest: float

@@ -54,13 +54,12 @@ class Found:
     """The result of one rank; the fields are explained in CaseResult. What was not requested is empty."""
 
     rank: int
-    num_ranks: int
     environment: Mapping[str, Any]
-    losses: tuple[float, ...]
-    block_seconds: tuple[float, ...]
-    first_step_seconds: float
     step_samples: int
-    step_tokens: int | None
+    step_tokens: int | None = None
+    losses: tuple[float, ...] = ()
+    block_seconds: tuple[float, ...] = ()
+    first_step_seconds: float = 0.0
     grad_norms: tuple[float, ...] = ()
     param_norms: Mapping[str, float] = field(default_factory=dict)
     dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -11,7 +11,7 @@ _ABOUT = 1.10
 
 
 class SpeedRelation(Enum):
-    """How the times of two cases compare.
+    """A comparison of the times of two cases.
 
     APART   their interquartile ranges do not overlap, and their medians differ by 3% or more: they can be ranked
     ALIKE   both ranges lie within 10% of each other: about as fast, whichever is faster
@@ -51,7 +51,7 @@ class Spread:
 
     @property
     def off(self) -> float | None:
-        """How far the interquartile range reaches from the median, relative to it; None for a single value."""
+        """The largest distance of a quartile from the median, relative to it; None for a single value."""
         if len(self.values) == 1:
             return None
         low, high = self.middle

@@ -91,7 +91,13 @@ def _measured(run: BenchRun, *, place: Place) -> Found:
     training, device, on_gpu = subject.training, place.device, place.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    first = take_first_steps(subject, run=run)
+    found = Found(
+        rank=place.rank,
+        environment=_environment(run, place=place),
+        step_samples=training.sharing.step_samples,
+        units=_units(subject.spec),
+    )
+    found = take_first_steps(found, subject, run=run)
     window = Window(device=device, num_ranks=place.num_ranks)
     for _ in range(_warm_up(run) - NUM_STEPS):
         window.add(subject.step())
@@ -104,24 +110,13 @@ def _measured(run: BenchRun, *, place: Place) -> Found:
     for _ in range(run.blocks):
         seconds.append(_block(subject, run=run, window=window))
         losses += [step.loss for step in window.read()]
-    found = Found(
-        rank=place.rank,
-        num_ranks=place.num_ranks,
-        environment=_environment(run, place=place),
+    found = replace(
+        found,
         # A silent rank has only its own part of the loss.
-        losses=() if run.silent else (*first.losses, *losses),
+        losses=() if run.silent else (*found.losses, *losses),
         block_seconds=_slowest(seconds, run=run, place=place),
-        first_step_seconds=first.first_step_seconds,
-        step_samples=training.sharing.step_samples,
-        step_tokens=first.step_tokens,
-        grad_norms=first.grad_norms,
-        param_norms=first.param_norms,
-        dtypes=first.dtypes,
         allocated_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
         reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
-        sent_bytes=first.sent_bytes,
-        calls=first.calls,
-        units=_units(subject.spec),
         buckets=_buckets(training),
     )
     return with_usual_tape(found, subject) if _is_recorded(run) else found

@@ -69,7 +69,7 @@ def mesh_groups(mesh: Mesh) -> MeshGroups:
 
 
 def _exist(groups: MeshGroups) -> bool:
-    """Whether the groups still exist: a job can be torn down and started again in one process."""
+    """Return whether the groups still exist: a job can be torn down and started again in one process."""
     try:
         for group in groups.by_name().values():
             dist.get_process_group_ranks(group.handle)

@@ -28,7 +28,7 @@ AUTOPSY = "SHARDWISE_AUTOPSY"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How this process was started. `num_nodes` is 0 if the launcher does not say."""
+    """The way this process was started. `num_nodes` is 0 if the launcher does not say."""
 
     launcher: Literal["", "torchrun", "slurm"] = ""
     rank: int = 0
@@ -40,7 +40,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks of a job meet: a file, else a TCP store, else (one rank) memory.
+    """The place where the ranks of a job meet: a file, else a TCP store, else (one rank) memory.
 
     serves      this process runs the TCP store
     local       all ranks are on this machine

@@ -1,4 +1,4 @@
-"""Where ranks write their progress for each other: keys in the job's store, on a separate connection.
+"""A board on which ranks write their progress for each other: keys in the job's store, on a separate connection.
 
 The connection is separate because a blocked call of the main thread would block every other user of it. A store in a
 process that has stopped does not answer at all, so only a thread that may hang can use this.

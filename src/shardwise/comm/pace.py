@@ -1,4 +1,4 @@
-"""How fast this rank makes progress, and how long the watchdog should wait accordingly."""
+"""Measures how fast this rank makes progress, and how long the watchdog should wait accordingly."""
 
 import time
 

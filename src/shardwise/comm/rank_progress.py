@@ -1,4 +1,4 @@
-"""How far this process has come in its job: written where operations are issued, read by the watchdog's threads.
+"""The progress of this process in its job: written where operations are issued, read by the watchdog's threads.
 
 Each write is a plain assignment without a lock, so a reader may be one operation behind. No torch here.
 """
@@ -104,7 +104,7 @@ def waiting_in(what: str, *, counts: bool = True) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where a rank stands.
+    """The point that a rank has reached.
 
     idle_seconds     how long it has issued no collective
     silent_seconds   how long its process has not answered, as seen by the reader

@@ -27,7 +27,7 @@ User = TypeVar("User")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastIssued:
-    """What was issued last for one model.
+    """The last collectives of one model.
 
     issued     group → (number in the group, name) of the last collectives
     program    group → the collectives of a step, in the order of the step program
@@ -75,7 +75,8 @@ class RecordWriter:
 
     def _record(self, error: BaseException | None, *, heard: Mapping[int, str]) -> RankRecord:
         rank = dist.get_rank()
-        is_own = error is not None and not _is_about_a_peer(error)
+        # Ranks that disagree, or a collective that failed, are about a peer.
+        is_echo = isinstance(error, RanksDisagree | RanksMissing | dist.DistError) or PROGRESS.lost_in != ""
         groups: dict[str, GroupRecord] = {}
         program: dict[str, tuple[str, ...]] = {}
         upcoming: tuple[str, ...] = ()
@@ -92,7 +93,7 @@ class RecordWriter:
             rank=rank,
             groups=groups,
             state=_state(rank, upcoming),
-            failed=f"{type(error).__name__}: {error}"[:1000] if is_own else "",
+            failed=f"{type(error).__name__}: {error}"[:1000] if error is not None and not is_echo else "",
             heard=dict(heard),
             program=program,
         )
@@ -114,8 +115,3 @@ def _marked(issued: list[tuple[int, str]]) -> list[Issued]:
     places = [place for place, (_, name) in enumerate(issued) if waits_for and name.startswith(f"{waits_for} of ")]
     num_ended = places[-1] if places else len(issued)
     return [Issued(number=number, name=name, ended=place < num_ended) for place, (number, name) in enumerate(issued)]
-
-
-def _is_about_a_peer(error: BaseException) -> bool:
-    """Return whether the cause is another rank: ranks that disagree, or a collective that failed."""
-    return isinstance(error, RanksDisagree | RanksMissing | dist.DistError) or PROGRESS.lost_in != ""

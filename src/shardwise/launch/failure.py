@@ -48,7 +48,7 @@ LOG = "SHARDWISE_LOG"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a rank ended.
+    """The reason why a rank ended.
 
     seconds   when, by the clock that all processes of a machine share
     mistake   a user's mistake (a ShardwiseError), shown in one line

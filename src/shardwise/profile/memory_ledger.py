@@ -51,7 +51,7 @@ class LedgerMark:
 
 
 class Lasts(Enum):
-    """How long an operation lasts, relative to the moment at which it is taped."""
+    """The duration of an operation, relative to the moment at which it is taped."""
 
     NOT = "it is done"
     UNTIL_NEXT = "it begins, and lasts until the next operation"
