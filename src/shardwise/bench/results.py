@@ -40,7 +40,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equivalence:
-    """The answer whether all cases that ran did the same training. `largest`: the largest difference over its tolerance."""
+    """The differences between cases that ran, if any. `largest`: the largest one over its tolerance."""
 
     differences: tuple[Difference, ...]
     largest: float
