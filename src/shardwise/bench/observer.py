@@ -82,7 +82,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             group = next(value for value in args if _is_group(value))
             self._count(collective, args[index], num_ranks=dist.ProcessGroup.unbox(group).size())
         elif name in _FUNCTIONAL:
-            group_name = [value for value in args if isinstance(value, str)][-1]
+            group_name: Any = [value for value in args if isinstance(value, str)][-1]
             num_ranks = torch._C._distributed_c10d._resolve_process_group(group_name).size()
             # The output of a gather is n times its input.
             times = num_ranks if _FUNCTIONAL[name] == "all_gather" else 1

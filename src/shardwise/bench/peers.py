@@ -158,6 +158,6 @@ def _bucket_mb(plan: Plan) -> float:
     return plan.bucket_bytes / 2**20
 
 
-def _dtypes(plan: Plan) -> dict[str, torch.dtype | None]:
+def _dtypes(plan: Plan) -> dict[str, Any]:
     """Return the dtypes that our engine computes and reduces in."""
     return {"param_dtype": planned_dtype(plan.precision), "reduce_dtype": planned_dtype(plan.reduce_dtype)}
