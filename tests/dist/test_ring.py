@@ -1,7 +1,6 @@
 """The ring gives what the backend gives: to the bit where addition cannot differ, and the same bits on every rank."""
 
 import os
-from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from ranks import run_ranks, world_group
 from torch import Tensor
 from whole import whole
 
-from shardwise.comm import ring
 from shardwise.comm.collectives import BackendCollectives, Collectives, Work, own_slice
 from shardwise.comm.groups import Group
 from shardwise.comm.ring import RingCollectives
@@ -27,8 +25,6 @@ DTYPES = [
     torch.uint8,
 ]
 SIZES = [0, 1, 2, 3, 5, 7, 64, 1000, 4097]
-# One message a slice for every dtype, and many for some.
-CUTS = [(dtype, ring._PIECE_BYTES) for dtype in DTYPES] + [(torch.float32, 1000), (torch.int64, 1000)]
 
 Results = dict[tuple[str, int], tuple[Tensor, Tensor]]
 
@@ -53,7 +49,7 @@ def result(kind: str, buffer: Tensor, *, group: Group) -> Tensor:
     return own_slice(buffer, group=group) if kind == "reduce_scatter" else buffer
 
 
-def ring_and_backend(rank: int, dtype: torch.dtype, piece_bytes: int, ranks: tuple[int, ...]) -> Results:
+def ring_and_backend(rank: int, dtype: torch.dtype, ranks: tuple[int, ...]) -> Results:
     """Every kind at every size, over `ranks`: what the ring gives, and what the backend gives."""
     handle = dist.new_group(list(ranks))
     if rank not in ranks:
@@ -61,28 +57,15 @@ def ring_and_backend(rank: int, dtype: torch.dtype, piece_bytes: int, ranks: tup
     group = Group(handle=handle, ranks=ranks, index=ranks.index(rank))
     ours, theirs = RingCollectives(), BackendCollectives()
     results = {}
-    with mock.patch.object(ring, "_PIECE_BYTES", piece_bytes):
-        for kind in KINDS:
-            for size in SIZES:
-                total = num_elements(kind, size, num_ranks=group.size)
-                buffers = [values(total, rank=rank, dtype=dtype) for _ in range(2)]
-                for collectives, buffer in zip((ours, theirs), buffers, strict=True):
-                    if total or collectives is ours:
-                        issue(collectives, kind, buffer, group=group).wait()
-                results[kind, size] = tuple(result(kind, buffer, group=group) for buffer in buffers)
+    for kind in KINDS:
+        for size in SIZES:
+            total = num_elements(kind, size, num_ranks=group.size)
+            buffers = [values(total, rank=rank, dtype=dtype) for _ in range(2)]
+            for collectives, buffer in zip((ours, theirs), buffers, strict=True):
+                if total or collectives is ours:
+                    issue(collectives, kind, buffer, group=group).wait()
+            results[kind, size] = tuple(result(kind, buffer, group=group) for buffer in buffers)
     return results
-
-
-def plain_and_in_pieces(rank: int, num_pieces: int) -> list[tuple[Tensor, Tensor]]:
-    group = world_group()
-    path = ring._Path(group=group, first=rank - 1, num_added=group.size - 1, num_kept=group.size - 1)
-    pairs = []
-    for size in SIZES:
-        plain, in_pieces = (values(size, rank=rank) for _ in range(2))
-        ring._go_round_in_slices(ring._cut(plain, num_parts=group.size), path=path)
-        ring._go_round_in_pieces(ring._cut(in_pieces, num_parts=group.size), path=path, num_pieces=num_pieces)
-        pairs.append((plain, in_pieces))
-    return pairs
 
 
 def many_at_once(rank: int, late: bool) -> bool:
@@ -166,17 +149,15 @@ def check_close(ours: Tensor, theirs: Tensor, *, num_ranks: int) -> None:
 
 
 RANKS = [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3)]
-# Every cut over 2 and over 3 ranks, and float32 over all.
-USUAL = [(ranks, *cut) for ranks in RANKS for cut in CUTS if len(ranks) in (2, 3) or cut[0] is torch.float32]
-OTHERS = [(ranks, *cut) for ranks in RANKS for cut in CUTS if (ranks, *cut) not in USUAL]
+# Every dtype over 2 and over 3 ranks, and float32 over all.
+CASES = [(ranks, dtype) for ranks in RANKS for dtype in DTYPES]
+USUAL = [case for case in CASES if len(case[0]) in (2, 3) or case[1] is torch.float32]
+OTHERS = [case for case in CASES if case not in USUAL]
 
 
-@pytest.mark.parametrize(("ranks", "dtype", "piece_bytes"), [*USUAL, *whole(*OTHERS)], ids=str)
-def test_the_ring_equals_the_backend_for_every_size(
-    ranks: tuple[int, ...], dtype: torch.dtype, piece_bytes: int
-) -> None:
-    args = (dtype, piece_bytes, ranks)
-    every_rank = run_ranks(ring_and_backend, num_ranks=max(ranks) + 1, args=args)
+@pytest.mark.parametrize(("ranks", "dtype"), [*USUAL, *whole(*OTHERS)], ids=str)
+def test_the_ring_equals_the_backend_for_every_size(ranks: tuple[int, ...], dtype: torch.dtype) -> None:
+    every_rank = run_ranks(ring_and_backend, num_ranks=max(ranks) + 1, args=(dtype, ranks))
     results = [every_rank[rank] for rank in ranks]
     for kind in KINDS:
         for size in SIZES:
@@ -190,14 +171,6 @@ def test_the_ring_equals_the_backend_for_every_size(
                     check_close(ours, theirs, num_ranks=len(ranks))
                 else:
                     assert torch.equal(ours, theirs), f"{kind} of {size} differs from the backend"
-
-
-@pytest.mark.parametrize("num_pieces", [1, 2, 3, 11])
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_pieces_do_not_change_a_bit_of_the_plain_version(num_ranks: int, num_pieces: int) -> None:
-    for pairs in run_ranks(plain_and_in_pieces, num_ranks=num_ranks, args=(num_pieces,)):
-        assert len(pairs) == len(SIZES)
-        assert all(torch.equal(plain, in_pieces) for plain, in_pieces in pairs)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])

@@ -46,7 +46,6 @@ LISTS: dict[str, dict[str, str]] = {
         "write-bf16-submodule": "calls `model.sub.load_state_dict(pretrained)` in bf16",
         "late-param-group": "calls `optimizer.add_param_group` after `prepare`",
         "write-gradient": "writes `p.grad = p.grad * c` under `zero1`",
-        "lock-names-a-folder": "a `.lock` names a folder elsewhere, to be removed as the last job's",
         "lock-is-a-link": "a `.lock` is a link to a file elsewhere",
         "saving-is-a-link": "`checkpoints/.saving-x` is a link to a folder elsewhere",
         "parameters-torn-out": "`vector_to_parameters`, `p.data = …`, `set_` or `model.head.double().float()`",

@@ -1,8 +1,11 @@
-"""After a hang or a crash: what each rank's records say, and which rank stopped where. No torch in it.
+"""After a hang or a crash: reads each rank's record, and finds which rank stopped where. No torch here.
 
 record.py            what one rank had issued, group by group
-flight_recorder.py   such a record from a dump of PyTorch's flight recorder, of any torch job
-own_record.py        such a record as our own ranks leave it
-record_folder.py     the records of all ranks
-findings.py          those records -> what happened
+own_record.py        writes and reads the records of our own ranks
+flight_recorder.py   reads dumps of PyTorch's flight recorder, of any torch job
+record_folder.py     reads the records of all ranks
+findings.py          compares the records: what happened
+
+torch's own analyser (torch.distributed.flight_recorder) is not used: it unpickles whatever a file holds, fails on dumps
+of Gloo, and ignores whether a collective had ended.
 """

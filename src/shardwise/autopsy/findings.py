@@ -1,4 +1,4 @@
-"""Records of all ranks → what happened: who stopped, before which operation, and who waits for it."""
+"""Finds from the records of all ranks what happened: who stopped, before which operation, and who waits for it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,15 +8,13 @@ from shardwise.autopsy.record import GroupRecord, Issued, RankRecord
 
 FAILED, STOPPED, DISAGREE = "failed", "stopped", "disagree"
 WAITING, NO_RECORD, ENDED = "waiting", "no record", "ended"
-# The surest first: ranks that fail, or issue different things, also seem to stop.
+# The most certain first: ranks that fail, or issue different collectives, also seem to stop.
 _ORDER = (FAILED, DISAGREE, STOPPED, NO_RECORD, WAITING, ENDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What the records of one group say, or (`group` is "") a rank's own. `ranks`: whose fault it is, as far as they
-    tell.
-    """
+    """An event in one group, or (`group` is "") on one rank. `ranks`: the ranks that caused it, if known."""
 
     kind: str
     group: str
@@ -25,20 +23,15 @@ class Finding:
 
 
 def verdict(records: Sequence[RankRecord]) -> list[Finding]:
-    """A finding for each rank that failed and for each group, what is most telling first."""
+    """Return a finding for each rank that failed and for each group, the most certain first."""
     by_rank = {record.rank: record for record in records}
-    names = dict.fromkeys(name for record in records for name in record.groups)
-    findings = [
-        Finding(
-            kind=FAILED,
-            group="",
-            ranks=(record.rank,),
-            text=f"rank {record.rank} failed ({record.failed}){_state(record)}",
-        )
-        for record in records
-        if record.failed
-    ]
-    findings += [_of_group(name, by_rank) for name in names]
+    findings = []
+    for record in records:
+        if record.failed:
+            state = f": {record.state}" if record.state else ""
+            text = f"rank {record.rank} failed ({record.failed}){state}"
+            findings.append(Finding(kind=FAILED, group="", ranks=(record.rank,), text=text))
+    findings += [_of_group(name, by_rank) for name in dict.fromkeys(name for one in records for name in one.groups)]
     return sorted(findings, key=lambda finding: _ORDER.index(finding.kind))
 
 
@@ -50,37 +43,39 @@ def _of_group(name: str, by_rank: Mapping[int, RankRecord]) -> Finding:
     if different is not None:
         text = _disagreement(different, by_number) + _by_program(name, different, records=by_rank.values())
         return Finding(kind=DISAGREE, group=name, ranks=(), text=text)
-    last = {rank: record.issued[-1].number for rank, record in records.items()}
-    silent = tuple(sorted(members - set(by_rank)))
     # A member that has a record, but not of this group, never came to it.
-    behind = tuple(sorted(rank for rank in members & set(by_rank) if last.get(rank, 0) < max(last.values())))
+    last = {rank: records[rank].issued[-1].number if rank in records else 0 for rank in sorted(members & set(by_rank))}
+    behind = tuple(rank for rank, number in last.items() if number < max(last.values()))
     if behind:
-        return Finding(kind=STOPPED, group=name, ranks=behind, text=_stop(name, behind, records, by_rank))
-    open_ones = sorted(rank for rank, record in records.items() if not record.issued[-1].ended)
+        return Finding(kind=STOPPED, group=name, ranks=behind, text=_stop(last, records=records, by_rank=by_rank))
+    running = sorted(rank for rank, record in records.items() if not record.issued[-1].ended)
+    waited = ""
+    if running:
+        # The first one: those after it were issued ahead of time.
+        not_ended = (one for record in records.values() for one in record.issued if not one.ended)
+        waited = f"{_listed(running)} waited in {_shown(min(not_ended, key=lambda one: one.number))}"
+    silent = tuple(sorted(members - set(by_rank)))
     if silent:
         text = f"{_listed(silent)} left no record: killed, stopped, or its machine is gone{_heard(silent, by_rank)}"
-        waits = f"; {_listed(open_ones)} waited in {_shown(_first_open(records))}" if open_ones else ""
-        return Finding(kind=NO_RECORD, group=name, ranks=silent, text=text + waits)
-    if open_ones:
-        text = f"{_listed(open_ones)} waited in {_shown(_first_open(records))}, which every rank has issued"
-        return Finding(kind=WAITING, group=name, ranks=(), text=f"{text}: look at the network or a device")
-    text = f"every rank has ended its last collective, {_shown(_latest(records))}"
+        return Finding(kind=NO_RECORD, group=name, ranks=silent, text=text + (f"; {waited}" if waited else ""))
+    if waited:
+        text = f"{waited}, which every rank has issued: look at the network or a device"
+        return Finding(kind=WAITING, group=name, ranks=(), text=text)
+    latest = max((record.issued[-1] for record in records.values()), key=lambda one: one.number)
+    text = f"every rank has ended its last collective, {_shown(latest)}"
     return Finding(kind=ENDED, group=name, ranks=(), text=text)
 
 
-def _stop(
-    name: str, behind: tuple[int, ...], records: Mapping[int, GroupRecord], by_rank: Mapping[int, RankRecord]
-) -> str:
-    """Who stopped before what: the first operation that the slowest of them has not issued."""
-    ended_at = {rank: records[rank].issued[-1] if rank in records else None for rank in behind}
-    lowest = min((one.number if one is not None else 0) for one in ended_at.values())
-    slowest = [rank for rank, one in ended_at.items() if (one.number if one is not None else 0) == lowest]
-    following = [one for record in records.values() for one in record.issued if one.number > lowest]
-    missing = min(following, key=lambda one: one.number)
-    waiting = sorted(rank for rank, record in records.items() if record.issued[-1].number > lowest)
-    before = ended_at[slowest[0]]
-    after = f" after {_shown(before)}" if before is not None else ""
-    state = "".join(_state(by_rank[rank], subject=f"; rank {rank} was ") for rank in slowest)
+def _stop(last: Mapping[int, int], *, records: Mapping[int, GroupRecord], by_rank: Mapping[int, RankRecord]) -> str:
+    """Describe the ranks that stopped first, and the operation that they did not come to. `last`: rank → number."""
+    lowest = min(last.values())
+    slowest = [rank for rank, number in last.items() if number == lowest]
+    waiting = [rank for rank, number in last.items() if number > lowest]
+    issued = [one for record in records.values() for one in record.issued]
+    missing = min((one for one in issued if one.number > lowest), key=lambda one: one.number)
+    after = f" after {_shown(records[slowest[0]].issued[-1])}" if slowest[0] in records else ""
+    states = {rank: by_rank[rank].state for rank in slowest}
+    state = "".join(f"; rank {rank} was {text}" for rank, text in states.items() if text)
     return (
         f"{_listed(slowest)} stopped{after} and did not come to {_shown(missing)}; {_listed(waiting)} "
         f"{'wait' if len(waiting) > 1 else 'waits'} for it{state}"
@@ -88,9 +83,8 @@ def _stop(
 
 
 def _first_difference(by_number: Mapping[int, Mapping[int, Issued]]) -> int | None:
-    """The first number under which two ranks have issued different things. Rings of different ranks overlap partly."""
-    numbers = sorted({number for issued in by_number.values() for number in issued})
-    for number in numbers:
+    """Return the first number under which two ranks issued different collectives. Their records overlap partly."""
+    for number in sorted({number for issued in by_number.values() for number in issued}):
         if len({issued[number].name for issued in by_number.values() if number in issued}) > 1:
             return number
     return None
@@ -105,7 +99,7 @@ def _disagreement(number: int, by_number: Mapping[int, Mapping[int, Issued]]) ->
 
 
 def _by_program(name: str, number: int, *, records: Iterable[RankRecord]) -> str:
-    """What the step program has in the place where ranks differ, after what they have issued alike."""
+    """Describe what the step program has in the place where ranks differ."""
     for record in records:
         if name in record.groups and record.program.get(name):
             before = [one.name for one in record.groups[name].issued if one.number < number]
@@ -115,42 +109,27 @@ def _by_program(name: str, number: int, *, records: Iterable[RankRecord]) -> str
 
 
 def following(issued: Sequence[str], *, program: Sequence[str]) -> str:
-    """What comes after `issued` in a program that is run again and again; "" where it has no such place.
+    """Return what comes after `issued` in a program that repeats, or "" if `issued` does not end anywhere in it.
 
-    Where several places come into question, the one whose past is the most like what was issued. A unit of several
-    dtypes issues a collective for each, all of one name: these count as one.
+    Of several places, the one preceded by the longest match counts. A unit of several dtypes issues one collective per
+    dtype, all with the same name: these count as one.
     """
     done = [name for name, _ in groupby(one.partition(" of ")[0] for one in issued)]
     steps = [name for name, _ in groupby(program)]
 
-    def alike(place: int) -> int:
-        """How many names before this place are the last ones that were issued."""
+    def num_matching(place: int) -> int:
+        """Count how many names before this place equal the last ones issued."""
         past = (steps[(place - 1 - back) % len(steps)] for back in range(len(done)))
         return next((back for back, name in enumerate(past) if name != done[-1 - back]), len(done))
 
-    best = max(range(len(steps)), key=alike, default=None)
-    return steps[best] if best is not None and done and alike(best) else ""
-
-
-def _state(record: RankRecord, *, subject: str = ": ") -> str:
-    return f"{subject}{record.state}" if record.state else ""
+    best = max(range(len(steps)), key=num_matching, default=None)
+    return steps[best] if best is not None and done and num_matching(best) else ""
 
 
 def _heard(silent: Sequence[int], by_rank: Mapping[int, RankRecord]) -> str:
-    """Where ranks without a record stood, as the others have heard last."""
-    told = {rank: record.heard[rank] for record in by_rank.values() for rank in silent if rank in record.heard}
-    return "".join(f"; rank {rank} was last heard at {standing}" for rank, standing in sorted(told.items()))
-
-
-def _first_open(records: Mapping[int, GroupRecord]) -> Issued:
-    """What is waited for: those after it were issued ahead of their time."""
-    return min(
-        (one for record in records.values() for one in record.issued if not one.ended), key=lambda one: one.number
-    )
-
-
-def _latest(records: Mapping[int, GroupRecord]) -> Issued:
-    return max((record.issued[-1] for record in records.values()), key=lambda one: one.number)
+    """Describe where ranks without a record were last heard by the others."""
+    heard = {rank: record.heard[rank] for record in by_rank.values() for rank in silent if rank in record.heard}
+    return "".join(f"; rank {rank} was last heard at {standing}" for rank, standing in sorted(heard.items()))
 
 
 def _shown(one: Issued) -> str:

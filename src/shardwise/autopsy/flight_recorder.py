@@ -1,7 +1,7 @@
-"""Dumps of PyTorch's flight recorder: a ring of the collectives that a process has issued, one file per rank.
+"""Reads dumps of PyTorch's flight recorder: the last collectives that a process has issued, one file per rank.
 
-With TORCH_FR_BUFFER_SIZE set, NCCL's watchdog writes one when a collective times out. The files are pickles (or JSON),
-and may come from anybody: only plain values are read.
+With TORCH_FR_BUFFER_SIZE set, NCCL's watchdog writes one when a collective times out. The files are pickles (or JSON)
+from any source, so only plain values are read.
 """
 
 import io
@@ -16,49 +16,42 @@ from shardwise.autopsy.record import GroupRecord, Issued, RankRecord
 from shardwise.errors import InvalidData
 from shardwise.files.regular_file import read_at_most
 
-# A ring of 2,000 collectives with their stacks takes about 2 MiB.
+# A dump of 2,000 collectives with their stacks takes about 2 MiB.
 _MOST_BYTES = 1 << 28
-_NO_DUMP = (
-    *(ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, RecursionError),
-    pickle.UnpicklingError,
-)
+_INVALID = (ValueError, LookupError, TypeError, AttributeError, EOFError, RecursionError, pickle.UnpicklingError)
 # Frames of the libraries between the user's code and the backend.
-_NOT_THE_USERS = re.compile(r"[/\\](torch|shardwise)[/\\]")
+_LIBRARY = re.compile(r"[/\\](torch|shardwise)[/\\]")
 
 
 class _PlainValues(pickle.Unpickler):
-    """Reads numbers, text, lists and dicts; a dump has nothing else in it."""
+    """Unpickles only numbers, text, lists and dicts; a dump holds nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module}.{name}, and a dump holds plain values only")
 
 
 def read_dump(path: Path) -> RankRecord:
-    """One rank's record. Its rank is the number at the end of the file's name, as PyTorch names them."""
+    """Read one rank's record. Its rank is the number at the end of the file name, as PyTorch writes it."""
     number = re.search(r"(\d+)$", path.name.removesuffix(".json").removesuffix(".pickle"))
     if number is None:
         raise InvalidData(f"{path}: a flight recorder's dump ends in its rank, as nccl_trace_rank_0 does")
     try:
-        found = _values(read_at_most(path, _MOST_BYTES))
+        content = read_at_most(path, _MOST_BYTES)
+        found = json.loads(content) if content[:1] == b"{" else _PlainValues(io.BytesIO(content)).load()
+        if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
+            raise ValueError("it has no entries")
         return RankRecord(rank=int(number[1]), groups=_groups(found))
     except OSError as error:
         raise InvalidData(f"{path} cannot be read: {error.strerror}") from error
-    except _NO_DUMP as error:
+    except _INVALID as error:
         raise InvalidData(f"{path} is not a dump of PyTorch's flight recorder: {error}") from error
-
-
-def _values(content: bytes) -> dict[str, Any]:
-    found = json.loads(content) if content[:1] == b"{" else _PlainValues(io.BytesIO(content)).load()
-    if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
-        raise ValueError("it has no entries")
-    return found
 
 
 def _groups(found: Mapping[str, Any]) -> dict[str, GroupRecord]:
     issued: dict[str, dict[int, Issued]] = {}
     for entry in found["entries"]:
         if entry.get("is_p2p"):
-            # Sends and receives are between two ranks; their numbers are not the group's.
+            # Sends and receives between two ranks are numbered separately.
             continue
         name, description = entry["process_group"]
         one = Issued(
@@ -76,7 +69,7 @@ def _groups(found: Mapping[str, Any]) -> dict[str, GroupRecord]:
 
 
 def _ranks(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """torch writes them as text, `[0, 1]`."""
+    """Read the members of a group, which torch writes as text: `[0, 1]`."""
     ranks = config.get("ranks", ())
     return tuple(map(int, re.findall(r"\d+", ranks) if isinstance(ranks, str) else ranks))
 
@@ -89,8 +82,8 @@ def _name(entry: Mapping[str, Any]) -> str:
 
 
 def _place(frames: list[Mapping[str, Any]]) -> str:
-    """The innermost line that is not a library's: frames begin with the innermost."""
+    """Return the innermost line of the user's code. The innermost frame comes first."""
     for frame in frames:
-        if not _NOT_THE_USERS.search(str(frame["filename"])):
+        if not _LIBRARY.search(str(frame["filename"])):
             return f"{Path(str(frame['filename'])).name}:{frame['line']} in {frame['name']}"
     return ""

@@ -1,4 +1,4 @@
-"""A rank's own record: one small JSON file that it leaves in a folder when its job fails, whole or not at all."""
+"""Writes and reads a rank's own record: a small JSON file that it leaves in a folder when its job fails."""
 
 import json
 from dataclasses import asdict
@@ -23,13 +23,13 @@ def path_of(folder: Path, *, rank: int) -> Path:
 
 
 def write_record(folder: Path, record: RankRecord) -> None:
-    """In the place of what this rank wrote before."""
+    """Write a rank's record atomically, replacing an earlier one."""
     with atomic_write(path_of(folder, rank=record.rank)) as file:
         file.write(json.dumps({"shardwise": _FORMAT, **asdict(record)}).encode())
 
 
 def clear_records(folder: Path) -> None:
-    """Remove what ranks of an earlier start have left."""
+    """Remove the records of an earlier start."""
     for path in folder.glob(f"{PREFIX}*.json"):
         if not path.is_dir():
             path.unlink(missing_ok=True)

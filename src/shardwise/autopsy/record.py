@@ -1,4 +1,4 @@
-"""The collectives that one rank had issued when it stopped."""
+"""The record of one rank: what it had issued when it stopped."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The records of a job's ranks, found in a folder."""
+"""Reads the records of a job's ranks from a folder."""
 
 import re
 from dataclasses import replace
@@ -11,7 +11,7 @@ from shardwise.errors import InvalidData
 
 
 def read_records(folder: Path) -> list[RankRecord]:
-    """One per rank, in rank order. A rank may have left both a record of our own and a dump of the flight recorder."""
+    """Read one record per rank, in rank order. A rank's own record and its flight-recorder dump are merged."""
     if not folder.is_dir():
         raise InvalidData(f"{folder} is not a folder: give the one that holds the ranks' records")
     own: dict[int, RankRecord] = {}
@@ -25,11 +25,9 @@ def read_records(folder: Path) -> list[RankRecord]:
         if record.rank in found:
             raise InvalidData(f"{folder} holds two records of rank {record.rank}: give a folder of one job")
         found[record.rank] = record
-    merged = {
-        rank: replace(own[rank], groups={**dumped[rank].groups, **own[rank].groups}) if rank in dumped else own[rank]
-        for rank in own
-    }
-    found = {**dumped, **merged}
+    found = dict(dumped)
+    for rank, record in own.items():
+        found[rank] = replace(record, groups={**found[rank].groups, **record.groups}) if rank in found else record
     if not any(record.groups or record.failed for record in found.values()):
         raise InvalidData(
             f"{folder} holds no record of a collective: ranks of shardwise train leave them in its run folder when it "

@@ -1,13 +1,16 @@
-"""The same training under several engines and strategies, in turn, and which of them to use.
+"""Runs the same training under several engines and strategies, in turn, and recommends one of them.
 
-benchmark.py        the whole bench
-case.py             one case: what all of its runs found
-equivalence.py      verifies that all cases did the same training
-recommendation.py   which case to use
-prediction.py       what the planner predicts for each
-results.py          all of this as values and as JSON
-contestants.py      the engines, and which of them can run a case; peers.py: those of other libraries
-run_files.py        what the ranks of a run are told, and what each found
-worker.py           one rank: subject.py (the training), first_steps.py (what is compared), then timed, then recorded
-observer.py         dtypes and collectives, seen from below any engine; gradients.py: norms, by parameter
+benchmark.py        runs all cases
+case.py             collects the runs of one case into a CaseResult (case_result.py); case_peak.py: its memory peak
+equivalence.py      checks that all cases did the same training
+recommendation.py   chooses a case, from the spread of its times (spread.py) and its moving parts (moving_parts.py)
+prediction.py       asks the planner for the same cases
+results.py          the results as values and as JSON; results_form.py: checks that JSON
+contestants.py      the engines, and which of them can run a case; modes.py: eager, captured or compiled
+run_files.py        the request and the result files of one run
+worker.py           one rank of a run, in this order: subject.py sets up the training, first_steps.py takes the steps
+                    that are compared, others are timed, taped_steps.py tapes and records the last ones
+observer.py         observes dtypes and collectives beneath any engine; gradients.py: norms per parameter
+graph_update.py     captures the step of another engine in a CUDA graph
+peers.py            Accelerate and Lightning; deepspeed_peer.py, megatron_peer.py; peer_setup.py: what they share
 """

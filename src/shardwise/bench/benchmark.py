@@ -1,10 +1,10 @@
-"""A bench: the same training under several engines and strategies, in turn. No torch here until ranks are started.
+"""Runs a bench: the same training under several engines and strategies, in turn. No torch here until ranks start.
 
-    round 1   every case once, with its details     ──▶ gate: did all do the same training? if not, stop
-    silent    every case once without communication (with several ranks): what a step takes if nothing is waited for
-    round 2 … every case once more, from another one on, so that no case always has the same machine before it
+    round 1   every case once, with details     ──▶ gate: stop unless all did the same training
+    silent    every case once without communication (with several ranks): the time of a step that waits for nothing
+    round 2 … every case once more, each round beginning with another case
 
-Each run is of fresh processes. After each, bench.json holds all that is known by then.
+Each run uses fresh processes. After each run, bench.json holds the results so far.
 """
 
 import json
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,11 +36,11 @@ _MOST_LETTERS = 300
 
 
 class RunFailed(Exception):  # noqa: N818
-    """A rank of a run did not end well; the message is its own, in one line."""
+    """A rank of a run failed; the message is its own, in one line."""
 
 
 class BenchStopped(Exception):  # noqa: N818
-    """The bench was told to stop; what was found is in its folder."""
+    """The bench was stopped by a signal; the results so far are in its folder."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(f"stopped by {number.name}")
@@ -48,11 +49,11 @@ class BenchStopped(Exception):  # noqa: N818
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What is to be measured.
+    """A request for a bench.
 
     cases          in the order of the table; one with `why_not` is not run
-    steps          that are timed in each run, in blocks of equal length; a few more, so that the blocks are whole
-    keep_going     continue after round 1 also where cases did not do the same training
+    steps          timed in each run, rounded up to blocks of equal length
+    keep_going     continue after round 1 even if cases did not do the same training
     capacity_bytes, scaling    as in Bench
     """
 
@@ -81,7 +82,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One run: which case, in what round ("round-1", "silent", "round-2" …)."""
+    """One run: a case in a round ("round-1", "silent", "round-2" …)."""
 
     round: str
     case: Case
@@ -104,7 +105,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """`done` of `total` runs are over; `text` says what comes now, or what there is to say."""
+    """`done` of `total` runs are complete; `text` is the next run."""
 
     done: int
     total: int
@@ -116,7 +117,7 @@ OnProgress = Callable[[Progress], None]
 
 
 def turns(cases: Sequence[Case], *, rounds: int, num_ranks: int) -> list[Turn]:
-    """All runs in their order: interleaved, and each round begins with another case."""
+    """Return all runs in order: the cases are interleaved, and each round begins with another one."""
     able = [case for case in cases if not case.why_not]
     silent = ["silent"] if num_ranks > 1 else []
     names = ["round-1", *silent, *(f"round-{number}" for number in range(2, rounds + 1))]
@@ -128,13 +129,13 @@ def turns(cases: Sequence[Case], *, rounds: int, num_ranks: int) -> list[Turn]:
 
 
 def bench(asked: Asked, *, on_progress: OnProgress = lambda progress: None, run: RunRanks | None = None) -> Bench:
-    """Run all that is asked for; a case that fails is left out from then on, and the others continue.
+    """Run all cases; one that fails is left out of later rounds.
 
     Raises BenchStopped after ^C or SIGTERM. `run` starts the ranks of one run and waits for them.
     """
     check(asked)
     _claim(asked.folder)
-    run = run or _starter(asked)
+    run = run or partial(run_ranks, num_ranks=asked.num_ranks)
     todo = turns(asked.cases, rounds=asked.rounds, num_ranks=asked.num_ranks)
     made = datetime.now(UTC).isoformat(timespec="seconds")
     found = _found(asked, made=made, unfinished=f"Unfinished: 0 of {len(todo)} runs.")
@@ -146,7 +147,7 @@ def bench(asked: Asked, *, on_progress: OnProgress = lambda progress: None, run:
             if turn.case.why_not:
                 continue
             on_progress(Progress(done=done, total=len(todo), text=str(turn)))
-            _take(turn, asked=asked, run=run)
+            _take_turn(turn, asked=asked, run=run)
             found = _found(asked, made=made, unfinished=f"Unfinished: {done + 1} of {len(todo)} runs.")
             found.save(asked.folder)
     on_progress(Progress(done=len(todo), total=len(todo), text="done"))
@@ -155,8 +156,8 @@ def bench(asked: Asked, *, on_progress: OnProgress = lambda progress: None, run:
     return found
 
 
-def _take(turn: Turn, *, asked: Asked, run: RunRanks) -> None:
-    """One run; what it found, or why it failed, is its case's from then on."""
+def _take_turn(turn: Turn, *, asked: Asked, run: RunRanks) -> None:
+    """Do one run, and add its result, or why it failed, to its case."""
     wanted = BenchRun(
         config=replace(asked.config, plan=turn.case.plan),
         engine=turn.case.engine,
@@ -171,7 +172,7 @@ def _take(turn: Turn, *, asked: Asked, run: RunRanks) -> None:
         ranks = run(wanted, asked.folder / RUNS / turn.folder_name)
     except RunFailed as error:
         if turn.silent:
-            # Only we run it without communication: what was measured with it stands.
+            # The measurements with communication remain valid.
             turn.case.why_not_silent = str(error)
         else:
             turn.case.fail(str(error))
@@ -180,11 +181,11 @@ def _take(turn: Turn, *, asked: Asked, run: RunRanks) -> None:
 
 
 def _found(asked: Asked, *, made: str, unfinished: str) -> Bench:
-    """All that is known by now, without a recommendation."""
+    """Return the results so far, without a recommendation."""
     cases = tuple(case.result() for case in asked.cases)
     firsts = [case.runs[0][0] for case in asked.cases if case.runs]
     first = firsts[0] if firsts else None
-    # An engine adds the version of its package.
+    # Each engine adds the version of its package.
     machine = {name: value for found in firsts for name, value in found.environment.items()}
     return Bench(
         name=asked.name,
@@ -203,7 +204,7 @@ def _found(asked: Asked, *, made: str, unfinished: str) -> Bench:
     )
 
 
-# Of a config, what a bench does not use, and what differs from case to case.
+# Settings of a config that a bench does not use, or that differ between cases.
 _UNUSED = (
     "run.", "checkpoint.", "train.eval", "train.log_every", "plan.strategy", "plan.engine", "plan.capture",
     "plan.compile",
@@ -222,7 +223,7 @@ def _settings(asked: Asked) -> dict[str, Any]:
 
 
 def check(asked: Asked) -> None:
-    """What stands against a bench before it has begun."""
+    """Raise InvalidBench if the bench cannot start."""
     if all(case.why_not for case in asked.cases):
         reasons = "; ".join(dict.fromkeys(case.why_not for case in asked.cases))
         raise InvalidBench(f"nothing is left to run: {reasons}")
@@ -231,54 +232,42 @@ def check(asked: Asked) -> None:
 
 
 def _claim(folder: Path) -> None:
-    """Make the folder ours: without an older bench in it, whose runs could be taken for this one's."""
+    """Make the folder, and remove an older bench from it, whose runs could be taken for new ones."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILE).unlink(missing_ok=True)
-        # Only what a bench has made: the folder may hold other things, also in runs/.
+        # Only what a bench has made: the folder, and runs/ in it, may hold other files.
         for asked in (folder / RUNS).glob(f"*/{ASKED}"):
             shutil.rmtree(asked.parent)
     except OSError as error:
         raise InvalidBench(f"{folder}: cannot be written ({error.strerror}): choose another --out") from error
 
 
-def _starter(asked: Asked) -> RunRanks:
-    def start(wanted: BenchRun, folder: Path) -> Ranks:
-        return run_ranks(wanted, folder, num_ranks=asked.num_ranks)
-
-    return start
-
-
 def run_ranks(wanted: BenchRun, folder: Path, *, num_ranks: int) -> list[Found]:
-    """Start the ranks of one run as fresh processes, and read what each of them leaves."""
+    """Start the ranks of one run as fresh processes, and read their result files."""
     from shardwise.launch.agent import JobFailed, JobStopped
     from shardwise.launch.launch import run_job
 
     folder.mkdir(parents=True)
     (folder / ASKED).write_text(json.dumps(wanted.to_data()), encoding="utf-8")
     try:
-        told = run_job(
-            (str(folder),),
-            num_ranks=num_ranks,
-            max_restarts=0,
-            folder=folder,
-            # They have nothing to save.
-            grace_seconds=0.0,
-            program=PROGRAM,
+        # Without grace: the ranks have nothing to save.
+        stopped_by = run_job(
+            (str(folder),), num_ranks=num_ranks, max_restarts=0, folder=folder, grace_seconds=0.0, program=PROGRAM
         )
     except JobFailed as end:
         what = " ".join(end.failure.what.split())
         raise RunFailed(f"rank {end.failure.rank}: {what[:_MOST_LETTERS]}") from end
     except JobStopped as end:
         raise BenchStopped(end.number) from end
-    if told is not None:
-        raise BenchStopped(told)
+    if stopped_by is not None:
+        raise BenchStopped(stopped_by)
     return [Found.load(folder, rank=rank) for rank in range(num_ranks)]
 
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """^C and SIGTERM, also between two runs, end in BenchStopped. Elsewhere than on the main thread nothing changes."""
+    """Raise BenchStopped on ^C and SIGTERM, also between two runs. Does nothing outside the main thread."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise BenchStopped(signal.Signals(number))

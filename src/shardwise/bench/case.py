@@ -1,4 +1,4 @@
-"""One case of a bench: all that its runs found, rank by rank, as one CaseResult. No torch here."""
+"""Collects the runs of one case of a bench into one CaseResult. No torch here."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -13,17 +13,17 @@ from shardwise.plan.placement import AUTO, STRATEGIES
 from shardwise.train.config import TrainConfig
 
 Ranks = Sequence[Found]
-"""What the ranks of one run found, rank 0 first."""
+"""The results of the ranks of one run, rank 0 first."""
 
 NOT_REACHED = "the bench ended before its turn"
 
 
 @dataclass(slots=True, kw_only=True)
 class Case:
-    """An engine and a strategy, and what was found until now.
+    """An engine and a strategy, with the results so far.
 
-    failed           it was started, and did not end well
-    why_not_silent   without communication it did not
+    failed           a run of it failed
+    why_not_silent   why its run without communication failed, if it did
     """
 
     engine: str
@@ -38,22 +38,22 @@ class Case:
 
     @property
     def label(self) -> str:
-        """For folders."""
+        """The name in folder names."""
         return f"{self.engine}-{self.strategy}"
 
     @property
     def name(self) -> str:
-        """As CaseResult has it."""
+        """The name in tables."""
         return CaseResult(engine=self.engine, strategy=self.strategy).name
 
     def fail(self, why_not: str) -> None:
-        """What cannot be relied on to run is not ranked, whatever was measured of it before."""
+        """Drop all measurements: a case that does not run reliably is not ranked."""
         self.why_not, self.failed = why_not, True
         self.runs.clear()
         self.silent.clear()
 
     def result(self) -> CaseResult:
-        """All runs in one; details are those of the first."""
+        """Combine all runs; details come from the first."""
         if not self.runs:
             why_not = self.why_not or NOT_REACHED
             return CaseResult(engine=self.engine, strategy=self.strategy, why_not=why_not, predicted=self.predicted)
@@ -67,7 +67,10 @@ class Case:
             ),
             grad_norms=first.grad_norms,
             param_norms=dict(first.param_norms),
-            dtypes={kind: _union(rank.dtypes.get(kind, ()) for rank in ranks) for kind in first.dtypes},
+            dtypes={
+                kind: tuple(sorted({name for rank in ranks for name in rank.dtypes.get(kind, ())}))
+                for kind in first.dtypes
+            },
             step_seconds=_steps(self.runs),
             silent_seconds=_steps(self.silent),
             why_not_silent=self.why_not_silent,
@@ -86,9 +89,9 @@ class Case:
 
 
 def cases_of(config: TrainConfig, *, engines: Sequence[str], strategies: Collection[str]) -> list[Case]:
-    """Engines × strategies, the simplest strategy first; what an engine cannot run says why.
+    """Return engines × strategies, the simplest strategy first, each with the reason if the engine cannot run it.
 
-    The plan of `auto` is chosen later (prediction.py): it needs the devices.
+    The plan of `auto` is chosen later (prediction.py), since it depends on the devices.
     """
     cases = []
     for engine in engines:
@@ -101,14 +104,10 @@ def cases_of(config: TrainConfig, *, engines: Sequence[str], strategies: Collect
 
 
 def _steps(runs: Iterable[Ranks]) -> Spread | None:
-    """Seconds of a step, from each block of each run. A block is over when the last rank is through with it."""
+    """Return the seconds per step of each block of each run. A block lasts until its slowest rank is done."""
     blocks = [max(block) for run in runs for block in zip(*(rank.block_seconds for rank in run), strict=True)]
     return Spread(values=tuple(blocks)) if blocks else None
 
 
 def _known(values: Iterable[int | None]) -> tuple[int, ...]:
     return tuple(value for value in values if value is not None)
-
-
-def _union(seen: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    return tuple(sorted({name for names in seen for name in names}))

@@ -1,7 +1,7 @@
-"""The one peak of a case, and its parts by category: every table and picture of a bench takes them from here. No torch.
+"""The memory peak of a case and its parts by category, for all tables and pictures of a bench. No torch here.
 
-The peak is what the device counted in the steps that were timed; the ledger is of one recorded step. What the ledger
-did not see counts as `other` (MemoryLedger.adding_up_to), so that the categories add up to the peak.
+The peak is what the device counted in the timed steps; the ledger is of one recorded step. What the ledger did not see
+counts as `other` (MemoryLedger.adding_up_to), so that the categories add up to the peak.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from shardwise.vocabulary.categories import CATEGORIES
 
 
 def measured_ledger(case: CaseResult, *, rank: int) -> MemoryLedger | None:
-    """The ledger of a rank, whose peak is the rank's. None where there is none, or where the recorded step held more
-    than the steps that were timed: that was not the same step.
+    """Return a rank's ledger, raised to the rank's peak; None if it has none, or if the recorded step held more than
+    the timed ones, so that it was not the same step.
     """
     if rank >= len(case.ledgers):
         return None
@@ -23,11 +23,11 @@ def measured_ledger(case: CaseResult, *, rank: int) -> MemoryLedger | None:
 
 
 def peak_ledger(case: CaseResult) -> MemoryLedger | None:
-    """Of the rank with the highest peak."""
+    """Return the ledger of the rank with the highest peak."""
     return measured_ledger(case, rank=case.peak_rank if case.allocated_bytes else 0)
 
 
 def peak_parts(case: CaseResult) -> Mapping[str, int] | None:
-    """Category → bytes at the peak; their sum is `case.peak_bytes`. None where nobody looked."""
+    """Return category → bytes at the peak, which add up to `case.peak_bytes`; None if no step was recorded."""
     ledger = peak_ledger(case)
     return None if ledger is None else {name: ledger.peak.num_bytes.get(name, 0) for name in CATEGORIES}

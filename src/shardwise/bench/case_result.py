@@ -1,6 +1,6 @@
-"""What a bench found of one engine and strategy, as values and as JSON. No torch here."""
+"""The result of one case of a bench, as values and as JSON. No torch here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,13 +10,13 @@ from shardwise.profile.memory_ledger import MemoryLedger
 from shardwise.vocabulary.span import Span
 
 NOT_MEASURABLE = "not measurable here"
-"""Of exposed communication that is smaller than the spread of the times that it is the difference of."""
+"""Shown for exposed communication that is smaller than the spread of the two times it is computed from."""
 _DERIVED = ("exposed_seconds", "why_not_exposed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happening:
-    """An operation of the tape: what on what, when after the step began, and in which row of the ledger."""
+    """An operation of the tape: its kind and subject, when after the step began, and its row of the ledger."""
 
     kind: str
     subject: str
@@ -36,11 +36,11 @@ class UnitOutline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedCase:
-    """The planner's prediction for the same case; None where it has none."""
+    """The planner's prediction for the same case; times are None if it has none."""
 
     allocated_bytes: int
     breakdown_bytes: Mapping[str, int]
-    # The highest point of each row, [label, category → bytes], to compare with the ledger.
+    # The peak of each row, (label, category → bytes), to compare with the ledger.
     entries: tuple[tuple[str, Mapping[str, int]], ...]
     step_seconds: float | None = None
     exposed_seconds: float | None = None
@@ -49,20 +49,19 @@ class PredictedCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """One engine and strategy. Where it did not run, `why_not` says why, and the rest is empty.
+    """The result of one engine and strategy. If it did not run, `why_not` says why, and the rest is empty.
 
-    losses             of every step from the first on, the mean over ranks
-    grad_norms         of the first steps, of the whole gradient, before clipping
-    param_norms        of the first step, parameter by parameter
-    dtypes             "compute" (of matrix products), "master", "grads", "optim" → dtypes that were seen
-    step_seconds       of blocks of steps, in all runs
-    silent_seconds     the same without communication: the same processes, whose collectives return at once;
-                       `why_not_silent`, if that failed
-    first_step_seconds from the start of a process until it had taken a step
-    allocated_bytes    the peak of a step, by rank; reserved_bytes: of the caching allocator, on a GPU
-    ledgers            of one step, by rank; as they add up to the peak: case_peak.py
-    sent_bytes         what a rank sends in a step; `calls`: collective → how often
-    tape               of rank 0: the operations of one step; tape_seconds: how long that step took
+    losses             of every step, averaged over ranks
+    grad_norms         of the full gradient in the first steps, before clipping
+    param_norms        of the gradient of each parameter in the first step
+    dtypes             "compute" (of matrix products), "master", "grads", "optim" → observed dtypes
+    step_seconds       per step, for each block of steps in all runs
+    silent_seconds     the same without communication (collectives return at once); `why_not_silent`, if that failed
+    first_step_seconds from the start of the processes to the end of their first step
+    allocated_bytes    the peak of a step, per rank; reserved_bytes: of the caching allocator, on a GPU
+    ledgers            of one step, per rank; raised to the peak: case_peak.py
+    sent_bytes         sent by a rank in one step; `calls`: collective → how often
+    tape               the operations of one step of rank 0; tape_seconds: how long that step took
     buckets            name → units, as rank 0 reduces them
     """
 
@@ -94,7 +93,7 @@ class CaseResult:
 
     @property
     def mode(self) -> str:
-        """How its steps were run: eager, captured or compiled."""
+        """The way its steps ran: eager, captured or compiled."""
         return mode_of(self.engine)
 
     @property
@@ -103,7 +102,7 @@ class CaseResult:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank with the highest peak."""
+        """The peak of the rank with the highest one."""
         return max(self.allocated_bytes)
 
     @property
@@ -112,7 +111,7 @@ class CaseResult:
 
     @property
     def exposed_seconds(self) -> float | None:
-        """How much shorter a step is without communication; None where `why_not_exposed` says why."""
+        """The time by which a step is shorter without communication; None if `why_not_exposed` says why."""
         if self.why_not_exposed:
             return None
         assert self.step_seconds is not None
@@ -121,7 +120,7 @@ class CaseResult:
 
     @property
     def why_not_exposed(self) -> str:
-        """Not measured at all; or a difference that is negative, or smaller than the spread of the two times: noise."""
+        """Not measured, or lost in noise: the difference is negative, or smaller than the spread of the two times."""
         if self.step_seconds is None or self.silent_seconds is None:
             return "not measured"
         is_longer = self.step_seconds.median > self.silent_seconds.median
@@ -142,7 +141,7 @@ class CaseResult:
         return self.predicted.step_seconds / self.step_seconds.median - 1
 
     def to_data(self) -> dict[str, Any]:
-        """In JSON's own types; what is exposed is written as the table and the page show it."""
+        """Return JSON types, with exposed communication as the table and the page show it."""
         return {
             **asdict(self),
             "ledgers": [ledger.to_data() for ledger in self.ledgers],
@@ -153,7 +152,7 @@ class CaseResult:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "CaseResult":
-        """Of data that are known to be of the right form (results_form.py)."""
+        """Read data whose form was checked before (results_form.py)."""
         row = {name: value for name, value in data.items() if name not in _DERIVED}
         predicted = row["predicted"]
         return cls(
@@ -162,24 +161,18 @@ class CaseResult:
                 **{name: tuple(row[name]) for name in ("allocated_bytes", "reserved_bytes")},
                 **{name: tuple(map(float, row[name])) for name in ("losses", "grad_norms")},
                 "param_norms": {name: float(norm) for name, norm in row["param_norms"].items()},
-                **{name: _spread(row[name]) for name in ("step_seconds", "silent_seconds", "first_step_seconds")},
+                **{
+                    name: None if row[name] is None else Spread(values=tuple(row[name]["values"]))
+                    for name in ("step_seconds", "silent_seconds", "first_step_seconds")
+                },
                 "dtypes": {name: tuple(seen) for name, seen in row["dtypes"].items()},
                 "ledgers": tuple(MemoryLedger.from_data(ledger) for ledger in row["ledgers"]),
                 "units": tuple(UnitOutline(**unit) for unit in row["units"]),
                 "buckets": {name: tuple(units) for name, units in row["buckets"].items()},
-                "tape": tuple(_happening(one) for one in row["tape"]),
+                "tape": tuple(Happening(**dict(zip(Happening.__slots__, one, strict=True))) for one in row["tape"]),
                 "predicted": None if predicted is None else _predicted(predicted),
             }
         )
-
-
-def _spread(data: Mapping[str, Any] | None) -> Spread | None:
-    return None if data is None else Spread(values=tuple(data["values"]))
-
-
-def _happening(data: Sequence[Any]) -> Happening:
-    kind, subject, num_bytes, seconds, row = data
-    return Happening(kind=kind, subject=subject, num_bytes=num_bytes, seconds=seconds, row=row)
 
 
 def _predicted(data: Mapping[str, Any]) -> PredictedCase:

@@ -1,7 +1,7 @@
-"""The engines that a bench compares, and which of them can run a case. No torch here: this is asked before any process
-is started. Other libraries are set up in peers.py, megatron_peer.py and deepspeed_peer.py.
+"""The engines that a bench compares, and which of them can run a case. No torch here, since no process has started yet.
 
-A name's end says how its steps run (modes.py).
+The end of an engine's name says how its steps run (modes.py). Other libraries are set up in peers.py, megatron_peer.py
+and deepspeed_peer.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,41 +18,42 @@ from shardwise.plan.placement import AUTO, SHARDED, Placement, placement_of, str
 from shardwise.train.config import TrainConfig
 from shardwise.train.config_section import InvalidConfig
 
-# Settings of a plan that other libraries do not have, or that are not set up for them here.
+# Settings of a plan that other libraries lack, or that are not set up for them here.
 _NOT_BY_PEERS = (
     "keep_fp32", "accumulate_reduced", "recompute_overrides", "overrides", "reduce_dtype", "offload_activations",
     "offload_states", "dynamic", "collectives",
 )  # fmt: skip
 _PLAIN = Plan()
-# Engines of which the solver knows the costs; it has no captured or compiled steps to choose from.
+# Engines whose costs the solver knows: it does not consider captured or compiled steps.
 _AUTO_ENGINES = ("shardwise",)
-# Optimizers that count their steps, or read their rates, on the host, so that they cannot be captured.
+# Optimizers that count steps or read learning rates on the host, and so cannot be captured.
 _NOT_CAPTURABLE = ("sgd", "adagrad", "muon")
 STAGES: Mapping[str, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
-"""Strategies → the number by which Megatron-FSDP and DeepSpeed call what is sharded."""
+"""Strategy → its ZeRO stage in Megatron-FSDP and DeepSpeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contestant:
-    """An engine. `refuses`: why it cannot run a plan, "" if it can.
+    """An engine.
 
-    package   the module that has to be there for it; `install`: what pip is told to install it
+    package     the module of another library that it needs; `install`: the arguments of pip that install it
+    can_place   whether another library can run a unit of this placement
     """
 
     what: str
-    refuses: Callable[[TrainConfig], str]
     package: str = ""
     install: str = "'shardwise[peers]'"
+    can_place: Callable[[Placement], bool] = lives_alike
 
 
 def plan_for(engine: str, strategy: str, plan: Plan) -> Plan:
-    """The plan of a case; `why_not` says what the engine cannot do.
+    """Return the plan of a case, whether or not the engine can run it (`why_not`).
 
-    Only our engine captures by its plan: others' steps are captured by hand (graph_update.py).
+    Only our engine captures by its plan; the steps of others are captured by hand (graph_update.py).
     """
     compiler, bare = plan.compiler if plan.compiler != "none" else "inductor", without_mode(engine)
     if strategy == AUTO:
-        # It chooses for each unit.
+        # The solver chooses for each unit.
         plan = replace(plan, overrides=Patterns(), recompute_overrides=Patterns())
     return replace(
         plan,
@@ -64,7 +65,7 @@ def plan_for(engine: str, strategy: str, plan: Plan) -> Plan:
 
 
 def why_not(engine: str, strategy: str, config: TrainConfig) -> str:
-    """One short reason why this engine cannot run the config under this strategy; "" if it can."""
+    """Return one short reason why this engine cannot run the config under this strategy, or ""."""
     if engine not in ENGINES:
         raise UnknownName.of("engine", engine, known=list(ENGINES))
     contestant = ENGINES[engine]
@@ -78,20 +79,19 @@ def why_not(engine: str, strategy: str, config: TrainConfig) -> str:
         return f"{engine} would give Muon slices of matrices"
     if contestant.package and find_spec(contestant.package) is None:
         return f"{contestant.package} is not installed: pip install {contestant.install}"
-    return (_graph(config, engine=engine) if mode_of(engine) != "eager" else "") or contestant.refuses(config)
+    reason = _why_not_captured(config, engine=engine) if mode_of(engine) != "eager" else ""
+    if reason or not contestant.package:
+        return reason or _lacks(LIMITS[config.plan.engine], config.plan)
+    return _why_not_by_peer(contestant, config, name=without_mode(engine))
 
 
 def on_gpu(config: TrainConfig) -> bool:
-    """Whether its ranks will run on GPUs: the driver's device file is looked for, since torch is not imported yet."""
+    """Return whether ranks will run on GPUs. It looks for the driver's device file, since torch is not imported yet."""
     return config.run.device == "cuda" or (config.run.device == "auto" and Path("/dev/nvidiactl").exists())
 
 
-def _nothing(config: TrainConfig) -> str:
-    return ""
-
-
-def _graph(config: TrainConfig, *, engine: str) -> str:
-    """Why its steps cannot be CUDA graphs."""
+def _why_not_captured(config: TrainConfig, *, engine: str) -> str:
+    """Return why its steps cannot be CUDA graphs, or ""."""
     if not on_gpu(config):
         return f"{engine} needs a GPU"
     if config.optimizer.name in _NOT_CAPTURABLE:
@@ -103,29 +103,29 @@ def _graph(config: TrainConfig, *, engine: str) -> str:
     return ""
 
 
-def _torch(config: TrainConfig) -> str:
-    return _short(LIMITS["torch"], config.plan)
-
-
-def _accelerate(config: TrainConfig) -> str:
-    reason = _peer(config.plan, engine="accelerate")
-    if not reason and placement_of(config.plan.strategy).params is SHARDED and not on_gpu(config):
+def _why_not_by_peer(contestant: Contestant, config: TrainConfig, *, name: str) -> str:
+    plan = config.plan
+    settings = tuple(Setting(key=key, plain=getattr(_PLAIN, key)) for key in _NOT_BY_PEERS)
+    reason = _lacks(EngineLimits(name=name, can_place=contestant.can_place, run_settings=settings), plan)
+    if reason:
+        return reason
+    is_sharded = placement_of(plan.strategy).params is SHARDED
+    if plan.precision not in ("fp32", "bf16"):
+        return f"{name} runs in fp32 and bf16 here, not in {plan.precision}"
+    if plan.recompute == "selective":
+        return f"{name} has no recompute = 'selective'"
+    if plan.mesh is not None and plan.mesh.replicate > 1 and is_sharded:
+        return f"{name} shards over all ranks here, not over a mesh {plan.mesh.replicate}×{plan.mesh.shard}"
+    if name == "accelerate" and is_sharded and not on_gpu(config):
         return "accelerate has FSDP on GPUs only"
-    return reason
+    if name == "megatron-fsdp" and not on_gpu(config):
+        return "megatron-fsdp needs a GPU"
+    return ""
 
 
-def _lightning(config: TrainConfig) -> str:
-    return _peer(config.plan, engine="lightning")
-
-
-def _megatron(config: TrainConfig) -> str:
-    reason = _peer(config.plan, engine="megatron-fsdp", can_place=_has_stage)
-    return reason or ("" if on_gpu(config) else "megatron-fsdp needs a GPU")
-
-
-def _deepspeed(config: TrainConfig) -> str:
-    """With ZeRO: without it DeepSpeed tells no norm, and keeps no fp32 weights in bf16."""
-    return _peer(config.plan, engine="deepspeed", can_place=_has_zero_stage)
+def _lacks(limits: EngineLimits, plan: Plan) -> str:
+    refusal = limits.why_not(plan)
+    return f"{limits.name} has no {refusal.lacks}" if refusal is not None else ""
 
 
 def _has_stage(placement: Placement) -> bool:
@@ -133,42 +133,23 @@ def _has_stage(placement: Placement) -> bool:
 
 
 def _has_zero_stage(placement: Placement) -> bool:
+    # Without ZeRO, DeepSpeed reports no norm, and keeps no fp32 weights in bf16.
     return STAGES.get(strategy_of(placement), 0) > 0
 
 
-def _peer(plan: Plan, *, engine: str, can_place: Callable[[Placement], bool] = lives_alike) -> str:
-    settings = tuple(Setting(key=key, plain=getattr(_PLAIN, key)) for key in _NOT_BY_PEERS)
-    reason = _short(EngineLimits(name=engine, can_place=can_place, run_settings=settings), plan)
-    if reason:
-        return reason
-    if plan.precision not in ("fp32", "bf16"):
-        return f"{engine} runs in fp32 and bf16 here, not in {plan.precision}"
-    if plan.recompute == "selective":
-        return f"{engine} has no recompute = 'selective'"
-    if plan.mesh is not None and plan.mesh.replicate > 1 and placement_of(plan.strategy).params is SHARDED:
-        return f"{engine} shards over all ranks here, not over a mesh {plan.mesh.replicate}×{plan.mesh.shard}"
-    return ""
-
-
-def _short(limits: EngineLimits, plan: Plan) -> str:
-    refusal = limits.why_not(plan)
-    return f"{limits.name} has no {refusal.lacks}" if refusal is not None else ""
-
-
+_MEGATRON = Contestant(what="Megatron-FSDP", package="megatron_fsdp", install="megatron-fsdp", can_place=_has_stage)
 ENGINES: Mapping[str, Contestant] = {
-    "shardwise": Contestant(what="this engine", refuses=_nothing),
-    "captured": Contestant(what="this engine, each step one CUDA graph", refuses=_nothing),
-    "compiled": Contestant(what="the same with compiled units", refuses=_nothing),
-    "torch": Contestant(what="DistributedDataParallel and fully_shard", refuses=_torch),
-    "torch-captured": Contestant(what="the same, each step one CUDA graph", refuses=_torch),
-    "torch-compiled": Contestant(what="the same with compiled units", refuses=_torch),
-    "accelerate": Contestant(what="Hugging Face Accelerate", refuses=_accelerate, package="accelerate"),
-    "lightning": Contestant(what="Lightning Fabric", refuses=_lightning, package="lightning"),
-    "megatron-fsdp": Contestant(
-        what="Megatron-FSDP", refuses=_megatron, package="megatron_fsdp", install="megatron-fsdp"
+    "shardwise": Contestant(what="this engine"),
+    "captured": Contestant(what="this engine, each step one CUDA graph"),
+    "compiled": Contestant(what="the same with compiled units"),
+    "torch": Contestant(what="DistributedDataParallel and fully_shard"),
+    "torch-captured": Contestant(what="the same, each step one CUDA graph"),
+    "torch-compiled": Contestant(what="the same with compiled units"),
+    "accelerate": Contestant(what="Hugging Face Accelerate", package="accelerate"),
+    "lightning": Contestant(what="Lightning Fabric", package="lightning"),
+    "megatron-fsdp": _MEGATRON,
+    "megatron-fsdp-captured": replace(_MEGATRON, what="the same, each step one CUDA graph"),
+    "deepspeed": Contestant(
+        what="DeepSpeed with ZeRO", package="deepspeed", install="deepspeed", can_place=_has_zero_stage
     ),
-    "megatron-fsdp-captured": Contestant(
-        what="the same, each step one CUDA graph", refuses=_megatron, package="megatron_fsdp", install="megatron-fsdp"
-    ),
-    "deepspeed": Contestant(what="DeepSpeed with ZeRO", refuses=_deepspeed, package="deepspeed", install="deepspeed"),
 }

@@ -1,4 +1,4 @@
-"""The same training by DeepSpeed, in its own way: `deepspeed.initialize`, with ZeRO at the stage of the strategy."""
+"""Sets up the same training on DeepSpeed: `deepspeed.initialize`, with ZeRO at the stage of the strategy."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.bench.contestants import STAGES
-from shardwise.bench.peer_setup import make_real, told_of_the_group
+from shardwise.bench.peer_setup import job_variables, make_real
 from shardwise.train.batches import to_device
 from shardwise.train.config import TrainConfig
 from shardwise.train.loop import Training, Update
@@ -16,20 +16,20 @@ from shardwise.train.loop import Training, Update
 def by_deepspeed(
     model: nn.Module, optimizer: Optimizer, *, config: TrainConfig, device: torch.device
 ) -> tuple[nn.Module, Optimizer, Update]:
-    """Its engine takes the place of the model; the optimizer is the one that it steps."""
+    """Return DeepSpeed's engine as the model, and the optimizer that it steps."""
     import deepspeed
 
     make_real(model, optimizer, plan=config.plan, device=device)
-    with told_of_the_group(device):
+    with job_variables(device):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(config))
 
     def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -> tuple[Tensor, Tensor | None]:
         total = torch.zeros((), device=training.device)
         for weight, batch in zip(weights, batches, strict=True):
             loss = training.task.loss(training.model, to_device(batch, training.device)) * weight
-            # The weight has divided by the number of passes already.
+            # The weight already divides by the number of passes.
             engine.backward(loss, scale_wrt_gas=False)
-            # Steps after the last pass alone.
+            # DeepSpeed steps only after the last pass.
             engine.step()
             total += loss.detach()
         norm = engine.get_global_grad_norm()
@@ -39,7 +39,7 @@ def by_deepspeed(
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """DeepSpeed's own configuration of the same plan."""
+    """Return DeepSpeed's configuration of the same plan."""
     plan = config.plan
     return {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
@@ -53,7 +53,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
             "contiguous_gradients": True,
             "reduce_bucket_size": plan.bucket_bytes // 4,
         },
-        # Any elementwise optimizer will do.
+        # Any elementwise optimizer is allowed.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,

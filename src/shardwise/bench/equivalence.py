@@ -1,29 +1,25 @@
-"""The gate of a bench: did all cases do the same training? No torch here.
+"""The gate of a bench: checks that all cases did the same training. No torch here.
 
-Compared are the dtypes that were seen, the gradient of every parameter in step 1 (its norm), the norm of the whole
-gradient in the first steps, and the loss of every step. Where two differ by more than rounding explains, no case is
-ranked.
+It compares the observed dtypes, the norm of each parameter's gradient in step 1, the norm of the full gradient in the
+first steps, and the loss of every step. If two cases differ by more than rounding explains, no case is ranked.
 
-What rounding explains is counted in unit roundoffs u of the precision (fp32 2⁻²⁴, bf16 2⁻⁸, fp16 2⁻¹¹):
+The tolerances are counted in unit roundoffs u of the precision (fp32 2⁻²⁴, bf16 2⁻⁸, fp16 2⁻¹¹):
 
-    gradient of a parameter    |a - b| ≤ FIRST · u · larger + FLOOR · u · whole
-        Weights and batches are the same, so on one rank the same kernels give the same numbers, and only the order in
-        which N ranks' gradients are added may differ: each sum is off by at most (N-1)·u of what is added up. A norm
-        that an engine takes in fp32, to clip, is off by some u itself. `whole` is the norm of the whole gradient: a
-        gradient that is truly 0, such as that of attention's key bias, is noise of the sums that it comes from, and
-        has no size of its own to be compared with. In bf16 and fp16 engines also round in other places (autocast keeps
-        a layer norm in fp32, casting whole modules does not): about u for each value, less for a norm.
+    gradient of a parameter    |a - b| ≤ FIRST · u · larger + FLOOR · u · total
+        Weights and batches are equal, so on one rank the same kernels give the same numbers. Only the order in which
+        the gradients of N ranks are added differs: each sum is off by at most (N-1)·u of its terms. A norm that an
+        engine takes in fp32, to clip, is off by some u itself. `total` is the norm of the full gradient: a gradient
+        that is truly 0, such as that of attention's key bias, is rounding noise of that size. In bf16 and fp16, engines
+        also round in different places (autocast keeps a layer norm in fp32): about u per value.
     norm of a step's gradient  |a - b| ≤ FIRST · u · GROWTH^(step - 1) · larger
     loss of a step             |a - b| ≤ LOSS · u · GROWTH^(step - 1) · larger, of both and of the first
-        Every step starts from weights that are further apart, and an optimizer amplifies: of a gradient that is noise
-        Adam makes a full step. Trainings with batch norm and few samples are chaotic, and differences double from step
-        to step. Once they may have grown to PARTED, two runs of one training are as far apart, step by step, as two
-        trainings, and only the means over the rest of the steps are compared. What rounding does to a loss does not
-        shrink when the loss falls.
+        Every step starts from weights that are further apart, and Adam turns a gradient that is noise into a full step.
+        Trainings with batch norm and few samples are chaotic: differences double from step to step. Once the tolerance
+        has grown to PARTED, only the means over the remaining steps are compared.
 
-The constants, beside the largest of what was measured on a CPU: every pair of our strategies and torch's DDP and
+The constants, with the largest differences measured on a CPU: every pair of our strategies and torch's DDP and
 fully_shard, AdamW, micro-batch 4, 30 steps, gpt-tiny on 2, 3 and 4 ranks, vit-digits and resnet-digits on 4. In bf16:
-every pair of ddp and fsdp of both, 8 steps, gpt-tiny and vit-digits on 2; fp16 was not measured, and takes the same.
+every pair of ddp and fsdp of both, 8 steps, gpt-tiny and vit-digits on 2. fp16 was not measured; it uses those of bf16.
 
                                     fp32                bf16
     gradients, FIRST (and FLOOR)    14.4 u of 64 (4)    2.5 u of 8 (0.25)
@@ -31,8 +27,8 @@ every pair of ddp and fsdp of both, 8 steps, gpt-tiny and vit-digits on 2; fp16 
     LOSS, over GROWTH^(step - 1)    0.8 u of 16         0.03 u of 0.5
     mean of the rest, PARTED        0.25% of 5%         not measured
 
-Most of the 14.4 u is torch's norm in fp32. A gradient that is divided by 3 instead of 4 is off by 33%: in fp32 87,000
-times what is allowed, and found as long as the gradient is more than a millionth of the whole.
+Most of the 14.4 u comes from torch's norm in fp32. A gradient divided by 3 instead of 4 is off by 33%: in fp32 87,000
+times the tolerance, and detected if the gradient is more than a millionth of the total.
 """
 
 import math
@@ -47,7 +43,7 @@ from shardwise.bench.results import Difference, Equivalence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """What is allowed in a precision: `unit` is its unit roundoff, all others are counted in it."""
+    """The tolerances of a precision: `unit` is its unit roundoff; the others are counted in it."""
 
     unit: float
     first: float
@@ -68,10 +64,10 @@ PARTED = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gap:
-    """How far a case is from the reference in one thing, in what is allowed: above 1 is a difference.
+    """The distance of a case from the reference in one value, relative to the tolerance: above 1 they differ.
 
-    kind    "dtypes", "gradients", "norms" or "losses": in this order one causes the next
-    text    to come after the case's name
+    kind    "dtypes", "gradients", "norms" or "losses": each causes the next
+    text    follows the case's name
     """
 
     kind: str
@@ -80,7 +76,7 @@ class _Gap:
 
 
 def compare(cases: Sequence[CaseResult], *, precision: str) -> Equivalence:
-    """Compare all cases that ran, each with the one that most others agree with."""
+    """Compare all cases that ran, each with the case that most others agree with."""
     ran = [case for case in cases if case.losses]
     if not ran:
         return Equivalence(differences=(), largest=0.0)
@@ -92,20 +88,20 @@ def compare(cases: Sequence[CaseResult], *, precision: str) -> Equivalence:
     for case in ran:
         gaps = list(_gaps(case, reference, rounding=rounding, other=other))
         largest = max([largest, *(gap.excess for gap in gaps)])
-        differences += _told(case, [gap for gap in gaps if gap.excess > 1])
+        differences += _causes(case, [gap for gap in gaps if gap.excess > 1])
     return Equivalence(differences=tuple(differences), largest=largest)
 
 
 def _coarsest(ran: Sequence[CaseResult]) -> str:
-    """Where modules keep their own dtypes: the precision with the largest roundoff that products were seen in."""
+    """Return the precision with the largest roundoff among the matrix products, for modules that keep their dtypes."""
     seen = {dtype for case in ran for dtype in case.dtypes.get("compute", ())}
     return "bf16" if "bfloat16" in seen else "fp16" if "float16" in seen else "fp32"
 
 
 def _reference(ran: Sequence[CaseResult], *, rounding: Rounding) -> tuple[CaseResult, int]:
-    """The case that agrees with most others, and how many these are.
+    """Return the case that agrees with most others, and how many these are.
 
-    Of several such the one that is nearest to all, and then the first.
+    Of several such cases, the nearest to all others counts, then the first.
     """
     agreeing = dict.fromkeys(range(len(ran)), 0)
     distance = dict.fromkeys(range(len(ran)), 0.0)
@@ -119,13 +115,13 @@ def _reference(ran: Sequence[CaseResult], *, rounding: Rounding) -> tuple[CaseRe
     return ran[best], agreeing[best]
 
 
-def _told(case: CaseResult, gaps: Sequence[_Gap]) -> Iterator[Difference]:
-    """The cause, without its effects: unequal dtypes, else gradients, else their norm, else losses."""
+def _causes(case: CaseResult, gaps: Sequence[_Gap]) -> Iterator[Difference]:
+    """Yield the cause without its effects: unequal dtypes, else gradients, else their norms, else losses."""
     if not gaps:
         return
     of_kind = [gap for gap in gaps if gap.kind == gaps[0].kind]
     if gaps[0].kind == "gradients":
-        # The worst; of steps it is the first that is told.
+        # The worst parameter; of norms and losses, the first step is reported.
         worst = max(of_kind, key=lambda gap: gap.excess)
         more = f" (and of {len(of_kind) - 1} more)" if len(of_kind) > 1 else ""
         yield Difference(case=case.name, text=f"{case.name}: {worst.text}{more}", excess=worst.excess)
@@ -143,7 +139,7 @@ def _gaps(case: CaseResult, reference: CaseResult, *, rounding: Rounding, other:
         yield _gap("norms", what, *given, allowed=rounding.first * rounding.unit * max(given), other=other)
     for step, (ours, theirs) in enumerate(zip(case.grad_norms, reference.grad_norms, strict=False), start=1):
         if rounding is ROUNDING["fp16"] and not math.isfinite(ours) and not math.isfinite(theirs):
-            # A step that the gradient scaler leaves out, until it has found its scale.
+            # The gradient scaler skips steps until it has found its scale.
             continue
         scale = max(ours, theirs)
         what = f"the norm of the gradient in step {step}"
@@ -152,7 +148,7 @@ def _gaps(case: CaseResult, reference: CaseResult, *, rounding: Rounding, other:
 
 
 def _loss_gaps(case: CaseResult, reference: CaseResult, *, rounding: Rounding, other: str) -> Iterator[_Gap]:
-    """Step by step as long as rounding has not grown to PARTED; from then on their mean."""
+    """Compare step by step until the tolerance has grown to PARTED; from then on, compare the means."""
     pairs = list(zip(case.losses, reference.losses, strict=False))
     scale = max(map(abs, pairs[0])) if pairs else 0.0
     later = []
@@ -171,13 +167,12 @@ def _loss_gaps(case: CaseResult, reference: CaseResult, *, rounding: Rounding, o
 
 
 def _grown(step: int, rounding: Rounding) -> float:
-    """The unit roundoff, as it has grown by a step."""
-    # It has parted long before a float overflows.
+    """Return the unit roundoff times its growth up to a step, limited so that no float overflows."""
     return rounding.unit * GROWTH ** min(step - 1, 100)
 
 
 def _dtype_gaps(case: CaseResult, reference: CaseResult, *, other: str) -> Iterator[_Gap]:
-    """A kind that an engine does not tell of is not a difference."""
+    """Compare dtypes; a kind that an engine does not report is not a difference."""
     for kind, seen in case.dtypes.items():
         theirs = reference.dtypes.get(kind, ())
         if seen and theirs and set(seen) != set(theirs):
@@ -187,35 +182,35 @@ def _dtype_gaps(case: CaseResult, reference: CaseResult, *, other: str) -> Itera
 
 
 def _gradient_gaps(case: CaseResult, reference: CaseResult, *, rounding: Rounding, other: str) -> Iterator[_Gap]:
-    """Of step 1, parameter by parameter. An engine that does not tell them at all is compared by the rest."""
+    """Compare the gradients of step 1 by parameter, if both engines report them."""
     ours, theirs = _before_clipping(case), _before_clipping(reference)
     if not ours or not theirs:
         return
-    whole = math.hypot(*theirs.values())
+    total = math.hypot(*theirs.values())
     for name in (*theirs, *(name for name in ours if name not in theirs)):
         if name not in ours or name not in theirs:
             count = "no" if name not in ours else "a"
             text = f"there is {count} gradient of {name} in step 1, unlike in {other}"
             yield _Gap(kind="gradients", excess=math.inf, text=text)
             continue
-        allowed = rounding.unit * (rounding.first * max(ours[name], theirs[name]) + rounding.floor * whole)
+        allowed = rounding.unit * (rounding.first * max(ours[name], theirs[name]) + rounding.floor * total)
         what = f"the gradient of {name} in step 1"
         yield _gap("gradients", what, ours[name], theirs[name], allowed=allowed, other=other)
 
 
 def _before_clipping(case: CaseResult) -> dict[str, float]:
-    """The norms of step 1 as they were before clipping made the whole as long as it may be.
+    """Return the norms of step 1 before clipping.
 
-    After it one gradient that is too large makes all others too small, and the wrong ones would be named.
+    After clipping, one gradient that is too large makes all others too small, and the wrong ones would be named.
     """
-    whole = math.hypot(*case.param_norms.values())
-    known = case.grad_norms and math.isfinite(case.grad_norms[0]) and 0 < whole < math.inf
-    scale = case.grad_norms[0] / whole if known else 1.0
+    total = math.hypot(*case.param_norms.values())
+    known = case.grad_norms and math.isfinite(case.grad_norms[0]) and 0 < total < math.inf
+    scale = case.grad_norms[0] / total if known else 1.0
     return {name: norm * scale for name, norm in case.param_norms.items()}
 
 
 def _gap(kind: str, what: str, ours: float, theirs: float, *, allowed: float, other: str) -> _Gap:
-    """Of two numbers; what is not a number, or infinite, is a difference by itself."""
+    """Compare two numbers; a value that is not finite is always a difference."""
     if not (math.isfinite(ours) and math.isfinite(theirs)):
         return _Gap(kind=kind, excess=math.inf, text=f"{what} is {ours:g}, that of {other} {theirs:g}")
     apart = abs(ours - theirs)

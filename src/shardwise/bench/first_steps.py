@@ -1,78 +1,61 @@
-"""The first steps of a run, by which trainings are compared, and the one of them that is observed."""
+"""Takes the first steps of a run, by which trainings are compared, and observes the last of them."""
 
 import math
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import replace
 
 from shardwise.bench.gradients import GradientNorms, parts_of, tells_gradients
 from shardwise.bench.observer import Observer, stepped_dtypes
-from shardwise.bench.run_files import BenchRun
+from shardwise.bench.run_files import BenchRun, Found
 from shardwise.bench.subject import BenchTraining
-from shardwise.train.metrics import StepMetrics, Taken, Window
+from shardwise.train.metrics import Taken, Window
 
 NUM_STEPS = 3
-"""The last is observed: by then the order is learned, buckets are made, states are there; and none is captured yet."""
+"""The last is observed: by then buckets and optimizer states exist, and no step is captured yet."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstSteps:
-    """See bench_run.Found."""
-
-    first_step_seconds: float
-    step_tokens: int | None
-    losses: tuple[float, ...] = ()
-    grad_norms: tuple[float, ...] = ()
-    param_norms: Mapping[str, float] = field(default_factory=dict)
-    dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    calls: Mapping[str, int] = field(default_factory=dict)
-    sent_bytes: int | None = None
-
-
-def take_first_steps(subject: BenchTraining, *, run: BenchRun) -> FirstSteps:
-    """Take them, and look at them: not in a silent run, where the others' gradients are missing."""
+def take_first_steps(found: Found, subject: BenchTraining, *, run: BenchRun) -> Found:
+    """Take the first steps, and add what they show. A silent run is only timed: it lacks the gradients of others."""
     if run.silent:
-        (taken, seconds), *_ = [_timed(subject, run=run) for _ in range(NUM_STEPS)]
-        return FirstSteps(first_step_seconds=seconds, step_tokens=taken.num_tokens)
+        (step, seconds), *_ = [_timed(subject, run=run) for _ in range(NUM_STEPS)]
+        return replace(found, first_step_seconds=seconds, step_tokens=step.num_tokens)
     training = subject.training
     names = subject.trained_names if tells_gradients(training.model) else []
     window = Window(device=training.device, num_ranks=training.sharing.num_ranks)
     gradients = GradientNorms(parts_of(training.model, names=names), names=names)
     observer = Observer()
     norms: list[dict[str, float]] = []
-    seen: list[tuple[Taken, float]] = []
+    taken: list[tuple[Taken, float]] = []
     with stepped_dtypes(training.optimizer) as dtypes:
         for number in range(1, NUM_STEPS + 1):
-            with ExitStack() as looking:
-                looking.enter_context(gradients.seen_by(training.optimizer))
-                if run.detailed and number == NUM_STEPS:
-                    looking.enter_context(observer)
-                seen.append(_timed(subject, run=run))
-            window.add(seen[-1][0])
+            observing = observer if run.detailed and number == NUM_STEPS else nullcontext()
+            with gradients.seen_by(training.optimizer), observing:
+                taken.append(_timed(subject, run=run))
+            window.add(taken[-1][0])
             norms.append(gradients.norms(device=training.device))
     steps = window.read()
     observed = observer.observed
     seen_dtypes = {"compute": observed.computed_in, **dtypes} if run.detailed else {}
-    return FirstSteps(
-        first_step_seconds=seen[0][1],
-        step_tokens=seen[0][0].num_tokens,
+    return replace(
+        found,
+        first_step_seconds=taken[0][1],
+        step_tokens=taken[0][0].num_tokens,
         losses=tuple(step.loss for step in steps),
-        grad_norms=tuple(_whole_norm(step, by_name) for step, by_name in zip(steps, norms, strict=True)),
+        # Clipping computes the norm; where nothing is clipped, it comes from those of the parameters.
+        grad_norms=tuple(
+            math.hypot(*by_name.values()) if step.grad_norm is None else step.grad_norm
+            for step, by_name in zip(steps, norms, strict=True)
+        ),
         param_norms=norms[0],
-        dtypes={name: tuple(sorted(found)) for name, found in seen_dtypes.items()},
+        dtypes={name: tuple(sorted(seen)) for name, seen in seen_dtypes.items()},
         calls=dict(observed.calls),
         sent_bytes=round(observed.sent_bytes) if run.detailed else None,
     )
 
 
 def _timed(subject: BenchTraining, *, run: BenchRun) -> tuple[Taken, float]:
-    """A step, and when it was over, in seconds since the processes were started."""
+    """Take a step; return it with the time at its end, in seconds since the processes were started."""
     taken = subject.step()
     subject.settle()
     return taken, time.time() - run.started
-
-
-def _whole_norm(step: StepMetrics, by_name: Mapping[str, float]) -> float:
-    """Before clipping, as clipping found it; where nothing is clipped, from the parameters'."""
-    return math.hypot(*by_name.values()) if step.grad_norm is None else step.grad_norm

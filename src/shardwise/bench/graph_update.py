@@ -1,9 +1,8 @@
-"""A step of any engine as one CUDA graph, captured by hand as PyTorch's documentation says ("CUDA graphs", "Usage with
-DistributedDataParallel"): the model is set up on a side stream, eleven ordinary steps come first, then one is captured
-with its inputs at fixed places, and from there on replayed.
+"""Captures the step of any engine in one CUDA graph, as PyTorch's documentation says ("CUDA graphs", "Usage with
+DistributedDataParallel"): the model is set up on a side stream; after eleven ordinary steps, one is captured with its
+inputs at fixed addresses, and replayed from then on.
 
-It has none of what `shardwise.capture` does besides (it looks at nothing that may change between steps): for a bench,
-whose steps are all alike.
+Unlike `shardwise.capture` it does not check what may change between steps: all steps of a bench are alike.
 """
 
 from collections.abc import Iterator
@@ -13,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import InvalidData
 from shardwise.train.batches import to_device
 from shardwise.train.loop import Training, Update
 
-# DDP lays its buckets out again after its first step, and times its first ten (torch's "CUDA graphs": "at least 11").
+# DDP rebuilds its buckets after its first step, and times its first ten (torch's "CUDA graphs": "at least 11").
 _ORDINARY_STEPS = 11
 
 
 class GraphUpdate:
-    """`update`, captured. `stream` is the one on which the model was set up."""
+    """`update`, captured. `stream` is the one that the model was set up on."""
 
     def __init__(self, update: Update, *, stream: torch.cuda.Stream) -> None:
         self._update = update
@@ -47,16 +46,16 @@ class GraphUpdate:
         assert self._graph is not None
         assert self._outputs is not None
         self._graph.replay()
-        # The next replay writes over its own.
+        # The next replay overwrites its outputs.
         total, norm = self._outputs
         return total.clone(), None if norm is None else norm.clone()
 
     def _capture(self, training: Training, weights: tuple[float, ...], batches: list[Any]) -> None:
-        """Nothing runs: what the graph does, its replays do."""
-        inputs = tree_map(_copy, to_device(batches, training.device))
+        """Capture the step without running it."""
+        inputs = tree_map_only(Tensor, Tensor.clone, to_device(batches, training.device))
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # Other threads (NCCL's watchdog, loaders of data) may call CUDA meanwhile.
+        # Other threads (NCCL's watchdog, data loaders) may call CUDA meanwhile.
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             self._outputs = self._update(training, weights, inputs)
         self._graph, self._inputs = graph, (weights, inputs)
@@ -73,7 +72,7 @@ class GraphUpdate:
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """On a side stream, in order with what comes before and after."""
+    """Run the block on a side stream, ordered with what comes before and after."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield
@@ -81,14 +80,10 @@ def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 def counts_on_device(optimizer: Optimizer, *, device: torch.device) -> None:
-    """Rates and counters of steps lie where a graph reads them; before the first step."""
+    """Put learning rates and step counters on the device, where a graph reads them; call it before the first step."""
     for group in optimizer.param_groups:
         group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
         group["capturable"] = True
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -1,12 +1,11 @@
-"""The same training by Megatron-FSDP (package megatron-fsdp), in its own way: `fully_shard_model` and
-`fully_shard_optimizer`.
+"""Sets up the same training on Megatron-FSDP (package megatron-fsdp).
 
     ddp      zero_dp_strategy 0: nothing is sharded         zero2   2: gradients too
-    zero1    1: the optimizer's state                       fsdp    3: all
+    zero1    1: the optimizer's state                       fsdp    3: parameters too
 
-It computes in the dtype of the module's parameters, and keeps the optimizer's in fp32 beside them; gradients are
-reduced and kept in the plan's reduce dtype. Captured, it runs with `cuda_graph_mode`, which keeps gradients where a
-replay finds them, and with double buffers, which stay where they are.
+It computes in the dtype of the module's parameters, and keeps fp32 copies for the optimizer; gradients are reduced and
+kept in the plan's reduce dtype. Captured, it runs with `cuda_graph_mode` and double buffers, which keep gradients and
+buffers at fixed addresses.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +27,7 @@ from shardwise.train.loop import Update
 def by_megatron(
     model: nn.Module, optimizer: Optimizer, *, config: TrainConfig, device: torch.device, captured: bool = False
 ) -> tuple[nn.Module, Optimizer, Update]:
-    """`fully_shard_model` on the units' classes, and `fully_shard_optimizer`, whose groups stay as they are."""
+    """Call `fully_shard_model` on the units' classes, and `fully_shard_optimizer`; the groups are not changed."""
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 
     plan = config.plan
@@ -43,7 +42,7 @@ def by_megatron(
         mixed_precision_policy=MixedPrecisionPolicy(
             main_params_dtype=torch.float32, main_grads_dtype=reduce_dtype, grad_comm_dtype=reduce_dtype
         ),
-        # Checkpoints are none of a bench's business.
+        # A bench writes no checkpoints.
         preproc_state_dict_for_dcp_ckpt=False,
         cuda_graph_mode=captured,
         fsdp_double_buffer=captured,
@@ -63,15 +62,15 @@ def by_megatron(
 
 
 def _to_compute_dtype(model: nn.Module, *, plan: Plan) -> None:
-    """Parameters in the dtype that computes, with their values in fp32 for the optimizer's; inputs are cast to it."""
+    """Cast parameters and inputs to the compute dtype; Megatron reads the fp32 values for the optimizer."""
     dtype = planned_dtype(plan.precision)
     if dtype is None or dtype == torch.float32:
         return
     for parameter in model.parameters():
-        whole = parameter.detach()
-        parameter.data = whole.to(dtype)
-        # What it asks of parameters that hold less than fp32.
-        parameter.get_high_precision_init_val = lambda whole=whole: whole  # type: ignore[attr-defined]
+        full = parameter.detach()
+        parameter.data = full.to(dtype)
+        # Megatron calls these on parameters of lower precision than fp32.
+        parameter.get_high_precision_init_val = lambda full=full: full  # type: ignore[attr-defined]
         parameter.clear_high_precision_init_val = lambda: None  # type: ignore[attr-defined]
 
     def cast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -83,7 +82,7 @@ def _to_compute_dtype(model: nn.Module, *, plan: Plan) -> None:
 
 
 def _shard_optimizer(optimizer: Optimizer, *, by: Any) -> None:
-    """It takes a step on gradients of 0, to make the states: without a rate, and not counted."""
+    """Shard the optimizer. It takes a step on zero gradients to make the states: with rate 0, and not counted."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0

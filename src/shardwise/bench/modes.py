@@ -1,8 +1,8 @@
-"""How the steps of an engine are run, by the end of its name: "torch-captured" is torch's engine, captured.
+"""Modes in which the steps of an engine run, by the end of its name: "torch-captured" is torch's engine, captured.
 
 eager      operation by operation
 captured   each step is one CUDA graph
-compiled   units are compiled by torch.compile, and each step is one CUDA graph
+compiled   each unit is compiled by torch.compile, and each step is one CUDA graph
 """
 
 MODES = ("eager", "captured", "compiled")
@@ -14,11 +14,11 @@ def is_ours(engine: str) -> bool:
 
 
 def without_mode(engine: str) -> str:
-    """The engine whose steps they are: "torch" of "torch-captured"; ours is "shardwise"."""
+    """Return the engine: "torch" for "torch-captured"; ours is "shardwise"."""
     bare = engine.removesuffix(mode_of(engine)).removesuffix("-")
     return bare or "shardwise"
 
 
 def mode_of(engine: str) -> str:
-    """One of MODES."""
+    """Return one of MODES."""
     return next((mode for mode in MODES[1:] if engine.endswith(mode)), MODES[0])

@@ -1,6 +1,6 @@
-"""What a case has that can go wrong or has to be understood: of two as fast ones, the one with fewer is simpler.
+"""The moving parts of a case: of two equally fast cases, the one with fewer is simpler.
 
-No engine is a part of its own, ours included: each of them is one.
+An engine does not count as a part, since every case has one.
 """
 
 from shardwise.bench.case_result import CaseResult
@@ -13,9 +13,9 @@ _MODES = {"captured": (_GRAPH,), "compiled": (_GRAPH, _COMPILER)}
 
 
 def moving_parts(case: CaseResult) -> tuple[str, ...]:
-    """In words, always in the same order."""
+    """Return the parts in words, always in the same order."""
     if case.strategy == AUTO:
-        # Which of them its plan has is the solver's choice; who reads it has to know all.
+        # The solver chooses which of them its plan has, so a reader has to know all.
         return _OPTIM, _GRADS, _PARAMS, _REGATHER, _PER_UNIT, *_MODES.get(case.mode, ())
     placement = STRATEGIES[case.strategy]
     has = {
@@ -28,11 +28,11 @@ def moving_parts(case: CaseResult) -> tuple[str, ...]:
 
 
 def is_simpler(one: CaseResult, other: CaseResult) -> bool:
-    """It has fewer moving parts, and none that the other does not have."""
+    """Return whether the parts of `one` are a proper subset of the other's."""
     return set(moving_parts(one)) < set(moving_parts(other))
 
 
 def missing_parts(one: CaseResult, other: CaseResult) -> str:
-    """What the simpler one does not have: "no sharded gradients or CUDA graph"."""
+    """Return what the simpler one lacks: "no sharded gradients or CUDA graph"."""
     parts = [part for part in moving_parts(other) if part not in moving_parts(one)]
     return "no " + " or ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

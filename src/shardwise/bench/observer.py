@@ -1,21 +1,21 @@
-"""What a step does, seen from under any engine: the dtypes it computes in, and the collectives it issues.
+"""Observes beneath any engine which dtypes a step computes in, and which collectives it issues.
 
-Every engine ends in the same operators of torch: a matrix product is `aten::mm`, whoever wrote the layer, and a
-collective is one of c10d's, whoever issued it: our engine, the reducer inside of DDP, or `fully_shard`. They are seen
-as the dispatcher hands them on, backward's too, since autograd's threads take the mode along.
+Every engine ends in the same operators of torch: a matrix product is `aten::mm`, and a collective is one of c10d's,
+whether our engine, DDP's reducer or `fully_shard` issued it. A dispatch mode sees them, in backward too, since
+autograd's threads inherit the mode.
 
-    collective       bytes B of                    a rank sends, in a ring of n
-    all_reduce       the tensor                    2 · B · (n-1)/n
-    all_gather       what comes out                B · (n-1)/n
-    reduce_scatter   what goes in                  B · (n-1)/n
-    all_to_all       what goes in                  B · (n-1)/n
-    broadcast        the tensor                    B
+    collective       bytes B of       a rank sends, in a ring of n
+    all_reduce       the tensor       2 · B · (n-1)/n
+    all_gather       the output       B · (n-1)/n
+    reduce_scatter   the input        B · (n-1)/n
+    all_to_all       the input        B · (n-1)/n
+    broadcast        the tensor       B
 
-That is what has to be sent, by which engines can be compared; a backend may choose another way.
+These are the bytes that a ring has to send, the same measure for all engines; a backend may choose another algorithm.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,49 +29,26 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.dtensor import dtensor_types
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Collective:
-    """`argument`: the index of what is counted; `sent`: the share of its bytes that a rank of n sends."""
-
-    name: str
-    argument: int
-    sent: Callable[[int], float]
-
-
-def _twice(n: int) -> float:
-    return 2 * (n - 1) / n
-
-
-def _once(n: int) -> float:
-    return (n - 1) / n
-
-
-def _all(n: int) -> float:
-    # A job of one has nobody to send to.
-    return min(1.0, n - 1)
-
-
-_COLLECTIVES: Mapping[str, _Collective] = {
-    "c10d::allreduce_": _Collective(name="all_reduce", argument=0, sent=_twice),
-    "c10d::allreduce_coalesced_": _Collective(name="all_reduce", argument=0, sent=_twice),
-    "c10d::_allgather_base_": _Collective(name="all_gather", argument=0, sent=_once),
-    "c10d::allgather_": _Collective(name="all_gather", argument=0, sent=_once),
-    "c10d::allgather_into_tensor_coalesced_": _Collective(name="all_gather", argument=0, sent=_once),
-    "c10d::_reduce_scatter_base_": _Collective(name="reduce_scatter", argument=1, sent=_once),
-    "c10d::reduce_scatter_": _Collective(name="reduce_scatter", argument=1, sent=_once),
-    "c10d::reduce_scatter_tensor_coalesced_": _Collective(name="reduce_scatter", argument=1, sent=_once),
-    "c10d::alltoall_base_": _Collective(name="all_to_all", argument=1, sent=_once),
-    "c10d::broadcast_": _Collective(name="broadcast", argument=0, sent=_all),
+# Operator → (collective, index of the argument whose bytes are counted).
+_COLLECTIVES: Mapping[str, tuple[str, int]] = {
+    "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::allreduce_coalesced_": ("all_reduce", 0),
+    "c10d::_allgather_base_": ("all_gather", 0),
+    "c10d::allgather_": ("all_gather", 0),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::reduce_scatter_": ("reduce_scatter", 1),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "c10d::alltoall_base_": ("all_to_all", 1),
+    "c10d::broadcast_": ("broadcast", 0),
 }
-# The same, as DTensors issue them: what goes in is the first argument, and the group is given by its name.
-_FUNCTIONAL: Mapping[str, _Collective] = {
-    "_c10d_functional::all_reduce": _Collective(name="all_reduce", argument=0, sent=_twice),
-    "_c10d_functional::all_reduce_": _Collective(name="all_reduce", argument=0, sent=_twice),
-    # What comes out is n times what goes in.
-    "_c10d_functional::all_gather_into_tensor": _Collective(name="all_gather", argument=0, sent=lambda n: n * _once(n)),
-    "_c10d_functional::reduce_scatter_tensor": _Collective(name="reduce_scatter", argument=0, sent=_once),
-    "_c10d_functional::broadcast": _Collective(name="broadcast", argument=0, sent=_all),
+# Operator → collective, as DTensors issue them: the input is the first argument, and the group is given by its name.
+_FUNCTIONAL: Mapping[str, str] = {
+    "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_reduce_": "all_reduce",
+    "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional::broadcast": "broadcast",
 }
 _COMPUTES = (
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::convolution_backward",
@@ -81,7 +58,7 @@ _COMPUTES = (
 
 @dataclass(slots=True, kw_only=True)
 class ObservedRun:
-    """What was seen: dtypes that matrix products took, collective → how often, and what this rank had to send."""
+    """The dtypes of matrix products, collective → how often, and the bytes that this rank had to send."""
 
     computed_in: set[str] = field(default_factory=set)
     calls: Counter[str] = field(default_factory=Counter)
@@ -89,7 +66,7 @@ class ObservedRun:
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operator of the steps in here, also those of backward."""
+    """Observes every operator of the steps in its block, backward included."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -97,43 +74,42 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, dtensor_types()) for kind in types):
-            # What it makes of itself comes here again, in plain tensors.
+            # A DTensor dispatches again, with plain tensors.
             return NotImplemented
         name = func._schema.name
         if name in _COLLECTIVES:
-            self._count(_COLLECTIVES[name], args, num_ranks=_group(args).size())
+            collective, index = _COLLECTIVES[name]
+            group = next(value for value in args if _is_group(value))
+            self._count(collective, args[index], num_ranks=dist.ProcessGroup.unbox(group).size())
         elif name in _FUNCTIONAL:
-            self._count(_FUNCTIONAL[name], args, num_ranks=_named_group(args).size())
+            group_name: Any = [value for value in args if isinstance(value, str)][-1]
+            num_ranks = torch._C._distributed_c10d._resolve_process_group(group_name).size()
+            # The output of a gather is n times its input.
+            times = num_ranks if _FUNCTIONAL[name] == "all_gather" else 1
+            self._count(_FUNCTIONAL[name], args[0], num_ranks=num_ranks, times=times)
         elif name.startswith(_COMPUTES):
-            # What is multiplied comes first; what attention keeps for its backward (in float32) comes after it.
+            # The factors come first, then what attention keeps for its backward (in float32).
             self.observed.computed_in |= {dtype_name(value) for value in args[:3] if isinstance(value, Tensor)}
         return func(*args, **(kwargs or {}))
 
-    def _count(self, collective: _Collective, args: Any, *, num_ranks: int) -> None:
-        tensors = [leaf for leaf in tree_leaves(args[collective.argument]) if isinstance(leaf, Tensor)]
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self.observed.calls[collective.name] += 1
-        self.observed.sent_bytes += collective.sent(num_ranks) * num_bytes
+    def _count(self, collective: str, tensors: Any, *, num_ranks: int, times: int = 1) -> None:
+        """Count a collective of `times` the bytes of `tensors`."""
+        num_bytes = times * sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
+        once = (num_ranks - 1) / num_ranks
+        share = {"all_reduce": 2 * once, "broadcast": min(1.0, num_ranks - 1)}.get(collective, once)
+        self.observed.calls[collective] += 1
+        self.observed.sent_bytes += share * num_bytes
 
 
-def _group(args: Iterable[Any]) -> dist.ProcessGroup:
-    """The group among the arguments, which differ in where they have it."""
-    boxed = next(
-        value for value in args if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
-    )
-    return dist.ProcessGroup.unbox(boxed)
-
-
-def _named_group(args: Iterable[Any]) -> dist.ProcessGroup:
-    names: list[Any] = [value for value in args if isinstance(value, str)]
-    return torch._C._distributed_c10d._resolve_process_group(names[-1])
+def _is_group(value: Any) -> bool:
+    return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
 
 
 @contextmanager
 def stepped_dtypes(optimizer: Optimizer) -> Iterator[dict[str, set[str]]]:
-    """master, grads, optim → the dtypes of what the optimizer steps, steps by and keeps, as a step finds them.
+    """Yield master, grads, optim → the dtypes of the optimizer's parameters, gradients and state, as a step finds them.
 
-    Its counters are left out: they count.
+    Step counters are left out.
     """
     found: dict[str, set[str]] = {"master": set(), "grads": set(), "optim": set()}
 
@@ -142,18 +118,15 @@ def stepped_dtypes(optimizer: Optimizer) -> Iterator[dict[str, set[str]]]:
             found["master"].add(dtype_name(parameter))
             if parameter.grad is not None:
                 found["grads"].add(dtype_name(parameter.grad))
-            kept = optimizer.state.get(parameter, {})
-            found["optim"] |= {dtype_name(value) for key, value in kept.items() if _is_state(key, value)}
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if key != "step" and isinstance(value, Tensor):
+                    found["optim"].add(dtype_name(value))
 
     handle = optimizer.register_step_pre_hook(look)
     try:
         yield found
     finally:
         handle.remove()
-
-
-def _is_state(key: str, value: object) -> bool:
-    return key != "step" and isinstance(value, Tensor)
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""What the setups of other libraries share: a real model with rank 0's values, the job's variables, and a step."""
+"""Shared by the setups of other libraries: a model with rank 0's values, the job's variables, and a step."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -24,19 +24,18 @@ from shardwise.units.materialize import materialize
 
 
 @contextmanager
-def told_of_the_group(device: torch.device) -> Iterator[None]:
-    """The variables by which others know of a job, said of the group that is there; all on one machine, where the
-    number of a rank is by their rule the one of its device.
+def job_variables(device: torch.device) -> Iterator[None]:
+    """Set the variables from which other libraries read the job, for a job on one machine, where they expect the local
+    rank to be the index of the device.
 
-    What else they change for the whole process is put back: variables, and the number of threads, which shall be the
-    same for all engines.
+    Afterwards all variables are restored, and the number of threads, which must be the same for all engines.
     """
     rank, num_ranks, threads = dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
     local_rank = rank if device.index is None else device.index
-    said = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    told = {name: str(value) for name, value in said.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     before = dict(os.environ)
-    os.environ.update(told)
+    os.environ.update({name: str(value) for name, value in numbers.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
     try:
         yield
     finally:
@@ -52,7 +51,7 @@ def accumulating(
     clip: Callable[[float], Tensor],
     no_sync: Callable[[bool], AbstractContextManager[None]],
 ) -> Update:
-    """train/loop.update, by the means of others."""
+    """Return an update like train/loop.update, made of another library's functions."""
 
     def update(training: Training, weights: tuple[float, ...], batches: list[Any]) -> tuple[Tensor, Tensor | None]:
         total = torch.zeros((), device=training.device)
@@ -70,7 +69,7 @@ def accumulating(
 
 
 def make_real(model: nn.Module, optimizer: Optimizer, *, plan: Plan, device: torch.device) -> None:
-    """On the device, with the values of rank 0, in fp32; units that are computed again in backward are marked so."""
+    """Put the model on the device in fp32, with the values of rank 0, and wrap units that are recomputed."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     materialize(model, device=device)
     model.to(device)

@@ -1,5 +1,5 @@
-"""What the planner says of the cases of a bench: the same model, batch, optimizer and device. No torch here, but for
-a model that has to be traced.
+"""Asks the planner about the cases of a bench: same model, batch, optimizer and device. Only tracing a model needs
+torch.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ from shardwise.train.config import OptimizerSection, TrainConfig
 from shardwise.train.memory_advice import optimizer_rule
 
 PLANNED_ENGINES = ("shardwise", "captured", "torch")
-"""Engines whose schedule the planner knows; of compiled units and of torch's engine in a graph it knows nothing."""
+"""Engines whose schedule the planner knows: not compiled units, nor torch's engine in a CUDA graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """The planner's view of one bench; `device` is "cuda" or "cpu".
 
-    What it cannot say anything of (a model that cannot be traced, an optimizer without a rule) is a ShardwiseError.
+    It raises a ShardwiseError for a model that cannot be traced or an optimizer that the planner does not know.
     """
 
     source: Source
@@ -43,21 +43,15 @@ class Forecast:
         return optimizer_rule(self.section, device=self.device)
 
     def of(self, plan: Plan) -> PredictedCase:
-        """A case. Its time is None where nothing is known of the device's speed or links (step_time.why_not_timed)."""
+        """Predict a case. Its time is None if the device's speed or links are unknown (step_time.why_not_timed)."""
         assert plan.micro_batch is not None
         spec, cluster, optimizer = self.source.spec_for(plan), self.cluster, self.optimizer
+        batch, device, clips = plan.micro_batch, self.device, self.clips
         found = predict_memory(
-            spec,
-            plan=plan,
-            num_ranks=cluster.num_ranks,
-            batch=plan.micro_batch,
-            optimizer=optimizer,
-            device=self.device,
+            spec, plan=plan, num_ranks=cluster.num_ranks, batch=batch, optimizer=optimizer, device=device
         )
-        time = estimate_time(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=self.clips)
-        spans = (
-            [] if time is None else timeline(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=self.clips)
-        )
+        time = estimate_time(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips)
+        spans = [] if time is None else timeline(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips)
         return PredictedCase(
             allocated_bytes=found.memory.allocated_bytes,
             breakdown_bytes=dict(found.memory.breakdown_bytes),
@@ -68,12 +62,12 @@ class Forecast:
         )
 
     def solved(self, plan: Plan) -> Plan:
-        """The auto plan for the same batch, so that it does the same training as the other cases."""
+        """Return the auto plan for the same batch, so that it does the same training as the other cases."""
         request = AutoRequest(plan=plan, cluster=self.cluster, optimizer=self.optimizer)
         return solve_plan(self.source.spec_for, request=request).candidate.plan
 
     def scaled(self, plan: Plan, *, strategies: Sequence[str]) -> list[Scaled]:
-        """The same training on more devices; nothing where their time, or what links nodes, is not known."""
+        """Predict the same training on more devices; empty if step times or links between nodes are unknown."""
         plan = replace(plan, engine="shardwise", capture="off", mesh=None)
         if self.cluster.fabric is None and self.cluster.device.nic is None:
             return []
@@ -91,22 +85,17 @@ class Forecast:
 
 
 def forecast_of(config: TrainConfig, *, cluster: Cluster, device: str) -> Forecast:
-    """Loads the model, or raises what is wrong with its name; it is traced when the first case is asked for."""
+    """Load the model, or raise an error about its name. It is traced for the first prediction."""
     source = Source(config.task.model, seq=config.task.seq, image=config.task.image, kernels=device)
-    return Forecast(
-        source=source,
-        cluster=cluster,
-        device=device,
-        section=config.optimizer,
-        clips=config.train.clip_norm > 0,
-    )
+    clips = config.train.clip_norm > 0
+    return Forecast(source=source, cluster=cluster, device=device, section=config.optimizer, clips=clips)
 
 
 def cluster_here(*, num_ranks: int, device: str, title: str, cluster: str | None, devices: str | None) -> Cluster:
-    """The devices that the bench runs on, as the planner knows them.
+    """Return the planner's description of the devices that the bench runs on.
 
-    As the user says, `cluster` as in `shardwise plan` and `devices` a file of `shardwise calibrate`; else the device of
-    the tables whose name the driver's `title` holds.
+    The user may name them: `cluster` as in `shardwise plan`, `devices` a file of `shardwise calibrate`. Otherwise it is
+    the device in the tables whose name occurs in the driver's `title`.
     """
     if cluster is None and devices is None:
         return make_cluster(device_like(title, kind=device), num_nodes=1, devices_per_node=num_ranks, fabric=None)

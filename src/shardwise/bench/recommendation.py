@@ -1,10 +1,9 @@
-"""Which case to use, and why, from measured numbers alone. No torch here.
+"""Recommends a case, from measured numbers alone. No torch here.
 
-The fastest; where several cannot be ranked (spread.py), the simplest of those than which none is clearly faster:
-the one with fewer moving parts (moving_parts.py). An engine is not preferred for being ours. Where several are left,
-none simpler than another: if they are about as fast, the one with the shortest step; if the times are too noisy to
-rank them, none.
-Speed is compared with cases of the same mode, captured with captured, if there are any.
+It is the fastest case. If several cannot be ranked (spread.py), it is the simplest of those that no case clearly beats:
+the one with fewer moving parts (moving_parts.py). If none of them is simpler, it is the one with the shortest step if
+they are about equally fast, and none if the times are too noisy. Our own engine is not preferred. The sentence compares
+speed with a case of the same mode (captured with captured), if there is one.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ _MOST_NAMED = 4
 
 
 def recommended(bench: Bench) -> Bench:
-    """The bench with its recommendation; without one where its cases did not do the same training, none ran, or the
+    """Return the bench with a recommendation; without one if its cases did not do the same training, none ran, or the
     times are too noisy to rank.
     """
     ran = [case for case in bench.cases if case.ran]
@@ -39,7 +38,7 @@ def recommended(bench: Bench) -> Bench:
 
 
 def contenders(ran: Sequence[CaseResult]) -> list[CaseResult]:
-    """The case to use, alone; several where the times are too noisy to rank them, and none is simpler than another."""
+    """Return the case to use, or several if the times are too noisy to rank them and none is simpler."""
     unbeaten = [case for case in ran if not any(_is_faster(other, case) for other in ran)]
     simplest = [case for case in unbeaten if not any(is_simpler(other, case) for other in unbeaten)]
     simplest.sort(key=_median)
@@ -77,7 +76,7 @@ def _too_noisy(bench: Bench, left: Sequence[CaseResult], ran: Sequence[CaseResul
 
 
 def _why(bench: Bench, best: CaseResult, ran: Sequence[CaseResult]) -> str:
-    """At most two sentences: its speed compared with another's, and which case holds less."""
+    """Explain the choice in at most two sentences: its speed, and which case needs less memory."""
     first = f"Use {best.name}: {_rate(bench, best)}{_compared(best, ran)}{_room(bench, best)}."
     smallest = _smallest(ran)
     if not best.allocated_bytes or smallest is None or best.peak_bytes < _WORTHWHILE * smallest.peak_bytes:
@@ -86,9 +85,7 @@ def _why(bench: Bench, best: CaseResult, ran: Sequence[CaseResult]) -> str:
 
 
 def _compared(best: CaseResult, ran: Sequence[CaseResult]) -> str:
-    """Compared with the fastest case of its mode, if that is another; else with the next one. Of another mode, if there
-    is none.
-    """
+    """Compare the best case with the fastest other one of its mode, or else of any mode."""
     others = sorted((case for case in ran if case is not best), key=_median)
     if not others:
         return ", the only one that ran"
@@ -116,7 +113,7 @@ def _room(bench: Bench, best: CaseResult) -> str:
 
 
 def _smallest(ran: Sequence[CaseResult]) -> CaseResult | None:
-    """The case with the lowest peak; of several about as low the fastest."""
+    """Return the case with the lowest peak; of several with about the same peak, the fastest."""
     known = [case for case in ran if case.allocated_bytes]
     if not known:
         return None
@@ -125,7 +122,7 @@ def _smallest(ran: Sequence[CaseResult]) -> CaseResult | None:
 
 
 def _held(bench: Bench, case: CaseResult, *, than: CaseResult | None = None) -> str:
-    """What a case holds, and as how much of another's peak that is."""
+    """Describe the peak of a case, and its share of another's peak."""
     share = "" if than is None else f", {_share(case.peak_bytes / than.peak_bytes)} as much"
     return f"{case.name} peaks at {_size(case.peak_bytes)} per rank{share}, at {_rate(bench, case)}"
 

@@ -1,8 +1,8 @@
-"""What a bench found, as values and as JSON. No torch here: the report and the table are made from this alone.
+"""The results of a bench, as values and as JSON. No torch here: the report and the table are made from this alone.
 
-Bench ─┬─ cases: one engine and strategy, with all its runs in one (case_result.py)
+Bench ─┬─ cases: each engine and strategy, its runs combined (case_result.py)
        ├─ equivalence: whether they did the same training
-       └─ what was asked for, on which machine, by which command
+       └─ the request, the machine, the command
 """
 
 import json
@@ -20,18 +20,18 @@ from shardwise.files.form import WrongForm
 from shardwise.files.regular_file import read_at_most
 
 FILE = "bench.json"
-"""What a bench leaves in its folder, next to `runs/`."""
+"""The result file in the folder of a bench."""
 _FORMAT = 1
 _MOST_BYTES = 512 * 2**20
 
 
 class InvalidBench(ShardwiseError):  # noqa: N818
-    """A folder that holds no bench, or one that cannot be read."""
+    """A bench that cannot start, or a folder without a readable bench."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Where a case is not the same training as the others: one line, and by how many times the rounding tolerance."""
+    """A difference of a case from the others: one line, and the difference in multiples of the rounding tolerance."""
 
     case: str
     text: str
@@ -40,7 +40,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equivalence:
-    """Whether all cases that ran did the same training. `largest`: the largest difference, of what is allowed."""
+    """The differences between cases that ran, if any. `largest`: the largest one over its tolerance."""
 
     differences: tuple[Difference, ...]
     largest: float
@@ -52,11 +52,11 @@ class Equivalence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """All that was found. `recommended` is an index of `cases`, None where they must not be ranked.
+    """The results of a bench. `recommended` is an index of `cases`, None if they cannot be ranked.
 
     settings    what all cases share, as the config names it: "task.model", "plan.micro_batch" …
     machine     versions, device, number of ranks; nothing that names the machine
-    scaling     rows of report/costs.scaling_data, predicted for more ranks; empty where there is no prediction
+    scaling     rows of report/text/costs.scaling_data, predicted for more ranks; empty without a prediction
     """
 
     name: str
@@ -83,20 +83,20 @@ class Bench:
         return self.step_tokens / case.step_seconds.median
 
     def save(self, folder: Path) -> Path:
-        """Whole, or not at all."""
+        """Write the file atomically."""
         path = folder / FILE
         with atomic_write(path) as file:
             file.write(json.dumps(self.to_data(), indent=1, allow_nan=False).encode() + b"\n")
         return path
 
     def to_data(self) -> dict[str, Any]:
-        """In JSON's own types."""
+        """Return JSON types."""
         data = {"format": _FORMAT, **asdict(replace(self, cases=())), "cases": [case.to_data() for case in self.cases]}
         return dict(_finite(data))
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "Bench":
-        """Of data that are known to be of the right form (results_form.py)."""
+        """Read data whose form was checked before (results_form.py)."""
         values = {name: value for name, value in data.items() if name != "format"}
         equivalence = values["equivalence"]
         return cls(
@@ -115,7 +115,7 @@ class Bench:
 
 
 def load_bench(folder: Path) -> Bench:
-    """What a bench left in a folder; `folder` may be the file itself."""
+    """Read the bench in a folder; `folder` may be the file itself."""
     path = folder / FILE if folder.is_dir() else folder
     try:
         data = json.loads(read_at_most(path, _MOST_BYTES))
@@ -137,7 +137,7 @@ def load_bench(folder: Path) -> Bench:
 
 
 def _finite(data: Any) -> Any:
-    """The same, with numbers that JSON does not have ("nan", "inf": a training that diverged) as strings."""
+    """Replace numbers that JSON does not have (nan, inf: a training that diverged) by strings."""
     if isinstance(data, Mapping):
         return {name: _finite(value) for name, value in data.items()}
     if isinstance(data, list | tuple):

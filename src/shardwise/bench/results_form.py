@@ -1,6 +1,6 @@
-"""The form of `bench.json`: what each value is, from where to where, and how values belong together.
+"""Checks the form of `bench.json`: the type and range of each value, and that values are consistent.
 
-Checked where a bench is read (results.py), so that tables and the page can take what they find.
+It is checked where a bench is read (results.py), so that tables and the page can rely on it.
 """
 
 import sys
@@ -87,7 +87,7 @@ _CASE = record(
     predicted=optional(_PREDICTED),
 )
 
-# As report/text/costs.scaling_data writes them; what the page does not show may be anything.
+# Written by report/text/costs.scaling_data; values that the page does not show are not checked.
 _SCALED = record(
     others=True,
     num_ranks=whole(least=1, most=_MOST_RANKS),
@@ -121,21 +121,21 @@ _BENCH = record(
 
 
 def check_bench(data: Any) -> None:
-    """Raise `WrongForm`, one line, where `data` is not a bench."""
+    """Raise `WrongForm`, with one line, if `data` is not a bench."""
     _BENCH(data, "")
     for problem in _at_odds(data):
         raise WrongForm(problem)
 
 
 def _at_odds(data: Mapping[str, Any]) -> Iterator[str]:
-    """Values that cannot be true together."""
+    """Yield what is inconsistent between values."""
     cases = data["cases"]
     if data["recommended"] is not None:
         if data["recommended"] >= len(cases):
             yield f"case {data['recommended']} of {len(cases)} is recommended"
         elif cases[data["recommended"]]["step_seconds"] is None:
             yield f"case {data['recommended']} is recommended, which did not run"
-    # A bench that has only begun knows of no samples yet.
+    # A bench that has just begun has no samples yet.
     if data["step_samples"] == 0 and any(case["step_seconds"] is not None for case in cases):
         yield "step_samples is 0, though cases ran"
     for index, case in enumerate(cases):

@@ -1,12 +1,12 @@
-"""One run of a bench: what its ranks are told, and what each of them found. No torch here.
+"""The files of one run of a bench: the request to its ranks, and the result of each. No torch here.
 
-The launcher writes `asked.json` into the folder of the run and starts the ranks (worker.py), fresh processes each;
-rank r leaves `rank-r.json`.
+The launcher writes `asked.json` into the folder of the run and starts fresh processes (worker.py); rank r writes
+`rank-r.json`.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,12 @@ def found_file(folder: Path, *, rank: int) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRun:
-    """A training under one engine and strategy, which is the config's plan's.
+    """A request for one run, under one engine and the strategy of the config's plan.
 
     blocks × block_steps   steps that are timed, after `warm_up` others
-    silent                 without communication: every rank is there and computes, and collectives return at once
-    detailed               also a recorded step: its ledger, its tape, its dtypes and what it sends
-    started                when its processes were started, in seconds of time.time()
+    silent                 without communication: every rank computes, and collectives return at once
+    detailed               also record a step: its ledger, tape, dtypes and sent bytes
+    started                when the processes were started, in seconds of time.time()
     """
 
     config: TrainConfig
@@ -41,7 +41,7 @@ class BenchRun:
     started: float = 0.0
 
     def to_data(self) -> dict[str, Any]:
-        """In JSON's own types."""
+        """Return JSON types."""
         return {name: getattr(self, name) for name in self.__slots__} | {"config": self.config.to_dict()}
 
     @classmethod
@@ -51,16 +51,15 @@ class BenchRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What one rank found; see results.CaseResult for the words. What a run was not asked for is empty."""
+    """The result of one rank; the fields are explained in CaseResult. What was not requested is empty."""
 
     rank: int
-    num_ranks: int
     environment: Mapping[str, Any]
-    losses: tuple[float, ...]
-    block_seconds: tuple[float, ...]
-    first_step_seconds: float
     step_samples: int
-    step_tokens: int | None
+    step_tokens: int | None = None
+    losses: tuple[float, ...] = ()
+    block_seconds: tuple[float, ...] = ()
+    first_step_seconds: float = 0.0
     grad_norms: tuple[float, ...] = ()
     param_norms: Mapping[str, float] = field(default_factory=dict)
     dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -75,10 +74,7 @@ class Found:
     tape_seconds: float | None = None
 
     def save(self, folder: Path) -> None:
-        data = {name: getattr(self, name) for name in self.__slots__}
-        data["ledger"] = None if self.ledger is None else self.ledger.to_data()
-        data["units"] = [[unit.name, unit.num_params, unit.num_trained] for unit in self.units]
-        data["tape"] = [[one.kind, one.subject, one.num_bytes, one.seconds, one.row] for one in self.tape]
+        data = asdict(self) | {"ledger": None if self.ledger is None else self.ledger.to_data()}
         found_file(folder, rank=self.rank).write_text(json.dumps(data), encoding="utf-8")
 
     @classmethod
@@ -90,11 +86,8 @@ class Found:
                 **{name: tuple(data[name]) for name in ("losses", "block_seconds", "grad_norms")},
                 "dtypes": {name: tuple(seen) for name, seen in data["dtypes"].items()},
                 "ledger": None if data["ledger"] is None else MemoryLedger.from_data(data["ledger"]),
-                "units": tuple(UnitOutline(name=n, num_params=p, num_trained=t) for n, p, t in data["units"]),
+                "units": tuple(UnitOutline(**unit) for unit in data["units"]),
                 "buckets": {name: tuple(units) for name, units in data["buckets"].items()},
-                "tape": tuple(
-                    Happening(kind=kind, subject=subject, num_bytes=size, seconds=seconds, row=row)
-                    for kind, subject, size, seconds, row in data["tape"]
-                ),
+                "tape": tuple(Happening(**one) for one in data["tape"]),
             }
         )

@@ -1,17 +1,17 @@
-"""Values of one thing that was measured several times, and what two such spreads say of each other. No torch here."""
+"""Values measured several times, and whether two such spreads can be ranked. No torch here."""
 
 import statistics
 from dataclasses import dataclass
 from enum import Enum
 
-# Two starts of the same processes may differ by as much.
+# Two runs of the same case may differ by this factor.
 _SAME_PROCESSES = 1.03
-# Below this the difference is not worth a sentence, whichever of the two is faster.
+# Smaller differences are not worth mentioning.
 _ABOUT = 1.10
 
 
 class SpeedRelation(Enum):
-    """What the times of two cases say of each other.
+    """A comparison of the times of two cases.
 
     APART   their interquartile ranges do not overlap, and their medians differ by 3% or more: they can be ranked
     ALIKE   both ranges lie within 10% of each other: about as fast, whichever is faster
@@ -25,7 +25,7 @@ class SpeedRelation(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Values of one thing that was measured several times."""
+    """Values of one quantity, measured several times."""
 
     values: tuple[float, ...]
 
@@ -51,19 +51,19 @@ class Spread:
 
     @property
     def off(self) -> float | None:
-        """How far the interquartile range reaches from the median, relative to it; of one value nothing is known."""
+        """The largest distance of a quartile from the median, relative to it; None for a single value."""
         if len(self.values) == 1:
             return None
         low, high = self.middle
         return max(high - self.median, self.median - low) / self.median
 
     def overlaps(self, other: "Spread") -> bool:
-        """Whether the interquartile ranges have a value in common."""
+        """Return whether the interquartile ranges overlap."""
         return self.middle[0] <= other.middle[1] and other.middle[0] <= self.middle[1]
 
 
 def relation(one: Spread, other: Spread) -> SpeedRelation:
-    """Whether the two can be ranked, and if not, why."""
+    """Return whether the two can be ranked, and if not, why."""
     ratio = max(one.median, other.median) / min(one.median, other.median)
     if ratio >= _SAME_PROCESSES and not one.overlaps(other):
         return SpeedRelation.APART

@@ -1,4 +1,4 @@
-"""The training that a bench looks at: the one that `shardwise train` would do, on the engine that was asked for."""
+"""Sets up the training that a bench measures: that of `shardwise train`, on the requested engine."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -29,7 +29,7 @@ from shardwise.units import model_spec, unit_modules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchTraining:
-    """A training at work; `spec` and `modules`, its units by name, are from before an engine took the model."""
+    """A running training; `spec` and `modules` (its units by name) are from before an engine prepared the model."""
 
     training: Training
     spec: ModelSpec
@@ -44,7 +44,7 @@ class BenchTraining:
             return take_step(self.training)
 
     def settle(self) -> None:
-        """Wait until all that was issued is done: on the device, and the gathers that our update has started."""
+        """Wait for the device, and for the gathers that our update has started."""
         engine = find_engine(self.training.model)
         if engine is not None:
             engine.settle(self.training.model)
@@ -53,12 +53,10 @@ class BenchTraining:
 
 
 def start(run: BenchRun, *, place: Place, to_be_recorded: bool = False) -> BenchTraining:
-    """Set up, and open the data. Collective, but for a silent run."""
+    """Set up the training and open its data. Collective, except in a silent run."""
     config = run.config
-    collectives = _collectives(run, place=place, to_be_recorded=to_be_recorded)
     before: list[tuple[ModelSpec, Mapping[str, nn.Module]]] = []
-
-    by = _engine(run.engine, collectives=collectives)
+    by = _engine(run.engine, collectives=_collectives(run, place=place, to_be_recorded=to_be_recorded))
 
     def ready(model: nn.Module, optimizer: Optimizer, **where: Any) -> tuple[nn.Module, Optimizer, Update]:
         before.append((model_spec(model, policy=config.plan.units), unit_modules(model, policy=config.plan.units)))
@@ -69,44 +67,39 @@ def start(run: BenchRun, *, place: Place, to_be_recorded: bool = False) -> Bench
     if run.silent:
         leave_out_reduce(training.model)
     if place.device.type == "cuda":
-        # What the allocator held for a moment to fill the model is no part of a step.
+        # Memory that only initialising the model needed is not part of a step.
         torch.cuda.empty_cache()
     open_data(training)
-    # Last, because all of the above may draw random numbers.
+    # Last, since all of the above may draw random numbers.
     seed_everything(config.train.seed, step=0, rank=place.rank)
     ((spec, modules),) = before
     return BenchTraining(training=training, spec=spec, modules=modules)
 
 
 def _engine(name: str, *, collectives: Collectives | None) -> Ready:
-    """Who makes the model ready; other libraries are imported when one is asked for."""
+    """Return the function that prepares the model. Other libraries are imported only if one is requested."""
     if name in ("shardwise", "captured", "compiled", "torch"):
         return partial(by_plan, collectives=collectives)
     if name in ("torch-captured", "torch-compiled"):
         return partial(_captured_by_hand, by=_by_torch)
-    if name == "accelerate":
-        from shardwise.bench.peers import by_accelerate
-
-        return by_accelerate
-    if name == "lightning":
-        from shardwise.bench.peers import by_lightning
-
-        return by_lightning
-    if name == "deepspeed":
-        from shardwise.bench.deepspeed_peer import by_deepspeed
-
-        return by_deepspeed
+    from shardwise.bench.deepspeed_peer import by_deepspeed
     from shardwise.bench.megatron_peer import by_megatron
+    from shardwise.bench.peers import by_accelerate, by_lightning
 
-    return (
-        by_megatron if name == "megatron-fsdp" else partial(_captured_by_hand, by=partial(by_megatron, captured=True))
-    )
+    peers: dict[str, Ready] = {
+        "accelerate": by_accelerate,
+        "lightning": by_lightning,
+        "deepspeed": by_deepspeed,
+        "megatron-fsdp": by_megatron,
+        "megatron-fsdp-captured": partial(_captured_by_hand, by=partial(by_megatron, captured=True)),
+    }
+    return peers[name]
 
 
 def _by_torch(
     model: nn.Module, optimizer: Optimizer, *, config: TrainConfig, device: torch.device
 ) -> tuple[nn.Module, Optimizer, Update]:
-    """As by_plan, with the plain step: a graph is made of it by hand."""
+    """Prepare as by_plan does, with the plain step, which is then captured by hand."""
     model, optimizer, _ = by_plan(model, optimizer, config=config, device=device)
     return model, optimizer, update
 
@@ -114,7 +107,7 @@ def _by_torch(
 def _captured_by_hand(
     model: nn.Module, optimizer: Optimizer, *, config: TrainConfig, device: torch.device, by: Ready
 ) -> tuple[nn.Module, Optimizer, Update]:
-    """On a side stream from the beginning: autograd remembers where it gave a parameter its gradient."""
+    """Set up on a side stream, since autograd remembers the stream on which it accumulated a gradient."""
     from shardwise.bench.graph_update import GraphUpdate, counts_on_device, on_stream
 
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -125,7 +118,7 @@ def _captured_by_hand(
 
 
 def _collectives(run: BenchRun, *, place: Place, to_be_recorded: bool) -> Collectives | None:
-    """What our engine takes instead of its own."""
+    """Return the collectives that our engine uses instead of its own, if any."""
     plan = run.config.plan
     if LIMITS[plan.engine].why_not_call("prepare", plan, arguments=["collectives"]) is not None:
         return None

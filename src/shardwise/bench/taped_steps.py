@@ -1,7 +1,7 @@
-"""The tape of a step of the usual length, and where its operations are in the recorded step. Only our engine has tapes.
+"""Tapes a step of typical length, and finds the rows of its operations in the recorded step. Only our engine has tapes.
 
-A step whose memory is recorded is slower than those that are timed. So the times of the tape are those of a step that
-nobody recorded, and only its rows come from the recorded one, which issues the same operations.
+A step whose memory is recorded is slower than a timed one. So the times of the tape come from a step that was not
+recorded, and only its rows come from the recorded one, which issues the same operations.
 """
 
 import statistics
@@ -22,16 +22,16 @@ from shardwise.profile.recording import StepRecording
 from shardwise.program import Kind
 
 NUM_TAPED = 6
-"""Steps of which, after the first, the most usual one is kept."""
-# An update is on the tape when it is done, and all other operations that compute when they begin.
+"""How many steps are taped; of all but the first, the most typical one is kept."""
+# An update is taped when it is done, other operations that compute when they begin.
 _LASTS = {Kind.FORWARD: Lasts.UNTIL_NEXT, Kind.BACKWARD: Lasts.UNTIL_NEXT, Kind.UPDATE: Lasts.SINCE_LAST}
 
 
 def with_usual_tape(found: Found, subject: BenchTraining) -> Found:
-    """And, on rank 0, the operations of the step of a few that took the most usual time, and that time."""
+    """Tape a few steps; on rank 0, add the operations and the time of the one whose time is nearest the median."""
     if not _has_tape(subject):
         return found
-    # The first one finds nothing under way, which is not the usual step: gathers of an update end in the next step.
+    # The first one is not typical: no gathers of an earlier update end in it.
     _, *steps = [_timed(subject) for _ in range(NUM_TAPED)]
     subject.settle()
     usual = statistics.median(found.block_seconds or [took for took, _, _ in steps])
@@ -43,7 +43,7 @@ def with_usual_tape(found: Found, subject: BenchTraining) -> Found:
 
 
 def recorded_step(subject: BenchTraining, recording: StepRecording) -> list[TapeEntry]:
-    """Take the step that is recorded; the recording is told of each operation."""
+    """Take the step that is recorded, and mark each operation in the recording."""
 
     def note(entry: TapeEntry) -> None:
         recording.note_operation(str(entry), lasts=_LASTS.get(entry.kind, Lasts.NOT))
@@ -53,7 +53,7 @@ def recorded_step(subject: BenchTraining, recording: StepRecording) -> list[Tape
 
 
 def with_rows(found: Found, entries: Sequence[TapeEntry], recording: StepRecording) -> Found:
-    """And, on rank 0, the row of each operation of the tape; of a step of other operations all of it."""
+    """On rank 0, add the row of each operation; if the recorded step issued others, use its tape instead."""
     if found.rank != 0:
         return found
     places = [recording.place(entry.seconds) for entry in entries]
@@ -66,7 +66,7 @@ def with_rows(found: Found, entries: Sequence[TapeEntry], recording: StepRecordi
 
 
 def _timed(subject: BenchTraining) -> tuple[float, float, list[TapeEntry]]:
-    """(how long it took, when it began, its operations) of one step; gathers that it leaves under way stay so."""
+    """Take one step, without waiting for its last gathers; return its duration, its begin and its operations."""
     began = time.perf_counter()
     entries = _taped(subject)
     if subject.training.device.type == "cuda":

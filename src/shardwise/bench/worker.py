@@ -1,11 +1,11 @@
-"""A rank of one run of a bench: `python -m shardwise.bench.worker FOLDER`, started on every rank.
+"""One rank of a run of a bench: `python -m shardwise.bench.worker FOLDER`, started on every rank.
 
 steps 1 … 3       are compared: losses, norms of gradients; the third is observed (first_steps.py)
-up to `warm_up`   nothing is looked at
-blocks            are timed, each from when all ranks have come until the last of them is done
-a few more        are taped, one at a time: the one that took the most usual time says when each operation was issued
-set up again      and in the third step memory and operations are recorded: of what the profiler has not seen from
-                  the beginning on it knows nothing, and under it nothing should be timed
+up to `warm_up`   are not measured
+blocks            are timed, each from when all ranks have arrived until the last of them is done
+a few more        are taped: the most typical one says when each operation was issued (taped_steps.py)
+after a new setup memory and operations of the third step are recorded: the profiler has to see a model from the start,
+                  and nothing should be timed under it
 """
 
 import gc
@@ -44,7 +44,7 @@ from shardwise.train.run_folder import environment
 
 
 def run_rank(run: BenchRun) -> Found:
-    """This rank's part of a run."""
+    """Do this rank's part of a run."""
     run = _long_enough(run)
     config = run.config
     device = None if config.run.device == "auto" else torch.device(config.run.device)
@@ -54,22 +54,22 @@ def run_rank(run: BenchRun) -> Found:
     ):
         found = _measured(run, place=place)
         if _is_recorded(run):
-            # The first model is gone, but for the circles in it.
+            # Frees the reference cycles of the first model.
             gc.collect()
             found = _recorded(run, found, place=place)
     return found
 
 
 def _long_enough(run: BenchRun) -> BenchRun:
-    """With as many steps as a run takes, at least, so that neither samples nor the learning rate run out."""
+    """Extend the training to the steps that the run takes, so that neither samples nor the learning rate run out."""
     loop = run.config.train
     num_steps = max(loop.steps or 0, _warm_up(run) + run.blocks * run.block_steps + NUM_TAPED)
     return replace(run, config=replace(run.config, train=replace(loop, steps=num_steps, epochs=None)))
 
 
 def _warm_up(run: BenchRun) -> int:
-    """After three ordinary steps ours makes its graph; its first and tenth replay are compared. By hand it is made in
-    the twelfth step. Steps in which something is compiled come before those.
+    """Return how many steps to take before timing. Our engine captures after three ordinary steps and checks its first
+    and tenth replay; a capture by hand is made in the twelfth step. Steps that compile come first.
     """
     compiles = 2 if run.config.plan.compiler != "none" else 0
     return max(run.warm_up, NUM_STEPS + compiles + 10 * _captures(run))
@@ -80,54 +80,49 @@ def _captures(run: BenchRun) -> bool:
 
 
 def _is_recorded(run: BenchRun) -> bool:
-    """What a graph replays goes through no hook: of captured steps there is neither ledger nor tape."""
+    """Return whether a step is recorded: captured steps run no hooks, and so have no ledger and no tape."""
     return run.detailed and not run.silent and not _captures(run)
 
 
 def _measured(run: BenchRun, *, place: Place) -> Found:
-    """Steps that are compared, and steps that are timed."""
+    """Take the steps that are compared and those that are timed."""
     subject = start(run, place=place)
     training, device, on_gpu = subject.training, place.device, place.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    first = take_first_steps(subject, run=run)
+    found = Found(
+        rank=place.rank,
+        environment=_environment(run, place=place),
+        step_samples=training.sharing.step_samples,
+        units=_units(subject.spec),
+    )
+    found = take_first_steps(found, subject, run=run)
     window = Window(device=device, num_ranks=place.num_ranks)
     for _ in range(_warm_up(run) - NUM_STEPS):
         window.add(subject.step())
     subject.settle()
     losses = [step.loss for step in window.read()]
     if on_gpu and not _captures(run):
-        # A graph takes its memory when it is captured: what its replays use counts then, and never again.
+        # A graph takes the memory of its replays only once, when it is captured.
         torch.cuda.reset_peak_memory_stats(device)
     seconds = []
     for _ in range(run.blocks):
         seconds.append(_block(subject, run=run, window=window))
         losses += [step.loss for step in window.read()]
-    found = Found(
-        rank=place.rank,
-        num_ranks=place.num_ranks,
-        environment=_environment(run, place=place),
-        # What a silent rank has is its own part of the loss.
-        losses=() if run.silent else (*first.losses, *losses),
+    found = replace(
+        found,
+        # A silent rank has only its own part of the loss.
+        losses=() if run.silent else (*found.losses, *losses),
         block_seconds=_slowest(seconds, run=run, place=place),
-        first_step_seconds=first.first_step_seconds,
-        step_samples=training.sharing.step_samples,
-        step_tokens=first.step_tokens,
-        grad_norms=first.grad_norms,
-        param_norms=first.param_norms,
-        dtypes=first.dtypes,
         allocated_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
         reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
-        sent_bytes=first.sent_bytes,
-        calls=first.calls,
-        units=_units(subject.spec),
         buckets=_buckets(training),
     )
     return with_usual_tape(found, subject) if _is_recorded(run) else found
 
 
 def _block(subject: BenchTraining, *, run: BenchRun, window: Window) -> float:
-    """Seconds per step, on this rank, of steps that all ranks begin together. Losses are left where they lie."""
+    """Return this rank's seconds per step in a block that all ranks begin together. Losses stay on the device."""
     subject.settle()
     if run.silent:
         meet("a block of steps", limit_seconds=run.config.run.limit_seconds)
@@ -142,14 +137,14 @@ def _block(subject: BenchTraining, *, run: BenchRun, window: Window) -> float:
 
 
 def _slowest(seconds: Sequence[float], *, run: BenchRun, place: Place) -> tuple[float, ...]:
-    """Of each block, what the rank that was last took: the same numbers on every rank."""
+    """Return the time of the slowest rank for each block, on every rank."""
     if not seconds:
         return ()
     if not run.silent:
         slowest = torch.tensor(seconds, dtype=torch.float64, device=place.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return tuple(slowest.tolist())
-    # The group says nothing, but its store does.
+    # The group does not communicate, but its store does.
     store = dist.distributed_c10d._get_default_store()
     store.set(f"seconds/{place.rank}", json.dumps(seconds))
     everyone = [json.loads(store.get(f"seconds/{rank}")) for rank in range(place.num_ranks)]
@@ -157,17 +152,13 @@ def _slowest(seconds: Sequence[float], *, run: BenchRun, place: Place) -> tuple[
 
 
 def _recorded(run: BenchRun, found: Found, *, place: Place) -> Found:
-    """And what a step held, row by row; the rows of the tape's operations are those of the same operations here."""
+    """Record a step: add its memory row by row, and the rows of the tape's operations."""
     with allocations_on(place.device) as live:
         subject = start(run, place=place, to_be_recorded=True)
         training = subject.training
+        model, optimizer, spec = training.model, training.optimizer, subject.spec
         recording = StepRecording(
-            live,
-            model=training.model,
-            optimizer=training.optimizer,
-            spec=subject.spec,
-            modules=subject.modules,
-            device=place.device,
+            live, model=model, optimizer=optimizer, spec=spec, modules=subject.modules, device=place.device
         )
         training.update = _showing_batches(training.update, recording)
         with recording.attached():
@@ -181,7 +172,7 @@ def _recorded(run: BenchRun, found: Found, *, place: Place) -> Found:
 
 
 def _showing_batches(update: Update, recording: StepRecording) -> Update:
-    """`update`, whose batches are on the device before it begins, where the recording sees them."""
+    """Return `update`, with its batches put on the device before it begins, where the recording sees them."""
 
     def shown(training: Training, weights: tuple[float, ...], batches: list[Any]) -> tuple[Tensor, Tensor | None]:
         recording.batch = to_device(batches, training.device)
@@ -208,7 +199,7 @@ def _buckets(training: Training) -> dict[str, tuple[str, ...]]:
 
 
 def _environment(run: BenchRun, *, place: Place) -> dict[str, Any]:
-    """What numbers depend on, with the version of the engine, if it comes in a package of its own."""
+    """Return what results depend on, with the version of the engine's package, if it has one."""
     found = environment(device=place.device, num_ranks=place.num_ranks, command=())
     package = ENGINES[run.engine].package
     return {name: value for name, value in found.items() if name != "command"} | (
@@ -217,9 +208,9 @@ def _environment(run: BenchRun, *, place: Place) -> dict[str, Any]:
 
 
 def main(folder: str) -> None:
-    """Read what is asked for, do it, and leave what was found."""
+    """Read the request, do it, and write the result."""
     if LOG in os.environ:
-        # A bench has a terminal of its own to speak on; torch's profiler and other people's engines like to talk.
+        # The terminal is for the bench; torch's profiler and other engines print messages.
         write_to_log(1, 2)
     run = BenchRun.from_data(json.loads(Path(folder, ASKED).read_text(encoding="utf-8")))
     run_rank(run).save(Path(folder))

@@ -1,12 +1,15 @@
-"""Communication: how a process joins its job, the groups of a mesh, and the collectives that run on them.
+"""Communication: joining a job, the process groups of a mesh, the collectives that run on them, and the watchdog.
 
-job_environment.py   what the environment says of this process: rank, job, where the ranks meet
-rendezvous.py        the store, and the wait until every rank is there
-join.py              the rank's device and the default process group
-agreement.py         what ranks tell each other before they continue
-groups.py            the groups of a mesh; issued.py: what each was given to do
-collectives.py       the collectives of the backend; ring.py: our own; absent.py: with the other ranks absent
-rank_progress.py     how far this process has come; watch.py: the watchdog (pace.py, noticeboard.py, stall.py)
+job_environment.py   reads rank, job and rendezvous from the environment variables
+rendezvous.py        makes the store, and waits until every rank has joined
+join.py              chooses the rank's device and makes the default process group
+leave.py             releases CUDA graphs before process groups are destroyed
+agreement.py         exchanges values between ranks and compares them; host_group.py: the same without the device
+groups.py            makes the groups of a mesh; issued.py: logs the collectives that each group was given
+collectives.py       the backend's collectives; ring.py: our own; absent.py: one rank of a job without the others
+dtensor.py           handles torch's DTensors without importing them
+rank_progress.py     holds how far this process has come; watch.py: the watchdog (pace.py, noticeboard.py, stall.py)
+record_writer.py     writes the record that `shardwise autopsy` reads
 
-torch.distributed carries the bytes (NCCL on GPUs, Gloo on CPUs); nothing here knows of units or plans.
+torch.distributed carries the bytes (NCCL on GPUs, Gloo on CPUs). Nothing here depends on an engine.
 """

@@ -1,11 +1,11 @@
-"""A rehearsal: one rank of a job of many, with the others absent. Real memory, real compute, no wire.
+"""A rehearsal: one rank of a large job, with the other ranks absent. Real memory, real compute, no communication.
 
     with absent_group(64):
         model, optimizer = prepare(model, optimizer, plan, collectives=AbsentCollectives())
         …an ordinary loop…
 
-The values are not those of training: what others would send is made up of this rank's own. The memory is: which
-bytes are live when does not depend on values.
+Values are wrong, because this rank's own data stand in for what the others would send. Memory is right, because which
+bytes are live does not depend on values.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,14 +25,14 @@ from shardwise.plan.mesh import Mesh
 
 
 class AbsentCollectives:
-    """Collectives in which every other rank would have sent what this one has.
+    """Collectives in which every other rank sends what this one has.
 
-    None of them allocates; `all_gather` and `all_to_all` move bytes, since an engine must find its buffer written to.
+    None of them allocates. `all_gather` and `all_to_all` copy bytes, since an engine must find its buffer written to.
     """
 
     @torch.no_grad()
     def all_gather(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
-        """Tiles this rank's slice over the others: one copy, two where slices lie on both sides of it."""
+        """Copy this rank's slice over all others: one copy, or two if there are slices on both sides."""
         own = own_slice(buffer, group=group) if own is None else own
         slices = buffer.view(group.size, own.numel())
         for others in (slices[: group.index], slices[group.index + 1 :]):
@@ -51,15 +51,9 @@ class AbsentCollectives:
 
     @torch.no_grad()
     def all_to_all(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        *,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-        group: Group,
+        self, received: Tensor, sent: Tensor, *, received_sizes: Sequence[int], sent_sizes: Sequence[int], group: Group
     ) -> Work:
-        """As much as this rank has of its own."""
+        """Copy as much of `sent` as fits, and fill the rest with zeros."""
         size = min(received.numel(), sent.numel())
         received[:size].copy_(sent[:size])
         received[size:].zero_()
@@ -68,19 +62,19 @@ class AbsentCollectives:
 
 @contextmanager
 def absent_group(num_ranks: int, *, rank: int = 0, store: Store | None = None) -> Iterator[None]:
-    """Be one rank of a job of `num_ranks` whose other ranks do not exist, or are not to be heard.
+    """Be one rank of a job of `num_ranks` whose other ranks do not exist, or do not communicate.
 
-    torch's own fake backend stands for the process group: its collectives return at once, and of what is gathered
-    as objects every rank has this one's. `fully_shard` runs on it as it is, DDP after `leave_out_reduce`. What needs
-    the others to come, such as `state_dict`, says that they did not, unless they come to the same `store`.
+    The process group is torch's fake backend: its collectives return at once, and gathering objects gives every rank
+    this rank's object. `fully_shard` works on it unchanged, DDP after `leave_out_reduce`. A call that needs the other
+    ranks, such as `state_dict`, reports them missing, unless they join the same `store`.
     """
     Mesh(shard=num_ranks)
     if dist.is_initialized():
         raise InvalidPlan("a process group is there already: a rehearsal needs a process that has joined no job")
-    # To import it is to register the backend.
+    # Importing it registers the backend.
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
-    # A real store; in one of our own the others never leave a sign.
+    # A real store, in which the other ranks never write.
     dist.init_process_group("fake", store=store or HashStore(), rank=rank, world_size=num_ranks)
     try:
         yield
@@ -89,10 +83,7 @@ def absent_group(num_ranks: int, *, rank: int = 0, store: Store | None = None) -
 
 
 def leave_out_reduce(model: nn.Module) -> None:
-    """Let torch's DDP take its own gradients for the sum: it wants a tensor back, and the fake backend has none.
-
-    Wherever in the model it is: what is built on torch's engines may put more around it.
-    """
+    """Make every DDP module in the model use its own gradients as the sum: the fake backend returns no tensor."""
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             module.register_comm_hook(None, noop_hook)

@@ -1,8 +1,8 @@
-"""Ranks that must agree, or at least be there, before they trust each other.
+"""Checks that ranks agree, or at least are present, before they depend on each other.
 
-exchange   what every rank gave, on every rank
-agree      all ranks describe the same thing, or all of them raise
-meet       all ranks have come to a point, or the missing ones are named
+exchange   returns every rank's value, on every rank
+agree      raises on all ranks unless all describe the same thing
+meet       waits until all ranks have reached a point, and names the missing ones
 """
 
 import time
@@ -25,18 +25,18 @@ class RanksMissing(ShardwiseError):  # noqa: N818
 
 
 def exchange(value: Any, *, group: Group | None = None) -> list[Any]:
-    """What each rank of the group (of the job, without one) gave, in rank order. Collective."""
+    """Return the value of each rank of the group (default: of the job), in rank order. Collective."""
     everyone = [None] * (dist.get_world_size() if group is None else group.size)
-    # Groups of a mesh may do this more or less often than others.
+    # Groups of a mesh may call this a different number of times.
     with waiting_in("an exchange between ranks", counts=group is None):
         dist.all_gather_object(everyone, value, group=None if group is None else group.handle)
     return everyone
 
 
 def agree(describe: Callable[[], str], *, what: str) -> None:
-    """Every rank must describe the same thing; a rank that cannot says why, on all of them.
+    """Raise on every rank unless all describe the same thing. Collective.
 
-    Collective. Without it one rank's mistake would leave the others waiting for it.
+    If `describe` raises on one rank, the others report its error instead of waiting for it.
     """
     failure: ShardwiseError | None = None
     try:
@@ -50,26 +50,24 @@ def agree(describe: Callable[[], str], *, what: str) -> None:
     for rank, other in enumerate(everyone):
         if other.startswith("!"):
             raise RanksDisagree(f"rank {rank} could not continue: {other[1:]}")
-    different = [rank for rank, description in enumerate(everyone) if description != everyone[0]]
-    if different:
-        first = different[0]
-        raise RanksDisagree(
-            f"rank 0 and rank {first} were given different {what}: {_difference(everyone[0], everyone[first])}"
-        )
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            difference = _difference(everyone[0], other)
+            raise RanksDisagree(f"rank 0 and rank {rank} were given different {what}: {difference}")
 
 
-# What all ranks have come to so far: its length numbers the next meeting, the same on every rank.
+# The meetings that all ranks have come to. Their number is the next meeting's, the same on every rank.
 _HELD: list[str] = []
 
 
 def meet(what: str, *, limit_seconds: float = 60.0) -> None:
-    """Wait until every rank has come to `what`; within the limit, or the missing ranks are named.
+    """Wait until every rank has come to `what`; after the limit, raise an error that names the missing ranks.
 
-    For what users may call on one rank by mistake (`if rank == 0: model.state_dict()`), where a collective would only
-    hang. Over the job's store, so that it needs no collective itself.
+    For calls that users may make on one rank by mistake (`if rank == 0: model.state_dict()`), where a collective would
+    hang. It uses the job's store, and so needs no collective itself.
     """
     if dist.get_backend() == "fake":
-        # A rehearsal (absent.py): nobody else will come.
+        # A rehearsal (absent.py): no other rank will come.
         return
     store = dist.distributed_c10d._get_default_store()
     meeting = len(_HELD)
@@ -80,7 +78,7 @@ def meet(what: str, *, limit_seconds: float = 60.0) -> None:
     while missing:
         missing = [rank for rank in missing if not store.check([f"shardwise/{meeting}/{rank}"])]
         if missing and time.monotonic() > deadline:
-            # It was not held: whoever continues from here counts as the others do.
+            # The meeting was not held: a rank that continues counts as the others do.
             store.delete_key(mine)
             ranks = ", ".join(map(str, missing))
             raise RanksMissing(
@@ -92,7 +90,7 @@ def meet(what: str, *, limit_seconds: float = 60.0) -> None:
 
 
 def _difference(one: str, other: str) -> str:
-    """The first line in which two descriptions differ."""
+    """Return the first line in which two descriptions differ."""
     for ours, theirs in zip(one[1:].splitlines(), other[1:].splitlines(), strict=False):
         if ours != theirs:
             return f"{ours.strip()} | {theirs.strip()}"

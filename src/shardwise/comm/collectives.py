@@ -1,7 +1,7 @@
-"""The collectives that the engine uses, all asynchronous and but one in place; torch's own are one set of them.
+"""The collectives that the engine uses: asynchronous, and all but one in place. `BackendCollectives` are torch's.
 
-In place, because the engine's buffers are laid out so that nothing has to be copied in or out: of a buffer
-of W equal slices, slice i belongs to the group's i-th rank.
+They work in place because the engine's buffers are laid out so that nothing has to be copied in or out: in a buffer of
+W equal slices, slice i belongs to the group's i-th rank.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Reduc
 from shardwise.comm.groups import Group
 from shardwise.comm.issued import NotedWork
 
-# A process group's own methods; torch 2.13 gave them other names.
+# Methods of a process group, which torch 2.13 renamed.
 _ALL_GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
 _REDUCE_SCATTER = (
     "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
@@ -23,10 +23,10 @@ _REDUCE_SCATTER = (
 
 
 class Work(Protocol):
-    """A collective that is under way."""
+    """A collective that was issued."""
 
     def wait(self) -> object:
-        """Return when the result may be used: at once, on the current stream, for a GPU's."""
+        """Return when the result may be used; on a GPU at once, since the current stream waits."""
 
 
 class _Done:
@@ -40,47 +40,41 @@ DONE: Work = _Done()
 
 
 class Collectives(Protocol):
-    """Until `wait` returns, nobody may read, write or free the buffer.
+    """Until `wait` returns, the buffer must not be read, written or freed.
 
-    own   `own_slice` of the buffer, from a caller that has made it once and for all
+    own   `own_slice` of the buffer, if the caller keeps it
     """
 
     def all_gather(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
-        """Slice i of `buffer` is taken from rank i, for all i."""
+        """Fill slice i of `buffer` from rank i, for all i."""
 
     def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
-        """This rank's slice of `buffer` becomes the sum over the ranks; the other slices become undefined."""
+        """Replace this rank's slice of `buffer` by the sum over the ranks; the other slices become undefined."""
 
     def all_reduce(self, buffer: Tensor, *, group: Group) -> Work:
-        """`buffer` becomes the sum over the ranks."""
+        """Replace `buffer` by the sum over the ranks."""
 
     def broadcast(self, buffer: Tensor, *, source: int, group: Group) -> Work:
-        """`buffer` is taken from the group's `source`-th rank."""
+        """Fill `buffer` from the group's `source`-th rank."""
 
     def all_to_all(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        *,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-        group: Group,
+        self, received: Tensor, sent: Tensor, *, received_sizes: Sequence[int], sent_sizes: Sequence[int], group: Group
     ) -> Work:
-        """The i-th piece of `sent` goes to rank i, and the i-th of `received` comes from there; sizes in elements."""
+        """Send the i-th piece of `sent` to rank i, and receive the i-th of `received` from it; sizes in elements."""
 
 
 def own_slice(buffer: Tensor, *, group: Group) -> Tensor:
-    """The part of a buffer of `group.size` equal slices that belongs to this rank."""
+    """Return the slice of a buffer of `group.size` equal slices that belongs to this rank."""
     size = buffer.numel() // group.size
     return buffer[group.index * size : (group.index + 1) * size]
 
 
 class BackendCollectives:
-    """The process group's own collectives, each noted down in its group as it is issued. In a step a rank that is alone
-    in its group issues none, by a rule of the program (`Operation.is_local`).
+    """The process group's own collectives, each logged in its group as it is issued. In a step a rank that is alone in
+    its group issues none, by a rule of the program (`Operation.is_local`).
 
-    The ones of every step are called without torch.distributed's functions around them, which check their arguments and
-    make the same options anew each time.
+    Those of every step call the process group directly: torch.distributed's functions check their arguments and make
+    the same options again on each call.
     """
 
     def __init__(self) -> None:
@@ -91,9 +85,8 @@ class BackendCollectives:
     def all_gather(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         name = group.log.note(buffer)
         own = own_slice(buffer, group=group) if own is None else own
-        if buffer.is_complex():
-            buffer, own = _in_reals(buffer), _in_reals(own)
-        return NotedWork(getattr(group.handle, _ALL_GATHER)(buffer, own, self._gathers), name)
+        gather = getattr(group.handle, _ALL_GATHER)
+        return NotedWork(gather(_in_reals(buffer), _in_reals(own), self._gathers), name)
 
     def reduce_scatter(self, buffer: Tensor, *, group: Group, own: Tensor | None = None) -> Work:
         if buffer.device.type == "cpu":
@@ -101,15 +94,12 @@ class BackendCollectives:
             return self.all_reduce(buffer, group=group)
         name = group.log.note(buffer)
         own = own_slice(buffer, group=group) if own is None else own
-        if buffer.is_complex():
-            buffer, own = _in_reals(buffer), _in_reals(own)
-        return NotedWork(getattr(group.handle, _REDUCE_SCATTER)(own, buffer, self._scatters), name)
+        reduce_scatter = getattr(group.handle, _REDUCE_SCATTER)
+        return NotedWork(reduce_scatter(_in_reals(own), _in_reals(buffer), self._scatters), name)
 
     def all_reduce(self, buffer: Tensor, *, group: Group) -> Work:
         name = group.log.note(buffer)
-        if buffer.is_complex():
-            buffer = _in_reals(buffer)
-        return NotedWork(group.handle.allreduce([buffer], self._reduces), name)
+        return NotedWork(group.handle.allreduce([_in_reals(buffer)], self._reduces), name)
 
     def broadcast(self, buffer: Tensor, *, source: int, group: Group) -> Work:
         name = group.log.note(buffer)
@@ -117,13 +107,7 @@ class BackendCollectives:
         return NotedWork(work, name)
 
     def all_to_all(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        *,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-        group: Group,
+        self, received: Tensor, sent: Tensor, *, received_sizes: Sequence[int], sent_sizes: Sequence[int], group: Group
     ) -> Work:
         name = group.log.note(None)
         sizes = list(received_sizes), list(sent_sizes)
@@ -132,5 +116,5 @@ class BackendCollectives:
 
 
 def _in_reals(buffer: Tensor) -> Tensor:
-    """No backend knows complex numbers; a sum of them is that of their parts."""
-    return torch.view_as_real(buffer)
+    """View complex numbers as pairs of reals, which every backend can add."""
+    return torch.view_as_real(buffer) if buffer.is_complex() else buffer

@@ -1,4 +1,4 @@
-"""torch's DTensors, known without being imported: that takes the better part of a second, and who has none need not."""
+"""Handles torch's DTensors without importing them: the import takes most of a second."""
 
 import sys
 from typing import Any
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def dtensor_types() -> tuple[type[Any], ...]:
-    """For isinstance: DTensor, or nothing as long as nobody has imported it, and so has none."""
+    """Return DTensor for isinstance, or nothing if its module was never imported, so that no DTensor can exist."""
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else (module.DTensor,)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; of any other tensor, all of it."""
+    """Return this rank's part of a DTensor; any other tensor is returned as it is."""
     part: Tensor = tensor.to_local() if isinstance(tensor, dtensor_types()) else tensor
     return part

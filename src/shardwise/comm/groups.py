@@ -1,10 +1,10 @@
 """The process groups of a mesh.
 
-Gathers and reduces have groups of their own over the same ranks: a group's collectives run in the order in
-which they were issued, so in one group a gather that is needed now would wait behind a reduce that is not.
+Gathers and reduces use separate groups over the same ranks. A group's collectives run in the order in which they were
+issued, so in a shared group a gather that is needed now would wait behind a reduce that is not.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -16,7 +16,7 @@ from shardwise.plan.mesh import Mesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Ranks that communicate together, this process's place among them, and what it has issued there."""
+    """Ranks that communicate together, the index of this rank among them, and the log of what it issued there."""
 
     handle: dist.ProcessGroup
     ranks: tuple[int, ...]
@@ -25,18 +25,18 @@ class Group:
     log: IssueLog = field(default_factory=IssueLog, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        # Asked for in each collective.
+        # Computed once: every collective reads it.
         object.__setattr__(self, "size", len(self.ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshGroups:
-    """What one rank needs to run a plan on a mesh.
+    """The groups of one rank of a mesh.
 
     gather        over the shard axis, for parameters
     reduce        over the shard axis, for gradients that are sharded
     replicate     over the replicate axis, for slices of gradients
-    reduce_world  over all ranks, for gradients that are replicated, and for what is broadcast
+    reduce_world  over all ranks, for gradients that are replicated, and for broadcasts
     """
 
     mesh: Mesh
@@ -58,18 +58,18 @@ _MADE: dict[Mesh, MeshGroups] = {}
 
 
 def mesh_groups(mesh: Mesh) -> MeshGroups:
-    """The groups of a mesh. Collective: every rank of the job calls it, at the same place in its program.
+    """Return the groups of a mesh. Collective: every rank of the job calls it, at the same point of its program.
 
-    They are made once: a second model on the same mesh uses the same, since a group costs connections, and on a GPU
-    hundreds of megabytes. Their collectives have the time-out that the default group was given.
+    They are made once and shared by all models on the mesh, since a group costs connections, and on a GPU hundreds of
+    megabytes. Their collectives have the time-out of the default group.
     """
-    if mesh not in _MADE or not _still_there(_MADE[mesh]):
+    if mesh not in _MADE or not _exist(_MADE[mesh]):
         _MADE[mesh] = _make_groups(mesh)
     return _MADE[mesh]
 
 
-def _still_there(groups: MeshGroups) -> bool:
-    """Whether nobody has destroyed them since (the job was torn down and started again)."""
+def _exist(groups: MeshGroups) -> bool:
+    """Return whether the groups still exist: a job can be torn down and started again in one process."""
     try:
         for group in groups.by_name().values():
             dist.get_process_group_ranks(group.handle)
@@ -79,37 +79,36 @@ def _still_there(groups: MeshGroups) -> bool:
 
 
 def _make_groups(mesh: Mesh) -> MeshGroups:
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    num_ranks = dist.get_world_size()
     mesh.check_ranks(num_ranks)
-    everyone = range(num_ranks)
     return MeshGroups(
         mesh=mesh,
-        gather=_mine(everyone, rank=rank, group_of=mesh.shard_group),
-        reduce=_mine(everyone, rank=rank, group_of=mesh.shard_group),
-        replicate=_mine(everyone, rank=rank, group_of=mesh.replicate_group),
-        reduce_world=_mine(everyone, rank=rank, group_of=lambda _: tuple(everyone)),
+        gather=_own_group(mesh.shard_group),
+        reduce=_own_group(mesh.shard_group),
+        replicate=_own_group(mesh.replicate_group),
+        reduce_world=_own_group(lambda _: tuple(range(num_ranks))),
     )
 
 
-def _mine(everyone: Iterable[int], *, rank: int, group_of: Callable[[int], tuple[int, ...]]) -> Group:
-    """Make all groups of one kind, as torch demands of every rank, and keep the one that holds this rank."""
-    mine: Group | None = None
-    for ranks in dict.fromkeys(map(group_of, everyone)):
+def _own_group(group_of: Callable[[int], tuple[int, ...]]) -> Group:
+    """Make all groups of one kind, as torch demands of every rank, and return the one with this rank."""
+    own: Group | None = None
+    for ranks in dict.fromkeys(map(group_of, range(dist.get_world_size()))):
         handle = dist.new_group(list(ranks), timeout=job_timeout())
-        if rank in ranks:
-            mine = Group(handle=handle, ranks=ranks, index=ranks.index(rank))
-    assert mine is not None
-    return mine
+        if dist.get_rank() in ranks:
+            own = Group(handle=handle, ranks=ranks, index=ranks.index(dist.get_rank()))
+    assert own is not None
+    return own
 
 
 def job_timeout() -> timedelta | None:
-    """The default group's own time-out; None, which is torch's default, for a backend that does not tell.
+    """Return the default group's time-out, or None (torch's default) if the backend does not report one.
 
-    new_group would take torch's default also where init_process_group was given another.
+    new_group would use torch's default even if init_process_group was given another.
     """
     world = dist.group.WORLD
     assert world is not None
-    # With several backends (cpu:gloo,cuda:nccl) all of them were given the same.
+    # Several backends (cpu:gloo,cuda:nccl) all have the same.
     try:
         options = world._get_backend(world._device_types[0]).options
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""What ranks agree on from one step to the next, on their CPUs: the device is not waited for."""
+"""Collectives between CPUs, for what ranks agree on from step to step without waiting for the device."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from shardwise.comm.groups import job_timeout
 
 
 class HostGroup:
-    """All ranks of the job. Its calls are collective: every rank makes the same ones in the same order."""
+    """A Gloo group of all ranks. Every rank makes the same calls in the same order."""
 
     def __init__(self) -> None:
-        # Ranks of a rehearsal are alone, whatever their number.
+        # In a rehearsal the other ranks are absent.
         self._alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
         self._handle = None if self._alone else dist.new_group(backend="gloo", timeout=job_timeout())
 
     def all_same(self, number: int) -> bool:
-        """Whether every rank gave this number."""
+        """Return whether every rank gave this number."""
         if self._alone:
             return True
         ends = torch.tensor([number, -number])
@@ -26,7 +26,7 @@ class HostGroup:
         return bool(most == -least)
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank gave, in rank order."""
+        """Return each rank's value, in rank order."""
         if self._alone:
             return [value]
         everyone: list[Any] = [None] * dist.get_world_size()

@@ -1,8 +1,8 @@
-"""What a group was given to do, in order: a name and a number for each collective, folded into one number.
+"""The log of the collectives issued in a group, in order, folded into one number.
 
-Two all-reduces of equal size that one rank issues in another order give wrong sums on all of them, and no backend
-notices. So each group keeps the collectives that were issued in it, noted down where they are handed to the backend;
-ranks compare the number that they fold into (engine/guards/same_order.py), and the names only if that differs.
+If one rank swaps two all-reduces of equal size, all ranks get wrong sums, and no backend notices. So each group logs
+its collectives where they are handed to the backend. Ranks compare the number that the log folds into
+(engine/guards/same_order.py), and the names only if the numbers differ.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,12 +15,12 @@ from torch import Tensor
 from shardwise.comm.rank_progress import EVALUATION, PROGRESS
 
 _MASK = 0xFFFFFFFF
-# 2^32 / golden ratio: spreads neighbouring numbers, and is odd, so that nothing is lost.
+# 2^32 / golden ratio: spreads neighbouring numbers, and is odd, so that multiplying by it loses nothing.
 _SPREAD = 0x9E3779B1
 
 
 class CollectiveName:
-    """What a collective is for (`reduce blocks.1`), and a number that is the same for it on all ranks."""
+    """The name of a collective (`reduce blocks.1`), and a number for it that is the same on all ranks."""
 
     __slots__ = ("number", "text")
 
@@ -33,17 +33,17 @@ class CollectiveName:
 
 
 Issued = list[tuple[CollectiveName, int]]
-"""Collectives in their order, each with the number of its buffer's elements."""
+"""Collectives in order, each with the number of elements of its buffer."""
 
 _UNNAMED = CollectiveName("a collective without a name")
 
 
 class IssueLog:
-    """The collectives of one group since its ranks last compared them.
+    """The collectives issued in one group since its ranks last compared them.
 
-    name     what the next one is for: set before it is issued
-    folded   all of them, in their order, as one number
-    num_compared  how many were issued before these
+    name           the name of the next one, set before it is issued
+    folded         all of them, in order, as one number
+    num_compared   how many were compared before these
     """
 
     __slots__ = ("folded", "issued", "name", "num_compared")
@@ -55,7 +55,7 @@ class IssueLog:
         self.num_compared = 0
 
     def note(self, buffer: Tensor | None) -> CollectiveName:
-        """A collective is handed to the backend now; without a buffer, one of which ranks have different shares."""
+        """Log a collective as it is handed to the backend. `buffer` is None if its size differs between ranks."""
         name, num_elements = self.name, 0 if buffer is None else buffer.numel()
         self.issued.append((name, num_elements))
         self.folded = ((self.folded ^ name.number) + num_elements) * _SPREAD & _MASK
@@ -63,21 +63,21 @@ class IssueLog:
         return name
 
     def restart(self) -> None:
-        """What was issued so far need not be compared (any more)."""
+        """Forget what was issued so far without comparing it."""
         self.issued.clear()
         self.folded = 0
 
     def mark(self) -> tuple[int, int]:
-        """Where it stands now: what `forget_since` goes back to."""
+        """Return the current state, for `forget_since`."""
         return len(self.issued), self.folded
 
     def forget_since(self, mark: tuple[int, int]) -> None:
-        """Leave out what was issued since then: ranks of other groups may do more or less of it."""
+        """Forget what was issued since `mark`: ranks of other groups may issue more or less of it."""
         length, self.folded = mark
         del self.issued[length:]
 
     def take(self) -> Issued:
-        """What was issued so far, to be compared now; from here on a new list."""
+        """Return what was issued so far, to be compared now, and start a new list."""
         issued, self.issued = self.issued, []
         self.folded = 0
         self.num_compared += len(issued)
@@ -86,8 +86,8 @@ class IssueLog:
 
 @contextmanager
 def of_no_step(log: IssueLog) -> Iterator[None]:
-    """What is issued in here is not compared: on a mesh with two axes, ranks that gather together may evaluate more
-    often than others.
+    """Leave the collectives in this block out of the comparison: on a mesh with two axes, groups may evaluate a
+    different number of times.
     """
     PROGRESS.phase = EVALUATION
     count, mark = PROGRESS.count, log.mark()
@@ -98,13 +98,13 @@ def of_no_step(log: IssueLog) -> Iterator[None]:
 
 
 class HasWait(Protocol):
-    """A backend's own work."""
+    """The work of a backend."""
 
     def wait(self) -> object: ...
 
 
 class NotedWork:
-    """A collective that is under way, and whose wait is seen."""
+    """A collective that was issued; while it is waited for, PROGRESS says so."""
 
     __slots__ = ("_name", "_work")
 
@@ -126,12 +126,12 @@ class NotedWork:
 
 
 def names_of(issued: Issued) -> list[str]:
-    """For other ranks. Of a copy: the main thread may continue meanwhile."""
+    """Describe the collectives for other ranks, from a copy, since the main thread may add to the list."""
     return [f"{name} of {num_elements} elements" for name, num_elements in list(issued)]
 
 
 def disagreement(difference: str) -> str:
-    """The line that tells of a first difference."""
+    """Return the error message for the first difference."""
     return (
         f"ranks issued different collectives in one step: {difference}; its update is not done (code that runs "
         "differently on different ranks, or a defect of the engine: please report it)"
@@ -139,7 +139,7 @@ def disagreement(difference: str) -> str:
 
 
 def fold_all(logs: Iterable[IssueLog]) -> int:
-    """What several groups were given to do, each in its own order, as one number."""
+    """Fold the logs of several groups into one number."""
     folded = 0
     for log in logs:
         folded = (folded ^ log.folded) * _SPREAD & _MASK
@@ -147,9 +147,9 @@ def fold_all(logs: Iterable[IssueLog]) -> int:
 
 
 def first_difference(issued: Mapping[int, Mapping[str, Sequence[str]]], *, ended: bool) -> str:
-    """From (rank → group → names in order): the first collective in which ranks differ, and who issued what; or "".
+    """Describe the first collective in which ranks differ, or return "". `issued` maps rank → group → names in order.
 
-    `ended`: no rank issues more, so that one that has issued less differs too.
+    `ended`: no rank will issue more, so one that has issued fewer differs too.
     """
     first, *others = sorted(issued)
     for group in issued[first]:

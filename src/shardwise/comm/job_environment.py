@@ -1,12 +1,12 @@
-"""What the environment variables say of this process: which rank of which job it is, and where its ranks meet.
+"""Reads the environment variables that say which rank of which job this process is, and where the ranks meet.
 
     started by    its rank                  the ranks meet over
     our launcher  RANK, WORLD_SIZE …        a file, a new one for each start
     torchrun      RANK, WORLD_SIZE …        the agent's TCP store, at MASTER_ADDR:MASTER_PORT
-    SLURM         SLURM_PROCID, …           a TCP store of rank 0 on the first node; on loopback if it is the only one
+    SLURM         SLURM_PROCID, …           a TCP store of rank 0 on the first node; on loopback if there is only one
     no launcher   0, in a job of one rank   memory
 
-The one place that reads these variables. No torch here: our launcher's ranks read their number before they import it.
+No torch here: our launcher's ranks read their number before they import it.
 """
 
 import os
@@ -18,17 +18,17 @@ from typing import Literal
 
 from shardwise.errors import InvalidJob
 
-# The variable in which our launcher names the file over which the ranks of one start meet.
+# The file over which the ranks of one start meet, set by our launcher.
 STORE = "SHARDWISE_STORE"
-# The variable that switches captured steps off, for a debugger or to look for a fault.
+# Turns captured steps off, for debugging.
 CAPTURE = "SHARDWISE_CAPTURE"
-# The variable that names the folder in which ranks of a job that fails leave their records.
+# The folder in which ranks of a failing job leave their records.
 AUTOPSY = "SHARDWISE_AUTOPSY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How this process was started. `num_nodes` is 0 where the launcher does not say it."""
+    """The way this process was started. `num_nodes` is 0 if the launcher does not say."""
 
     launcher: Literal["", "torchrun", "slurm"] = ""
     rank: int = 0
@@ -40,7 +40,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks of a job meet: over a file, else over a TCP store, else (one rank) in memory.
+    """The place where the ranks of a job meet: a file, else a TCP store, else (one rank) memory.
 
     serves      this process runs the TCP store
     local       all ranks are on this machine
@@ -54,13 +54,13 @@ class Rendezvous:
 
 
 def autopsy_folder() -> Path | None:
-    """Where SHARDWISE_AUTOPSY has ranks leave their records (record_writer.py), if it is set."""
+    """Return the folder that SHARDWISE_AUTOPSY names for records (record_writer.py), if it is set."""
     value = os.environ.get(AUTOPSY, "")
     return Path(value) if value else None
 
 
 def capture_is_off() -> bool:
-    """Whether SHARDWISE_CAPTURE=off has every step run as an ordinary one, whatever its plan says."""
+    """Return whether SHARDWISE_CAPTURE=off turns captured steps off, whatever the plan says."""
     value = os.environ.get(CAPTURE, "")
     if value not in ("", "off"):
         raise InvalidJob(f"{CAPTURE} = {value!r}: must be off, or not be set")
@@ -68,17 +68,17 @@ def capture_is_off() -> bool:
 
 
 def is_rank() -> bool:
-    """Whether this process was started as one rank of a job: by our launcher, torchrun or SLURM."""
+    """Return whether this process was started as a rank of a job: by our launcher, torchrun or SLURM."""
     return _by_torchrun(os.environ) or _by_slurm(os.environ)
 
 
 def by_our_launcher() -> bool:
-    """Whether our launcher started this rank, and so holds its run folder."""
+    """Return whether our launcher started this rank, and so holds the lock of its run folder."""
     return STORE in os.environ and is_rank()
 
 
 def start_of(variables: Mapping[str, str]) -> Start:
-    """How this process was started."""
+    """Read how this process was started."""
     start = Start()
     if _by_torchrun(variables):
         start = _torchrun_start(variables)
@@ -91,7 +91,7 @@ def start_of(variables: Mapping[str, str]) -> Start:
 
 
 def rendezvous_of(start: Start, *, variables: Mapping[str, str]) -> Rendezvous:
-    """Where this process meets the other ranks."""
+    """Read where this process meets the other ranks."""
     if start.launcher == "torchrun":
         return _torchrun_rendezvous(start, variables=variables)
     if start.launcher == "slurm":
@@ -100,13 +100,13 @@ def rendezvous_of(start: Start, *, variables: Mapping[str, str]) -> Rendezvous:
 
 
 def _by_torchrun(variables: Mapping[str, str]) -> bool:
-    # A batch script may set WORLD_SIZE for tasks that take their rank from SLURM. RANK without WORLD_SIZE and without
-    # SLURM is a mistake, which is reported where the rest is read.
+    # A batch script may set WORLD_SIZE for tasks that take their rank from SLURM. RANK without WORLD_SIZE or SLURM is a
+    # mistake, which `start_of` reports.
     return "RANK" in variables and ("WORLD_SIZE" in variables or not _by_slurm(variables))
 
 
 def _by_slurm(variables: Mapping[str, str]) -> bool:
-    # One task is what a batch script has before srun: from there our own launcher starts ranks.
+    # A batch script that has not called srun is a single task, from which our own launcher starts ranks.
     return "SLURM_PROCID" in variables and variables.get("SLURM_NTASKS", "1") != "1"
 
 
@@ -128,7 +128,7 @@ def _torchrun_rendezvous(start: Start, *, variables: Mapping[str, str]) -> Rende
     return Rendezvous(
         address=_host(_text("MASTER_ADDR", variables)),
         port=_number("MASTER_PORT", variables),
-        # Else the agent serves the store.
+        # Otherwise the agent serves the store.
         serves=start.rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         local=start.num_nodes == 1,
     )
@@ -151,7 +151,7 @@ def _slurm_rendezvous(start: Start, *, variables: Mapping[str, str]) -> Rendezvo
             f"this SLURM job has {start.num_ranks} tasks, but srun did not start this process: start it with srun, "
             "or unset SLURM_PROCID to run without SLURM"
         )
-    # Jobs that share a node must not share a port; below 32768 the kernel hands out none by itself.
+    # Jobs that share a node must not share a port. The kernel does not hand out ports below 32768.
     job, step = _number("SLURM_JOB_ID", variables, default=0), _number("SLURM_STEP_ID", variables)
     port = 15000 + (job + 131 * step) % 16000
     local = start.num_nodes == 1
@@ -164,7 +164,7 @@ def _slurm_rendezvous(start: Start, *, variables: Mapping[str, str]) -> Rendezvo
 
 
 def _first_node(variables: Mapping[str, str]) -> str:
-    """The host of rank 0: of `a[01-04,07],b2` it is a01."""
+    """Return the host of rank 0: a01 for `a[01-04,07],b2`."""
     keys = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodes = next((variables[key] for key in keys if key in variables), "")
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
@@ -174,7 +174,7 @@ def _first_node(variables: Mapping[str, str]) -> str:
 
 
 def _host(address: str) -> str:
-    """An IPv6 address may stand in brackets, as in a URL."""
+    """Remove the brackets that an IPv6 address may have, as in a URL."""
     return address[1:-1] if address.startswith("[") and address.endswith("]") else address
 
 

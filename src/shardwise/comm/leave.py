@@ -1,8 +1,7 @@
-"""What has to be let go before the process groups are destroyed.
+"""Releases CUDA graphs before process groups are destroyed.
 
-A CUDA graph that holds a collective holds its NCCL communicator, and a communicator is not destroyed until all such
-graphs are: with one alive, `destroy_process_group` never returns. So whoever keeps graphs registers them here, and
-`torch.distributed.destroy_process_group` lets them go first, whoever calls it.
+A CUDA graph with a collective in it holds the NCCL communicator, and while one is alive `destroy_process_group` never
+returns. So a holder of graphs registers here, and `torch.distributed.destroy_process_group` releases it first.
 """
 
 import weakref
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 
 class Holder(Protocol):
-    """Keeps something alive that stands in the way of a group's end."""
+    """An object that keeps CUDA graphs alive."""
 
     def let_go(self) -> None: ...
 
@@ -23,25 +22,20 @@ _HOLDERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def let_go_before_leaving(holder: Holder) -> None:
-    """Call `holder.let_go()` before groups are destroyed; until then it is not kept alive by this."""
-    if not hasattr(dist.destroy_process_group, "_shardwise_lets_go"):
-        # Only where there is something to let go: nobody else's process is touched.
-        replaced = _letting_go(dist.destroy_process_group)
-        dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = replaced
+    """Call `holder.let_go()` before groups are destroyed. This does not keep the holder alive."""
+    if not hasattr(dist.destroy_process_group, "_shardwise_releases"):
+        # Patched only once there is something to release.
+        patched = _releasing(dist.destroy_process_group)
+        dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = patched
     _HOLDERS.add(holder)
 
 
-def let_go() -> None:
-    """Let go of all that stands in the way."""
-    for holder in list(_HOLDERS):
-        holder.let_go()
-
-
-def _letting_go(destroy: Callable[..., None]) -> Callable[..., None]:
+def _releasing(destroy: Callable[..., None]) -> Callable[..., None]:
     @wraps(destroy)
     def destroy_process_group(*arguments: Any, **options: Any) -> None:
-        let_go()
+        for holder in list(_HOLDERS):
+            holder.let_go()
         destroy(*arguments, **options)
 
-    destroy_process_group._shardwise_lets_go = True  # type: ignore[attr-defined]
+    destroy_process_group._shardwise_releases = True  # type: ignore[attr-defined]
     return destroy_process_group

@@ -1,7 +1,7 @@
-"""Where ranks write for each other how they stand: keys in the job's store, on a connection of their own.
+"""A board on which ranks write their progress for each other: keys in the job's store, on a separate connection.
 
-A blocked call of the main thread would hold up whoever shares its connection. A store that is served by a process that
-has stopped does not answer at all, so only a thread that may hang can use this.
+The connection is separate because a blocked call of the main thread would block every other user of it. A store in a
+process that has stopped does not answer at all, so only a thread that may hang can use this.
 """
 
 import json
@@ -14,15 +14,15 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shardwise.comm.rank_progress import Standing
 from shardwise.comm.stall import Stall
 
-# What a rank has issued: by the comparison of ranks that it is part of, then by group, in order.
+# The collectives that a rank has issued, in order: comparison of ranks → group → names.
 History = dict[str, dict[str, list[str]]]
 
 
 class Noticeboard:
-    """One rank's view of what all have written."""
+    """One rank's access to the board."""
 
     def __init__(self, store: Store) -> None:
-        # Older torch has no connection of its own to give.
+        # Older torch cannot open a second connection.
         own: Store = store.clone() if hasattr(store, "clone") else store
         self._store = PrefixStore("shardwise/watch", own)
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
@@ -33,7 +33,7 @@ class Noticeboard:
         self._store.set(f"standing/{self._rank}", json.dumps([self._num_written, asdict(standing)]))
 
     def read_standings(self) -> dict[int, tuple[int, Standing]]:
-        """Rank → (how often it has written, what it wrote last), of those that have."""
+        """Return rank → (how often it has written, its last standing), for the other ranks that have written."""
         return {rank: (number, Standing(**fields)) for rank, (number, fields) in self._read("standing").items()}
 
     def write_history(self, history: History) -> None:
@@ -43,7 +43,7 @@ class Noticeboard:
         return self._read("history")
 
     def write_verdict(self, stall: Stall) -> None:
-        """The first one counts."""
+        """Write a verdict, unless there is one already."""
         if self.read_verdict() is None:
             self._store.set("verdict", json.dumps(asdict(stall)))
 
@@ -54,6 +54,6 @@ class Noticeboard:
         keys = {rank: f"{topic}/{rank}" for rank in range(self._num_ranks) if rank != self._rank}
         extended = self._store.has_extended_api()  # type: ignore[attr-defined]
         if extended and self._store.check(list(keys.values())):
-            # One question instead of one for each rank.
+            # One request instead of one per rank.
             return dict(zip(keys, map(json.loads, self._store.multi_get(list(keys.values()))), strict=True))
         return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}

@@ -1,19 +1,19 @@
-"""How fast this rank moves, and what the watchdog should have patience for."""
+"""Measures how fast this rank makes progress, and how long the watchdog should wait accordingly."""
 
 import time
 
 from shardwise.comm.rank_progress import PROGRESS
 
-# Before so many steps were taken, compilers may hold up a rank: the limit is so many times as long.
+# During the first steps, in which compilers may run, the limit is longer by this factor.
 _FIRST_STEPS = 2
 _FIRST_FACTOR = 4.0
-# Never less than so many times the slowest of the last steps.
+# The limit is at least this many times the slowest of the last steps.
 _NUM_STEPS = 8
 _STEP_FACTOR = 3.0
 
 
 class Pace:
-    """Looked at from time to time (`note`): since when nothing was issued, and how long the last steps took."""
+    """Measures, each time `note` is called, how long nothing was issued and how long the last steps took."""
 
     def __init__(self) -> None:
         self.position = (0, 0, 0)
@@ -25,7 +25,7 @@ class Pace:
         position, taken = (PROGRESS.step, PROGRESS.count, PROGRESS.evaluated), PROGRESS.taken
         now = time.monotonic()
         if taken != self._taken:
-            # The first step is compiled and learned in, and is no measure. A new model counts from 0.
+            # The first step compiles and learns, and does not count. A new model counts from 0 again.
             if 0 < self._taken < taken:
                 seconds = (now - self._step_since) / (taken - self._taken)
                 self._step_seconds = [*self._step_seconds[1 - _NUM_STEPS :], seconds]
@@ -39,10 +39,10 @@ class Pace:
 
     @property
     def slowest_seconds(self) -> float:
-        """Of the last steps."""
+        """The time of the slowest of the last steps."""
         return max(self._step_seconds, default=0.0)
 
     def limit(self, seconds: float, *, most_seconds: float) -> float:
-        """How long others may wait for a rank, where `seconds` is what was asked for."""
+        """Return how long ranks may wait for another, given the limit that the user asked for."""
         first = _FIRST_FACTOR if self._taken < _FIRST_STEPS else 1.0
         return min(max(first * seconds, _STEP_FACTOR * self.slowest_seconds), most_seconds)

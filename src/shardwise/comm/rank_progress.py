@@ -1,6 +1,6 @@
-"""How far this process has come in its job: written where operations are issued, read by the watchdog's threads.
+"""The progress of this process in its job: written where operations are issued, read by the watchdog's threads.
 
-Written without a lock, a plain assignment each: a reader may see a position that is one operation old. No torch here.
+Each write is a plain assignment without a lock, so a reader may be one operation behind. No torch here.
 """
 
 import threading
@@ -18,33 +18,28 @@ EVALUATION = "evaluation"
 
 
 class RankProgress:
-    """A process is one rank of one job, so there is one of them.
+    """The progress of this process, which is one rank of one job.
 
-    step          the number of the step that is under way, or comes next; taken: how many are over
-    phase         what the step, or what is between two steps, is at
-    count         collectives that were issued in this step
+    step          the number of the current step, or of the next one; taken: how many are complete
+    phase         the current phase of the step, or BETWEEN_STEPS
+    count         collectives issued in this step
     evaluated     collectives of forwards without gradients since the last step
-    kind, unit    the operation that was issued last, as the tape would note it
-    waits_for     the collective in whose wait this process is, "" for none
-    lost_in       the collective whose wait failed, "" for none
+    kind, unit    the operation that was issued last, as on the tape
+    waits_for     the collective that this process waits for, or ""
+    lost_in       the collective whose wait failed, or ""
     """
-
-    __slots__ = (
-        *("count", "evaluated", "explain", "kind", "leave_record", "lost_in", "on_stall", "phase", "step", "taken"),
-        *("unit", "waits_for"),
-    )
 
     def __init__(self) -> None:
         self.restart()
-        # Called with a collective's error: may raise a better one.
+        # Called with the error of a collective; may raise a better one.
         self.explain: Callable[[RuntimeError], None] | None = None
-        # Called with (error, rank that stopped) before the watchdog ends this process.
+        # Called with the error and the rank that stopped before the watchdog ends this process.
         self.on_stall: Callable[[Exception, int], None] | None = None
-        # Called with an error that ends this process, or a collective of it: leaves a record for `shardwise autopsy`.
+        # Called with an error of this process or of a collective; writes a record for `shardwise autopsy`.
         self.leave_record: Callable[[BaseException], None] | None = None
 
     def restart(self) -> None:
-        """All ranks are at one point, before their first step."""
+        """Reset to the start of a job, on all ranks at the same point."""
         self.step = 1
         self.taken = 0
         self.phase = BETWEEN_STEPS
@@ -56,22 +51,22 @@ class RankProgress:
         self.lost_in = ""
 
     def lose(self, error: BaseException) -> None:
-        """A collective has failed: a peer is gone, or the network."""
+        """Note that a collective failed: a peer or the network is gone."""
         self.lost_in = self.waits_for
         if self.leave_record is not None:
             self.leave_record(error)
 
     def end_step(self) -> None:
-        """The update is issued, with what follows on it."""
+        """Note that the update was issued."""
         self.step += 1
         self.taken += 1
         self.count = 0
         self.phase = BETWEEN_STEPS
-        # Whoever caught the error of a collective has gone on.
+        # A program that caught the error of a collective has continued.
         self.lost_in = ""
 
     def standing(self, rank: int, *, idle_seconds: float) -> "Standing":
-        """A copy, for the others."""
+        """Return a copy for the other ranks."""
         return Standing(
             rank=rank,
             step=self.step,
@@ -89,9 +84,9 @@ PROGRESS = RankProgress()
 
 @contextmanager
 def waiting_in(what: str, *, counts: bool = True) -> Iterator[None]:
-    """A blocking call that all ranks make. `counts`: all of the job, so that it is part of their position.
+    """Mark the block as a blocking call. `counts`: all ranks of the job make it, so it is part of their position.
 
-    A thread other than the main one (a checkpoint that is written) holds up nobody.
+    Threads other than the main one (which write checkpoints) are ignored: they do not block training.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -109,11 +104,11 @@ def waiting_in(what: str, *, counts: bool = True) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where a rank stands.
+    """The point that a rank has reached.
 
-    idle_seconds     for how long it has issued no collective
-    silent_seconds   for how long its process has not answered, as the reader sees it
-    left             it has no prepared model any more: its program is over, or about to be
+    idle_seconds     how long it has issued no collective
+    silent_seconds   how long its process has not answered, as seen by the reader
+    left             it has no prepared model any more: its program has ended, or is about to
     """
 
     rank: int
@@ -129,10 +124,10 @@ class Standing:
 
     @property
     def position(self) -> tuple[int, int, int]:
-        """The same on all ranks at the same point, and larger further on."""
+        """Equal on all ranks at the same point, and larger at later points."""
         return self.step, self.count, self.evaluated
 
     def __str__(self) -> str:
-        """The step, what it is at, and the operation that was issued last, or is computing."""
+        """Describe the step, its phase, and the operation that was issued last or is computing."""
         in_or_after = "in" if self.last.partition(" ")[0] in (FORWARD, BACKWARD) else "after"
         return f"step {self.step}, {self.phase}" + (f", {in_or_after} {self.last}" if self.last else "")

@@ -1,8 +1,8 @@
-"""What a rank leaves behind when its job fails, for `shardwise autopsy`: a record of what it issued last.
+"""Writes a record of what a rank issued last when its job fails, for `shardwise autopsy`.
 
-It goes into the run folder of `shardwise train`, or into the folder that SHARDWISE_AUTOPSY names; without either,
-nothing is written. A rank writes it when an error ends it, when a collective fails (a peer is gone), and when the
-watchdog ends it.
+The record goes into the run folder of `shardwise train`, or into the folder that SHARDWISE_AUTOPSY names; without
+either, nothing is written. A rank writes it when an error ends it, when a collective fails (a peer is gone), and when
+the watchdog ends it.
 """
 
 import os
@@ -27,11 +27,11 @@ User = TypeVar("User")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastIssued:
-    """Of one model.
+    """The last collectives of one model.
 
-    issued     by group: (number among all of the group, name) of the last collectives
-    program    by group: the collectives of a step, in the order of its program
-    upcoming   the operations of the row of the program that comes next
+    issued     group → (number in the group, name) of the last collectives
+    program    group → the collectives of a step, in the order of the step program
+    upcoming   the operations of the next row of the program
     """
 
     issued: Mapping[str, list[tuple[int, str]]]
@@ -40,7 +40,7 @@ class LastIssued:
 
 
 class RecordWriter:
-    """A process is one rank of one job, so there is one of them."""
+    """The writer of this process, which is one rank of one job."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
@@ -49,7 +49,7 @@ class RecordWriter:
         self._hooked = False
 
     def tell_of(self, user: User, *, groups: MeshGroups, last: Callable[[User], LastIssued]) -> None:
-        """From now on, and as long as `user` exists, records tell what was issued for it."""
+        """Include what was issued for `user` in records, as long as it exists."""
         self._users[user] = (groups, last)
         self.folder = self.folder or autopsy_folder()
         PROGRESS.leave_record = self.write
@@ -64,34 +64,36 @@ class RecordWriter:
             sys.excepthook = write_first
 
     def write(self, error: BaseException | None, *, heard: Mapping[int, str] | None = None) -> None:
-        """What this rank has issued; `error`: why it ends, None if others hold it up. `heard`: where others stood."""
+        """Write what this rank has issued, why it ends (None: it waits for others), and where others stood."""
         if self.folder is None or not self._users or not dist.is_initialized():
             return
         try:
             write_record(self.folder, self._record(error, heard=heard or {}))
         except OSError as failed:
-            # The disk may be what ended the job. Past Python's buffers: another thread may hold their locks.
+            # A full disk may be what ended the job. Not through Python's buffers: another thread may hold their locks.
             os.write(2, f"shardwise: no record was left in {self.folder}: {failed.strerror}\n".encode())
 
     def _record(self, error: BaseException | None, *, heard: Mapping[int, str]) -> RankRecord:
         rank = dist.get_rank()
-        own = error is not None and not _tells_of_a_peer(error)
+        # Ranks that disagree, or a collective that failed, are about a peer.
+        is_echo = isinstance(error, RanksDisagree | RanksMissing | dist.DistError) or PROGRESS.lost_in != ""
         groups: dict[str, GroupRecord] = {}
         program: dict[str, tuple[str, ...]] = {}
         upcoming: tuple[str, ...] = ()
         for user, (mesh, last) in list(self._users.items()):
-            told = last(user)
-            upcoming = upcoming or told.upcoming
+            found = last(user)
+            upcoming = upcoming or found.upcoming
             for name, group in mesh.by_name().items():
-                shown = name if group.size == dist.get_world_size() else f"{name} of ranks {_listed(group.ranks)}"
-                if told.issued.get(name):
-                    groups[shown] = GroupRecord(ranks=group.ranks, issued=_marked(told.issued[name]))
-                program[shown] = told.program.get(name, ())
+                ranks = ", ".join(map(str, group.ranks))
+                label = name if group.size == dist.get_world_size() else f"{name} of ranks {ranks}"
+                if found.issued.get(name):
+                    groups[label] = GroupRecord(ranks=group.ranks, issued=_marked(found.issued[name]))
+                program[label] = found.program.get(name, ())
         return RankRecord(
             rank=rank,
             groups=groups,
             state=_state(rank, upcoming),
-            failed=f"{type(error).__name__}: {error}"[:1000] if own else "",
+            failed=f"{type(error).__name__}: {error}"[:1000] if error is not None and not is_echo else "",
             heard=dict(heard),
             program=program,
         )
@@ -101,24 +103,15 @@ RECORDS = RecordWriter()
 
 
 def _state(rank: int, upcoming: tuple[str, ...]) -> str:
-    """Where this rank stands, and what its program says next."""
+    """Describe where this rank stands, and what comes next in its program."""
     waits = f", waiting in {PROGRESS.waits_for}" if PROGRESS.waits_for else ""
     follows = f"; next in its step program: {', '.join(upcoming)}" if upcoming else ""
     return f"at {PROGRESS.standing(rank, idle_seconds=0.0)}{waits}{follows}"
 
 
 def _marked(issued: list[tuple[int, str]]) -> list[Issued]:
-    """The collective in whose wait this process is, and all that it issued in that group since, are not over."""
+    """Mark as not ended the collective that this process waits for, and all that it issued in the group after it."""
     waits_for = PROGRESS.waits_for or PROGRESS.lost_in
     places = [place for place, (_, name) in enumerate(issued) if waits_for and name.startswith(f"{waits_for} of ")]
-    over = places[-1] if places else len(issued)
-    return [Issued(number=number, name=name, ended=place < over) for place, (number, name) in enumerate(issued)]
-
-
-def _tells_of_a_peer(error: BaseException) -> bool:
-    """Whether the error is not this rank's own: ranks that went separate ways, or a collective that failed."""
-    return isinstance(error, RanksDisagree | RanksMissing | dist.DistError) or PROGRESS.lost_in != ""
-
-
-def _listed(ranks: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ranks))
+    num_ended = places[-1] if places else len(issued)
+    return [Issued(number=number, name=name, ended=place < num_ended) for place, (number, name) in enumerate(issued)]

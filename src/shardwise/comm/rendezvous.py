@@ -1,4 +1,4 @@
-"""The store over which a job's process group is made, once every rank is there."""
+"""Makes the store of a job's process group, and waits until every rank has joined."""
 
 import errno
 import json
@@ -20,12 +20,12 @@ _HINT = "the output of those ranks says why"
 
 
 def wait_for_ranks(rendezvous: Rendezvous, *, rank: int, num_ranks: int, limit_seconds: float) -> Store:
-    """The store over which the job's group is made, once every rank has come to it.
+    """Wait until every rank has joined, and return the store for the job's process group.
 
-    A store may outlive the ranks (torchrun's is kept over restarts), and then still holds what those before us wrote,
-    while restarts are not counted alike on all nodes. So each rank says hello by a new name; rank 0 welcomes the names
-    that it reads, to a new meeting whenever one of them has changed; and the meeting to which every rank has come,
-    after it found its own name, is the one.
+    A store may outlive the ranks (torchrun keeps its store over restarts) and hold keys of earlier ones, and nodes
+    may count restarts differently. So each rank writes a new name under `hello`. Rank 0 publishes the names that it
+    reads, with a new meeting whenever one changes. A rank that finds its own name joins that meeting, and the first
+    meeting that all ranks have joined is used.
     """
     deadline = time.monotonic() + limit_seconds
     store = _store(rendezvous, num_ranks=num_ranks, limit_seconds=limit_seconds)
@@ -38,8 +38,8 @@ def wait_for_ranks(rendezvous: Rendezvous, *, rank: int, num_ranks: int, limit_s
             names = {str(other): store.get(key) for other in everyone if store.check([key := f"hello/{other}"])}
             if names != welcomed:
                 welcomed = names
-                told = {other: each.decode() for other, each in names.items()}
-                store.set("welcome", json.dumps({"meeting": uuid4().hex, "names": told}))
+                decoded = {other: each.decode() for other, each in names.items()}
+                store.set("welcome", json.dumps({"meeting": uuid4().hex, "names": decoded}))
         welcome = json.loads(store.get("welcome")) if store.check(["welcome"]) else {"names": {}}
         if welcome["names"].get(str(rank)) == name and welcome["meeting"] != meeting:
             meeting = welcome["meeting"]
@@ -54,7 +54,7 @@ def wait_for_ranks(rendezvous: Rendezvous, *, rank: int, num_ranks: int, limit_s
 
 
 def _store(rendezvous: Rendezvous, *, num_ranks: int, limit_seconds: float) -> Store:
-    """The store that the rendezvous names."""
+    """Make the store that the rendezvous names."""
     if rendezvous.file:
         return FileStore(rendezvous.file, num_ranks)
     if not rendezvous.address:
@@ -81,17 +81,17 @@ def _tcp_store(
         is_master=rendezvous.serves,
         timeout=timedelta(seconds=limit_seconds),
         wait_for_workers=False,
-        # A process that joins again still serves its first store, as long as anything holds on to it.
+        # A process that joins again still serves its first store, as long as something references it.
         multi_tenant=True,
         master_listen_fd=listening,
     )
 
 
 def _connect(rendezvous: Rendezvous, *, num_ranks: int, limit_seconds: float) -> TCPStore:
-    """The store that another process serves.
+    """Connect to the store that another process serves.
 
-    torch's own timeout does not hold where something takes the connection and never answers, and is waited for twice
-    where nobody does. So it connects in a thread, which is left to itself when the time is up.
+    torch's own time-out does not apply if something accepts the connection and never answers, and is waited for twice
+    if nothing accepts it. So this connects in a thread, which is abandoned when the time is up.
     """
     outcome: list[TCPStore | BaseException] = []
 
@@ -129,9 +129,9 @@ def _where(rendezvous: Rendezvous) -> str:
 
 
 def _listen(rendezvous: Rendezvous) -> int | None:
-    """A socket for a store on one machine: left to itself, a store listens on every interface.
+    """Open the socket for a store on one machine, since by default a store listens on every interface.
 
-    None where the port is taken: if by an earlier store of this process, that one is shared.
+    Return None if the port is taken: a store that this process made earlier is then shared.
     """
     try:
         known = socket.getaddrinfo(rendezvous.address, rendezvous.port, type=socket.SOCK_STREAM)

@@ -1,15 +1,14 @@
-"""From where all ranks stand: has the job stalled, and because of whom? No torch and no clock here.
+"""Decides from the standings of all ranks whether the job has stalled, and which rank caused it. No torch, no clock.
 
-A rank that is behind holds up the others; ranks that wait are ahead of it, or at the same operation. So a job has
-stalled when the ranks that are furthest have waited for the limit, and
+A rank that is behind blocks the others; ranks that wait are ahead of it, or at the same operation. So a job has
+stalled when the ranks that are furthest ahead have waited for the limit, and
 
-    a process has not answered for as long        it was stopped, or its machine or network is gone
-    a rank further back has issued nothing for    its own code holds it: data, evaluation on one rank, an endless loop
-    as long
+    a process has not answered for as long          it was stopped, or its machine or network is gone
+    a rank behind has issued nothing for as long    its own code blocks: data, evaluation on one rank, an endless loop
     a rank has ended
-    all ranks wait at one point                   the backend, or collectives that do not fit together
+    all ranks wait at the same point                the backend, or collectives that do not match
 
-A pause that all ranks make alike (evaluation, saving) is none of these: nobody waits.
+A pause of all ranks together (evaluation, saving) is not a stall: no rank waits.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from shardwise.comm.rank_progress import Standing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
-    """`rank` is the first of those that hold up the others; `text` tells of all."""
+    """`rank` is the first of the ranks that block the others; `text` describes all of them."""
 
     rank: int
     text: str
@@ -29,12 +28,12 @@ class Stall:
 def find_stall(
     ranks: Sequence[Standing], *, limit_seconds: float, silence_seconds: float, waits_on_host: bool
 ) -> Stall | None:
-    """Whom the others have waited for since `limit_seconds` or more, if there is somebody.
+    """Return the ranks that others have waited for during `limit_seconds` or more, if there are any.
 
-    silence_seconds   after which a process is said not to answer
-    waits_on_host     a rank that waits for others does so inside a wait (Gloo); else its device does (NCCL)
+    silence_seconds   after which a process counts as not answering
+    waits_on_host     a waiting rank blocks inside `wait` (Gloo); otherwise its device waits (NCCL)
     """
-    # What a silent process said last may be old: it is at most where the others are.
+    # The last message of a silent process may be old, so its position is not compared.
     silent = [rank for rank in ranks if not rank.left and rank.silent_seconds >= silence_seconds]
     heard = [rank for rank in ranks if rank not in silent]
     here = [rank for rank in heard if not rank.left]
@@ -44,25 +43,24 @@ def find_stall(
     waiting = [rank for rank in here if rank.position == furthest]
     if any(rank.idle_seconds < limit_seconds for rank in waiting):
         return None
-    waits = any(rank.waits_for for rank in waiting) or not waits_on_host
-    if not waits:
+    if waits_on_host and not any(rank.waits_for for rank in waiting):
         return None
     if silent:
         seconds = max(rank.silent_seconds for rank in silent)
-        # It took part in all that the others have done.
+        # It cannot be further: the others have completed nothing without it.
         where = f"at or before {_operation(waiting[0])}, step {waiting[0].step}, {waiting[0].phase}"
-        return _told(silent, why=f"has not answered for {seconds:.0f} s", where=where, waiting=waiting)
+        return _describe(silent, why=f"has not answered for {seconds:.0f} s", where=where, waiting=waiting)
     behind = [rank for rank in heard if rank.position < furthest]
     if behind:
         last = min(rank.position for rank in behind)
-        held_by = [rank for rank in behind if rank.position == last]
-        if all(rank.left or rank.idle_seconds >= limit_seconds for rank in held_by):
-            why = "has ended" if held_by[0].left else f"has issued nothing for {held_by[0].idle_seconds:.0f} s"
-            return _told(held_by, why=why, where=str(held_by[0]), waiting=waiting)
+        blocking = [rank for rank in behind if rank.position == last]
+        if all(rank.left or rank.idle_seconds >= limit_seconds for rank in blocking):
+            why = "has ended" if blocking[0].left else f"has issued nothing for {blocking[0].idle_seconds:.0f} s"
+            return _describe(blocking, why=why, where=str(blocking[0]), waiting=waiting)
         return None
     left = [rank for rank in heard if rank.left]
     if left and waits_on_host:
-        return _told(left, why="has ended", where=str(left[0]), waiting=waiting)
+        return _describe(left, why="has ended", where=str(left[0]), waiting=waiting)
     if waits_on_host and all(rank.waits_for for rank in here):
         text = "all ranks wait and nothing arrives: " + "; ".join(
             f"rank {rank.rank} in {_operation(rank)}, step {rank.step}, {rank.phase}" for rank in here[:8]
@@ -71,7 +69,7 @@ def find_stall(
     return None
 
 
-def _told(stopped: Sequence[Standing], *, why: str, where: str, waiting: Sequence[Standing]) -> Stall:
+def _describe(stopped: Sequence[Standing], *, why: str, where: str, waiting: Sequence[Standing]) -> Stall:
     other = waiting[0]
     text = (
         f"{_ranks(stopped)} stopped ({why}): {where}; {_ranks(waiting)} waiting in {_operation(other)}, "
@@ -81,8 +79,8 @@ def _told(stopped: Sequence[Standing], *, why: str, where: str, waiting: Sequenc
 
 
 def _operation(waiting: Standing) -> str:
-    """What a rank waits in; where only its device does, what it has issued last."""
-    return waiting.waits_for or f"what follows on {waiting.last}"
+    """Return the operation that a rank waits in, or, if only its device waits, the one after its last."""
+    return waiting.waits_for or f"the operation after {waiting.last}"
 
 
 def _ranks(standings: Sequence[Standing]) -> str:

@@ -1,14 +1,14 @@
-"""The watchdog: when a rank stops, every rank that is still alive says which one, and the job ends.
+"""The watchdog: when a rank stops, every rank that is still alive names it, and the job ends.
 
-A thread in each process compares how far the ranks have come (rank_progress.py, stall.py). They tell each other over
-the job's store, on a connection of their own and from a second thread: a store in a process that has stopped does not
-answer, and whoever asks it waits for ever. The main thread may be stuck in a backend's wait, and has no part in it.
+In each process, one thread compares how far the ranks have come (rank_progress.py, stall.py). A second thread exchanges
+the standings over the job's store, on a separate connection: a store in a process that has stopped never answers, and
+blocks its caller for ever. The main thread takes no part, since it may be stuck in a backend's wait.
 
-    each second          has this rank issued anything?
-    every few seconds    it writes down where it stands
-    once it is idle      it reads where the others stand; if it waits, also what they have issued, and compares that
-    a fifth of the limit a line says who is waited for
-    the limit            a line says who stopped, where; the process ends with exit code 124
+    every second            check whether this rank has issued anything
+    every few seconds       write this rank's standing
+    while it is idle        read the others' standings; if it waits, also compare what the ranks have issued
+    at a fifth of the limit log which rank is waited for
+    at the limit            log which rank stopped, and where; end the process with exit code 124
 """
 
 import atexit
@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from uuid import uuid4
@@ -35,12 +36,12 @@ from shardwise.comm.record_writer import RECORDS
 from shardwise.comm.stall import Stall, find_stall
 from shardwise.errors import InvalidPlan, ShardwiseError
 
-# A rank alone may save, evaluate or download for minutes while the others wait; NCCL gives up after 600 s.
+# One rank may save, evaluate or download for minutes while the others wait; NCCL gives up after 600 s.
 WATCH_SECONDS = 300.0
 EXIT_CODE = 124
 
 Issues = Callable[[], dict[int, dict[str, list[str]]]]
-"""What a rank has issued lately: by the number of the comparison that it is part of, then by group."""
+"""Returns what a rank has issued lately: number of the comparison → group → names."""
 
 
 class RankStopped(ShardwiseError):  # noqa: N818
@@ -53,12 +54,12 @@ def check_watch_seconds(seconds: float) -> None:
 
 
 def watch_over(user: object, *, limit_seconds: float, waits_on_host: bool, issues: Issues) -> None:
-    """Watch this job as long as `user` exists. Collective: every rank calls it at one point of its program."""
+    """Watch this job as long as `user` exists. Collective: every rank calls it at the same point of its program."""
     PROGRESS.restart()
     if not limit_seconds or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return
     store = dist.distributed_c10d._get_default_store()
-    # What an earlier model of this job has left in the store is not for this one.
+    # Keeps this model apart from what earlier ones of the job have left in the store.
     token = exchange(uuid4().hex)[0]
 
     def history() -> History:
@@ -67,21 +68,21 @@ def watch_over(user: object, *, limit_seconds: float, waits_on_host: bool, issue
     with _CHANGES:
         running = _RUNNING[-1] if _RUNNING else None
         users = {} if running is None else running.users
-        # First of all: the last user before this one may go at any moment, and the watchdog would go with it.
+        # First: the last user before this one may be collected at any moment, which would stop the watchdog.
         users[id(user)] = history
         if running is None or not running.watches(store, limit_seconds=limit_seconds):
-            # None, or one of another job or with another limit: the last one that is asked for counts.
+            # There is none, or it is of another job or has another limit: the latest request counts.
             if running is not None:
                 running.stop()
-            fresh = Watch(store, limit_seconds=limit_seconds, waits_on_host=waits_on_host, users=users)
-            _RUNNING.append(fresh)
-            fresh.start()
-    weakref.finalize(user, _gone, id(user)).atexit = False
+            watch = Watch(store, limit_seconds=limit_seconds, waits_on_host=waits_on_host, users=users)
+            _RUNNING.append(watch)
+            watch.start()
+    weakref.finalize(user, _drop_user, id(user)).atexit = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
-    """What another rank wrote last, and when that was new here."""
+    """The last standing that another rank wrote, and when it was first read here."""
 
     number: int
     standing: Standing
@@ -94,7 +95,7 @@ class Watch:
     def __init__(
         self, store: Store, *, limit_seconds: float, waits_on_host: bool, users: dict[int, Callable[[], History]]
     ) -> None:
-        # By id; each tells what it has issued lately.
+        # By id; each returns what it has issued lately.
         self.users = users
         self._job_store = store
         self._asked_seconds = limit_seconds
@@ -102,7 +103,7 @@ class Watch:
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._waits_on_host = waits_on_host
         timeout = job_timeout()
-        # The backend's own time-out stays the last word. A little earlier than that, a name can still be told.
+        # End a little before the backend's own time-out, so that the rank is still named.
         most = timeout.total_seconds() if timeout is not None else float("inf")
         self._most_seconds = most - min(5.0, most / 10)
         self._seconds = min(limit_seconds, self._most_seconds)
@@ -115,17 +116,17 @@ class Watch:
         self._pid = os.getpid()
         self._pace = Pace()
         self._warned_at = (0, 0, 0)
-        # The others, and when the store last answered.
+        # The other ranks, and when the store last answered.
         self._heard: dict[int, _Heard] = {}
         self._answered = time.monotonic()
         self._failing = False
         self._difference = ""
-        # What is found out here, and what another rank has found out.
+        # The stall that this rank is ending with, and the verdict of any rank, which it is to end with.
         self._found: Stall | None = None
-        self._told: Stall | None = None
+        self._verdict: Stall | None = None
         self._threads = [
             threading.Thread(target=target, name=f"shardwise-watch-{name}", daemon=True)
-            for name, target in (("clock", self._look), ("store", self._talk))
+            for name, target in (("clock", self._run_clock), ("store", self._run_store))
         ]
 
     def start(self) -> None:
@@ -134,7 +135,7 @@ class Watch:
             thread.start()
 
     def stop(self) -> None:
-        """Without waiting for its threads: a garbage collection may call it on any of them."""
+        """Stop without waiting for the threads: a garbage collection may call this on any of them."""
         if os.getpid() != self._pid:
             return
         self._stopped.set()
@@ -143,14 +144,12 @@ class Watch:
             _RUNNING.remove(self)
             PROGRESS.explain = None
 
-    def let_end(self) -> None:
-        """If the clock's thread is about to end this process: it does, with its own exit code."""
+    def join(self) -> None:
+        """Stop, and wait for the threads for a moment: the store may block one."""
         deadline = time.monotonic() + 10
         while self._found is not None and time.monotonic() < deadline:
+            # The clock's thread is about to end this process with its own exit code.
             time.sleep(self._tick_seconds)
-
-    def join(self) -> None:
-        """Until its threads have ended, unless the store holds one."""
         self.stop()
         for thread in self._threads:
             thread.join(timeout=1.0)
@@ -158,19 +157,13 @@ class Watch:
     def watches(self, store: Store, *, limit_seconds: float) -> bool:
         return store is self._job_store and limit_seconds == self._asked_seconds and not self._stopped.is_set()
 
-    def drop(self, user: int) -> None:
-        with _CHANGES:
-            self.users.pop(user, None)
-            if not self.users:
-                self.stop()
-
     # The clock's thread
 
-    def _look(self) -> None:
+    def _run_clock(self) -> None:
         while not self._stopped.wait(self._tick_seconds):
             self._pace.note()
-            if self._told is not None:
-                self._end(self._told)
+            if self._verdict is not None:
+                self._end(self._verdict)
             idle = self._pace.idle_seconds
             warns = max(self._seconds / 5, self._quiet_seconds + self._write_seconds + self._tick_seconds)
             limit = self._pace.limit(self._seconds, most_seconds=self._most_seconds)
@@ -178,7 +171,7 @@ class Watch:
             if idle < warns or (not ends and self._warned_at == self._pace.position):
                 continue
             stall = find_stall(
-                self._ranks(),
+                self._standings(),
                 limit_seconds=limit if ends else warns,
                 silence_seconds=self._silence_seconds,
                 waits_on_host=self._waits_on_host,
@@ -187,47 +180,49 @@ class Watch:
                 self._end(stall)
             elif stall is not None:
                 self._warned_at = self._pace.position
-                self._say(f"{stall.text}; the job ends if this lasts {limit:.0f} s (watch_seconds)")
+                self._log(f"{stall.text}; the job ends if this lasts {limit:.0f} s (watch_seconds)")
 
-    def _ranks(self) -> list[Standing]:
-        """Where all stand. One of which nothing was heard yet has been silent since we wait."""
+    def _standings(self) -> list[Standing]:
+        """Return where all ranks stand. A rank not heard from yet counts as silent since the wait began."""
         now = time.monotonic()
-        unheard = now - self._answered
-        # A store that does not answer hides all ranks; most often it is in the process of rank 0.
-        deaf = unheard >= self._silence_seconds
+        store_seconds = now - self._answered
+        # A store that does not answer hides all ranks; usually it is in the process of rank 0.
+        store_is_silent = store_seconds >= self._silence_seconds
         found = []
         for rank in range(self._num_ranks):
             heard = self._heard.get(rank) or _Heard(0, Standing(rank=rank), now - self._pace.idle_seconds)
             age = now - heard.seconds
-            silent = (unheard if rank == 0 else 0.0) if deaf else age
+            silent = (store_seconds if rank == 0 else 0.0) if store_is_silent else age
             idle = heard.standing.idle_seconds + age
             found.append(replace(heard.standing, idle_seconds=idle, silent_seconds=silent))
         found[self._rank] = PROGRESS.standing(self._rank, idle_seconds=self._pace.idle_seconds)
         return found
 
-    def _say(self, text: str) -> None:
-        # Past Python's own buffers and locks, which a thread that is stuck may hold.
+    def _log(self, text: str) -> None:
+        # Not through Python's buffers, whose locks a stuck thread may hold.
         os.write(2, f"shardwise [rank {self._rank}]: {text}\n".encode())
 
     def _end(self, stall: Stall) -> None:
-        """Say what was found, give the others time to read it, and end this process, whatever its main thread does."""
+        """Log the stall, give the others time to read it, and end this process, whatever its main thread does."""
         self._found = stall
-        self._say(f"{stall.text}; this process ends with exit code {EXIT_CODE}")
+        self._log(f"{stall.text}; this process ends with exit code {EXIT_CODE}")
         self._hurry.set()
         time.sleep(3 * self._tick_seconds)
-        heard = {rank.rank: str(rank) for rank in self._ranks() if rank.rank != self._rank}
-        # Before the report, on which a launcher ends the job.
-        _in_time(partial(RECORDS.write, None, heard=heard))
+        heard = {rank.rank: str(rank) for rank in self._standings() if rank.rank != self._rank}
+        # Before the report: a launcher ends the job when it reads that.
+        _run_briefly(partial(RECORDS.write, None, heard=heard))
         if PROGRESS.on_stall is not None:
             PROGRESS.on_stall(RankStopped(stall.text), stall.rank)
-        _in_time(_flush)
+        _run_briefly(sys.stdout.flush)
+        _run_briefly(sys.stderr.flush)
         os._exit(EXIT_CODE)
 
     # The store's thread
 
-    def _talk(self) -> None:
+    def _run_store(self) -> None:
         next_write = 0.0
-        try:
+        # A store that ends, ends the job.
+        with suppress(RuntimeError):
             while not self._stopped.is_set() and self._in_job():
                 hurried = self._hurry.wait(self._tick_seconds)
                 self._hurry.clear()
@@ -245,13 +240,10 @@ class Watch:
             if self._in_job():
                 left = PROGRESS.standing(self._rank, idle_seconds=0.0)
                 self._board.write_standing(replace(left, left=True))
-            self._stopped.set()
-        except RuntimeError:
-            # The store has ended, and with it the job: its ranks have nothing to tell each other any more.
-            self._stopped.set()
+        self._stopped.set()
 
     def _in_job(self) -> bool:
-        """Once the program has left its job, the store may end with any rank."""
+        """Return whether this process is still in the job: after that, the store may end with any rank."""
         return dist.is_initialized() and dist.distributed_c10d._get_default_store() is self._job_store
 
     def _read(self, idle: float) -> None:
@@ -259,14 +251,14 @@ class Watch:
             heard = self._heard.get(rank)
             if heard is None or heard.number != number:
                 self._heard[rank] = _Heard(number, standing, time.monotonic())
-        # In a usual step a rank waits for less than the step takes.
+        # In an ordinary step a rank waits for less than the duration of a step.
         waits = PROGRESS.waits_for != "" or not self._waits_on_host
         if self._failing or (waits and idle >= max(self._quiet_seconds, self._pace.slowest_seconds)):
             self._compare()
-        self._told = self._told or self._board.read_verdict()
+        self._verdict = self._verdict or self._board.read_verdict()
 
     def _compare(self) -> None:
-        """Ranks that wait for each other may have issued different collectives: that is certain, and needs no limit."""
+        """Compare what waiting ranks have issued. A difference is certain to block them, so no limit is waited for."""
         mine: History = {}
         for user in list(self.users.values()):
             mine |= user()
@@ -276,13 +268,13 @@ class Watch:
             parts = {rank: history[part] for rank, history in histories.items() if part in history}
             self._difference = self._difference or first_difference(parts, ended=False)
         if self._difference and not self._failing:
-            self._told = Stall(rank=self._rank, text=disagreement(self._difference))
+            self._verdict = Stall(rank=self._rank, text=disagreement(self._difference))
 
     # The main thread
 
     def _explain(self, error: RuntimeError) -> None:
-        """A collective failed. If ranks have issued different ones, that is why; the others have a moment to say so."""
-        # A peer that is gone says nothing more, unless it has left a verdict.
+        """Raise RanksDisagree if a collective failed because ranks issued different ones; wait a moment for theirs."""
+        # A peer that is gone writes nothing more, unless it has left a verdict.
         gone = "Connection" in str(error)
         self._failing = not gone
         patience = 2 * self._tick_seconds if gone else self._quiet_seconds + 3 * self._tick_seconds
@@ -292,38 +284,35 @@ class Watch:
                 raise RanksDisagree(disagreement(self._difference)) from error
             self._hurry.set()
             time.sleep(self._tick_seconds / 2)
-            while self._told is not None or self._found is not None:
-                # The clock's thread is about to end this process, with an exit code of its own.
+            while self._verdict is not None or self._found is not None:
+                # The clock's thread is about to end this process with its own exit code.
                 time.sleep(self._tick_seconds)
         self._failing = False
 
 
-def _in_time(last: Callable[[], None]) -> None:
-    """Do it, but for no longer than a second: a disk that hangs, or a lock of the main thread, keeps nobody."""
-    thread = threading.Thread(target=last, daemon=True)
+def _run_briefly(call: Callable[[], None]) -> None:
+    """Run `call` for at most a second: it may hang on a disk or on a lock of the main thread."""
+    thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(timeout=1.0)
 
 
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+def _drop_user(user: int) -> None:
+    with _CHANGES:
+        for running in list(_RUNNING):
+            running.users.pop(user, None)
+            if not running.users:
+                running.stop()
 
 
-def _gone(user: int) -> None:
-    for running in list(_RUNNING):
-        running.drop(user)
-
-
-# At most one: a process is one rank of one job.
+# At most one, since a process is one rank of one job.
 _RUNNING: list[Watch] = []
-# A garbage collection may drop a user on any thread, also on one that is here already.
+# Reentrant: a garbage collection may drop a user on any thread, including one that holds the lock.
 _CHANGES = threading.RLock()
 
 
 @atexit.register
 def _end_with_process() -> None:
-    """A thread that comes back from the store while the interpreter ends would crash it."""
+    """Stop the threads: one that returns from the store while the interpreter ends would crash it."""
     for running in list(_RUNNING):
-        running.let_end()
         running.join()

@@ -1,12 +1,11 @@
-"""Torch's elastic agent for one machine: it needs no rendezvous, it listens nowhere, and it ends a job at once.
+"""torch's elastic agent for one machine, without a rendezvous or a listening port.
 
-torch's LocalElasticAgent starts the ranks, watches them and starts them again. What differs here:
+torch's LocalElasticAgent starts the ranks, watches them and starts them again. The differences:
 
-    the meeting   one agent has nobody to meet: no rendezvous file, no TCP store. The ranks meet over a file, a new
-                  one for each start.
-    the end       when a rank has failed, the others hang in a collective where no signal handler runs. The agent
-                  would wait 30 s for them; here they are killed as soon as the cause is known.
-    a signal      is passed on to the ranks, which save and end by themselves; it does not break off the agent.
+    rendezvous   a single agent has no other to meet: no TCP store. The ranks meet over a file, a new one per start.
+    failure      when a rank has failed, the others hang in a collective where no signal handler runs. torch's agent
+                 waits 30 s for them; this one kills them as soon as the cause is known.
+    signals      are passed on to the ranks, which save and exit; they do not interrupt the agent.
 """
 
 import os
@@ -33,14 +32,14 @@ from shardwise.launch.failure import LAST_WORDS_SECONDS, LOG, Failure, ended, fi
 from shardwise.launch.rank_process import LAUNCHER
 
 _MONITOR_SECONDS = 0.05
-# How long ranks that lost a peer have to leave a record, where the job ends with it.
+# How long ranks that lost a peer have to write a record before the job ends.
 _RECORD_SECONDS = 1.0
-# A killed process is gone in milliseconds, unless the kernel holds it (a hung disk or driver).
+# A killed process ends within milliseconds, unless the kernel blocks it (a hung disk or driver).
 _KILL_SECONDS = 5.0
 
 
-class JobFailed(Exception):  # noqa: N818 - it is the job that failed, told by the launcher as one block
-    """The ranks are gone and are not started again."""
+class JobFailed(Exception):  # noqa: N818
+    """The ranks have ended and are not started again."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
@@ -48,7 +47,7 @@ class JobFailed(Exception):  # noqa: N818 - it is the job that failed, told by t
 
 
 class JobStopped(Exception):  # noqa: N818
-    """The ranks are gone because the launcher was told to stop, and did not all say that they had saved."""
+    """The ranks have ended because the launcher was stopped, and not all reported that they had saved."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(
@@ -59,12 +58,12 @@ class JobStopped(Exception):  # noqa: N818
 
 
 class OneMachine(RendezvousHandler):
-    """The rendezvous of an agent that is alone: done at once, in memory."""
+    """The rendezvous of a single agent: complete at once, in memory."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # The ranks do not ask this address: they meet over a file.
-        nowhere = RendezvousStoreInfo(master_addr="127.0.0.1", master_port=0)
-        return RendezvousInfo(HashStore(), 0, 1, nowhere)
+        # The ranks do not use this address: they meet over a file.
+        unused = RendezvousStoreInfo(master_addr="127.0.0.1", master_port=0)
+        return RendezvousInfo(HashStore(), 0, 1, unused)
 
     def get_backend(self) -> str:
         return "one-machine"
@@ -79,7 +78,7 @@ class OneMachine(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """There is nobody to tell."""
+        """Do nothing: there is no other agent."""
 
     def shutdown(self) -> bool:
         return True
@@ -87,9 +86,9 @@ class OneMachine(RendezvousHandler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """Where the ranks of a job meet, report and write.
+    """The files of a job's ranks.
 
-    `private` is the launcher's own folder and goes with it; `logs` is kept, one file per rank, over all starts.
+    `private` is the launcher's own folder and is removed with it; `logs` is kept, one file per rank for all starts.
     """
 
     private: Path
@@ -97,7 +96,7 @@ class Files:
 
     @property
     def records(self) -> Path:
-        """Where ranks of a job that fails leave their records (autopsy/own_record.py)."""
+        """The folder in which ranks of a failing job leave their records (autopsy/own_record.py)."""
         return self.logs.parent
 
     def store(self, *, restarts: int) -> Path:
@@ -110,16 +109,16 @@ class Files:
         return self.logs / f"rank-{rank}.txt"
 
     def head(self, *, restarts: int) -> str:
-        """The line that opens a start in a log."""
+        """Return the line that begins a start in a log."""
         return f"--- launcher {os.getpid()}, restart {restarts} ---\n"
 
     def written(self, *, restarts: int, rank: int) -> str:
-        """What a rank has written since that start."""
+        """Return what a rank has written since that start."""
         return self.log(rank=rank).read_text(errors="replace").rpartition(self.head(restarts=restarts))[2]
 
 
 class _Environment(LogsSpecs):
-    """What each rank of one start is told. The agent asks it where logs go before each start."""
+    """Sets the environment of each rank. The agent calls `reify` before each start, to ask where logs go."""
 
     def __init__(self, files: Files) -> None:
         super().__init__()
@@ -143,7 +142,7 @@ class _Environment(LogsSpecs):
                 "NCCL_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
             }
-        # The ranks see to their output themselves.
+        # The ranks redirect their output themselves.
         terminal = dict.fromkeys(envs, "")
         return LogsDest(stdouts=terminal, stderrs=terminal, error_files=reports)
 
@@ -163,8 +162,8 @@ class Agent(LocalElasticAgent):
             local_world_size=num_ranks,
             rdzv_handler=OneMachine(),
             entrypoint=sys.executable,
-            # -P: like our own command, without the working folder among the modules. In arguments the agent replaces
-            # ${local_rank}, and so reads $$ as a dollar.
+            # -P: like our own command, without the working folder on the module path. $$ is a dollar: the agent
+            # replaces ${local_rank} in arguments.
             args=("-P", "-m", "shardwise.launch.rank_process", *(word.replace("$", "$$") for word in command)),
             max_restarts=max_restarts,
             monitor_interval=_MONITOR_SECONDS,
@@ -176,7 +175,7 @@ class Agent(LocalElasticAgent):
         self._num_starts = 0
         self._pids: dict[int, int] = {}
         self.stopped_by: signal.Signals | None = None
-        # Under nohup.
+        # True under nohup.
         self._ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
     @property
@@ -187,29 +186,27 @@ class Agent(LocalElasticAgent):
         self._num_starts += 1
         clear_records(self._files.records)
         self._pids = super()._start_workers(worker_group)
-        # Over torch's own, which break off the agent wherever it is.
+        # These replace torch's own handlers, which interrupt the agent wherever it is.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if not (number == signal.SIGHUP and self._ignores_hangup):
-                signal.signal(number, self._stop)
-            else:
-                signal.signal(number, signal.SIG_IGN)
+            ignored = number == signal.SIGHUP and self._ignores_hangup
+            signal.signal(number, signal.SIG_IGN if ignored else self._stop)
         if self.stopped_by is not None:
-            # It came between two starts.
-            self._tell_ranks()
+            # The signal came between two starts.
+            self._terminate_ranks()
         return self._pids
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """The handler of signals: the ranks are told once to save and end; a second ^C does not wait for them."""
+        """Handle a signal: ask the ranks once to save and exit. A second ^C does not wait for them."""
         if self.stopped_by is None:
             self.stopped_by = signal.Signals(number)
             self._deadline = time.monotonic() + self._grace_seconds
-            self._tell_ranks()
+            self._terminate_ranks()
         elif number == signal.SIGINT:
             self._deadline = time.monotonic()
 
-    def _tell_ranks(self) -> None:
+    def _terminate_ranks(self) -> None:
         for pid in self._pids.values():
-            # Not its whole group: a rank that saves still needs its loader's processes.
+            # Not the process group: a rank that saves still needs its data-loader processes.
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
@@ -222,9 +219,9 @@ class Agent(LocalElasticAgent):
         max_restarts = worker_group.spec.max_restarts
         restarts = failure is not None and failure.passing and self.stopped_by is None and self.restarts < max_restarts
         if failure is not None and not restarts:
-            self._await_records(failure)
+            self._wait_for_records(failure)
         self._kill()
-        # All have ended: the agent collects them and closes its books.
+        # All have ended, and the agent collects them.
         result: RunResult = super()._monitor_workers(worker_group)
         if self.stopped_by is not None and (late or (failure is not None and (failure.killed or failure.echo))):
             raise JobStopped(self.stopped_by)
@@ -236,16 +233,16 @@ class Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _first_failure(self) -> Failure | None:
-        """The failure that ends this start, if any rank has failed; its own rank has then ended, if it can.
+        """Return the failure that ends this start, if any rank has failed, after giving that rank time to exit.
 
-        Where all that is known are echoes, the rank that they tell of gets time to say what happened.
+        If all known failures are echoes, the rank that caused them gets time to report.
         """
         failures: dict[int, Failure] = {}
         deadline = time.monotonic() + LAST_WORDS_SECONDS
         while True:
             exits = self._exits()
             for rank in self._pids.keys() - failures.keys():
-                # In this order: a rank reports before it ends.
+                # In this order, since a rank reports before it exits.
                 failure = reported(self._files.report(restarts=self.restarts, rank=rank))
                 if failure is None and exits.get(rank, 0) != 0:
                     failure = ended(exits[rank], rank=rank, log=self._files.written(restarts=self.restarts, rank=rank))
@@ -255,20 +252,21 @@ class Agent(LocalElasticAgent):
                 return None
             cause = first(failures.values())
             if (cause.rank in exits and not cause.echo) or time.monotonic() > deadline or len(exits) == len(self._pids):
-                return self._left_by(failures, exits=exits) if cause.echo and self.stopped_by is None else cause
+                return self._early_exit(failures, exits=exits) if cause.echo and self.stopped_by is None else cause
             time.sleep(_MONITOR_SECONDS)
 
-    def _left_by(self, failures: dict[int, Failure], *, exits: dict[int, int]) -> Failure:
-        """Where failures only tell of a peer: that peer, if it ended with exit code 0 and reported nothing."""
+    def _early_exit(self, failures: dict[int, Failure], *, exits: dict[int, int]) -> Failure:
+        """Return the cause of failures that are all echoes: the rank that exited with code 0 unreported, if any."""
         left = [rank for rank, code in sorted(exits.items()) if code == 0 and rank not in failures]
         if not left:
             return first(failures.values())
         return ended(0, rank=left[0], log=self._files.written(restarts=self.restarts, rank=left[0]))
 
-    def _await_records(self, failure: Failure) -> None:
-        """The job is over: ranks that lost a peer are about to write down what they had issued.
+    def _wait_for_records(self, failure: Failure) -> None:
+        """Give ranks that lost a peer time to write their records, since the job is over.
 
-        A rank that reported a failure wrote its record before. If it has none, it had not begun, and nobody has one.
+        A rank that reported a failure has written its record before. If it has none, training had not begun, and no
+        rank has one.
         """
         records = {rank: path_of(self._files.records, rank=rank) for rank in self._pids}
         if not failure.killed and not records[failure.rank].exists():
@@ -281,7 +279,7 @@ class Agent(LocalElasticAgent):
             time.sleep(_MONITOR_SECONDS)
 
     def _exits(self) -> dict[int, int]:
-        """The exit codes of the ranks that have ended. They are only looked at: collecting them is the agent's."""
+        """Return the exit codes of the ranks that have ended, without reaping them: the agent does that."""
         codes = {}
         for rank, pid in self._pids.items():
             status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -290,7 +288,7 @@ class Agent(LocalElasticAgent):
         return codes
 
     def _kill(self) -> None:
-        """End all ranks, and what they have started: each leads a process group of its own."""
+        """Kill all ranks and their child processes: each rank leads a process group."""
         for pid in self._pids.values():
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)

@@ -1,42 +1,34 @@
-"""One job at a time in a run folder: the lock, and what a killed launcher has left. No torch here.
+"""Allows one job at a time in a run folder. No torch here.
 
-RUN/.lock is held with flock by our launcher, or by rank 0 where something else started the ranks. The kernel gives it
-up when the process ends in whatever way. Our launcher writes the path of its private folder into it, so that the next
-one removes what a killed launcher has left. Anybody may have written that path, so the private folder must confirm it:
-it belongs to this user, is no link, and names this very lock (device and inode) in its `lock` file.
+Our launcher, or rank 0 under another launcher, holds a flock on RUN/.lock, which the kernel releases however the
+process ends.
 """
 
 import errno
 import fcntl
 import os
-import shutil
-import stat
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
 from shardwise.errors import ShardwiseError
 from shardwise.files.regular_file import open_to_append
 
-# How the names of private folders begin, and the file in each that names the lock it belongs to.
-_PRIVATE = "shardwise-"
-_OWNER = "lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 class InvalidFolder(ShardwiseError):  # noqa: N818
-    """A run folder that cannot be used: not to be written, or in use by another job."""
+    """A run folder that cannot be written, or is in use by another job."""
 
 
 @contextmanager
-def locked(folder: Path, *, wait_seconds: float = 0.0) -> Iterator[TextIO]:
-    """Hold the run folder, which is made if missing; the lock's file. Another job in it is refused.
+def locked(folder: Path, *, wait_seconds: float = 0.0) -> Iterator[None]:
+    """Lock the run folder, which is made if missing. Raises InvalidFolder if another job holds it.
 
-    wait_seconds   how long to wait for a holder that is ending: the worker processes of a killed rank keep its lock
+    wait_seconds   how long to wait for a holder that is exiting: the worker processes of a killed rank keep its lock
                    for up to 5 s
     """
     path = folder / ".lock"
@@ -47,7 +39,7 @@ def locked(folder: Path, *, wait_seconds: float = 0.0) -> Iterator[TextIO]:
         raise _unusable(folder, error) from error
     with file:
         try:
-            _take(file, wait_seconds=wait_seconds)
+            _acquire(file, wait_seconds=wait_seconds)
         except BlockingIOError:
             raise InvalidFolder(f"another job is writing into {folder}: wait for it, or choose another --run") from None
         except OSError as error:
@@ -57,10 +49,10 @@ def locked(folder: Path, *, wait_seconds: float = 0.0) -> Iterator[TextIO]:
                 f"{folder}: its file system has no locks ({error.strerror}); run only one job in it at a time",
                 stacklevel=4,
             )
-        yield file
+        yield
 
 
-def _take(file: TextIO, *, wait_seconds: float) -> None:
+def _acquire(file: TextIO, *, wait_seconds: float) -> None:
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
@@ -78,37 +70,3 @@ def _unusable(folder: Path, error: OSError) -> InvalidFolder:
     if isinstance(error, FileExistsError):
         what = os.strerror(errno.ENOTDIR)
     return InvalidFolder(f"{folder}: cannot be written ({what}): choose another --run")
-
-
-@contextmanager
-def private_folder(lock: TextIO) -> Iterator[Path]:
-    """A folder of this user alone, for the holder of `lock`; one that a killed holder left is removed first."""
-    name = _identity(lock)
-    lock.seek(0)
-    _remove_left(lock.read(), owner=name)
-    lock.truncate(0)
-    with tempfile.TemporaryDirectory(prefix=_PRIVATE) as private:
-        Path(private, _OWNER).write_text(name)
-        lock.write(private)
-        lock.flush()
-        try:
-            yield Path(private)
-        finally:
-            lock.truncate(0)
-
-
-def _identity(lock: TextIO) -> str:
-    status = os.fstat(lock.fileno())
-    return f"{status.st_dev}:{status.st_ino}"
-
-
-def _remove_left(text: str, *, owner: str) -> None:
-    left = Path(text)
-    if not left.is_absolute() or not left.name.startswith(_PRIVATE):
-        return
-    with suppress(OSError, ValueError):
-        status = left.lstat()
-        ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700
-        mark = left / _OWNER
-        if ours and stat.S_ISREG(mark.lstat().st_mode) and mark.read_text() == owner:
-            shutil.rmtree(left)

@@ -1,14 +1,15 @@
-"""Starts a job's ranks on this machine, watches over them, and tells the user how it ended.
+"""Starts a job's ranks on this machine, watches over them, and reports how it ended.
 
     launch ──▶ Agent ──▶ rank 0 … rank N-1, each `python -m shardwise.launch.rank_process PROGRAM ARGUMENTS…`
 
-Exit codes: 0 all ranks ended well, also after SIGTERM; 1 a rank failed; 2 a user's mistake; 130 after ^C;
-128 + signal if a signal ended the job before all ranks had saved.
+Exit codes: 0 success, also after SIGTERM; 1 a rank failed; 2 a user's mistake; 130 after ^C; 128 + signal if a signal
+ended the job before all ranks had saved.
 """
 
 import logging
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +17,10 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from shardwise.launch.agent import Agent, Files, JobFailed, JobStopped
-from shardwise.launch.folder_lock import InvalidFolder, locked, private_folder
+from shardwise.launch.folder_lock import InvalidFolder, locked
 
 LOGS = "logs"
-"""The folder, in a run's own, of what each rank writes."""
+"""The folder with the ranks' logs, in the run folder."""
 
 
 def launch(
@@ -31,14 +32,14 @@ def launch(
     grace_seconds: float = 60.0,
     program: str = "shardwise",
 ) -> int:
-    """Run `python -m program arguments…` on `num_ranks` local ranks; the exit code to end with.
+    """Run `python -m program arguments…` on `num_ranks` local ranks, and return the exit code.
 
-    When a rank is killed, or the device, the disk or the network failed it, all ranks are started again, at most
+    If a rank is killed, or fails because of the device, the disk or the network, all ranks are started again, at most
     `max_restarts` times; any other failure ends the job. SIGTERM and ^C are passed on to the ranks as SIGTERM, and they
-    have `grace_seconds` to end. Only the main thread can call this.
+    have `grace_seconds` to exit. Only the main thread can call this.
     """
     try:
-        told = run_job(
+        stopped_by = run_job(
             arguments,
             num_ranks=num_ranks,
             max_restarts=max_restarts,
@@ -54,20 +55,15 @@ def launch(
     except JobStopped as end:
         print(end, file=sys.stderr)
         return 128 + end.number
-    return 128 + signal.SIGINT if told == signal.SIGINT else 0
+    return 128 + signal.SIGINT if stopped_by == signal.SIGINT else 0
 
 
 def run_job(
-    arguments: Sequence[str],
-    *,
-    num_ranks: int,
-    max_restarts: int,
-    folder: Path,
-    grace_seconds: float,
-    program: str,
+    arguments: Sequence[str], *, num_ranks: int, max_restarts: int, folder: Path, grace_seconds: float, program: str
 ) -> signal.Signals | None:
-    """As `launch`, which tells the user; here the end is a value: the signal after which all ranks ended well, if one
-    came. Raises JobFailed, with what the first rank that failed said, or JobStopped.
+    """Run a job as `launch` does, without reporting. Return the signal after which all ranks ended well, if any.
+
+    Raises JobFailed, with the report of the first rank that failed, or JobStopped.
     """
     with _claimed(folder) as private, _restored():
         agent = Agent(
@@ -80,26 +76,26 @@ def run_job(
         try:
             agent.run()
         except SignalException as end:
-            # While the ranks were being started.
+            # It came while the ranks were being started.
             raise JobStopped(signal.Signals(end.sigval)) from end
     return agent.stopped_by
 
 
 @contextmanager
 def _claimed(folder: Path) -> Iterator[Path]:
-    """Hold the run folder for this job, and a private one, on a local disk, for what its ranks exchange."""
-    with locked(folder) as lock:
+    """Lock the run folder, and make a private one on a local disk for what the ranks exchange."""
+    with locked(folder):
         try:
             (folder / LOGS).mkdir(exist_ok=True)
         except OSError as error:
             raise InvalidFolder(f"{folder / LOGS}: cannot be written ({error.strerror})") from error
-        with private_folder(lock) as private:
-            yield private
+        with tempfile.TemporaryDirectory(prefix="shardwise-") as private:
+            yield Path(private)
 
 
 @contextmanager
 def _restored() -> Iterator[None]:
-    """Signal handlers as they were, once the agent has had them; its warnings go nowhere, `launch` does the telling."""
+    """Restore the signal handlers that the agent replaces, and drop its warnings, since `launch` reports itself."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
     log = logging.getLogger("torch.distributed.elastic")

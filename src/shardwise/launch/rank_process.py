@@ -1,8 +1,8 @@
-"""`python -m shardwise.launch.rank_process PROGRAM ARGUMENTS…`: what the launcher starts for each rank.
+"""`python -m shardwise.launch.rank_process PROGRAM ARGUMENTS…`: the process that the launcher starts for each rank.
 
-It ties the process to its launcher and to its log, then runs the program (a module, or a file that ends in .py) in
-this same process, and reports what the program lets through. No torch here: a launcher that is killed while its ranks
-still import must not leave them behind.
+It binds the process to its launcher and its log, then runs the program (a module, or a file that ends in .py) in this
+process, and reports errors that the program does not catch. No torch here: if the launcher is killed while its ranks
+still import, they must end too.
 """
 
 import ctypes
@@ -30,16 +30,16 @@ def main() -> None:
     if rank != 0:
         write_to_log(1, 2)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # What was printed is there also when the process is killed.
+        # So that output is complete even if the process is killed.
         sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable()
-    # They wait until training can take them (preemption.py): while a rank starts up, there is nothing to save yet.
+    # Blocked until training handles them (preemption.py): while a rank starts, there is nothing to save.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
         with stalls_reported():
             run(*sys.argv[1:])
     except SystemExit as end:
-        # The command line has turned a user's mistake into a line and an exit code.
+        # The command line has turned a user's mistake into an exit code.
         if isinstance(end.__context__, ShardwiseError):
             report(end.__context__, rank=rank)
         raise
@@ -47,12 +47,12 @@ def main() -> None:
         report(error, rank=rank)
         raise
     finally:
-        # At its end the interpreter would look for garbage in all that torch is: a second in which others wait.
+        # Saves the interpreter's last garbage collection, a second in which other ranks wait.
         gc.freeze()
 
 
 def run(program: str, *arguments: str) -> None:
-    """What `python program arguments…`, or with a module's name `python -m program arguments…`, would do."""
+    """Do what `python program arguments…`, or `python -m program arguments…` for a module, would do."""
     sys.argv = [program, *arguments]
     if program.endswith(".py"):
         sys.path.insert(0, os.path.dirname(os.path.abspath(program)))
@@ -62,11 +62,11 @@ def run(program: str, *arguments: str) -> None:
 
 
 def end_with(launcher: int) -> None:
-    """From now on the kernel kills this process when its parent, the launcher, ends in whatever way."""
+    """Have the kernel kill this process when its parent, the launcher, ends in any way."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != launcher:
-        # It ended before we asked.
+        # It has ended already.
         os.kill(os.getpid(), signal.SIGKILL)
 
 

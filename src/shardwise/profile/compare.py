@@ -1,4 +1,4 @@
-"""Predicted memory and measured memory: one rehearsal per strategy that fits on this machine. No torch."""
+"""Compares predicted with measured memory: one rehearsal per strategy that fits on this machine. No torch here."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from shardwise.vocabulary.quantities import GIB, fixed_text
 
 SpecFor = Callable[[Plan], ModelSpec]
 
-# The planner's rule for the optimizer kernels that rehearsal_process.py chooses.
+# The planner's names for the optimizer kernels that rehearsal_process.py chooses.
 _OPTIMIZERS = {
     "cpu": {"adamw": "adamw-loop", "adam": "adamw-loop", "sgd": "sgd", "muon": "muon-loop"},
     "cuda": {"adamw": "adamw-fused", "adam": "adam-fused", "sgd": "sgd", "muon": "muon-fused"},
@@ -25,16 +25,16 @@ _OPTIMIZERS = {
 _UNCUT = 2**62
 _MOST_RANKS = 1024
 _PROCESS_BYTES = 2**29
-"""What a process holds on the host besides tensors, mostly torch itself: 0.3 GiB measured, and a margin."""
+"""Host memory of a process without its tensors, mostly torch itself: 0.3 GiB measured, plus a margin."""
 
 
 class DoesNotFit(ShardwiseError):  # noqa: N818
-    """It needs more memory than there is."""
+    """The job needs more memory than is available."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedMemory:
-    """The planner's peak, and the highest point of each row of the step."""
+    """The predicted peak, and the peak of each row of the step."""
 
     memory: MemoryEstimate
     entries: tuple[LedgerEntry, ...]
@@ -42,7 +42,7 @@ class PredictedMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """One strategy. `measured` is None where `why_not` says why."""
+    """The profile of one strategy. `measured` is None if `why_not` says why."""
 
     rehearsal: Rehearsal
     predicted: PredictedMemory
@@ -62,17 +62,17 @@ class Profile:
 
     @property
     def unknown(self) -> frozenset[str]:
-        """Categories that the engine does not report: their bytes are measured as activations."""
+        """Categories that the engine does not report; their bytes are measured as activations."""
         return LIMITS[self.rehearsal.plan.engine].untold
 
     def rows(self) -> Iterator[tuple[LedgerEntry, LedgerEntry | None]]:
-        """(measured, predicted) of each row that was measured."""
-        seen = self.measured.whole_ledger.entries if self.measured is not None else ()
-        return paired(seen, self.predicted.entries)
+        """Return (measured, predicted) for each measured row."""
+        measured = self.measured.whole_ledger.entries if self.measured is not None else ()
+        return paired(measured, self.predicted.entries)
 
 
 def predict(rehearsal: Rehearsal, *, spec_for: SpecFor) -> PredictedMemory:
-    """The planner's prediction for the same job."""
+    """Predict the memory of the same job."""
     return predict_memory(
         spec_for(rehearsal.plan),
         plan=rehearsal.plan,
@@ -86,7 +86,7 @@ def predict(rehearsal: Rehearsal, *, spec_for: SpecFor) -> PredictedMemory:
 def predict_memory(
     spec: ModelSpec, *, plan: Plan, num_ranks: int, batch: int, optimizer: str, device: str
 ) -> PredictedMemory:
-    """The peak, and the highest point of every row; `optimizer` is a name of planner/memory/states.py."""
+    """Predict the peak, and the peak of every row; `optimizer` is a name of planner/memory/states.py."""
     memory = estimate(spec, plan=plan, num_ranks=num_ranks, batch=batch, optimizer=optimizer, device=device)
     job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device).cut(_UNCUT)
     found = row_peaks(job.memory_rows, at_rest=job.at_rest, batch=batch)
@@ -102,7 +102,7 @@ def profile(
     room_bytes: int,
     run: Callable[[Rehearsal], Measured] = rehearse_apart,
 ) -> list[Profile]:
-    """Predict all, and measure those that fit into `room_bytes`; if none does, say what would."""
+    """Predict all rehearsals, and run those that fit into `room_bytes`; if none does, suggest one that would."""
     predictions = [predict(rehearsal, spec_for=spec_for) for rehearsal in rehearsals]
     needs = [
         needed_bytes(found.memory, device=rehearsal.device)
@@ -120,12 +120,12 @@ def profile(
 
 
 def needed_bytes(memory: MemoryEstimate, *, device: str) -> int:
-    """What the process takes on the device that holds its tensors."""
+    """Return the memory that the process needs on the device of its tensors."""
     return memory.allocated_bytes + _PROCESS_BYTES if device == "cpu" else memory.device_bytes
 
 
 def host_room_bytes() -> int:
-    """What a process may take of this machine's memory and of its control group's; cached files do not count."""
+    """Return the memory available to a process on this machine and in its control group; cached files count as free."""
     room = _field("/proc/meminfo", "MemAvailable:") * 1024
     group = Path("/sys/fs/cgroup")
     limit = group / "memory.max"
@@ -136,7 +136,7 @@ def host_room_bytes() -> int:
 
 
 def _field(path: Path | str, name: str) -> int:
-    """The number that follows a name in one of the kernel's tables."""
+    """Read the number that follows a name in one of the kernel's tables."""
     lines = (line.split() for line in Path(path).read_text().splitlines())
     return next(int(words[1]) for words in lines if words[0] == name)
 
@@ -154,7 +154,7 @@ def _too_much(rehearsal: Rehearsal, needed: int, *, spec_for: SpecFor, room_byte
 
 
 def _lighter(rehearsal: Rehearsal) -> Iterator[tuple[Rehearsal, str]]:
-    """Other rehearsals, each needing less memory, with the options that ask for them."""
+    """Yield rehearsals that need less memory, with the options that request them."""
     strategies = strategies_of(rehearsal.plan.engine)
     for strategy in strategies:
         yield replace(rehearsal, plan=replace(rehearsal.plan, strategy=strategy)), f"--strategy {strategy}"

@@ -1,4 +1,4 @@
-"""Allocations of tensors on a CPU over time, as torch's own allocator reports them to the profiler. Not RSS.
+"""Records the allocations of tensors on a CPU over time, as torch's allocator reports them to the profiler. Not RSS.
 
     with LiveBytes() as live:
         model = make()
@@ -6,9 +6,9 @@
             train()
     live.peak_bytes("step"), live.end_bytes("step")
 
-What was allocated before the recording is not seen, so it has to start before the first tensor of interest. The
-profiler follows this thread and autograd's: what a backend's thread allocates is not seen, and what such a thread
-frees is noticed only when its address is given out again. `end_bytes` of two equal steps tells whether that matters.
+Start the recording before the first tensor of interest: earlier allocations are not seen. The profiler follows this
+thread and autograd's. It does not see what a backend's thread allocates, and notices what such a thread frees only when
+the address is used again. If `end_bytes` of two equal steps agree, this does not matter.
 """
 
 import os
@@ -27,19 +27,18 @@ _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 class LiveBytes:
-    """A recording; the questions are answered when it is over. A moment of it is the number of an event.
+    """A recording, to be read after its end. A moment is the number of an event.
 
-    Without `with_scratch`, what a kernel takes for itself while it runs is left out: that is oneDNN's business, and
-    depends on the processor.
+    Without `with_scratch`, the scratch memory of kernels is left out: it is oneDNN's, and depends on the processor.
     """
 
     def __init__(self, *, with_scratch: bool = True) -> None:
         self.allocations: list[Allocation] = []
         self._with_scratch = with_scratch
         self._profile: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-        # For each phase the (start, end) of its runs.
+        # Phase → (start, end) of each of its runs.
         self._phases: dict[str, list[tuple[int, int]]] = {}
-        # The moments at which anything changes, and the live bytes from each on.
+        # The moments of all changes, and the live bytes after each.
         self._moments: list[int] = []
         self._totals: list[int] = []
 
@@ -49,32 +48,32 @@ class LiveBytes:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        # The events as the profiler would show them; making those takes longer than a step, and nobody looks.
+        # Skips building the events that the profiler would show, which takes longer than a step.
         self._profile.profiler._parse_kineto_results = lambda *results, **options: []
         self._profile.__exit__(*error)
         tree = self._profile.profiler.kineto_results.experimental_event_tree()
         self._read(sorted(_flatten(tree), key=lambda event: event.start_time_ns))
-        # Events by the hundred thousand, of which all that is asked for has been read.
+        # Frees hundreds of thousands of events.
         self._profile = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of the recording that can be asked about; of several with one name, the last answers."""
+        """Name a part of the recording; of several runs with one name, the last is the default."""
         with record_function(_MARK + name):
             yield
 
     def span(self, phase: str, *, run: int = -1) -> tuple[int, int]:
-        """The moment at which a phase began, and the first one after it."""
+        """Return the moment at which a phase began, and the first one after it."""
         return self._phases[phase][run]
 
     def peak_bytes(self, phase: str, *, run: int = -1) -> int:
-        """The most bytes that were live at once in the phase, what was there before it included."""
+        """Return the most bytes that were live at once in the phase, earlier allocations included."""
         start, end = self.span(phase, run=run)
         inside = self._totals[bisect_left(self._moments, start) : bisect_left(self._moments, end)]
         return max([self._live_before(start), *inside])
 
     def end_bytes(self, phase: str, *, run: int = -1) -> int:
-        """The bytes that were live when the phase ended."""
+        """Return the bytes that were live when the phase ended."""
         return self._live_before(self.span(phase, run=run)[1])
 
     def _live_before(self, moment: int) -> int:
@@ -98,7 +97,7 @@ class LiveBytes:
 
 @contextmanager
 def _without_log() -> Iterator[None]:
-    """The profiler's library reads once what it is to log: without this, each start and stop, to standard error."""
+    """Silence the profiler's library, which otherwise logs each start and stop to standard error."""
     before = os.environ.get(_LOG_LEVEL)
     os.environ.setdefault(_LOG_LEVEL, "99")
     try:
@@ -115,16 +114,16 @@ def _flatten(events: Iterable[Any]) -> Iterator[Any]:
 
 
 def _allocations(events: Sequence[Any]) -> Iterator[Allocation]:
-    """What was allocated, in the order in which it was freed; what never was comes last."""
+    """Yield allocations in the order in which they were freed; those never freed come last."""
     live: dict[int, tuple[int, int, int]] = {}
-    # Where each operation begins. What is born and freed with none between was the kernel's own.
+    # An allocation that is freed before the next operation begins was a kernel's scratch memory.
     last_operation = 0
     for moment, event in enumerate(events):
         if event.name != "[memory]":
             last_operation = moment
         elif event.extra_fields.device.type == "cpu":
             address, num_bytes = event.extra_fields.ptr, event.extra_fields.alloc_size
-            # An address that is given out again was freed before, on a thread that is not followed.
+            # An address that is used again was freed before, perhaps on a thread that is not followed.
             if address in live:
                 born, size, kernel_end_ns = live.pop(address)
                 in_kernel = born > last_operation or event.start_time_ns < kernel_end_ns
@@ -137,9 +136,9 @@ def _allocations(events: Sequence[Any]) -> Iterator[Allocation]:
 
 
 def _kernel_end_ns(allocation: Any) -> int:
-    """The end of the kernel that allocates by itself: what it frees before then was its own.
+    """Return the end of the kernel that allocates: what is freed before then was its scratch memory.
 
-    oneDNN copies tensors into layouts of its own there, which depend on the processor.
+    oneDNN copies tensors into its own layouts there, which depend on the processor.
     """
     parent = allocation.parent
     return int(parent.end_time_ns) if parent is not None and parent.name.startswith("aten::") else 0

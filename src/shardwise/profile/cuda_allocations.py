@@ -1,8 +1,8 @@
-"""Allocations on a GPU over time, as the caching allocator itself has written them down.
+"""Records the allocations on a GPU over time, from the history of the caching allocator.
 
-The same questions as to live.LiveBytes, and better answers: the profiler misses what autograd's threads free between
-two nodes of a graph, while the allocator sees every block, whichever thread gives it back. Sizes are those that were
-asked for; `allocated` in torch's own counters is rounded up.
+It has the interface of cpu_allocations.LiveBytes and misses nothing: the profiler does not see what autograd's threads
+free between two nodes of a graph, while the allocator sees every block. Sizes are the requested ones; torch's counters
+round them up.
 """
 
 import time
@@ -19,14 +19,14 @@ _MOST_EVENTS = 2**23
 
 
 class AllocatorHistory:
-    """A recording; a moment of it is the number of an event. With `stacks`, the lines of code that asked as well."""
+    """A recording. A moment is the number of an event. `stacks`: also record the lines of code that allocate."""
 
     def __init__(self, *, stacks: bool = False) -> None:
         self.allocations: list[Allocation] = []
-        # As torch's viewer reads it.
+        # In the format of torch's viewer.
         self.snapshot: dict[str, Any] = {}
         self._stacks = stacks
-        # For each phase the (start, end) of its runs, in microseconds; and when each event was.
+        # Phase → (start, end) of each of its runs, and the time of each event, in microseconds.
         self._phases: dict[str, list[tuple[int, int]]] = {}
         self._times: list[int] = []
 
@@ -45,31 +45,31 @@ class AllocatorHistory:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of the recording that can be asked about; of several with one name, the last answers."""
+        """Name a part of the recording; of several runs with one name, the last is the default."""
         began = _now()
         yield
         self._phases.setdefault(name, []).append((began, _now()))
 
     def span(self, phase: str, *, run: int = -1) -> tuple[int, int]:
-        """The moment at which a phase began, and the first one after it."""
+        """Return the moment at which a phase began, and the first one after it."""
         began, ended = self._phases[phase][run]
         return bisect_left(self._times, began), bisect_left(self._times, ended)
 
 
 def _now() -> int:
-    """The clock of the events."""
+    """Read the clock of the events."""
     return time.time_ns() // 1000
 
 
 def _allocations(events: list[dict[str, Any]]) -> Iterator[Allocation]:
-    """What was allocated, in the order in which it was freed; what never was comes last."""
+    """Yield allocations in the order in which they were freed; those never freed come last."""
     live: dict[int, tuple[int, int]] = {}
     for moment, event in enumerate(events):
         if event["action"] == "alloc":
             live[event["addr"]] = (moment, event["size"])
         elif event["action"] == "free_requested" and event["addr"] in live:
             born, size = live.pop(event["addr"])
-            # Nothing happened in between: a kernel took it for itself.
+            # No other event in between: a kernel's scratch memory.
             is_scratch = moment == born + 1
             yield Allocation(address=event["addr"], num_bytes=size, born=born, freed=moment, is_scratch=is_scratch)
     for address, (born, size) in live.items():

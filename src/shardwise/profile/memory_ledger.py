@@ -2,12 +2,12 @@
 
     allocations   when each storage was allocated and freed (cpu_allocations.py, cuda_allocations.py)
     marks         the rows of the step, each with the storages whose category the engine knows then (step_rows.py)
-    ledger        for each row, what was live at its highest moment, by category; and after each operation of a tape
+    ledger        the live bytes by category at the peak of each row, and after each operation of a tape
 
-A storage has the category that the engine last gave it; before the first time, the one that it will give it: a
-gradient is a gradient from its allocation on, though the engine sees it only when all gradients of its unit are there.
-A storage that the engine never knows is an activation if it was allocated in forward or backward, and `other` if in
-the update, before the step, or inside a kernel that also freed it (scratch).
+A storage has the category that the engine last gave it, or, before that, the first one that it will give it: a gradient
+counts as such from its allocation on, though the engine sees it only when its unit's gradients are complete. A storage
+that the engine never knows is an activation if it was allocated in forward or backward, and `other` if it was allocated
+in the update, before the step, or as the scratch memory of a kernel.
 """
 
 from bisect import bisect_left, bisect_right
@@ -21,12 +21,12 @@ from typing import Any
 from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, OTHER
 
 FOREVER = 2**63
-"""When a storage is freed that is never freed."""
+"""The moment at which a storage that is never freed is freed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """One storage; `born` and `freed` are moments, in any unit that orders them."""
+    """One storage; `born` and `freed` are moments in any unit."""
 
     address: int
     num_bytes: int
@@ -37,9 +37,9 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerMark:
-    """A row of the step begins: its label, when, and address → category of what the engine holds then.
+    """The beginning of a row of the step: its label, the moment, and address → category of what the engine holds.
 
-    `computes`: a storage that is allocated now and that the engine does not know is an activation.
+    `computes`: a storage allocated in this row that the engine does not know is an activation.
     `reserved_bytes`: what the caching allocator holds.
     """
 
@@ -51,7 +51,7 @@ class LedgerMark:
 
 
 class Lasts(Enum):
-    """What the moment at which an operation is noted down is to it."""
+    """The duration of an operation, relative to the moment at which it is taped."""
 
     NOT = "it is done"
     UNTIL_NEXT = "it begins, and lasts until the next operation"
@@ -60,7 +60,7 @@ class Lasts(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationMark:
-    """An operation of the tape: its label, and when it was noted down."""
+    """An operation of the tape: its label, and when it was taped."""
 
     label: str
     moment: int
@@ -69,7 +69,7 @@ class OperationMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry:
-    """Bytes by category at the highest moment of a row; and what a caching allocator held when the row began."""
+    """Bytes by category at the peak of a row, and what the caching allocator held when the row began."""
 
     at: str
     num_bytes: Mapping[str, int]
@@ -82,9 +82,9 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLedger:
-    """A step, row by row, and what is live after it.
+    """The memory of a step, row by row, and what is live after it.
 
-    operations    what is live after each operation of the tape; of one that lasts, at its highest moment
+    operations    what is live after each operation of the tape; for one that lasts, at its peak
     """
 
     entries: tuple[LedgerEntry, ...]
@@ -93,14 +93,13 @@ class MemoryLedger:
 
     @property
     def peak(self) -> LedgerEntry:
-        """The highest entry; the first of several."""
+        """The entry with the most bytes; the first of several."""
         return max(self.entries, key=lambda entry: entry.total_bytes)
 
     def adding_up_to(self, peak_bytes: int) -> "MemoryLedger":
-        """The same step, whose peak was counted to be this or less: what the recording did not see counts as `other`.
+        """Return the ledger with its peak raised to `peak_bytes`: what the recording did not see counts as `other`.
 
-        That is what was allocated before it (workspaces of libraries), and what an allocator adds by rounding up: both
-        are there all the time.
+        That is memory allocated before it (workspaces of libraries) and the allocator's rounding, both permanent.
         """
         unseen_bytes = peak_bytes - self.peak.total_bytes
         if unseen_bytes <= 0:
@@ -117,7 +116,7 @@ class MemoryLedger:
         )
 
     def to_data(self) -> dict[str, Any]:
-        """In JSON's own types."""
+        """Return JSON types."""
         return {
             "entries": [[entry.at, dict(entry.num_bytes), entry.reserved_bytes] for entry in self.entries],
             "at_rest": dict(self.at_rest.num_bytes),
@@ -141,29 +140,28 @@ def ledger_of(
     end: int,
     operations: Sequence[OperationMark] = (),
 ) -> MemoryLedger:
-    """The ledger of the step whose rows begin at `marks`, in order, and which is over at `end`."""
+    """Return the ledger of the step whose rows begin at `marks`, in order, and which ends at `end`."""
     starts = [mark.moment for mark in marks]
     changes = [change for one in allocations for change in _changes(one, marks=marks, starts=starts)]
     changes.sort(key=lambda change: change[0])
-    *highest, at_rest = _highest(changes, spans=[*pairwise([*starts, end]), (end, end)])
+    *by_row, at_rest = _highest(changes, spans=[*pairwise([*starts, end]), (end, end)])
+    by_operation = _highest(changes, spans=_spans(operations, starts=starts, end=end))
     return MemoryLedger(
         entries=tuple(
             LedgerEntry(at=mark.label, num_bytes=parts, reserved_bytes=mark.reserved_bytes)
-            for mark, parts in zip(marks, highest, strict=True)
+            for mark, parts in zip(marks, by_row, strict=True)
         ),
         at_rest=LedgerEntry(at="at rest", num_bytes=at_rest),
         operations=tuple(
             LedgerEntry(at=operation.label, num_bytes=parts)
-            for operation, parts in zip(
-                operations, _highest(changes, spans=_spans(operations, starts=starts, end=end)), strict=True
-            )
+            for operation, parts in zip(operations, by_operation, strict=True)
         ),
     )
 
 
 def _spans(operations: Sequence[OperationMark], *, starts: Sequence[int], end: int) -> Iterator[tuple[int, int]]:
-    """From when to when each operation lasts. One that lasts until the next ends where the next one's row begins: that
-    may have allocated already what it notes down only afterwards.
+    """Yield (begin, end) of each operation. One that lasts until the next ends where the next one's row begins, since
+    that row may allocate before its operation is taped.
     """
     moments = [operation.moment for operation in operations]
     for operation, before, after in zip(operations, [*moments[:1], *moments], [*moments[1:], end], strict=False):
@@ -179,12 +177,12 @@ def _spans(operations: Sequence[OperationMark], *, starts: Sequence[int], end: i
 
 
 def _highest(changes: Sequence[tuple[int, str, int]], *, spans: Iterable[tuple[int, int]]) -> Iterator[dict[str, int]]:
-    """What is live at the highest moment of each span, from its start until before its end; spans are in order."""
+    """Yield what is live at the peak of each span, end excluded; spans are in order."""
     live = dict.fromkeys(CATEGORIES, 0)
     position = 0
 
     def advance(until: int) -> Iterator[dict[str, int]]:
-        """What is live after each change before a moment."""
+        """Yield what is live after each change before a moment."""
         nonlocal position
         while position < len(changes) and changes[position][0] < until:
             _, category, num_bytes = changes[position]
@@ -205,9 +203,9 @@ def _highest(changes: Sequence[tuple[int, str, int]], *, spans: Iterable[tuple[i
 def paired(
     seen: Sequence[LedgerEntry], expected: Iterable[LedgerEntry]
 ) -> Iterator[tuple[LedgerEntry, LedgerEntry | None]]:
-    """(measured, predicted) of each row that was measured.
+    """Yield (measured, predicted) for each measured row.
 
-    Of predicted rows that were not seen (rows.py), the highest counts with the row before.
+    Predicted rows that were not measured (step_rows.py) count with the row before them, by their highest peak.
     """
     waiting = deque(expected)
     later = Counter(entry.at for entry in seen)
@@ -222,7 +220,7 @@ def paired(
 def _changes(
     allocation: Allocation, *, marks: Sequence[LedgerMark], starts: Sequence[int]
 ) -> Iterator[tuple[int, str, int]]:
-    """(moment, category, bytes that come or go) of one storage."""
+    """Yield (moment, category, change in bytes) for one storage."""
     lived_through = range(bisect_left(starts, allocation.born), bisect_left(starts, allocation.freed))
     given = [(starts[row], marks[row].known.get(allocation.address)) for row in lived_through]
     named = [(moment, category) for moment, category in given if category is not None]
@@ -238,7 +236,7 @@ def _changes(
 
 
 def _unnamed(allocation: Allocation, *, marks: Sequence[LedgerMark], starts: Sequence[int]) -> str:
-    """The category of what the engine does not know."""
+    """Return the category of a storage that the engine does not know."""
     row = bisect_left(starts, allocation.born) - 1
     computes = row >= 0 and marks[row].computes
     return ACTIVATIONS if computes and not allocation.is_scratch else OTHER

@@ -1,4 +1,4 @@
-"""One recorded step: its rows, with what the engine held at each, and from them its memory ledger."""
+"""Records one step: its rows, with what the engine held at each, and its memory ledger."""
 
 import time
 from bisect import bisect_right
@@ -18,24 +18,24 @@ from shardwise.profile.step_rows import known_storages, step_rows
 from shardwise.program import Trigger
 from shardwise.spec import ModelSpec
 
-# Our engine learns the order of units in the first step, and all have made their states after it.
+# Our engine learns the order of units in the first step, and optimizers make their states in it.
 WARM_UP_STEPS = 2
 _STEP, _ROW, _OPERATION = "step", "row", "operation"
 
 Recording = LiveBytes | AllocatorHistory
-"""Of allocations: on a CPU as the profiler sees them, on a GPU as its allocator does."""
+"""A recording of allocations, on a CPU or on a GPU."""
 
 
 def allocations_on(device: torch.device, *, stacks: bool = False) -> Recording:
-    """To be entered before the first tensor of interest is made. `stacks`: with the lines of code, on a GPU."""
+    """Record allocations; enter it before the first tensor of interest is made. `stacks`: on a GPU, with code lines."""
     return AllocatorHistory(stacks=stacks) if device.type == "cuda" else LiveBytes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRow:
-    """A row as it began, with what the engine held then.
+    """The beginning of a row, with what the engine held then.
 
-    moment   of time.perf_counter; paused_seconds: what the recording of all rows up to this one took
+    moment   of time.perf_counter; paused_seconds: how long recording the rows up to this one took
     """
 
     trigger: Trigger
@@ -49,8 +49,7 @@ class RecordedRow:
 class StepRecording:
     """Marks the rows of one step in a recording of allocations.
 
-    `model` and `optimizer` are at work; `modules` are the units of `spec` as they were before an engine took them.
-    `batch` is for the caller to set, as soon as there is one.
+    `modules` are the units of `spec` from before an engine prepared the model. The caller sets `batch`.
     """
 
     def __init__(
@@ -77,13 +76,13 @@ class StepRecording:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """To be entered before the first forward."""
+        """Attach the hooks; enter it before the first forward."""
         with step_rows(self._optimizer, spec=self._spec, modules=self._modules, on_row=self._on_row):
             yield
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The step in here is the one that is recorded; others have gone before it (WARM_UP_STEPS)."""
+        """Record the step in this block, which follows WARM_UP_STEPS others."""
         if self._on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -114,19 +113,19 @@ class StepRecording:
         )
 
     def note_operation(self, label: str, *, lasts: Lasts) -> None:
-        """To be called for each operation of a tape, when it is noted down there."""
+        """Mark an operation when it is taped."""
         if self._recording:
             with self._live.phase(_OPERATION):
                 pass
             self._operations.append((label, lasts))
 
     def place(self, moment: float) -> tuple[int, float]:
-        """(its row, seconds since the step began) of a moment of time.perf_counter, as if nobody had recorded it."""
+        """Return the row of a moment of time.perf_counter, and the seconds since the step began less the recording."""
         row = max(0, bisect_right(self.rows, moment, key=lambda row: row.moment) - 1)
         return row, moment - self._began - self.rows[row].paused_seconds
 
     def ledger(self) -> MemoryLedger:
-        """When the recording of allocations is over."""
+        """Return the ledger, after the recording of allocations has ended."""
         marks = [
             LedgerMark(
                 label=f"{row.trigger.value} {row.unit}",

@@ -1,7 +1,7 @@
-"""A rehearsal: one rank of a job of any size, run for real on this device, with the others absent. No torch here.
+"""A rehearsal: one rank of a job of any size runs on this device, with the others absent. No torch here.
 
-Memory and compute time are those of a real rank; nothing goes over a wire, so the time of communication is not in it.
-Each runs in a process of its own (rehearsal_process.py), which leaves no memory and no state to the next.
+Memory and compute time are those of a real rank; communication takes no time. Each rehearsal runs in a separate process
+(rehearsal_process.py), which leaves no memory and no state behind.
 """
 
 import json
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class RehearsalFailed(ShardwiseError):  # noqa: N818
 class Rehearsal:
     """Rank 0 of `num_ranks`, with `batch` samples per pass; a job of one rank is a real one.
 
-    steps      how many are timed
+    steps      how many steps are timed
     history    a file for the allocator's history, on a GPU
     """
 
@@ -42,7 +42,7 @@ class Rehearsal:
     history: str | None = None
 
     def to_data(self) -> dict[str, Any]:
-        """In JSON's own types."""
+        """Return JSON types."""
         return {name: getattr(self, name) for name in self.__slots__} | {"plan": self.plan.to_dict()}
 
     @classmethod
@@ -52,11 +52,11 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one step took.
+    """The measurements of one step.
 
-    counted_bytes    its peak by torch's own counter, which rounds up; reserved_bytes: what the caching allocator held
-                     for it at most; both None on a CPU
-    step_seconds     of each step that was timed: forward, backward and update, without communication
+    counted_bytes    its peak by torch's counter, which rounds up; reserved_bytes: the most that the caching allocator
+                     held; both None on a CPU
+    step_seconds     of each timed step: forward, backward and update, without communication
     """
 
     ledger: MemoryLedger
@@ -71,18 +71,12 @@ class Measured:
 
     @property
     def whole_ledger(self) -> MemoryLedger:
-        """The ledger, whose categories add up to `allocated_bytes`."""
+        """The ledger raised to `allocated_bytes`, so that its categories add up."""
         return self.ledger.adding_up_to(self.allocated_bytes)
 
     def to_data(self) -> dict[str, Any]:
-        """In JSON's own types."""
-        return {
-            "ledger": self.ledger.to_data(),
-            "counted_bytes": self.counted_bytes,
-            "reserved_bytes": self.reserved_bytes,
-            "step_seconds": list(self.step_seconds),
-            "device_name": self.device_name,
-        }
+        """Return JSON types."""
+        return asdict(self) | {"ledger": self.ledger.to_data()}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "Measured":
@@ -91,27 +85,27 @@ class Measured:
 
 
 def rehearse_apart(rehearsal: Rehearsal) -> Measured:
-    """Run a rehearsal in a fresh process; what it prints goes to our standard error."""
+    """Run a rehearsal in a fresh process; its output goes to our standard error."""
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         asked, found = Path(folder, "asked.json"), Path(folder, "found.json")
         asked.write_text(json.dumps(rehearsal.to_data()))
-        # -P: like our own command, without the working folder among the modules.
+        # -P: like our own command, without the working folder on the module path.
         command = [sys.executable, "-P", "-m", "shardwise.profile.rehearsal_process", str(asked), str(found)]
         ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if ended.returncode != 0 or not found.exists():
-            raise _failure(rehearsal, code=ended.returncode, said=ended.stdout)
-        # torch's profiler tells of itself, and cannot be asked not to.
-        told = [line for line in ended.stdout.splitlines(keepends=True) if not line.startswith("USDT:")]
-        sys.stderr.writelines(told)
+            raise _failure(rehearsal, code=ended.returncode, output=ended.stdout)
+        # torch's profiler prints these lines, and has no option against it.
+        lines = ended.stdout.splitlines(keepends=True)
+        sys.stderr.writelines(line for line in lines if not line.startswith("USDT:"))
         return Measured.from_data(json.loads(found.read_text()))
 
 
-def _failure(rehearsal: Rehearsal, *, code: int, said: str) -> RehearsalFailed:
-    """One line; all that the process said is for --debug."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def _failure(rehearsal: Rehearsal, *, code: int, output: str) -> RehearsalFailed:
+    """Describe the failure in one line; the full output is a note, shown with --debug."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     why = lines[-1] if lines else f"exit code {code}"
     if code < 0:
         why = f"killed by signal {-code}" + (", perhaps for want of memory" if code == -9 else "")
     error = RehearsalFailed(f"{rehearsal.model} under {rehearsal.plan.strategy}: {why[:400]}")
-    error.add_note(said)
+    error.add_note(output)
     return error

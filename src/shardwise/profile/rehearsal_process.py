@@ -1,6 +1,6 @@
 """The process of a rehearsal: `python -m shardwise.profile.rehearsal_process ASKED.json FOUND.json`.
 
-A few steps until all is steady, one that is recorded, and then some that are timed, without the recording.
+It takes a few steps to warm up, records one, and then times some without the recording.
 """
 
 import json
@@ -39,33 +39,30 @@ from shardwise.units import model_spec, unit_modules
 def rehearse(rehearsal: Rehearsal) -> Measured:
     """Run one rank in this process, which must not have joined a job."""
     device = torch.device("cuda", 0) if rehearsal.device == "cuda" else torch.device("cpu")
+    on_gpu = device.type == "cuda"
     with _group(rehearsal, device=device):
         with allocations_on(device, stacks=rehearsal.history is not None) as live:
             training = _started(rehearsal, device=device)
             recording = _record(training, live=live)
-        counted, reserved = _counted(device)
+        counted = torch.cuda.max_memory_allocated() if on_gpu else None
+        reserved = torch.cuda.max_memory_reserved() if on_gpu else None
         if rehearsal.history is not None:
-            _write_history(live, rehearsal.history)
+            assert isinstance(live, AllocatorHistory)
+            with atomic_write(rehearsal.history) as file:
+                pickle.dump(live.snapshot, file)
         seconds = tuple(_timed(training) for _ in range(rehearsal.steps))
     return Measured(
         ledger=recording.ledger(),
         counted_bytes=counted,
         reserved_bytes=reserved,
         step_seconds=seconds,
-        device_name=_name(device),
+        device_name=torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
     )
-
-
-def _counted(device: torch.device) -> tuple[int | None, int | None]:
-    """What torch's own counters say of a GPU's memory: (allocated, reserved)."""
-    if device.type != "cuda":
-        return None, None
-    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Training:
-    """A model at work. `model` is what `prepare` returned; `task.model` is in it, or the same."""
+    """A running training. `model` is what `prepare` returned; it is or contains `task.model`."""
 
     task: Task
     spec: ModelSpec
@@ -82,7 +79,7 @@ class _Training:
 
 
 def _started(rehearsal: Rehearsal, *, device: torch.device) -> _Training:
-    """A model from the meta device straight onto its engine."""
+    """Prepare a model straight from the meta device."""
     torch.manual_seed(0)
     task = task_of(rehearsal.model, seq=rehearsal.seq, image=rehearsal.image)
     spec = model_spec(task.model, policy=rehearsal.plan.units)
@@ -99,23 +96,20 @@ def _started(rehearsal: Rehearsal, *, device: torch.device) -> _Training:
     if absent:
         leave_out_reduce(model)
     if device.type == "cuda":
-        # What the allocator held for a moment to fill the model is no part of a step.
+        # Memory that only initialising the model needed is not part of a step.
         torch.cuda.empty_cache()
-    batch = _batch(task, rehearsal.batch, device=device)
+    with _InsteadOfMeta(device):
+        batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), task.make_batch(rehearsal.batch))
     return _Training(
         task=task, spec=spec, modules=modules, model=model, optimizer=optimizer, batch=batch, device=device
     )
 
 
 def _record(training: _Training, *, live: Recording) -> StepRecording:
-    """A step that follows on others."""
+    """Record a step after the warm-up."""
+    model, optimizer, spec = training.model, training.optimizer, training.spec
     recording = StepRecording(
-        live,
-        model=training.model,
-        optimizer=training.optimizer,
-        spec=training.spec,
-        modules=training.modules,
-        device=training.device,
+        live, model=model, optimizer=optimizer, spec=spec, modules=training.modules, device=training.device
     )
     recording.batch = training.batch
     with recording.attached():
@@ -127,7 +121,7 @@ def _record(training: _Training, *, live: Recording) -> StepRecording:
 
 
 def _timed(training: _Training) -> float:
-    """Seconds of one step."""
+    """Return the seconds of one step."""
     if training.device.type == "cuda":
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -138,7 +132,7 @@ def _timed(training: _Training) -> float:
 
 
 def _group(rehearsal: Rehearsal, *, device: torch.device) -> AbstractContextManager[object]:
-    """A job whose other ranks are absent, or a real one of one rank, whatever the environment says of others."""
+    """Join a job whose other ranks are absent, or a real job of one rank, whatever the environment says."""
     if rehearsal.num_ranks == 1:
         return joined(device, start=Start())
     if device.type == "cuda":
@@ -146,15 +140,8 @@ def _group(rehearsal: Rehearsal, *, device: torch.device) -> AbstractContextMana
     return absent_group(rehearsal.num_ranks)
 
 
-def _write_history(live: Recording, path: str) -> None:
-    """All that the GPU's allocator did, with the lines of code that asked for it, as torch's viewer reads it."""
-    assert isinstance(live, AllocatorHistory)
-    with atomic_write(path) as file:
-        pickle.dump(live.snapshot, file)
-
-
 def _optimizer(name: str, model: nn.Module, *, device: torch.device) -> Optimizer:
-    """With the kernels that the planner has a rule for; torch's own choice on a CPU changes from version to version."""
+    """Make an optimizer with the kernels that the planner knows; torch's default on a CPU depends on its version."""
     on_gpu = device.type == "cuda"
     fused, foreach = (True if on_gpu else None), (None if on_gpu else False)
     if name == "sgd":
@@ -168,7 +155,7 @@ def _optimizer(name: str, model: nn.Module, *, device: torch.device) -> Optimize
 
 
 class _InsteadOfMeta(TorchFunctionMode):
-    """Tensors that are asked for on the meta device are made on another, with values."""
+    """Makes tensors that are requested on the meta device on another one, with values."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -181,17 +168,8 @@ class _InsteadOfMeta(TorchFunctionMode):
         return function(*args, **options)
 
 
-def _batch(task: Task, size: int, *, device: torch.device) -> Any:
-    with _InsteadOfMeta(device):
-        return tree_map_only(Tensor, lambda tensor: tensor.to(device), task.make_batch(size))
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-
-
 def main(asked: str, found: str) -> None:
-    """Read a rehearsal, run it, and write what was measured."""
+    """Read a rehearsal, run it, and write its measurements."""
     try:
         measured = rehearse(Rehearsal.from_data(json.loads(Path(asked).read_text())))
     except ShardwiseError as error:

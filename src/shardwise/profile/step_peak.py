@@ -1,7 +1,7 @@
-"""The peak of the memory that a rank holds in a block of code, in bytes of tensors: the planner's *allocated*.
+"""Measures the most bytes of tensors that a rank holds at once in a block of code: the planner's `allocated`.
 
-A GPU's allocator counts by itself. A CPU's does not: there it is what the engine holds before the block, plus what the
-profiler sees allocated and freed in it, without the scratch memory of kernels.
+A GPU's allocator counts them. On a CPU it is what the engine holds before the block plus what the profiler sees
+allocated in it, without the scratch memory of kernels.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _BLOCK = "block"
 
 @dataclass(slots=True, kw_only=True)
 class StepPeak:
-    """The result; `num_bytes` is set at the end of the block."""
+    """`num_bytes` is set at the end of the block."""
 
     num_bytes: int = 0
 

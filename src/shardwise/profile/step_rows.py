@@ -1,8 +1,8 @@
-"""Marks where the step program has its rows, and what the engine holds at each.
+"""Marks the rows of the step program, and what the engine holds at each.
 
-The hooks are the model's own, and run before those of the engine, so a mark stands at the very beginning of its row;
-they are the same for our engine and for torch's. Under `fully_shard` a gradient comes to its parameter when it is
-reduced, and not when it is there, so `grads ready` rows are missing: what happens then is in the row before.
+The hooks are on the model's own modules and run before the engine's, so a mark stands at the very beginning of its row,
+for our engine and for torch's. Under `fully_shard` a parameter gets its gradient only when it is reduced, so `grads
+ready` rows are missing: their operations count in the row before.
 """
 
 from collections import Counter
@@ -31,13 +31,12 @@ def step_rows(
 ) -> Iterator[None]:
     """Call `on_row(trigger, unit)` at the beginning of each row of the steps inside the context.
 
-    `modules` are the units' own, by name, not what an engine may have put around them; they and `spec` are from before
-    `prepare`. To be entered after it and before the first forward: hooks of gradients run in the order in which they
-    came.
+    `spec` and `modules` (the units by name, without an engine's wrappers) are from before `prepare`. Enter it after
+    `prepare` and before the first forward, since gradient hooks run in the order in which they were registered.
     """
     hooks = StepHooks({unit.name: modules[unit.name] for unit in spec.units}, listener=_Rows(on_row))
     hooks.attach(first=True)
-    # An engine that puts a module of its own around each unit changes the names, and has parameters of its own as well.
+    # An engine that wraps each unit changes the names and the parameters.
     parameters = dict(modules[ROOT].named_parameters())
     for unit in spec.units:
         names = [param.name for param in unit.params if param.trainable]
@@ -53,7 +52,7 @@ def step_rows(
 
 
 class _Rows:
-    """Where a step stands. The engine's own end of backward is queued after this one."""
+    """Listens to the hooks. The engine's own end of backward is queued after this one's."""
 
     def __init__(self, on_row: OnRow) -> None:
         self.on_row = on_row
@@ -89,13 +88,13 @@ class _Rows:
 
 @torch.no_grad()
 def known_storages(model: nn.Module, optimizer: Optimizer, *, batch: Any) -> dict[int, str]:
-    """Address → category of the storages that an engine knows at this moment."""
+    """Return address → category of the storages that an engine knows now."""
     known: dict[int, str] = {}
     tensors = state_of(model).held_tensors(model, optimizer)
     leaves = ((ACTIVATIONS, leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
     for category, tensor in (*tensors, *leaves):
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            # What a plan offloads is in no category; where the device is the host, it is there all the same.
+            # Offloaded tensors have no category, but count if the device is the host.
             known.setdefault(storage.data_ptr(), OTHER if category == HOST else category)
     return known

@@ -1,12 +1,12 @@
-"""Collectives for a recording of memory on a CPU: what Gloo does to memory leaves no trace in it.
+"""Collectives for recording memory on a CPU, without Gloo's own use of memory.
 
-Gloo gathers through a buffer of its own, and its threads may be the last to let go of a tensor, a moment after the
-wait, where the profiler does not follow them: a ledger would have both live on, now and then. So here
+Gloo gathers through its own buffer, and its threads may release a tensor last, a moment after the wait, where the
+profiler does not see it: now and then both would stay live in a ledger. So here
 
-    a gather     is a broadcast of each rank's slice, in place: the same bytes, no buffer
-    a tensor     is only lent: the backend gets its memory, which the engine holds until the wait, and frees itself
+    a gather     is a broadcast of each rank's slice, in place: the same bytes, without a buffer
+    a tensor     is only lent: the backend gets a view of its memory, and only the engine frees it
 
-What a backend takes for itself is in no ledger on a GPU either.
+On a GPU, memory of the backend is not in a ledger either.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from shardwise.comm.groups import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracelessCollectives:
-    """Others' collectives, so that nothing is seen of them."""
+    """The `inner` collectives, invisible to a recording."""
 
     inner: Collectives
 
@@ -43,13 +43,7 @@ class TracelessCollectives:
         return self.inner.broadcast(lent(buffer), source=source, group=group)
 
     def all_to_all(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        *,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-        group: Group,
+        self, received: Tensor, sent: Tensor, *, received_sizes: Sequence[int], sent_sizes: Sequence[int], group: Group
     ) -> Work:
         return self.inner.all_to_all(
             lent(received), lent(sent), received_sizes=received_sizes, sent_sizes=sent_sizes, group=group
@@ -58,7 +52,7 @@ class TracelessCollectives:
 
 @contextmanager
 def lending_broadcasts() -> Iterator[None]:
-    """The same for torch's own `broadcast`, by which values come from rank 0 when a model is set up."""
+    """Lend tensors to torch's `broadcast` too, which distributes the values of rank 0 when a model is set up."""
     broadcast = dist.broadcast
 
     def lending(tensor: Tensor, *args: Any, **options: Any) -> Any:
@@ -72,7 +66,7 @@ def lending_broadcasts() -> Iterator[None]:
 
 
 class _All:
-    """Several works as one."""
+    """Several collectives, waited for together."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
@@ -83,7 +77,7 @@ class _All:
 
 
 def lent(buffer: Tensor) -> Tensor:
-    """The same memory, which is `buffer`'s alone to free."""
+    """Return a view of the buffer's memory that does not keep it alive."""
     if not buffer.numel():
         return buffer
     assert buffer.is_contiguous()

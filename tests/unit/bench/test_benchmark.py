@@ -37,7 +37,6 @@ def found(wanted: BenchRun, *, rank: int, **changes: Any) -> Found:
     seconds = SECONDS[wanted.config.plan.strategy] * (0.5 if wanted.silent else 1.0)
     values: dict[str, Any] = {
         "rank": rank,
-        "num_ranks": NUM_RANKS,
         "environment": {"torch": "2.13", "device": "cpu"},
         "losses": (5.0 + rank, 4.0 + rank),
         # Rank 1 is the slower one.
