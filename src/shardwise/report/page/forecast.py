@@ -1,4 +1,4 @@
-"""Predictions: compared with what was measured, and for more ranks."""
+"""Predictions: compared with measurements, and for more ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from shardwise.vocabulary.quantities import bytes_text, digits, error_text, seco
 
 
 def prediction_section(bench: Bench) -> PageSection | None:
-    """One row per case that was predicted."""
+    """Show one row per case that was predicted."""
     cases = [case for case in cases_that_ran(bench) if case.predicted is not None]
     if not cases or not bench.equivalence.agrees:
         return None
@@ -34,11 +34,12 @@ def prediction_section(bench: Bench) -> PageSection | None:
 
 
 def scaling_section(bench: Bench) -> PageSection | None:
-    """One bar per number of ranks: how much of the throughput per rank is left."""
+    """Show one bar per number of ranks: the throughput per rank, relative to the smallest number of ranks."""
     rows = [row for row in bench.scaling if row.get("step_seconds")]
     if not rows or not bench.equivalence.agrees:
         return None
     highest = max(1.0, *(row["efficiency"] for row in rows)) * 1.02
+    header = ["ranks", "best plan", "micro-batch", "peak per rank", "step time", "samples/s", "efficiency", "exposed"]
     return section(
         "scaling",
         "More ranks, predicted",
@@ -49,20 +50,7 @@ def scaling_section(bench: Bench) -> PageSection | None:
             describe="Predicted efficiency by number of ranks",
         ),
         numbers_below(
-            table(
-                [
-                    "ranks",
-                    "best plan",
-                    "micro-batch",
-                    "peak per rank",
-                    "step time",
-                    "samples/s",
-                    "efficiency",
-                    "exposed",
-                ],
-                [_scaled(row) for row in rows],
-                words=2,
-            ),
+            table(header, [_scaled(row) for row in rows], words=2),
             "Not measured: the planner's best plan for each number of ranks, with the same micro-batch per rank. The "
             "bar is samples/s per rank, relative to the smallest number of ranks.",
         ),

@@ -1,4 +1,4 @@
-"""The top of the page: what was compared, the verdict, its key numbers, and whether it was the same training."""
+"""The top of the page: what was compared, the verdict, its key numbers, and whether all cases did the same training."""
 
 import math
 from datetime import datetime
@@ -40,7 +40,7 @@ def heading(bench: Bench) -> Markup:
 
 
 def verdict(bench: Bench) -> Markup | None:
-    """Which case to use and why, with its numbers; or why none can be named."""
+    """Say which case to use and why, or why none is recommended."""
     if not bench.equivalence.agrees:
         return _refusal(bench)
     if not cases_that_ran(bench):
@@ -48,7 +48,7 @@ def verdict(bench: Bench) -> Markup | None:
     same = _equivalence_line(bench)
     if bench.recommended is not None:
         name = bench.cases[bench.recommended].name
-        # The reason may begin with what the heading says.
+        # The reason may begin with the text of the heading.
         reason = bench.why.removeprefix(f"Use {name}: ")
         return element("div", element("h2", "Use ", element("em", name)), _lines(reason), same, class_="answer")
     if bench.why.startswith(f"{_TOO_NOISY}: "):
@@ -59,7 +59,7 @@ def verdict(bench: Bench) -> Markup | None:
 
 
 def tiles(bench: Bench) -> Markup | None:
-    """The numbers of the recommended case, or of the only one."""
+    """Show the numbers of the recommended case, or of the only one."""
     cases = cases_that_ran(bench)
     if not cases or not bench.equivalence.agrees:
         return None
@@ -67,19 +67,15 @@ def tiles(bench: Bench) -> Markup | None:
     if chosen is None:
         return None
     each = (
-        element("div", element("dt", what), element("dd", value, class_=_size(value)))
+        # Words are smaller than numbers.
+        element("div", element("dt", what), element("dd", value, class_="words" if value == NOT_MEASURABLE else None))
         for what, value in _numbers(bench, chosen)
     )
     return element("dl", *each, class_="tiles", aria_label=f"Key numbers of {chosen.name}")
 
 
-def _size(value: str) -> str | None:
-    """Words are written smaller than numbers."""
-    return "words" if value == NOT_MEASURABLE else None
-
-
 def cases_section(bench: Bench) -> PageSection | None:
-    """The numbers of all cases as a table."""
+    """Show the numbers of all cases as a table."""
     cases = cases_that_ran(bench)
     if len(cases) < 2 or not bench.equivalence.agrees:
         return None
@@ -96,7 +92,7 @@ def cases_section(bench: Bench) -> PageSection | None:
 
 
 def _equivalence_line(bench: Bench) -> Markup | None:
-    """Said only where there were two to compare, and they agree."""
+    """Say that the cases agree, if there are at least two."""
     num_cases = len(cases_that_ran(bench))
     if num_cases < 2:
         return None
@@ -110,7 +106,7 @@ def _equivalence_line(bench: Bench) -> Markup | None:
 
 
 def _numbers(bench: Bench, case: CaseResult) -> list[tuple[str, str]]:
-    """What there is of the numbers, in the words of the table."""
+    """Return the numbers that are known, with the names that the table has for them."""
     assert case.step_seconds is not None
     samples, tokens = bench.samples_per_s(case), bench.tokens_per_s(case)
     found = [("Step time", seconds_text(case.step_seconds.median))]
@@ -132,7 +128,7 @@ def _numbers(bench: Bench, case: CaseResult) -> list[tuple[str, str]]:
 def _all_cases(bench: Bench, cases: list[CaseResult]) -> Markup:
     has_tokens = bench.step_tokens is not None
     header = ["case", "samples/s", *(["tokens/s"] if has_tokens else []), "step time", "±"]
-    # With one rank nothing is communicated.
+    # One rank does not communicate.
     has_exposed = any(case.silent_seconds is not None for case in cases)
     header += ["exposed communication"] if has_exposed else []
     header += ["peak per rank", "sent per rank per step", "first step after"]
@@ -174,7 +170,7 @@ def _refusal(bench: Bench) -> Markup:
 
 
 def _excess(excess: float) -> str | None:
-    """None where rounding cannot explain the difference at all, as with dtypes."""
+    """Compare a difference with the rounding tolerance; None if rounding cannot cause it, as with dtypes."""
     return f"; {digits(excess)} times the rounding tolerance" if math.isfinite(excess) else None
 
 
@@ -183,7 +179,7 @@ def _lines(text: str) -> Markup:
 
 
 def _date(text: str) -> str:
-    """To the minute; text that is no date is shown as it is."""
+    """Format a date to the minute; other text stays as it is."""
     try:
         return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M %Z")
     except ValueError:

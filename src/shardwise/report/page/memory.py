@@ -1,4 +1,4 @@
-"""Memory per rank: by case at the peak, and through one step."""
+"""Memory per rank: at the peak of each case, and through one step."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,17 +15,17 @@ from shardwise.vocabulary.categories import CATEGORIES
 from shardwise.vocabulary.quantities import byte_unit, bytes_text, digits_in, error_text
 
 _HEIGHT = 84
-# A line for a capacity farther away than this many times the highest bar would make the bars too short to read.
+# The capacity is drawn as a line up to this many times the highest bar; farther away, it would make the bars too short.
 _FARTHEST = 2.5
-# A category that never reaches this share of the highest bar is too thin to see.
+# Categories that never reach this share of the highest bar are too thin to see, and left out of the legend.
 _SEEN = 1e-3
 _MOST_SHOWN = 6
-"""More cases are drawn folded."""
+"""Further cases are folded."""
 _PHASES = {"before forward": "forward", "before backward": "backward", "after step": "update"}
 
 
 def peak_section(bench: Bench) -> PageSection | None:
-    """One bar per case: the peak of the rank with the highest peak."""
+    """Show one bar per case: the peak of the rank with the highest peak."""
     cases = [case for case in cases_that_ran(bench) if any(case.allocated_bytes)]
     if not cases or not bench.equivalence.agrees:
         return None
@@ -64,7 +64,7 @@ def peak_section(bench: Bench) -> PageSection | None:
 
 
 def step_section(bench: Bench) -> PageSection | None:
-    """One small chart per case, all on one scale."""
+    """Show one small chart per case, all on one scale."""
     cases = [(case, ledger) for case in cases_that_ran(bench) if (ledger := peak_ledger(case)) is not None]
     if not cases:
         return None
@@ -107,7 +107,7 @@ def _bar(bench: Bench, case: CaseResult) -> Bar:
 
 
 def _parts(case: CaseResult) -> Mapping[str, int]:
-    """By category, where a ledger says so."""
+    """Return the peak by category, if there is a ledger."""
     return peak_parts(case) or {"live": case.peak_bytes}
 
 

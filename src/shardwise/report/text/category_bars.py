@@ -1,4 +1,4 @@
-"""How the categories of memory are drawn: a letter and a colour each, and a bar of them."""
+"""Draws the categories of memory as bars: a letter and a colour for each category."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -26,7 +26,7 @@ LETTERS: Mapping[str, str] = MappingProxyType(
 
 
 def bar(parts: Mapping[str, int], *, capacity: int, width: int) -> "Text":
-    """One letter per category, and dots up to the capacity; what goes beyond it is cut off with a sign."""
+    """Draw the bytes of each category as its letter, and dots up to the capacity; » marks what exceeds it."""
     from rich.text import Text
 
     text = Text()
@@ -44,7 +44,7 @@ def bar(parts: Mapping[str, int], *, capacity: int, width: int) -> "Text":
 
 
 def legend() -> "Text":
-    """The letters of the bars."""
+    """Return the meaning of the letters in a bar."""
     from rich.text import Text
 
     text = Text()
