@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from shardwise.cli.shared_options import DeviceKind
+from shardwise.cli.shared_options import DeviceKind, device_kind
 from shardwise.cli.terminal import check_output
 from shardwise.errors import InvalidCluster, InvalidData
 
@@ -57,12 +57,8 @@ def _measure(
 
     from shardwise.hardware.calibrate import measure_device
 
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind not in ("cuda", "cpu"):
-        raise InvalidCluster(f"--device {kind}: must be cuda or cpu")
+    kind = device_kind(device, on_cpu="measures the CPU")
     available = torch.cuda.device_count() if kind == "cuda" else None
-    if available == 0:
-        raise InvalidCluster("--device cuda: torch finds no GPU here; --device cpu measures the CPU")
     ranks = num_ranks or available or 1
     if available is not None and ranks > available:
         raise InvalidCluster(f"--ranks {ranks}: there are {available} GPUs here")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from shardwise.cli.plan_options import OPTIMIZERS, check_names
-from shardwise.cli.shared_options import AsJson, DeviceKind, Engine, ImageSize, SampleLength
+from shardwise.cli.shared_options import AsJson, DeviceKind, Engine, ImageSize, SampleLength, device_kind
 from shardwise.cli.strategies import asked_strategies
 from shardwise.cli.terminal import check_output, print_line, status_line
-from shardwise.errors import InvalidCluster, InvalidModel, InvalidPlan
+from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan.placement import STRATEGIES
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def profile(
     from shardwise.plan import Plan
     from shardwise.profile.rehearsal import Rehearsal
 
-    where = _device(device)
+    where = device_kind(device, on_cpu="runs on the CPU")
     plan = Plan(
         precision=precision or ("bf16" if where == "cuda" else "fp32"),
         recompute=recompute,
@@ -103,16 +103,6 @@ def _profiles(rehearsal: "Rehearsal", *, strategies: Sequence[str]) -> "list[Pro
         source = Source(model, seq=seq, image=image, kernels=device, while_tracing=while_tracing)
         each = [replace(rehearsal, plan=replace(rehearsal.plan, strategy=name)) for name in strategies]
         return profile_all(each, spec_for=source.spec_for, room_bytes=_room_bytes(device), run=run)
-
-
-def _device(asked: str | None) -> str:
-    import torch
-
-    if asked not in (None, "cuda", "cpu"):
-        raise InvalidCluster(f"--device {asked}: must be cuda or cpu")
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise InvalidCluster("--device cuda: torch finds no GPU here; --device cpu runs on the CPU")
-    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _check_history(path: Path | None, *, device: str, strategies: Sequence[str]) -> None:

@@ -57,15 +57,8 @@ def _metadata(name: str, values: Mapping[str, Any], *, process: int, thread: int
 
 
 def _slice(span: Span, *, process: int, thread: int) -> PerfettoEvent:
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.queue,
-        "pid": process,
-        "tid": thread,
-        "ts": span.start * _MICROSECONDS,
-        "dur": (span.end - span.start) * _MICROSECONDS,
-    }
+    event = {"ph": "X", "name": span.name, "cat": span.queue, "pid": process, "tid": thread}
+    return event | {"ts": span.start * _MICROSECONDS, "dur": (span.end - span.start) * _MICROSECONDS}
 
 
 def _instants(case: CaseResult, *, process: int, thread: int, drawn: Sequence[Span]) -> Iterator[PerfettoEvent]:
@@ -88,11 +81,7 @@ def _counters(case: CaseResult, *, process: int) -> Iterator[PerfettoEvent]:
     for one in tape:
         starts.setdefault(one.row, one.seconds)
     entries = ledger.entries
-    for row, seconds in sorted(starts.items()):
-        if row < len(entries):
-            yield _counter(entries[row].num_bytes, seconds=seconds, process=process)
-    yield _counter(ledger.at_rest.num_bytes, seconds=tape[-1].seconds, process=process)
-
-
-def _counter(parts: Mapping[str, int], *, seconds: float, process: int) -> PerfettoEvent:
-    return {"ph": "C", "name": "memory", "pid": process, "ts": seconds * _MICROSECONDS, "args": dict(parts)}
+    moments = [(seconds, entries[row]) for row, seconds in sorted(starts.items()) if row < len(entries)]
+    for seconds, entry in (*moments, (tape[-1].seconds, ledger.at_rest)):
+        args = dict(entry.num_bytes)
+        yield {"ph": "C", "name": "memory", "pid": process, "ts": seconds * _MICROSECONDS, "args": args}

@@ -49,11 +49,16 @@ def anatomy_data(bench: Bench) -> dict[str, Any] | None:
     recorded = [case for case in bench.cases if case.engine == "shardwise" and case.tape]
     if not recorded:
         return None
-    mesh = _mesh(bench)
+    # By default all ranks are on the shard axis.
+    mesh = Mesh(**(bench.settings.get("plan.mesh") or {"shard": bench.num_ranks}))
+    mesh.check_ranks(bench.num_ranks)
+    overrides = bench.settings.get("plan.overrides") or {}
     cases, left_out = [], []
     for case in recorded:
         try:
-            cases.append(_case(case, placements=_placements(case, bench=bench), mesh=mesh))
+            plan = Plan.from_dict({"strategy": case.strategy, "overrides": overrides})
+            placements = plan.placements(unit.name for unit in case.units)
+            cases.append(_case(case, placements=placements, mesh=mesh))
         except ShardwiseError as error:
             left_out.append([case.strategy, str(error)])
     return {
@@ -81,20 +86,6 @@ def _drawn(num_ranks: int) -> Sequence[int]:
     if num_ranks <= MAX_RANKS:
         return range(num_ranks)
     return [*range(MAX_RANKS - 1), num_ranks - 1]
-
-
-def _mesh(bench: Bench) -> Mesh:
-    """Return the mesh of the plan that all cases share; by default all ranks are on the shard axis."""
-    found = bench.settings.get("plan.mesh")
-    mesh = Mesh(**found) if found else Mesh(shard=bench.num_ranks)
-    mesh.check_ranks(bench.num_ranks)
-    return mesh
-
-
-def _placements(case: CaseResult, *, bench: Bench) -> dict[str, Placement]:
-    overrides = bench.settings.get("plan.overrides") or {}
-    plan = Plan.from_dict({"strategy": case.strategy, "overrides": overrides})
-    return plan.placements(unit.name for unit in case.units)
 
 
 def _case(case: CaseResult, *, placements: Mapping[str, Placement], mesh: Mesh) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Predictions: compared with measurements, and for more ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from shardwise.bench.case_result import CaseResult
@@ -18,11 +18,12 @@ def prediction_section(bench: Bench) -> PageSection | None:
     if not cases or not bench.equivalence.agrees:
         return None
     has_times = any(case.predicted is not None and case.predicted.step_seconds is not None for case in cases)
+    errors = [abs(case.memory_error) for case in cases if case.memory_error is not None]
     header = ["case", "peak per rank", "predicted", "error"]
     header += ["step time", "predicted", "error"] if has_times else []
     return section(
         "predicted",
-        f"Predicted and measured{_largest_error(cases)}",
+        "Predicted and measured" + (f": peak memory within {max(errors):.1%}" if errors else ""),
         table(header, [_compared(case)[: len(header)] for case in cases]),
         small(
             "The planner's numbers for the same case, made without running it. "
@@ -57,11 +58,6 @@ def scaling_section(bench: Bench) -> PageSection | None:
         short="More ranks",
         look=SectionLook.HALF,
     )
-
-
-def _largest_error(cases: Sequence[CaseResult]) -> str:
-    errors = [abs(case.memory_error) for case in cases if case.memory_error is not None]
-    return f": peak memory within {max(errors):.1%}" if errors else ""
 
 
 def _compared(case: CaseResult) -> list[str]:

@@ -12,7 +12,6 @@ from shardwise.report.page.section import (
     exposed_text,
     is_chosen,
     off_text,
-    ranks_text,
     section,
     shown,
 )
@@ -23,9 +22,10 @@ _TOO_NOISY = "Too noisy to rank"
 
 def heading(bench: Bench) -> Markup:
     model = shown(bench.settings.get("task.model"))
+    ranks = "1 rank" if bench.num_ranks == 1 else f"{bench.num_ranks:,} ranks"
     facts = [
         model if model not in ("–", bench.name) else None,
-        f"{ranks_text(bench.num_ranks)} on {shown(bench.machine['device'])}" if "device" in bench.machine else None,
+        f"{ranks} on {shown(bench.machine['device'])}" if "device" in bench.machine else None,
         shown(bench.settings["plan.precision"]) if "plan.precision" in bench.settings else None,
         f"{bench.step_samples:,} samples per step" if bench.step_samples else None,
         f"torch {shown(bench.machine['torch'])}" if "torch" in bench.machine else None,
@@ -154,10 +154,13 @@ def _all_cases(bench: Bench, cases: list[CaseResult]) -> Markup:
 
 
 def _refusal(bench: Bench) -> Markup:
-    differences = (
-        element("li", element("b", one.case), f": {one.text.removeprefix(f'{one.case}: ')}", _excess(one.excess))
-        for one in bench.equivalence.differences
-    )
+    differences = []
+    for one in bench.equivalence.differences:
+        # Rounding cannot cause some differences at all, such as those of dtypes.
+        is_finite = math.isfinite(one.excess)
+        excess = f"; {digits(one.excess)} times the rounding tolerance" if is_finite else None
+        text = f": {one.text.removeprefix(f'{one.case}: ')}"
+        differences.append(element("li", element("b", one.case), text, excess))
     return element(
         "div",
         element("h2", "These cases did not do the same training"),
@@ -167,11 +170,6 @@ def _refusal(bench: Bench) -> Markup:
         class_="answer refused",
         role="alert",
     )
-
-
-def _excess(excess: float) -> str | None:
-    """Compare a difference with the rounding tolerance; None if rounding cannot cause it, as with dtypes."""
-    return f"; {digits(excess)} times the rounding tolerance" if math.isfinite(excess) else None
 
 
 def _lines(text: str) -> Markup:

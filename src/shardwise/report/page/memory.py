@@ -8,7 +8,7 @@ from shardwise.bench.results import Bench
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger, paired
 from shardwise.report.page.axes import Tick, byte_ticks
 from shardwise.report.page.bars import Bar, BarPiece, Limit, bar_chart, key
-from shardwise.report.page.markup import Markup, element, join, numbers_below, table
+from shardwise.report.page.markup import Markup, element, join, numbers_below, small, table
 from shardwise.report.page.plots import PlotFrame, area_plot
 from shardwise.report.page.section import PageSection, SectionLook, cases_that_ran, is_chosen, section
 from shardwise.vocabulary.categories import CATEGORIES
@@ -31,9 +31,13 @@ def peak_section(bench: Bench) -> PageSection | None:
         return None
     highest = max(max(case.peak_bytes, _predicted(case) or 0) for case in cases) * 1.02
     capacity = bench.capacity_bytes
-    is_near = capacity is not None and capacity <= _FARTHEST * highest
-    if capacity is not None and is_near:
+    limit = words = None
+    if capacity is not None and capacity <= _FARTHEST * highest:
         highest = max(highest, capacity * 1.02)
+        limit = Limit(value=capacity, text=f"capacity {bytes_text(capacity)}")
+    elif capacity is not None:
+        share = max(case.peak_bytes for case in cases) / capacity
+        words = small(f"The device has {bytes_text(capacity)} per rank: the highest peak is {share:.1%} of it.")
     names = {name: name for name in CATEGORIES if any(_parts(case).get(name, 0) > _SEEN * highest for case in cases)}
     if any("live" in _parts(case) for case in cases):
         names["live"] = "not split"
@@ -47,10 +51,10 @@ def peak_section(bench: Bench) -> PageSection | None:
             [_bar(bench, case) for case in cases],
             highest=highest,
             ticks=byte_ticks(highest),
-            limit=Limit(value=capacity, text=f"capacity {bytes_text(capacity)}") if capacity and is_near else None,
+            limit=limit,
             describe="Peak memory per rank by case, stacked by category",
         ),
-        _capacity_words(cases, capacity=capacity) if not is_near else None,
+        words,
         numbers_below(
             _peak_table(cases),
             "Live bytes at the highest moment of a step, on the rank with the highest peak; the categories add up to "
@@ -113,15 +117,6 @@ def _parts(case: CaseResult) -> Mapping[str, int]:
 
 def _predicted(case: CaseResult) -> int | None:
     return None if case.predicted is None else case.predicted.allocated_bytes
-
-
-def _capacity_words(cases: Sequence[CaseResult], *, capacity: int | None) -> Markup | None:
-    if capacity is None:
-        return None
-    share = max(case.peak_bytes for case in cases) / capacity
-    return element(
-        "p", f"The device has {bytes_text(capacity)} per rank: the highest peak is {share:.1%} of it.", class_="small"
-    )
 
 
 def _peak_table(cases: Sequence[CaseResult]) -> Markup:

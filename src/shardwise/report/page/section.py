@@ -66,10 +66,6 @@ def off_text(case: CaseResult) -> str:
     return "–" if off is None else f"±{off:.0%}"
 
 
-def ranks_text(num_ranks: int) -> str:
-    return "1 rank" if num_ranks == 1 else f"{num_ranks:,} ranks"
-
-
 def shown(value: Any) -> str:
     """Format a value of the settings as in a config."""
     if value is None:

@@ -7,7 +7,7 @@ from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench
 from shardwise.report.page.axes import Tick, between, round_step
 from shardwise.report.page.bars import key
-from shardwise.report.page.markup import Markup, element, join, numbers_below, table
+from shardwise.report.page.markup import Markup, join, numbers_below, small, table
 from shardwise.report.page.plots import Curve, PlotFrame, curve_plot
 from shardwise.report.page.section import PageSection, SectionLook, cases_that_ran, section
 from shardwise.vocabulary.quantities import scientific
@@ -27,7 +27,7 @@ def loss_section(bench: Bench) -> PageSection | None:
     return section(
         "loss",
         "Loss",
-        *(element("p", line, class_="small") for line in _in_words(cases, agrees=bench.equivalence.agrees)),
+        *map(small, _in_words(cases, agrees=bench.equivalence.agrees)),
         key({curve.kind: curve.name for curve in curves}) if 1 < len(curves) <= _NUM_COLOURS else None,
         _plot(curves, below=_steps(cases)),
         numbers_below(

@@ -1,7 +1,9 @@
 """The cost of a training run, and the frontier of memory budgets, as tables and as JSON."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.frontier import FrontierPoint
@@ -9,13 +11,10 @@ from shardwise.planner.search.training_cost import TrainingCost
 from shardwise.report.text.plain_table import plain_table
 from shardwise.vocabulary.quantities import GIB, digits, fixed, significant
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 _COSTS = ("global_batch", "global_batch_tokens", "mfu", "tokens_per_day", "days", "gpu_hours", "cost")
 
 
-def training_table(rows: Sequence[TrainingCost]) -> "Table":
+def training_table(rows: Sequence[TrainingCost]) -> Table:
     """Return a table with one row per plan."""
     heads = ["training", "samples/step", "tokens/step", "MFU", "tokens/day", "days", "GPU-hours"]
     if any(row.cost is not None for row in rows):
@@ -47,7 +46,7 @@ def large_number(value: float) -> str:
     return digits(value)
 
 
-def frontier_table(points: Sequence[FrontierPoint]) -> "Table":
+def frontier_table(points: Sequence[FrontierPoint]) -> Table:
     """Return a table with one row per budget: the solver's plan, and the best plan that is the same for all units."""
     heads = (f"budget {GIB.name}", "auto samples/s", "batch", "best fixed plan", "samples/s", "auto is")
     table = plain_table(heads, right=[head for head in heads if head != "best fixed plan"])

@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+
+from rich.text import Text
 
 from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, GATHERED, GRADS, OPTIM, OTHER, PARAMS, REDUCE
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 STYLES: Mapping[str, str] = MappingProxyType(
     {
@@ -25,10 +23,8 @@ LETTERS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def bar(parts: Mapping[str, int], *, capacity: int, width: int) -> "Text":
+def bar(parts: Mapping[str, int], *, capacity: int, width: int) -> Text:
     """Draw the bytes of each category as its letter, and dots up to the capacity; » marks what exceeds it."""
-    from rich.text import Text
-
     text = Text()
     end = 0
     for name in CATEGORIES:
@@ -43,10 +39,8 @@ def bar(parts: Mapping[str, int], *, capacity: int, width: int) -> "Text":
     return text
 
 
-def legend() -> "Text":
+def legend() -> Text:
     """Return the meaning of the letters in a bar."""
-    from rich.text import Text
-
     text = Text()
     for name in CATEGORIES:
         text.append(f"{LETTERS[name]} ", style=STYLES[name])

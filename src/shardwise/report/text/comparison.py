@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from rich.table import Table
 
 from shardwise.bench.case_peak import peak_parts
 from shardwise.bench.case_result import NOT_MEASURABLE, CaseResult
@@ -12,9 +13,6 @@ from shardwise.plan.placement import SHARDED, placement_of
 from shardwise.report.text.plain_table import plain_table
 from shardwise.vocabulary.categories import CATEGORIES
 from shardwise.vocabulary.quantities import MIB, UnitOfMeasure, error_text, table_number, table_rate, table_unit
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 # The number of differences that are shown; all are in the bench's JSON.
 _MOST_SHOWN = 8
@@ -34,7 +32,7 @@ def heading(bench: Bench) -> str:
     )
 
 
-def as_table(bench: Bench) -> "Table":
+def as_table(bench: Bench) -> Table:
     """Return a table with one row per case that ran; speeds are compared only if all did the same training."""
     heads = columns(bench)
     table = plain_table(heads, right=heads[1:], wraps=heads[:1], gap=1)
@@ -46,7 +44,7 @@ def as_table(bench: Bench) -> "Table":
     return table
 
 
-def peak_table(bench: Bench) -> "Table | None":
+def peak_table(bench: Bench) -> Table | None:
     """Return a table of the peaks and their categories, which add up to them; None if no categories were measured."""
     found = [(case, parts) for case in bench.cases if case.allocated_bytes and (parts := peak_parts(case)) is not None]
     if not found:

@@ -1,7 +1,10 @@
 """Candidates of the planner as JSON, and as a table with bars."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
 
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.scale import Scaled
@@ -9,10 +12,6 @@ from shardwise.report.text.category_bars import bar
 from shardwise.report.text.plain_table import plain_table
 from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, OTHER
 from shardwise.vocabulary.quantities import GIB, MIB, byte_unit, digits, fixed, step_seconds_text, table_rate
-
-if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
 
 _BAR_WIDTH = 16
 _COLOURS = {"yes": "green", "tight": "yellow", "no": "red", "unknown": "bright_black"}
@@ -58,10 +57,8 @@ def as_data(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def as_table(candidates: Sequence[Candidate], *, recommended: int | None) -> "Table":
+def as_table(candidates: Sequence[Candidate], *, recommended: int | None) -> Table:
     """Return a table with one row per candidate: its peak by category and its time. Unknown columns are left out."""
-    from rich.text import Text
-
     has_times = any(one.time is not None for one in candidates)
     has_capacity = any(one.capacity_bytes is not None for one in candidates)
     has_tokens = any(one.time is not None and one.time.tokens_per_s_per_gpu is not None for one in candidates)
@@ -98,7 +95,7 @@ def _times(candidate: Candidate) -> tuple[str, str, str]:
     return step_seconds_text(time.step_seconds), digits(rate), f"{time.exposed_comm_seconds / time.step_seconds:.0%}"
 
 
-def scaling_table(rows: Sequence[Scaled]) -> "Table":
+def scaling_table(rows: Sequence[Scaled]) -> Table:
     """Return a table with one row per number of devices."""
     counted = "tokens" if any(row.candidate.seq is not None for row in rows) else "samples"
     heads = ("devices", "best plan", "batch", f"{counted}/step", GIB.name, "step s", f"{counted}/s", "eff.", "comm")
@@ -133,7 +130,7 @@ def scaling_data(rows: Sequence[Scaled]) -> list[dict[str, Any]]:
     ]
 
 
-def _bar(candidate: Candidate) -> "Text":
+def _bar(candidate: Candidate) -> Text:
     """Draw all memory of the device by category, as a share of its capacity."""
     memory = candidate.memory
     outside = memory.device_bytes - memory.allocated_bytes

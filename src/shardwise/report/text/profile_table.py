@@ -1,16 +1,15 @@
 """Profiles, measured and predicted: as JSON, as a table, and the memory of a step as a timeline of bars."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from shardwise.profile.compare import Profile
 from shardwise.report.text.category_bars import bar
 from shardwise.report.text.plain_table import plain_table
 from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, GATHERED
 from shardwise.vocabulary.quantities import error_text, step_seconds_text, table_number, table_unit
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _BAR_WIDTH = 26
 # So that a line fits into 80 columns.
@@ -80,7 +79,7 @@ def _reported(found: Profile, parts: Mapping[str, int]) -> dict[str, int | None]
     return {name: None if name in found.unknown else num_bytes for name, num_bytes in parts.items()}
 
 
-def as_table(profiles: Sequence[Profile]) -> "Table":
+def as_table(profiles: Sequence[Profile]) -> Table:
     """Return a table with two lines per strategy: the measured peak by category, and the predicted one."""
     unit = table_unit(found.predicted.memory.allocated_bytes for found in profiles)
     heads = (unit.name, "peak", *(_SHORT.get(name, name) for name in CATEGORIES), "error")
@@ -119,7 +118,7 @@ def remark(found: Profile) -> str:
     return f"{strategy}: {'; '.join(parts)}"
 
 
-def as_timeline(found: Profile) -> "Table":
+def as_timeline(found: Profile) -> Table:
     """Return a table with one line per row of the step: the most live bytes as a bar, measured and predicted."""
     assert found.measured is not None
     highest, peak_at = found.measured.allocated_bytes, found.measured.ledger.peak.at
