@@ -1,7 +1,8 @@
-"""`shardwise`: the commands, and the one place where a user's mistake becomes one line and exit code 2."""
+"""`shardwise`: the commands. A user's mistake becomes one line on standard error and exit code 2."""
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -24,50 +25,35 @@ from shardwise.cli.train import train
 from shardwise.errors import ShardwiseError
 from shardwise.vocabulary.version import __version__
 
-# Spellings that still work, and are shown nowhere.
-_FORMERLY = {"--nproc": "--ranks", "--strategies": "--strategy"}
+# Former names of options; they still work, but --help does not show them.
+_FORMER_NAMES = {"--nproc": "--ranks", "--strategies": "--strategy"}
 
 
 class _Commands(TyperGroup):
-    """Takes former spellings of options, and --debug after the command as well as before it."""
+    """Accepts former names of options, and --debug after the command as well as before it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, _debug_first([_current(argument) for argument in args]))
-
-
-def _current(argument: str) -> str:
-    name, equals, value = argument.partition("=")
-    return _FORMERLY.get(name, name) + equals + value
+        parts = (argument.partition("=") for argument in args)
+        renamed = [_FORMER_NAMES.get(name, name) + equals + value for name, equals, value in parts]
+        return super().parse_args(ctx, _debug_first(renamed))
 
 
 def _debug_first(arguments: list[str]) -> list[str]:
-    """What follows `--` is no option."""
+    """Move --debug to the front, unless it comes after `--`, where nothing is an option."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     others = [argument for argument in arguments[:end] if argument != "--debug"]
     return ["--debug"] * (len(others) < end) + others + arguments[end:]
 
 
 app = typer.Typer(
-    name="shardwise",
-    cls=_Commands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    name="shardwise", cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
 )
-app.command()(plan)
-app.command()(models)
-app.command()(devices)
-app.command()(calibrate)
-app.command()(tokens)
-app.command()(doctor)
-app.command()(explain)
-app.command()(export)
-app.command(name="import")(import_)
-app.command()(profile)
-app.command()(train)
-app.command()(bench)
-app.command()(report)
-app.command()(autopsy)
+_COMMANDS: tuple[Callable[..., None], ...] = (
+    *(plan, models, devices, calibrate, tokens, doctor, explain, export, import_, profile, train, bench, report),
+    autopsy,
+)
+for _command in _COMMANDS:
+    app.command(name=_command.__name__.rstrip("_"))(_command)
 app.add_typer(checkpoint, name="checkpoint")
 
 
@@ -91,7 +77,7 @@ def options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command; its exit code is 0, 2 for a user's mistake, 130 for an interrupt."""
+    """Run a command. The exit code is 0, 2 for a user's mistake, or 130 for an interrupt."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         app(arguments)
@@ -101,6 +87,6 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
-        # Whoever read our output has gone (`| head`); Python would complain again when it flushes.
+        # The reader of our output has ended (`| head`); Python would raise the error again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -1,11 +1,14 @@
-"""`shardwise autopsy`: a job hung or crashed. Which rank stopped, and where?"""
+"""`shardwise autopsy`: finds the rank that stopped, and where, after a job hung or crashed."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument
+
+from shardwise.cli.shared_options import AsJson
+from shardwise.cli.terminal import print_line
 
 if TYPE_CHECKING:
     from shardwise.autopsy.findings import Finding
@@ -15,11 +18,11 @@ if TYPE_CHECKING:
 def autopsy(
     folder: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="DIR", help="A folder with one record per rank: a run folder, or PyTorch's flight recorder dumps."
         ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find the rank that stopped, after a job hung or crashed.
 
@@ -32,33 +35,29 @@ def autopsy(
     findings = verdict(records)
     if as_json:
         print(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2))
-        return
-    _print(records, findings)
+    else:
+        _print(records, findings)
 
 
 def _print(records: "list[RankRecord]", findings: "list[Finding]") -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    console = Console()
+    from shardwise.report.text.plain_table import plain_table
+
     for finding in findings:
-        head = f"{finding.group}: " if finding.group else ""
-        console.print(_plain(f"{head}{finding.text}"), highlight=False, markup=False, soft_wrap=True)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("rank", "group", "collectives", "the last one", "over"):
-        table.add_column(column)
+        print_line(_printable(f"{finding.group}: {finding.text}" if finding.group else finding.text))
+    heads = ("rank", "group", "collectives", "last collective", "completed")
+    table = plain_table(heads, wraps=heads)
     for record in records:
         for name, group in record.groups.items():
             last = group.issued[-1]
-            table.add_row(
-                *(str(record.rank), _plain(name), f"{last.number:,}", _plain(last.name)),
-                "yes" if last.ended else "no",
-                style=None,
-            )
+            cells = (str(record.rank), _printable(name), f"{last.number:,}", _printable(last.name))
+            table.add_row(*cells, "yes" if last.ended else "no")
+    console = Console()
     console.print()
     console.print(table, markup=False)
 
 
-def _plain(text: str) -> str:
-    """Without what a terminal would obey: a record may come from anybody."""
+def _printable(text: str) -> str:
+    """Replace control characters: a record may come from an untrusted source, and a terminal would obey them."""
     return "".join(sign if sign.isprintable() else "?" for sign in text)

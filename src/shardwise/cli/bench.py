@@ -1,18 +1,19 @@
-"""`shardwise bench`: the same training under several strategies and engines, and whether their losses match."""
+"""`shardwise bench`: compares strategies and engines on the same training, and checks that their losses match."""
 
 import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
-from shardwise.cli.strategies import listed, strategy_names
+from shardwise.cli.shared_options import AsJson, RanksHere, Settings, option_words
+from shardwise.cli.strategies import comma_separated, expand_all, strategy_names
 from shardwise.cli.train import ranks_to_start
 from shardwise.errors import InvalidCluster, ShardwiseError
 from shardwise.plan.placement import STRATEGIES
@@ -28,45 +29,29 @@ _WIDTH_OF_FILES = 120
 
 
 def bench(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to train, as for `shardwise train`.")],
-    strategy: Annotated[
-        str, typer.Option("--strategy", help=f"One or more of {','.join(STRATEGIES)}; all; or all,auto.")
-    ] = "all",
+    config: Annotated[Path, Argument(metavar="CONFIG.toml", help="What to train, as for `shardwise train`.")],
+    strategy: Annotated[str, Option(help=f"One or more of {','.join(STRATEGIES)}; all; or all,auto.")] = "all",
     engines: Annotated[
         str,
-        typer.Option(
-            "--engines",
+        Option(
             help="One or more of shardwise, captured, compiled, torch, torch-captured, torch-compiled, accelerate, "
             "lightning, megatron-fsdp, megatron-fsdp-captured, deepspeed, or all.",
         ),
     ] = "shardwise",
-    num_ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", min=1, help="Ranks to start here (default: the plan's mesh, or one per GPU)."),
-    ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How many times each case is run.")] = 3,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed in each run.")] = 20,
-    warm_up: Annotated[int, typer.Option("--warm-up", min=1, help="Untimed steps before the timed ones.")] = 5,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Output folder (default: bench/CONFIG)."),
-    ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="The bench's title (default: CONFIG's name).")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="section.key=value", help="Override one key of CONFIG; may be repeated."),
-    ] = None,
+    num_ranks: RanksHere = None,
+    rounds: Annotated[int, Option(min=1, help="How many times each case is run.")] = 3,
+    steps: Annotated[int, Option(min=1, help="Steps that are timed in each run.")] = 20,
+    warm_up: Annotated[int, Option(min=1, help="Untimed steps before the timed ones.")] = 5,
+    out: Annotated[Path | None, Option(metavar="DIR", help="Output folder (default: bench/CONFIG).")] = None,
+    name: Annotated[str | None, Option(help="The bench's title (default: CONFIG's name).")] = None,
+    settings: Settings = None,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", help="This machine in the terms of `shardwise plan`, to predict times.")
+        str | None, Option(help="This machine in the terms of `shardwise plan`, to predict times.")
     ] = None,
-    devices: Annotated[
-        Path | None, typer.Option("--devices", help="A device table that `shardwise calibrate` wrote here.")
-    ] = None,
-    keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Keep timing even if the losses do not match.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the bench that DIR holds.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    devices: Annotated[Path | None, Option(help="A device table that `shardwise calibrate` wrote here.")] = None,
+    keep_going: Annotated[bool, Option("--keep-going", help="Keep timing even if the losses do not match.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the bench that DIR holds.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare strategies and engines on the same training job.
 
@@ -76,30 +61,27 @@ def bench(
     from shardwise.bench.benchmark import Asked, check
 
     chosen = load_config(config, settings=settings or ())
-    cases = _cases(chosen, engines=engines, strategies=strategy)
     count = ranks_to_start(chosen, asked=num_ranks)
+    options: dict[str, object] = {
+        "--strategy": strategy,
+        "--engines": engines,
+        "--ranks": count,
+        "--rounds": rounds,
+        "--steps": steps,
+        "--warm-up": warm_up,
+        "--out": out,
+        "--name": name,
+        "--cluster": cluster,
+        "--devices": devices,
+    }
+    repeated = [word for setting in settings or () for word in ("--set", setting)]
     asked = Asked(
         config=chosen,
-        cases=cases,
+        cases=_cases(chosen, engines=engines, strategies=strategy),
         num_ranks=count,
         folder=out or Path("bench", config.stem),
         name=name or config.stem,
-        command=_command(
-            config,
-            {
-                "--strategy": strategy,
-                "--engines": engines,
-                "--ranks": count,
-                "--rounds": rounds,
-                "--steps": steps,
-                "--warm-up": warm_up,
-                "--out": out,
-                "--name": name,
-                "--cluster": cluster,
-                "--devices": devices,
-            },
-            settings=settings or (),
-        ),
+        command=shlex.join(["shardwise", "bench", str(config), *option_words(options), *repeated]),
         rounds=rounds,
         warm_up=warm_up,
         steps=steps,
@@ -107,7 +89,7 @@ def bench(
         overwrite=overwrite,
     )
     check(asked)
-    raise typer.Exit(_run(_predicted(asked, cluster=cluster, devices=devices), as_json=as_json))
+    raise Exit(_run(_predicted(asked, cluster=cluster, devices=devices), as_json=as_json))
 
 
 def _cases(config: TrainConfig, *, engines: str, strategies: str) -> "list[Case]":
@@ -118,28 +100,13 @@ def _cases(config: TrainConfig, *, engines: str, strategies: str) -> "list[Case]
         raise InvalidConfig("plan.micro_batch is missing: all cases of a bench take equally many samples per pass")
     return cases_of(
         config,
-        engines=listed(
-            [part.strip() for part in engines.split(",") if part.strip()],
-            text=engines,
-            kind="engine",
-            known=list(ENGINES),
-        ),
+        engines=expand_all(comma_separated(engines), text=engines, kind="engine", known=list(ENGINES)),
         strategies=strategy_names(strategies, mesh=config.plan.mesh),
     )
 
 
-def _command(config: Path, options: Mapping[str, object], *, settings: Sequence[str]) -> str:
-    """What to type for the same bench."""
-    words = ["shardwise", "bench", str(config)]
-    for option, value in options.items():
-        words += [option, str(value)] if value is not None else []
-    for setting in settings:
-        words += ["--set", setting]
-    return shlex.join(words)
-
-
 def _predicted(asked: "Asked", *, cluster: str | None, devices: Path | None) -> "Asked":
-    """With what the planner says of its cases, and of more devices; a line on standard error where it says nothing."""
+    """Add the planner's predictions of the cases and of more devices; if there are none, standard error says why."""
     from shardwise.bench.modes import is_ours
     from shardwise.bench.prediction import PLANNED_ENGINES, cluster_here, forecast_of
     from shardwise.hardware.host_here import probed_cluster
@@ -180,9 +147,9 @@ def _predicted(asked: "Asked", *, cluster: str | None, devices: Path | None) -> 
 
 
 def _device(config: TrainConfig) -> tuple[str, int | None]:
-    """The driver's name of the device that ranks get, and its memory; ("cpu", None) without one.
+    """Return the driver's name of the ranks' device and its memory; ("cpu", None) on the CPU.
 
-    Asked in a process of its own: this one would hold a part of the first GPU's memory from then on.
+    A separate process asks the driver, because this one would then hold a part of the first GPU's memory.
     """
     import torch
 
@@ -195,7 +162,7 @@ def _device(config: TrainConfig) -> tuple[str, int | None]:
 
 
 def _run(asked: "Asked", *, as_json: bool) -> int:
-    """Measure and show; the exit code is 1 if a case failed, with or without communication, or cannot be ranked."""
+    """Run and show the bench; the exit code is 1 if a case failed (also without communication) or cannot be ranked."""
     from shardwise.bench.benchmark import BenchStopped
     from shardwise.bench.benchmark import bench as run_all
     from shardwise.bench.results import FILE
@@ -218,7 +185,7 @@ def _run(asked: "Asked", *, as_json: bool) -> int:
 
 @contextmanager
 def _progress() -> "Iterator[Callable[[Progress], None]]":
-    """On standard error: a bar with the time that is left on a terminal, else one line per run."""
+    """Report progress on standard error: a bar with the remaining time on a terminal, else one line per run."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -242,15 +209,14 @@ def _show(found: "Bench") -> None:
 
     console = Console()
     if not console.is_terminal:
-        # In a file or a log no name has to be broken.
+        # In a file or a log, names need not be wrapped.
         console.width = max(console.width, _WIDTH_OF_FILES)
     console.print(heading(found), highlight=False, markup=False, soft_wrap=True)
     if any(case.ran for case in found.cases):
         console.print(as_table(found))
         peaks = peak_table(found)
         if peaks is not None:
-            console.print()
-            console.print(peaks)
-            console.print()
+            for part in ("", peaks, ""):
+                console.print(part)
     for line in remarks(found):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`shardwise calibrate`: measure this machine's device, and write its table."""
+"""`shardwise calibrate`: measures this machine's device and writes its table."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -6,31 +6,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
+from shardwise.cli.shared_options import DeviceKind, device_kind
+from shardwise.cli.terminal import check_output
 from shardwise.errors import InvalidCluster, InvalidData
 
 
 def calibrate(
-    out: Annotated[Path, typer.Option("--out", help="The TOML file to write.")] = Path("device.toml"),
-    device: Annotated[
-        str | None, typer.Option("--device", help="cuda or cpu (default: cuda if there is a GPU).")
-    ] = None,
+    out: Annotated[Path, Option(help="The TOML file to write.")] = Path("device.toml"),
+    device: DeviceKind = None,
     num_ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Ranks that measure together (default: all GPUs, or one CPU).")
+        int | None, Option("--ranks", min=1, help="Ranks that measure together (default: all GPUs, or one CPU).")
     ] = None,
     like: Annotated[
-        str | None, typer.Option("--like", help="The device of `shardwise devices` to take unmeasured values from.")
+        str | None, Option(help="The device of `shardwise devices` to take unmeasured values from.")
     ] = None,
-    nccl_tests: Annotated[
-        Path | None, typer.Option("--nccl-tests", help="Output of all_reduce_perf, for the links between devices.")
-    ] = None,
-    rows: Annotated[
-        Path | None, typer.Option("--rows", help="Measurements as JSON: read if the file exists, else written.")
-    ] = None,
-    limit_seconds: Annotated[
-        float, typer.Option("--limit-seconds", min=1.0, help="Stop measuring after this long.")
-    ] = 240.0,
+    nccl_tests: Annotated[Path | None, Option(help="Output of all_reduce_perf, for the links between devices.")] = None,
+    rows: Annotated[Path | None, Option(help="Measurements as JSON: read if the file exists, else written.")] = None,
+    limit_seconds: Annotated[float, Option(min=1.0, help="Stop measuring after this long.")] = 240.0,
 ) -> None:
     """Measure this device for the planner.
 
@@ -40,8 +34,7 @@ def calibrate(
     from shardwise.hardware.nccl_tests import read_nccl_tests
 
     link_rows = read_nccl_tests(nccl_tests) if nccl_tests is not None else None
-    if out.parent != Path() and not out.parent.is_dir():
-        raise InvalidData(f"--out {out}: there is no folder {out.parent}")
+    check_output("--out", out)
     if rows is not None and rows.exists():
         measured = _read(rows)
     else:
@@ -64,12 +57,8 @@ def _measure(
 
     from shardwise.hardware.calibrate import measure_device
 
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind not in ("cuda", "cpu"):
-        raise InvalidCluster(f"--device {kind}: must be cuda or cpu")
+    kind = device_kind(device, on_cpu="measures the CPU")
     available = torch.cuda.device_count() if kind == "cuda" else None
-    if available == 0:
-        raise InvalidCluster("--device cuda: torch finds no GPU here; --device cpu measures the CPU")
     ranks = num_ranks or available or 1
     if available is not None and ranks > available:
         raise InvalidCluster(f"--ranks {ranks}: there are {available} GPUs here")
@@ -83,11 +72,12 @@ def _measure(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, on standard error."""
+    """Show a progress bar on standard error if it is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), disable=not Console(stderr=True).is_terminal) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("measuring", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

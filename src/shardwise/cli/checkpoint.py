@@ -1,4 +1,4 @@
-"""`shardwise checkpoint`: look into a checkpoint, verify it, and move weights to and from other formats."""
+"""`shardwise checkpoint`: inspects and verifies checkpoints, and converts weights to and from other formats."""
 
 import json
 from collections.abc import Sized
@@ -6,29 +6,29 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option, Typer
 
 from shardwise.errors import InvalidData
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.manifest import Manifest
 
-checkpoint = typer.Typer(help="Inspect, verify, export or import checkpoints.", no_args_is_help=True)
+checkpoint = Typer(help="Inspect, verify, export or import checkpoints.", no_args_is_help=True)
 
 PathArgument = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A checkpoint (step-…), or a folder of checkpoints (the newest is used).")
+    Path, Argument(metavar="PATH", help="A checkpoint (step-…), or a folder of checkpoints (the newest is used).")
 ]
 
 
 class Names(StrEnum):
-    """Whose names tensors have in files."""
+    """The names of tensors in files: ours, or Hugging Face's."""
 
     plain = "plain"
     hf = "hf"
 
 
 class Precision(StrEnum):
-    """Of exported weights."""
+    """The dtype of exported weights."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -38,8 +38,8 @@ class Precision(StrEnum):
 @checkpoint.command()
 def inspect(
     path: PathArgument,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The manifest as JSON, and nothing else.")] = False,
+    tensors: Annotated[bool, Option("--tensors", help="List every tensor.")] = False,
+    as_json: Annotated[bool, Option("--json", help="The manifest as JSON, and nothing else.")] = False,
 ) -> None:
     """Show what a checkpoint holds, without reading the tensors."""
     from shardwise.checkpoint.manifest import read_manifest
@@ -53,9 +53,8 @@ def inspect(
     if tensors:
         for name, tensor in manifest.tensors.items():
             shape = " × ".join(map(str, tensor.shape)) or "one number"
-            print(
-                f"  {name}  {shape}  {str(tensor.dtype).removeprefix('torch.')}  {_count(tensor.boxes, 'box', 'boxes')}"
-            )
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            print(f"  {name}  {shape}  {dtype}  {_count(tensor.boxes, 'box', 'boxes')}")
 
 
 @checkpoint.command()
@@ -82,15 +81,11 @@ def verify(path: PathArgument) -> None:
 @checkpoint.command()
 def export(
     path: PathArgument,
-    out: Annotated[Path, typer.Option("--out", help="FILE.safetensors, or a folder.")],
-    to: Annotated[Names, typer.Option("--to", help="Our names, or Hugging Face's (Llama, GPT-2).")] = Names.plain,
-    precision: Annotated[
-        Precision | None, typer.Option("--precision", help="Dtype of floating-point tensors (default: as saved).")
-    ] = None,
-    most_bytes: Annotated[
-        int | None, typer.Option("--most-bytes", help="Start another file when one would exceed this.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
+    out: Annotated[Path, Option(help="FILE.safetensors, or a folder.")],
+    to: Annotated[Names, Option(help="Our names, or Hugging Face's (Llama, GPT-2).")] = Names.plain,
+    precision: Annotated[Precision | None, Option(help="Dtype of floating-point tensors (default: as saved).")] = None,
+    most_bytes: Annotated[int | None, Option(help="Start another file when one would exceed this.")] = None,
+    force: Annotated[bool, Option("--force", help="Replace existing files.")] = False,
 ) -> None:
     """Write the weights as safetensors, one tensor in memory at a time."""
     there = out if out.suffix == ".safetensors" else next(iter(sorted(out.glob("*.safetensors"))), None)
@@ -113,9 +108,9 @@ def export(
 
 @checkpoint.command("import")
 def import_(
-    sources: Annotated[list[Path], typer.Argument(metavar="FILE…", help="safetensors files, all of one model.")],
-    out: Annotated[Path, typer.Option("--out", help="A folder of checkpoints; the new one is step 0 in it.")],
-    names: Annotated[Names, typer.Option("--from", help="Our names, or Hugging Face's (Llama, GPT-2).")] = Names.plain,
+    sources: Annotated[list[Path], Argument(metavar="FILE…", help="safetensors files, all of one model.")],
+    out: Annotated[Path, Option(help="A folder of checkpoints; the new one is step 0 in it.")],
+    names: Annotated[Names, Option("--from", help="Our names, or Hugging Face's (Llama, GPT-2).")] = Names.plain,
 ) -> None:
     """Make a checkpoint from weights alone, to start training from."""
     from shardwise.checkpoint.export import import_weights
@@ -127,7 +122,7 @@ def import_(
 
 
 def _chosen(path: Path) -> Path:
-    """The checkpoint that is meant."""
+    """Return the checkpoint at `path`, or the newest one in it."""
     from shardwise.checkpoint.folder import checkpoints_in
     from shardwise.checkpoint.manifest import FILE_NAME
 
@@ -144,7 +139,7 @@ def _num_bytes(manifest: "Manifest") -> int:
 
 
 def _count(items: Sized, one: str, many: str = "") -> str:
-    """`1 file`, `2 files`."""
+    """Return the number of items with its noun: `1 file`, `2 files`."""
     return f"{len(items)} {one if len(items) == 1 else many or one + 's'}"
 
 

@@ -1,23 +1,28 @@
-"""`shardwise devices`: the hardware tables, and where each number is from."""
+"""`shardwise devices`: the hardware tables, with the source of each number."""
 
 import dataclasses
 import json
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument
 
+from shardwise.cli.shared_options import AsJson
 from shardwise.hardware.calibration import shipped_calibration
 from shardwise.hardware.device import Device, device_of
 from shardwise.hardware.device import devices as all_devices
 from shardwise.hardware.link import Link, links
 from shardwise.hardware.sourced import Sourced
+from shardwise.report.text.plain_table import plain_table
 from shardwise.vocabulary.quantities import GIB, significant
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def devices(
-    name: Annotated[str | None, typer.Argument(help="One device or link, with the source of each number.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    name: Annotated[str | None, Argument(help="One device or link, with the source of each number.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """List devices and links; for one, every number with its source."""
     if name is not None:
@@ -25,7 +30,9 @@ def devices(
         if as_json:
             print(json.dumps(_as_data(found), indent=2, ensure_ascii=False))
         else:
-            _show_one(found)
+            also = f" (also {', '.join(found.aliases)})" if isinstance(found, Device) and found.aliases else ""
+            print(f"{found.name}: {found.title}{also}")
+            _print(_number_table(found))
     elif as_json:
         rows = {
             "devices": {key: _as_data(device) for key, device in all_devices().items()},
@@ -33,25 +40,19 @@ def devices(
         }
         print(json.dumps(rows, indent=2, ensure_ascii=False))
     else:
-        _show_devices(all_devices().values())
+        _print(_device_table(all_devices().values()))
         print()
-        _show_links(links().values())
+        _print(_link_table(links().values()))
 
 
 def _as_data(row: Device | Link) -> dict[str, Any]:
-    """The known fields."""
+    """Return the fields that are known."""
     return {key: value for key, value in dataclasses.asdict(row).items() if value is not None}
 
 
-def _show_devices(rows: Iterable[Device]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("device", no_wrap=True)
-    for column in (GIB.name, "fp32", "tf32", "bf16", "fp16 TFLOP/s", "memory GB/s"):
-        table.add_column(column, justify="right")
-    table.add_column("link")
-    table.add_column("host link")
+def _device_table(rows: Iterable[Device]) -> "Table":
+    numbers = (GIB.name, "fp32", "tf32", "bf16", "fp16 TFLOP/s", "memory GB/s")
+    table = plain_table(("device", *numbers, "link", "host link"), right=numbers, wraps=(*numbers, "link", "host link"))
     for device in rows:
         peaks = [_scaled(device.flops_per_s(dtype), unit=1e12) for dtype in ("fp32", "tf32", "bf16", "fp16")]
         table.add_row(
@@ -62,37 +63,25 @@ def _show_devices(rows: Iterable[Device]) -> None:
             device.link.value if device.link else "–",
             device.host_link.value if device.host_link else "–",
         )
-    _print(table)
+    return table
 
 
-def _show_links(rows: Iterable[Link]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("link", no_wrap=True)
-    table.add_column("GB/s a direction", justify="right")
-    table.add_column("latency µs", justify="right")
-    table.add_column("what")
+def _link_table(rows: Iterable[Link]) -> "Table":
+    numbers = ("GB/s per direction", "latency µs")
+    table = plain_table(("link", *numbers, "what"), right=numbers, wraps=(*numbers, "what"))
     for link in rows:
         bandwidth, latency = _scaled(link.bytes_per_s, unit=1e9), _scaled(link.latency_seconds, unit=1e-6)
         table.add_row(link.name, bandwidth, latency, link.title)
-    _print(table)
+    return table
 
 
-def _show_one(row: Device | Link) -> None:
-    from rich.table import Table
-
-    also = f" (also {', '.join(row.aliases)})" if isinstance(row, Device) and row.aliases else ""
-    print(f"{row.name}: {row.title}{also}")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("number", no_wrap=True)
-    table.add_column("value", justify="right", no_wrap=True)
-    table.add_column("kind")
-    table.add_column("source", overflow="fold")
+def _number_table(row: Device | Link) -> "Table":
+    table = plain_table(("number", "value", "kind", "source"), right=("value",), wraps=("kind", "source"))
+    table.columns[-1].overflow = "fold"
     for field in dataclasses.fields(row):
         value = getattr(row, field.name)
         if isinstance(value, Sourced):
-            table.add_row(field.name, _plain(value.value), value.kind, value.source)
+            table.add_row(field.name, _number(value.value), value.kind, value.source)
         elif value is None and field.name != "calibration":
             table.add_row(field.name, "–", "unknown", "")
     if isinstance(row, Device):
@@ -100,24 +89,22 @@ def _show_one(row: Device | Link) -> None:
         points = sum(map(len, found.points.values())) if found else 0
         kind, source = (found.kind, found.source) if found else ("unknown", "shardwise calibrate measures it")
         table.add_row("calibration", f"{points} points" if found else "–", kind, source)
-    _print(table)
+    return table
 
 
-def _plain(value: float | str) -> str:
-    """Integers in full; rates and times with four digits."""
+def _number(value: float | str) -> str:
+    """Format integers in full, and rates and times with four digits."""
     if isinstance(value, str):
         return value
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _scaled(number: Sourced[Any] | None, *, unit: float) -> str:
-    """In its unit, with four digits; a dash where it is not known."""
-    if number is None:
-        return "–"
-    return significant(number.value / unit, num_digits=4)
+    """Format a number in its unit with four digits; a dash if it is unknown."""
+    return "–" if number is None else significant(number.value / unit, num_digits=4)
 
 
-def _print(table: object) -> None:
+def _print(table: "Table") -> None:
     from rich.console import Console
 
     Console().print(table)

@@ -1,11 +1,12 @@
-"""`shardwise doctor`: is this file right, what does it do, and what would be better?"""
+"""`shardwise doctor`: checks a file, says what it does, and how to fix it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from shardwise.cli.own_files import describe_own
+from shardwise.cli.shared_options import SampleLength
 from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, placement_of
@@ -17,20 +18,18 @@ if TYPE_CHECKING:
 def doctor(
     path: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="FILE",
             help="A plan, config, cluster, bench, checkpoint or run; or a file of Accelerate, DeepSpeed, Lightning, "
             "torchtitan or the Trainer.",
         ),
     ],
-    model: Annotated[str, typer.Option("--model", help="Also predict for this model (as in `shardwise plan`).")] = "",
-    cluster: Annotated[
-        str, typer.Option("--cluster", help="The cluster to predict for, such as 8xh100-80gb (with --model).")
-    ] = "",
+    model: Annotated[str, Option(help="Also predict for this model (as in `shardwise plan`).")] = "",
+    cluster: Annotated[str, Option(help="The cluster to predict for, such as 8xh100-80gb (with --model).")] = "",
     micro_batch: Annotated[
-        int | None, typer.Option("--micro-batch", min=1, help="Samples per rank per pass, where the file has none.")
+        int | None, Option(min=1, help="Samples per rank per pass, where the file has none.")
     ] = None,
-    seq: Annotated[int | None, typer.Option("--seq", help="Tokens per sample.")] = None,
+    seq: SampleLength = None,
 ) -> None:
     """Check a file: what it is, what is wrong, and how to fix it.
 
@@ -53,12 +52,11 @@ def doctor(
         from shardwise.hardware.cluster import parse_cluster
         from shardwise.interchange.predicted import predict
         from shardwise.sources import Source
+        from shardwise.vocabulary.quantities import bytes_text
 
         source = Source(model, seq=seq)
         found, more = predict(setup, source.spec_for, cluster=parse_cluster(cluster), micro_batch=micro_batch)
         findings += more
-        from shardwise.vocabulary.quantities import bytes_text
-
         time = f", {found.time.samples_per_s:,.0f} samples per second" if found.time is not None else ""
         needs = bytes_text(found.memory.device_bytes)
         print(f"{model} on {cluster}, {found.batch} samples per rank: {needs} per device, fits: {found.fits}{time}")
@@ -67,12 +65,12 @@ def doctor(
     for finding in findings:
         print(finding)
     if findings:
-        raise typer.Exit(1)
+        raise Exit(1)
     print("nothing wrong found")
 
 
 def _setup(path: Path) -> "ForeignSetup":
-    """A plan of ours is a setup without any foreign settings."""
+    """Read a file as a setup; a plan of Shardwise is a setup without settings of another tool."""
     from shardwise.interchange.foreign_setup import ForeignSetup
     from shardwise.interchange.recognise import is_foreign, read_setup
 
@@ -83,13 +81,13 @@ def _setup(path: Path) -> "ForeignSetup":
 
 
 def _our_plan(path: Path) -> Plan:
-    """Of a plan, or of a config of `shardwise train`."""
+    """Read the plan from a plan file, or from a config of `shardwise train`."""
     from shardwise.files.toml_file import UnreadableFile, read_toml
 
     try:
         is_config = "task" in read_toml(path)
     except UnreadableFile:
-        # The plan says what is wrong with the file.
+        # Plan.load raises an error that says what is wrong with the file.
         is_config = False
     if not is_config:
         return Plan.load(path)
@@ -100,16 +98,16 @@ def _our_plan(path: Path) -> Plan:
 
 def _show(setup: "ForeignSetup", path: Path) -> None:
     from rich.console import Console
-    from rich.table import Table
+
+    from shardwise.report.text.plain_table import plain_table
 
     plan = setup.plan
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("units", "strategy", "params", "grads", "optim"):
-        table.add_column(column)
-    table.add_row("every unit" if not plan.overrides else "every other unit", plan.strategy, *_row(plan.strategy))
-    # The last match wins, so the last override is the first that is asked.
+    heads = ("units", "strategy", "params", "grads", "optim")
+    table = plain_table(heads, wraps=heads)
+    table.add_row("every unit" if not plan.overrides else "every other unit", plan.strategy, *_places(plan.strategy))
+    # The last match wins, so the last override comes first.
     for pattern, strategy in reversed(plan.to_dict()["overrides"].items()):
-        table.add_row(pattern, strategy, *_row(strategy))
+        table.add_row(pattern, strategy, *_places(strategy))
     console = Console()
     console.print(table)
     mesh = f"mesh {plan.mesh}" if plan.mesh else "all ranks on the shard axis"
@@ -122,7 +120,8 @@ def _show(setup: "ForeignSetup", path: Path) -> None:
     )
 
 
-def _row(strategy: str) -> tuple[str, str, str]:
+def _places(strategy: str) -> tuple[str, str, str]:
+    """Return where params, grads and optimizer state live under a strategy."""
     placement = placement_of(strategy)
     kept = "" if placement.reshard_after_forward else ", kept after forward"
     params = "sharded" + kept if placement.params is SHARDED else "replicated"

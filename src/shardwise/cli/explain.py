@@ -1,26 +1,26 @@
-"""`shardwise explain`: one step, or the ring, in text pictures."""
+"""`shardwise explain`: draws one step, or the ring, as text."""
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
+from shardwise.cli.shared_options import AsJson
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.plan.placement import STRATEGIES, resolve_strategy
 
+if TYPE_CHECKING:
+    from shardwise.spec import ModelSpec
+
 
 def explain(
-    strategy: Annotated[str | None, typer.Argument(help=f"{', '.join(STRATEGIES)}; ring; or PLAN.toml.")] = None,
-    ranks: Annotated[int, typer.Option("--ranks", help="Number of ranks.")] = 4,
-    replicate: Annotated[
-        int, typer.Option("--replicate", help="Groups of ranks that each hold all slices (hybrid sharding).")
-    ] = 1,
-    model: Annotated[
-        str | None, typer.Option("--model", help="A model of the catalogue (default: three equal blocks).")
-    ] = None,
-    prefetch: Annotated[int, typer.Option("--prefetch", help="Units gathered ahead of the one that computes.")] = 1,
-    ring: Annotated[bool, typer.Option("--ring", help="The ring all-reduce, chunk by chunk.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    strategy: Annotated[str | None, Argument(help=f"{', '.join(STRATEGIES)}; ring; or PLAN.toml.")] = None,
+    ranks: Annotated[int, Option(help="Number of ranks.")] = 4,
+    replicate: Annotated[int, Option(help="Groups of ranks that each hold all slices (hybrid sharding).")] = 1,
+    model: Annotated[str | None, Option(help="A model of the catalogue (default: three equal blocks).")] = None,
+    prefetch: Annotated[int, Option(help="Units gathered ahead of the one that computes.")] = 1,
+    ring: Annotated[bool, Option("--ring", help="The ring all-reduce, chunk by chunk.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Draw one training step and what each rank holds in it."""
     if ranks < 1:
@@ -37,8 +37,6 @@ def explain(
         strategy = resolve_strategy(strategy, replicate=replicate)
     if strategy is not None and strategy not in known:
         raise UnknownName.of("strategy", strategy, known=known)
-    from shardwise.models.catalogue import shape_of
-    from shardwise.report.outline import outline, picture_model
     from shardwise.report.text.ring_rounds import explain_ring, ring_as_data
     from shardwise.report.text.step_picture import explain as explain_step
     from shardwise.report.text.step_picture import explain_as_data
@@ -49,7 +47,7 @@ def explain(
         else:
             _show(explain_ring(num_ranks=ranks))
         return
-    spec = outline(shape_of(model), name=model) if model else picture_model()
+    spec = _spec(model)
     if as_json:
         data = explain_as_data(spec, strategy=strategy, num_ranks=ranks, replicate=replicate, prefetch=prefetch)
         print(json.dumps(data, indent=2, ensure_ascii=False))
@@ -58,16 +56,14 @@ def explain(
 
 
 def _explain_file(path: str, *, model: str | None, ranks: int, as_json: bool) -> None:
-    """A plan of a file, on the model that it was made for; its mesh says how many ranks there are."""
-    from shardwise.models.catalogue import shape_of
+    """Explain a plan file on the model that it was made for; its mesh, if it has one, gives the number of ranks."""
     from shardwise.plan import Plan
-    from shardwise.report.outline import outline, picture_model
     from shardwise.report.text.plan_picture import explain_plan, plan_as_data
 
     plan = Plan.load(path)
     if model is None and (plan.overrides or plan.recompute_overrides):
         raise InvalidPlan(f"{path} names single units: give their model with --model")
-    spec = outline(shape_of(model), name=model) if model else picture_model()
+    spec = _spec(model)
     num_ranks = plan.mesh.num_ranks if plan.mesh is not None else ranks
     if as_json:
         print(json.dumps(plan_as_data(spec, plan=plan, num_ranks=num_ranks), indent=2, ensure_ascii=False))
@@ -75,8 +71,15 @@ def _explain_file(path: str, *, model: str | None, ranks: int, as_json: bool) ->
         _show(explain_plan(spec, plan=plan, num_ranks=num_ranks))
 
 
+def _spec(model: str | None) -> "ModelSpec":
+    from shardwise.models.catalogue import shape_of
+    from shardwise.report.outline import outline, picture_model
+
+    return outline(shape_of(model), name=model) if model else picture_model()
+
+
 def _show(lines: list[str]) -> None:
-    """Plain lines; on a terminal that has colours, with what computes and what moves set off."""
+    """Print lines; on a terminal with colours, computation and communication are highlighted."""
     from rich.console import Console
     from rich.text import Text
 

@@ -1,10 +1,10 @@
-"""`shardwise export` and `shardwise import`: plans as other tools' files, and their files as plans."""
+"""`shardwise export` and `shardwise import`: plans as files of other tools, and their files as plans."""
 
 import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from shardwise.errors import InvalidPlan
 
@@ -12,15 +12,15 @@ _TARGETS = "accelerate, deepspeed, lightning, torchtitan, torchrun, slurm or kub
 
 
 def export(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN.toml", help="A plan (`shardwise plan --save`).")],
-    target: Annotated[str, typer.Option("--to", help=f"{_TARGETS}.")],
-    out: Annotated[Path, typer.Option("--out", help="The folder to write into.")],
+    plan: Annotated[Path, Argument(metavar="PLAN.toml", help="A plan (`shardwise plan --save`).")],
+    target: Annotated[str, Option("--to", help=f"{_TARGETS}.")],
+    out: Annotated[Path, Option(help="The folder to write into.")],
     ranks_per_node: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Ranks per machine (default: the plan's mesh, or 8).")
+        int | None, Option("--ranks", min=1, help="Ranks per machine (default: the plan's mesh, or 8).")
     ] = None,
-    num_nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of machines.")] = 1,
-    cpu: Annotated[bool, typer.Option("--cpu", help="The machines have no GPUs.")] = False,
-    image: Annotated[str, typer.Option("--image", help="The container image, for kubernetes.")] = "",
+    num_nodes: Annotated[int, Option("--nodes", min=1, help="Number of machines.")] = 1,
+    cpu: Annotated[bool, Option("--cpu", help="The machines have no GPUs.")] = False,
+    image: Annotated[str, Option(help="The container image, for kubernetes.")] = "",
 ) -> None:
     """Write a plan as files for another tool.
 
@@ -43,8 +43,8 @@ def export(
 
 
 def import_(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="A file of Accelerate, DeepSpeed, Lightning, …")],
-    out: Annotated[Path, typer.Option("--out", help="The plan to write.")] = Path("plan.toml"),
+    path: Annotated[Path, Argument(metavar="FILE", help="A file of Accelerate, DeepSpeed, Lightning, …")],
+    out: Annotated[Path, Option(help="The plan to write.")] = Path("plan.toml"),
 ) -> None:
     """Turn a config of another tool into a plan.
 
@@ -57,7 +57,7 @@ def import_(
     if out.exists():
         raise InvalidPlan(f"{out} exists: remove it, or choose another --out")
     setup = read_setup(path)
-    # As our engine runs it by default.
+    # Shardwise's engine runs the imported plan, with its defaults.
     replace(setup.plan, engine="shardwise", capture="auto").save(out)
     print(f"{out}: {setup.plan.strategy}, as {path} of {setup.tool}")
     for line in setup.left_out:

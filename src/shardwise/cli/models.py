@@ -2,17 +2,13 @@
 
 import dataclasses
 import json
-from typing import Annotated
 
-import typer
-
+from shardwise.cli.shared_options import AsJson
 from shardwise.models.catalogue import CATALOGUE
-from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, Shape, ViTShape
+from shardwise.models.shapes import LlamaShape, ResNetShape, Shape, ViTShape
 
 
-def models(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
-) -> None:
+def models(as_json: AsJson = False) -> None:
     """List the models of the catalogue: parameters and dimensions."""
     if as_json:
         rows = {
@@ -21,27 +17,22 @@ def models(
         print(json.dumps(rows, indent=2))
         return
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("model")
-    table.add_column("parameters", justify="right")
-    table.add_column("layers × width, heads, input")
+    from shardwise.report.text.plain_table import plain_table
+
+    heads = ("model", "parameters", "layers × width, heads, input")
+    table = plain_table(heads, right=heads[1:2], wraps=heads)
     for name, shape in CATALOGUE.items():
         table.add_row(name, f"{shape.num_params:,}", _dimensions(shape))
     Console().print(table)
 
 
 def _dimensions(shape: Shape) -> str:
-    match shape:
-        case GPTShape():
-            return f"{shape.num_layers} × {shape.width}, {shape.num_heads} heads, {shape.max_seq} tokens"
-        case LlamaShape():
-            heads = f"{shape.num_heads}/{shape.num_kv_heads} heads"
-            return f"{shape.num_layers} × {shape.width}, {heads}, {shape.max_seq} tokens"
-        case ViTShape():
-            pixels = f"{shape.image_size} pixels / {shape.patch_size}"
-            return f"{shape.num_layers} × {shape.width}, {shape.num_heads} heads, {pixels}"
-        case ResNetShape():
-            blocks = "+".join(map(str, shape.num_blocks))
-            return f"{blocks} {shape.block} blocks × {shape.width}, {shape.image_size} pixels"
+    if isinstance(shape, ResNetShape):
+        return f"{'+'.join(map(str, shape.num_blocks))} {shape.block} blocks × {shape.width}, {shape.image_size} pixels"
+    heads = f"{shape.num_heads}/{shape.num_kv_heads}" if isinstance(shape, LlamaShape) else f"{shape.num_heads}"
+    if isinstance(shape, ViTShape):
+        size = f"{shape.image_size} pixels / {shape.patch_size}"
+    else:
+        size = f"{shape.max_seq} tokens"
+    return f"{shape.num_layers} × {shape.width}, {heads} heads, {size}"

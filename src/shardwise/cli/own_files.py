@@ -1,4 +1,4 @@
-"""Files and folders of ours that are neither plans nor configs: recognised, checked, and summed up in a line.
+"""Recognises and checks files and folders of Shardwise other than plans and configs, and describes each in one line.
 
 a cluster or device table    TOML of `shardwise calibrate`, or written by hand
 a bench                      bench.json, or the folder that holds it
@@ -9,7 +9,7 @@ records of a failed job      autopsy-rank-N.json
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,19 @@ _CLUSTER_KEYS = {"num_nodes", "devices_per_node", "device", "fabric", "link"}
 
 
 def describe_own(path: Path) -> str | None:
-    """What it is, as one line, once it is found to be in order; None if it is none of these. What is damaged raises."""
-    for is_kind, describe in _KINDS:
-        if is_kind(path):
-            return describe(path)
+    """Return a description in one line; None if it is none of these. A damaged file raises an error."""
+    for describe in (_checkpoint, _bench, _run, _metrics, _cluster, _tokens, _record):
+        described = describe(path)
+        if described is not None:
+            return described
     if path.is_dir():
         raise InvalidPlan(f"{path}: a folder without a checkpoint, a bench or a run of Shardwise in it")
     return None
 
 
-def _is_checkpoint(path: Path) -> bool:
-    return (path / "manifest.json").is_file() or any(path.glob("step-*/manifest.json"))
-
-
-def _checkpoint(path: Path) -> str:
+def _checkpoint(path: Path) -> str | None:
+    if not (path / "manifest.json").is_file() and not any(path.glob("step-*/manifest.json")):
+        return None
     from shardwise.checkpoint.folder import checkpoints_in
     from shardwise.checkpoint.verify import verify
 
@@ -43,15 +42,13 @@ def _checkpoint(path: Path) -> str:
     kind = "a checkpoint" if found == [path] else f"{len(found)} checkpoints, the newest"
     return (
         f"{kind} of step {newest.step:,}, saved by {newest.num_ranks} ranks under {strategy}; "
-        "every file has its checksum"
+        "all files match their checksums"
     )
 
 
-def _is_bench(path: Path) -> bool:
-    return (path / "bench.json").is_file() or {"cases", "equivalence"} <= _json_keys(path)
-
-
-def _bench(path: Path) -> str:
+def _bench(path: Path) -> str | None:
+    if not (path / "bench.json").is_file() and not {"cases", "equivalence"} <= _json_keys(path):
+        return None
     from shardwise.bench.results import load_bench
 
     bench = load_bench(path)
@@ -60,26 +57,20 @@ def _bench(path: Path) -> str:
     return f"a bench, {bench.name}, of {', '.join(ran) or 'no case that ran'} on {bench.num_ranks} ranks; {verdict}"
 
 
-def _is_run(path: Path) -> bool:
-    return (path / "config.toml").is_file() and (path / "environment.json").is_file()
-
-
-def _run(path: Path) -> str:
+def _run(path: Path) -> str | None:
+    if not (path / "config.toml").is_file() or not (path / "environment.json").is_file():
+        return None
     from shardwise.train.config import load_config
 
     config = load_config(path / "config.toml")
-    saved = path / "checkpoints"
-    checkpoints = _checkpoint(saved) if _is_checkpoint(saved) else "no checkpoint yet"
-    return (
-        f"a run of {config.task.model} under {config.plan.strategy}: {_metrics(path / 'metrics.jsonl')}; {checkpoints}"
-    )
+    checkpoints = _checkpoint(path / "checkpoints") or "no checkpoint yet"
+    steps = _metrics(path / "metrics.jsonl")
+    return f"a run of {config.task.model} under {config.plan.strategy}: {steps}; {checkpoints}"
 
 
-def _is_metrics(path: Path) -> bool:
-    return path.name == "metrics.jsonl"
-
-
-def _metrics(path: Path) -> str:
+def _metrics(path: Path) -> str | None:
+    if path.name != "metrics.jsonl":
+        return None
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         last = json.loads(lines[-1]) if lines else {}
@@ -92,16 +83,12 @@ def _metrics(path: Path) -> str:
     return f"metrics of {len(lines):,} steps, the last {last['step']:,} with loss {last.get('loss')}"
 
 
-def _is_cluster(path: Path) -> bool:
-    if path.suffix != ".toml":
-        return False
+def _cluster(path: Path) -> str | None:
     try:
-        return bool(_CLUSTER_KEYS & set(read_toml(path)))
+        if path.suffix != ".toml" or not _CLUSTER_KEYS & set(read_toml(path)):
+            return None
     except ShardwiseError:
-        return False
-
-
-def _cluster(path: Path) -> str:
+        return None
     from shardwise.hardware.cluster_file import read_cluster_file
 
     cluster = read_cluster_file(path)
@@ -109,33 +96,26 @@ def _cluster(path: Path) -> str:
     return f"a cluster for `shardwise plan --cluster`: {cluster}, {cluster.num_ranks} devices, {measured}"
 
 
-def _is_tokens(path: Path) -> bool:
-    return path.suffix in (".bin", ".idx") and path.with_suffix(".idx").is_file()
-
-
-def _tokens(path: Path) -> str:
+def _tokens(path: Path) -> str | None:
+    if path.suffix not in (".bin", ".idx") or not path.with_suffix(".idx").is_file():
+        return None
     from shardwise.data.tokens import open_tokens
 
     found = open_tokens(path.with_suffix(""))
     return f"a token file: {len(found.tokens):,} tokens, vocabulary {found.vocab_size:,}"
 
 
-def _is_record(path: Path) -> bool:
-    from shardwise.autopsy.own_record import PREFIX
+def _record(path: Path) -> str | None:
+    from shardwise.autopsy.own_record import PREFIX, read_record
 
-    return path.is_file() and path.name.startswith(PREFIX)
-
-
-def _record(path: Path) -> str:
-    from shardwise.autopsy.own_record import read_record
-
-    return (
-        f"what rank {read_record(path).rank} had issued when a job failed; shardwise autopsy {path.parent} compares all"
-    )
+    if not path.is_file() or not path.name.startswith(PREFIX):
+        return None
+    rank = read_record(path).rank
+    return f"what rank {rank} had issued when a job failed; shardwise autopsy {path.parent} compares all ranks"
 
 
 def _json_keys(path: Path) -> set[str]:
-    """Of the object that a JSON file holds; none where it is something else."""
+    """Return the keys of the object in a JSON file; none if the file holds anything else."""
     if path.suffix != ".json" or not path.is_file():
         return set()
     try:
@@ -143,14 +123,3 @@ def _json_keys(path: Path) -> set[str]:
     except (OSError, ValueError, RecursionError):
         return set()
     return set(found) if isinstance(found, Mapping) else set()
-
-
-_KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path], str]], ...] = (
-    (_is_checkpoint, _checkpoint),
-    (_is_bench, _bench),
-    (_is_run, _run),
-    (_is_metrics, _metrics),
-    (_is_cluster, _cluster),
-    (_is_tokens, _tokens),
-    (_is_record, _record),
-)

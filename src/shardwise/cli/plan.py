@@ -1,12 +1,10 @@
-"""`shardwise plan`: what every strategy needs on a cluster, how fast it is, and which one to take."""
+"""`shardwise plan`: predicts memory and speed of every strategy on a cluster, and recommends one."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from shardwise.cli.plan_options import (
     OPTIMIZERS,
@@ -17,6 +15,8 @@ from shardwise.cli.plan_options import (
     check_names,
     hybrid_mesh,
 )
+from shardwise.cli.shared_options import AsJson, Engine, ImageSize, SampleLength
+from shardwise.cli.terminal import status_line
 from shardwise.errors import InvalidPlan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.vocabulary.quantities import SIZE_EXAMPLE, byte_count
@@ -24,90 +24,59 @@ from shardwise.vocabulary.quantities import SIZE_EXAMPLE, byte_count
 
 def plan(
     model: Annotated[
-        str | None, typer.Argument(help="A catalogue name, hf:DIR, timm:NAME, params:60b or python:FILE.py:function.")
+        str | None, Argument(help="A catalogue name, hf:DIR, timm:NAME, params:60b or python:FILE.py:function.")
     ] = None,
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", help="8xh100-80gb, 16x8xa100-40gb@ib-8x200, or a TOML file.")
-    ] = None,
-    strategy: Annotated[
-        str, typer.Option("--strategy", help=f"{', '.join(STRATEGIES)}, all, or auto (chosen for each unit).")
-    ] = "all",
-    micro_batch: Annotated[
-        int | None, typer.Option("--micro-batch", help="Samples per rank per pass (default: the most that fit).")
-    ] = None,
-    seq: Annotated[int | None, typer.Option("--seq", help="Tokens per sample.")] = None,
-    image: Annotated[int | None, typer.Option("--image", help="Width and height of an image in pixels.")] = None,
-    precision: Annotated[str, typer.Option("--precision", help="fp32, bf16 or fp16.")] = "bf16",
-    recompute: Annotated[
-        str, typer.Option("--recompute", help="none, full, selective; for some units: full,blocks.[0-8]=none.")
-    ] = "none",
+    cluster: Annotated[str | None, Option(help="8xh100-80gb, 16x8xa100-40gb@ib-8x200, or a TOML file.")] = None,
+    strategy: Annotated[str, Option(help=f"{', '.join(STRATEGIES)}, all, or auto (chosen for each unit).")] = "all",
+    micro_batch: Annotated[int | None, Option(help="Samples per rank per pass (default: the most that fit).")] = None,
+    seq: SampleLength = None,
+    image: ImageSize = None,
+    precision: Annotated[str, Option(help="fp32, bf16 or fp16.")] = "bf16",
+    recompute: Annotated[str, Option(help="none, full, selective; for some units: full,blocks.[0-8]=none.")] = "none",
     global_batch: Annotated[
-        int | None,
-        typer.Option(
-            "--global-batch", min=1, help="Samples per step over all ranks; sets --accumulate or --micro-batch."
-        ),
+        int | None, Option(min=1, help="Samples per step over all ranks; sets --accumulate or --micro-batch.")
     ] = None,
-    accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Passes per optimizer step.")] = 1,
-    mesh: Annotated[
-        str | None, typer.Option("--mesh", help="REPLICATExSHARD, such as 8x8 (default: the best of a few).")
-    ] = None,
-    reduce_dtype: Annotated[
-        str, typer.Option("--reduce-dtype", help="What gradients are summed in: fp32, bf16 or fp16.")
-    ] = "fp32",
+    accumulate: Annotated[int, Option(min=1, help="Passes per optimizer step.")] = 1,
+    mesh: Annotated[str | None, Option(help="REPLICATExSHARD, such as 8x8 (default: the best of a few).")] = None,
+    reduce_dtype: Annotated[str, Option(help="What gradients are summed in: fp32, bf16 or fp16.")] = "fp32",
     budget: Annotated[
-        str | None, typer.Option("--budget", help=f"Memory to use per device, such as {SIZE_EXAMPLE} (default: all).")
+        str | None, Option(help=f"Memory to use per device, such as {SIZE_EXAMPLE} (default: all).")
     ] = None,
-    optimizer: Annotated[str, typer.Option("--optimizer", help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
-    goal: Annotated[
-        str, typer.Option("--goal", help="What to prefer: throughput, or a small memory peak (memory).")
-    ] = "throughput",
-    engine: Annotated[
-        str, typer.Option("--engine", help="shardwise, or torch's own DDP and fully_shard.")
-    ] = "shardwise",
-    devices: Annotated[
-        Path | None, typer.Option("--devices", help="A device table that `shardwise calibrate` wrote.")
-    ] = None,
+    optimizer: Annotated[str, Option(help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
+    goal: Annotated[str, Option(help="What to prefer: throughput, or a small memory peak (memory).")] = "throughput",
+    engine: Engine = "shardwise",
+    devices: Annotated[Path | None, Option(help="A device table that `shardwise calibrate` wrote.")] = None,
     software: Annotated[
-        str | None, typer.Option("--software", help="Age of the kernels: 2023, 2024 or current (default: current).")
+        str | None, Option(help="Age of the kernels: 2023, 2024 or current (default: current).")
     ] = None,
     matmul_precision: Annotated[
-        str | None,
-        typer.Option("--matmul-precision", help="As torch.set_float32_matmul_precision: highest, or high for TF32."),
+        str | None, Option(help="As torch.set_float32_matmul_precision: highest, or high for TF32.")
     ] = None,
     compile_with: Annotated[
-        str, typer.Option("--compile", help="none, inductor, aot_eager, or auto (chosen with --strategy auto).")
+        str, Option("--compile", help="none, inductor, aot_eager, or auto (chosen with --strategy auto).")
     ] = "none",
     capture: Annotated[
-        str,
-        typer.Option(
-            "--capture", help="Run steps as CUDA graphs: on, off, or auto (off, with a note if they are faster)."
-        ),
+        str, Option(help="Run steps as CUDA graphs: on, off, or auto (off, with a note if they are faster).")
     ] = "auto",
-    like: Annotated[str, typer.Option("--like", help="Predict times for another engine: deepspeed.")] = "",
+    like: Annotated[str, Option(help="Predict times for another engine: deepspeed.")] = "",
     here: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--here", help="Measure this machine's CPU first (takes seconds); --cluster must describe this machine."
         ),
     ] = False,
     tokens: Annotated[
-        str | None, typer.Option("--tokens", help="Also show how long training on this many tokens takes, such as 1T.")
+        str | None, Option(help="Also show how long training on this many tokens takes, such as 1T.")
     ] = None,
-    price: Annotated[
-        float | None, typer.Option("--price", help="Price per GPU-hour: shows what --tokens costs.")
-    ] = None,
-    frontier: Annotated[
-        bool, typer.Option("--frontier", help="Also show the best speed for every memory budget.")
-    ] = False,
-    scale: Annotated[bool, typer.Option("--scale", help="Also show the best plan on 8 to 16,384 devices.")] = False,
-    timeline: Annotated[bool, typer.Option("--timeline", help="Also show what each queue does in a step.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
-    save: Annotated[Path | None, typer.Option("--save", help="Write the recommended plan as PLAN.toml.")] = None,
-    serve: Annotated[bool, typer.Option("--serve", help="Serve the planner page, on this machine only.")] = False,
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port for --serve (0: any free port).")] = 8765,
-    page: Annotated[
-        Path | None, typer.Option("--page", help="Write the planner page as one HTML file that needs no server.")
-    ] = None,
+    price: Annotated[float | None, Option(help="Price per GPU-hour: shows what --tokens costs.")] = None,
+    frontier: Annotated[bool, Option("--frontier", help="Also show the best speed for every memory budget.")] = False,
+    scale: Annotated[bool, Option("--scale", help="Also show the best plan on 8 to 16,384 devices.")] = False,
+    timeline: Annotated[bool, Option("--timeline", help="Also show what each queue does in a step.")] = False,
+    as_json: AsJson = False,
+    save: Annotated[Path | None, Option(help="Write the recommended plan as PLAN.toml.")] = None,
+    serve: Annotated[bool, Option("--serve", help="Serve the planner page, on this machine only.")] = False,
+    port: Annotated[int, Option(min=0, max=65535, help="Port for --serve (0: any free port).")] = 8765,
+    page: Annotated[Path | None, Option(help="Write the planner page as one HTML file that needs no server.")] = None,
 ) -> None:
     """Predict memory and speed of every strategy, and recommend one."""
     if serve or page is not None:
@@ -144,7 +113,7 @@ def plan(
         capture=capture,
     )
     question = PlanQuestion(
-        source=Source(model, seq=seq, image=image, while_tracing=_progress),
+        source=Source(model, seq=seq, image=image, while_tracing=lambda name: status_line(f"Tracing {name} …")),
         plan=asked,
         strategy=strategy,
         cluster=where,
@@ -168,17 +137,4 @@ def plan(
         show(found)
     if not found.fits:
         # So that a script does not continue without a plan.
-        raise typer.Exit(1)
-
-
-@contextmanager
-def _progress(name: str) -> Iterator[None]:
-    """A line on a terminal while a model is traced."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(f"Tracing {name} …"):
-        yield
+        raise Exit(1)

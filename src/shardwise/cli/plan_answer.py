@@ -1,4 +1,4 @@
-"""What `shardwise plan` computes: candidates, the solver's plan, the recommendation, and what else is asked for."""
+"""Computes the answer of `shardwise plan`: candidates, the solver's plan, the recommendation, and what options add."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,11 +27,11 @@ _CLEARLY_FASTER = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanQuestion:
-    """What was asked for.
+    """The options of the command.
 
     strategy      a strategy, all of them, or auto: all of them and the solver's plan
-    budget_bytes  of a device, what may be used; None: all that it has
-    num_tokens, price_per_gpu_hour    of a whole training, if that is asked for
+    budget_bytes  memory that may be used per device; None: all of it
+    num_tokens, price_per_gpu_hour    of a complete training run, whose cost is then shown
     """
 
     source: Source
@@ -63,10 +63,13 @@ class PlanQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnswer:
-    """`found`: the rows of the table, of which `recommendation.index` is one. `fits`: whether there is one to take.
+    """The answer.
 
-    `captured`: the plan to take as `shardwise train` runs it by default, in CUDA graphs, where that is clearly faster.
-    `compiled`: the solver's plan with compiled units, where it was not to compile them and that is clearly faster.
+    found           the rows of the table; `recommendation.index` is one of them
+    fits            whether any of them fits
+    captured        the recommended plan in CUDA graphs, as `shardwise train` runs it by default; None unless that is
+                    clearly faster
+    compiled        the solver's plan with compiled units; None unless they were left out and are clearly faster
     """
 
     question: PlanQuestion
@@ -125,7 +128,7 @@ def answer(question: PlanQuestion) -> PlanAnswer:
 
 
 def _with_auto(question: PlanQuestion, found: list[Candidate]) -> tuple[list[Candidate], Recommendation, str]:
-    """The solver's plan is a row of its own, and the one to take."""
+    """Add the solver's plan as a row, and recommend it."""
     try:
         solved = solve_plan(question.source.spec_for, request=question.request)
     except NoPlanFits as error:
@@ -138,27 +141,33 @@ def _with_auto(question: PlanQuestion, found: list[Candidate]) -> tuple[list[Can
 
 
 def _captured(question: PlanQuestion, best: Candidate | None) -> Candidate | None:
-    """Whether a step of `auto` is captured is known when it runs, so tables show ordinary steps; this is the other."""
+    """Return the recommended plan with captured steps, if that is clearly faster.
+
+    Under `capture = auto` only the run decides whether a step is captured, so the table shows ordinary steps.
+    """
     if best is None or best.time is None or best.cluster.device.name == "cpu":
         return None
     plan = best.plan
     if not LIMITS[plan.engine].has("capture") or question.foreign or plan.capture != "auto" or plan.why_not_captured():
         return None
     if needs_whole_matrices(question.optimizer):
-        # Their steps are not captured.
+        # Steps of such optimizers are not captured.
         return None
     return _clearly_faster(question, replace(plan, capture="on"), than=best)
 
 
 def _compiled(question: PlanQuestion, best: Candidate | None) -> Candidate | None:
-    """What the solver leaves out unless it is asked for: compiled units round otherwise."""
+    """Return the solver's plan with compiled units, if that is clearly faster.
+
+    The solver compiles only on request, because compiled units round differently.
+    """
     if best is None or best.label != AUTO or question.plan.compile != "none" or best.cluster.device.name == "cpu":
         return None
     return _clearly_faster(question, replace(best.plan, compile="inductor"), than=best)
 
 
 def _clearly_faster(question: PlanQuestion, plan: Plan, *, than: Candidate) -> Candidate | None:
-    """The plan's cost; None unless its steps are clearly shorter."""
+    """Return the cost of the plan; None unless its steps are clearly shorter."""
     found = cost(question.source.spec_for(plan), plan=plan, cluster=than.cluster, optimizer=question.optimizer)
     if found.time is None or than.time is None:
         return None
@@ -175,7 +184,7 @@ def _scaling(question: PlanQuestion, *, found: list[Candidate], cluster: Cluster
 
 
 def _training(question: PlanQuestion, found: list[Candidate]) -> list[TrainingCost] | None:
-    """Of all plans that fit."""
+    """Return the cost of the training run under each plan that fits."""
     if question.num_tokens is None:
         if question.price_per_gpu_hour is not None:
             raise InvalidPlan("--price needs --tokens: how long the training is")
@@ -189,7 +198,7 @@ def _training(question: PlanQuestion, found: list[Candidate]) -> list[TrainingCo
 
 
 def _spans(question: PlanQuestion, best: Candidate | None) -> list[Span] | None:
-    """The step of the recommended plan, if it is asked for and known."""
+    """Return the timeline of the recommended plan's step, if it was requested and is known."""
     if not question.has_timeline or best is None or best.time is None:
         return None
     spec = question.source.spec_for(best.plan)

@@ -1,4 +1,4 @@
-"""What the options of `shardwise plan` say: sizes, counts, meshes, clusters."""
+"""Parses the options of `shardwise plan`: counts, meshes, recompute, clusters."""
 
 import re
 from dataclasses import replace
@@ -16,15 +16,14 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
-def check_names(*, goal: str, optimizer: str) -> None:
-    if goal not in GOALS:
-        raise UnknownName.of("goal", goal, known=GOALS)
-    if optimizer not in OPTIMIZERS:
-        raise UnknownName.of("optimizer", optimizer, known=OPTIMIZERS)
+def check_names(*, optimizer: str, goal: str = "throughput") -> None:
+    for kind, name, known in (("goal", goal, GOALS), ("optimizer", optimizer, OPTIMIZERS)):
+        if name not in known:
+            raise UnknownName.of(kind, name, known=known)
 
 
 def asked_count(text: str | None, *, option: str) -> float | None:
-    """`1T`, `300B`, `1e12`; None where nothing is asked."""
+    """Parse `1T`, `300B` or `1e12`; None if the option is not given."""
     if text is None:
         return None
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([kmbt]?)", text.strip().lower())
@@ -34,7 +33,7 @@ def asked_count(text: str | None, *, option: str) -> float | None:
 
 
 def asked_mesh(text: str | None) -> Mesh | None:
-    """`8x4`: replicate × shard; None where nothing is asked."""
+    """Parse `8x4`, replicate × shard; None if the option is not given."""
     if text is None:
         return None
     found = re.fullmatch(r"([1-9][0-9]{0,6})[x×]([1-9][0-9]{0,6})", text.strip())
@@ -44,7 +43,7 @@ def asked_mesh(text: str | None) -> Mesh | None:
 
 
 def hybrid_mesh(strategy: str, *, cluster: "Cluster") -> Mesh | None:
-    """Nodes × devices per node, where `hybrid_shard` is asked for without a mesh; None for any other strategy."""
+    """Return nodes × devices per node, the default mesh of `hybrid_shard`; None for any other strategy."""
     if strategy.strip().lower().replace("-", "_") != "hybrid_shard":
         return None
     if cluster.num_nodes == 1:
@@ -53,15 +52,15 @@ def hybrid_mesh(strategy: str, *, cluster: "Cluster") -> Mesh | None:
 
 
 def asked_recompute(text: str) -> tuple[str, dict[str, str]]:
-    """(Of all units, pattern → of some): `full`, or `full,blocks.[0-8]=none`."""
-    usual, overrides = "none", {}
+    """Parse `full`, or `full,blocks.[0-8]=none`, into (the default, pattern → what the matching units do)."""
+    default, overrides = "none", {}
     for part in (part.strip() for part in text.split(",")):
         pattern, equals, way = part.rpartition("=")
         if equals:
             overrides[pattern] = way
         else:
-            usual = part
-    return usual, overrides
+            default = part
+    return default, overrides
 
 
 def asked_cluster(

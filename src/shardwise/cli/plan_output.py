@@ -1,4 +1,4 @@
-"""How `shardwise plan` shows what it found: tables and sentences, or JSON."""
+"""Shows the answer of `shardwise plan`: tables and sentences, or JSON."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,8 +8,9 @@ from shardwise.hardware.host_here import host_is_probed
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.time.step_time import why_not_timed
 from shardwise.report.text.budgets import frontier_data, frontier_table, training_data, training_table
+from shardwise.report.text.category_bars import legend
 from shardwise.report.text.costs import as_data as candidate_data
-from shardwise.report.text.costs import as_table, legend, scaling_data, scaling_table
+from shardwise.report.text.costs import as_table, scaling_data, scaling_table
 from shardwise.report.text.queue_lanes import as_data as spans_as_data
 from shardwise.report.text.queue_lanes import as_lanes
 from shardwise.report.text.verdict import verdict
@@ -18,6 +19,7 @@ from shardwise.vocabulary.quantities import GIB, fixed_text, step_seconds_text
 
 
 def as_data(shown: PlanAnswer) -> dict[str, Any]:
+    captured, compiled = (None if one is None else candidate_data(one) for one in (shown.captured, shown.compiled))
     data = {
         "model": shown.question.source.reference,
         "cluster": str(shown.found[0].cluster),
@@ -25,8 +27,8 @@ def as_data(shown: PlanAnswer) -> dict[str, Any]:
         "why": shown.why,
         "host": "probed" if host_is_probed(shown.found[0].cluster.device) else "assumed",
         "candidates": [candidate_data(candidate) for candidate in shown.found],
-        "captured": candidate_data(shown.captured) if shown.captured is not None else None,
-        "compiled": candidate_data(shown.compiled) if shown.compiled is not None else None,
+        "captured": captured,
+        "compiled": compiled,
     }
     if shown.training is not None:
         data["training"] = [training_data(row) for row in shown.training]
@@ -80,12 +82,8 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
     fits = f"fits means peak + {first.memory_band:.0%} ≤ capacity; " if first.capacity_bytes else ""
     unknown = why_not_timed(shown.question.source.spec_for(first.plan), plan=first.plan, cluster=first.cluster)
     shown_first = shown.recommendation.best or first
-    time = (
-        f"time is not predicted: {unknown}"
-        if unknown
-        else f"times {shown_first.time_band}; comm = exposed communication"
-    )
-    yield f"Predicted, not measured; {fits}{time}."
+    time = f"times {shown_first.time_band}; comm = exposed communication"
+    yield f"Predicted, not measured; {fits}{f'time is not predicted: {unknown}' if unknown else time}."
     if unknown is None and needs_whole_matrices(shown.question.optimizer):
         yield "The time of Muon's update is computed from its matrix products; it was not compared with measurements."
     if shown.captured is not None and shown.captured.time is not None:

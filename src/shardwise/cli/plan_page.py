@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from shardwise.cli.terminal import write_output
 from shardwise.errors import InvalidPlan
-from shardwise.files.atomic import atomic_write
 from shardwise.hardware import cluster_of
 from shardwise.interchange.exported import JobShape
 from shardwise.interchange.targets import TARGETS
@@ -22,16 +22,10 @@ _MODEL, _CLUSTER = "llama-3.1-8b", "8xh100-80gb"
 
 
 def write_page(path: Path, *, model: str | None, cluster: str | None) -> None:
-    """The page as one file, which begins with this model and cluster."""
+    """Write the page as one file that opens with this model and cluster."""
     if model is not None and model not in CATALOGUE:
         raise InvalidPlan(f"--page {path}: holds models of the catalogue only, and {model} is none; use --serve")
-    text = page_text(model=model, cluster=cluster)
-    try:
-        with atomic_write(path) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise InvalidPlan(f"{path}: cannot be written ({error.strerror})") from error
-    print(path)
+    write_output(path, page_text(model=model, cluster=cluster).encode())
 
 
 def page_text(*, model: str | None = None, cluster: str | None = None) -> str:
@@ -41,7 +35,7 @@ def page_text(*, model: str | None = None, cluster: str | None = None) -> str:
 
 
 def serve_page(*, model: str | None, cluster: str | None, seq: int | None, image: int | None, port: int) -> None:
-    """Serve the page until Ctrl+C. `seq`, `image`: of a model that has to be traced."""
+    """Serve the page until Ctrl+C. `seq` and `image` are for a model that has to be traced."""
     start = _start(model, cluster)
     own = Source(model, seq=seq, image=image) if model is not None and model not in CATALOGUE else None
     service = PlannerService(start=start, own=own, targets=list(TARGETS), exports=_exports)
@@ -54,7 +48,7 @@ def serve_page(*, model: str | None, cluster: str | None, seq: int | None, image
 
 
 def _start(model: str | None, cluster: str | None) -> dict[str, Any]:
-    """The settings that the page opens with."""
+    """Return the settings that the page opens with."""
     asked = cluster_of(cluster or _CLUSTER)
     if asked.device not in offered_devices():
         names = ", ".join(device.name for device in offered_devices())
@@ -69,6 +63,5 @@ def _start(model: str | None, cluster: str | None) -> dict[str, Any]:
 
 def _exports(plan: Plan, num_devices: int, target: str) -> dict[str, Any]:
     nodes = max(1, num_devices // PER_NODE)
-    shape = JobShape(num_nodes=nodes, ranks_per_node=max(1, num_devices // nodes), has_gpus=True, image="")
-    exported = exported_for(plan, shape, target=target)
+    exported = exported_for(plan, JobShape(num_nodes=nodes, ranks_per_node=max(1, num_devices // nodes)), target=target)
     return {"files": dict(exported.files), "left_out": list(exported.left_out)}

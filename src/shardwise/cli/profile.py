@@ -1,62 +1,60 @@
-"""`shardwise profile`: the memory of one step, by category, measured here and compared with the prediction."""
+"""`shardwise profile`: measures the memory of one step by category, and compares it with the prediction."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
+from shardwise.cli.plan_options import OPTIMIZERS, check_names
+from shardwise.cli.shared_options import AsJson, DeviceKind, Engine, ImageSize, SampleLength, device_kind
 from shardwise.cli.strategies import asked_strategies
-from shardwise.errors import InvalidCluster, InvalidData, InvalidModel, InvalidPlan, UnknownName
+from shardwise.cli.terminal import check_output, print_line, status_line
+from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan.placement import STRATEGIES
 
 if TYPE_CHECKING:
     from shardwise.profile.compare import Profile
     from shardwise.profile.rehearsal import Rehearsal
 
-_OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
-
 
 def profile(
-    model: Annotated[str, typer.Argument(help="A catalogue name, hf:DIR, timm:NAME, python:FILE.py:function.")],
-    strategy: Annotated[str, typer.Option("--strategy", help=f"{', '.join(STRATEGIES)}, or all.")] = "all",
-    ranks: Annotated[int, typer.Option("--ranks", help="Number of ranks in the job; only one of them runs here.")] = 1,
-    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Samples per rank per pass.")] = 1,
-    seq: Annotated[int | None, typer.Option("--seq", help="Tokens per sample.")] = None,
-    image: Annotated[int | None, typer.Option("--image", help="Width and height of an image in pixels.")] = None,
-    precision: Annotated[
-        str | None, typer.Option("--precision", help="fp32, bf16 or fp16 (default: bf16 on a GPU, fp32 on a CPU).")
-    ] = None,
-    recompute: Annotated[str, typer.Option("--recompute", help="none, full or selective.")] = "none",
-    optimizer: Annotated[str, typer.Option("--optimizer", help=f"{', '.join(_OPTIMIZERS)}.")] = "adamw",
-    engine: Annotated[
-        str, typer.Option("--engine", help="shardwise, or torch's own DDP and fully_shard.")
-    ] = "shardwise",
-    device: Annotated[
-        str | None, typer.Option("--device", help="cuda or cpu (default: cuda if there is a GPU).")
-    ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps.")] = 3,
+    model: Annotated[str, Argument(help="A catalogue name, hf:DIR, timm:NAME, python:FILE.py:function.")],
+    strategy: Annotated[str, Option(help=f"{', '.join(STRATEGIES)}, or all.")] = "all",
+    ranks: Annotated[int, Option(help="Number of ranks in the job; only one of them runs here.")] = 1,
+    micro_batch: Annotated[int, Option(help="Samples per rank per pass.")] = 1,
+    seq: SampleLength = None,
+    image: ImageSize = None,
+    precision: Annotated[str | None, Option(help="fp32, bf16 or fp16 (default: bf16 on a GPU, fp32 on a CPU).")] = None,
+    recompute: Annotated[str, Option(help="none, full or selective.")] = "none",
+    optimizer: Annotated[str, Option(help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
+    engine: Engine = "shardwise",
+    device: DeviceKind = None,
+    steps: Annotated[int, Option(min=1, help="Timed steps.")] = 3,
     timeline: Annotated[
-        bool, typer.Option("--timeline", help="Show the step row by row, also for several strategies.")
+        bool, Option("--timeline", help="Show the step row by row, also for several strategies.")
     ] = False,
     history: Annotated[
-        Path | None,
-        typer.Option("--history", help="Write the GPU allocator's history; https://pytorch.org/memory_viz opens it."),
+        Path | None, Option(help="Write the GPU allocator's history; https://pytorch.org/memory_viz opens it.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure memory and compute time of one rank of a job.
 
     The other ranks are not started. Memory is shown by category through one step, next to the prediction.
     """
-    _check(model, ranks=ranks, optimizer=optimizer)
+    check_names(optimizer=optimizer)
+    if ranks < 1:
+        raise InvalidPlan(f"--ranks {ranks}: must be a whole number of at least 1")
+    if model.startswith("params:"):
+        raise InvalidModel(f"{model}: a parameter count cannot be run; shardwise plan predicts its states")
     from shardwise.plan import Plan
     from shardwise.profile.rehearsal import Rehearsal
 
-    where = _device(device)
+    where = device_kind(device, on_cpu="runs on the CPU")
     plan = Plan(
         precision=precision or ("bf16" if where == "cuda" else "fp32"),
         recompute=recompute,
@@ -91,44 +89,20 @@ def _profiles(rehearsal: "Rehearsal", *, strategies: Sequence[str]) -> "list[Pro
     from shardwise.profile.rehearsal import Measured, Rehearsal, rehearse_apart
     from shardwise.sources import Source
 
-    with _progress() as tell:
+    with status_line("Starting …") as show_status:
 
         def run(one: Rehearsal) -> Measured:
-            tell(f"Rehearsing {one.plan.strategy}, rank 0 of {one.num_ranks} …")
+            show_status(f"Rehearsing {one.plan.strategy}, rank 0 of {one.num_ranks} …")
             return rehearse_apart(one)
 
-        def tracing(name: str) -> AbstractContextManager[None]:
-            tell(f"Tracing {name} …")
+        def while_tracing(name: str) -> AbstractContextManager[None]:
+            show_status(f"Tracing {name} …")
             return nullcontext()
 
-        source = Source(
-            rehearsal.model,
-            seq=rehearsal.seq,
-            image=rehearsal.image,
-            kernels=rehearsal.device,
-            while_tracing=tracing,
-        )
+        model, seq, image, device = rehearsal.model, rehearsal.seq, rehearsal.image, rehearsal.device
+        source = Source(model, seq=seq, image=image, kernels=device, while_tracing=while_tracing)
         each = [replace(rehearsal, plan=replace(rehearsal.plan, strategy=name)) for name in strategies]
-        return profile_all(each, spec_for=source.spec_for, room_bytes=_room_bytes(rehearsal.device), run=run)
-
-
-def _check(model: str, *, ranks: int, optimizer: str) -> None:
-    if optimizer not in _OPTIMIZERS:
-        raise UnknownName.of("optimizer", optimizer, known=_OPTIMIZERS)
-    if ranks < 1:
-        raise InvalidPlan(f"--ranks {ranks}: must be a whole number of at least 1")
-    if model.startswith("params:"):
-        raise InvalidModel(f"{model}: a parameter count cannot be run; shardwise plan predicts its states")
-
-
-def _device(asked: str | None) -> str:
-    import torch
-
-    if asked not in (None, "cuda", "cpu"):
-        raise InvalidCluster(f"--device {asked}: must be cuda or cpu")
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise InvalidCluster("--device cuda: torch finds no GPU here; --device cpu runs on the CPU")
-    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+        return profile_all(each, spec_for=source.spec_for, room_bytes=_room_bytes(device), run=run)
 
 
 def _check_history(path: Path | None, *, device: str, strategies: Sequence[str]) -> None:
@@ -138,8 +112,7 @@ def _check_history(path: Path | None, *, device: str, strategies: Sequence[str])
         raise InvalidPlan(f"--history {path}: only a GPU allocator keeps a history")
     if len(strategies) > 1:
         raise InvalidPlan(f"--history {path}: records one strategy; choose it, such as --strategy fsdp")
-    if not path.absolute().parent.is_dir():
-        raise InvalidData(f"--history {path}: there is no folder {path.parent}")
+    check_output("--history", path)
 
 
 def _room_bytes(device: str) -> int:
@@ -152,19 +125,6 @@ def _room_bytes(device: str) -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """A line on a terminal that says what is being done."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    with console.status("Starting …") as status:
-        yield status.update
-
-
 def _show(found: "Sequence[Profile]", *, timeline: bool) -> None:
     from rich.console import Console
 
@@ -172,10 +132,10 @@ def _show(found: "Sequence[Profile]", *, timeline: bool) -> None:
     from shardwise.report.text.profile_table import as_table, as_timeline, remark
 
     console = Console()
-    console.print(_heading(found), highlight=False, markup=False, soft_wrap=True)
+    print_line(_heading(found))
     console.print(as_table(found))
     for one in found:
-        console.print(remark(one), highlight=False, markup=False, soft_wrap=True)
+        print_line(remark(one))
     for one in found:
         if timeline and one.measured is not None:
             console.print()
@@ -186,12 +146,8 @@ def _show(found: "Sequence[Profile]", *, timeline: bool) -> None:
 
 def _heading(found: "Sequence[Profile]") -> str:
     rehearsal = found[0].rehearsal
-    plan, size = (
-        rehearsal.plan,
-        "".join(
-            f", {value} {what}" for value, what in ((rehearsal.seq, "tokens"), (rehearsal.image, "pixels")) if value
-        ),
-    )
+    plan, sizes = rehearsal.plan, ((rehearsal.seq, "tokens"), (rehearsal.image, "pixels"))
+    size = "".join(f", {value} {unit}" for value, unit in sizes if value)
     one = "one rank" if rehearsal.num_ranks == 1 else f"rank 0 of {rehearsal.num_ranks:,}, without the others"
     return (
         f"{rehearsal.model} on {rehearsal.device}: {one}; micro-batch {rehearsal.batch}{size}, {plan.precision}, "

@@ -1,6 +1,6 @@
-"""What `--strategy` asks for."""
+"""Parses the values of `--strategy` and `--engines`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shardwise.errors import InvalidPlan, UnknownName
 from shardwise.plan.limits import strategies_of
@@ -9,7 +9,7 @@ from shardwise.plan.placement import AUTO, STRATEGIES, resolve_strategy
 
 
 def asked_strategies(asked: str, *, engine: str, mesh: Mesh | None = None) -> list[str]:
-    """The strategies of these names; for `all`, and for `auto`, which is compared with them, those of the engine."""
+    """Return the named strategies that the engine has; `auto` is compared with all of them, so it asks for all."""
     names = strategy_names(asked, mesh=mesh)
     found = [name for name in strategies_of(engine) if name in names or AUTO in names]
     if not found:
@@ -18,15 +18,20 @@ def asked_strategies(asked: str, *, engine: str, mesh: Mesh | None = None) -> li
 
 
 def strategy_names(text: str, *, mesh: Mesh | None = None) -> list[str]:
-    """Strategies with commas between them, each once and by its own name; `all` stands for all but `auto`."""
+    """Return strategies that are separated by commas, each once; aliases are resolved, `all` excludes `auto`."""
     replicate = mesh.replicate if mesh is not None else 1
-    parts = (part.strip() for part in text.split(","))
-    names = [resolve_strategy(part, replicate=replicate) for part in parts if part]
-    return listed(names, text=text, kind="strategy", known=list(STRATEGIES), more=(AUTO,))
+    names = (resolve_strategy(part, replicate=replicate) for part in comma_separated(text))
+    return expand_all(names, text=text, kind="strategy", known=list(STRATEGIES), more=(AUTO,))
 
 
-def listed(parts: Sequence[str], *, text: str, kind: str, known: Sequence[str], more: Sequence[str] = ()) -> list[str]:
-    """Each name once; `all` stands for those that are known, without `more`."""
+def comma_separated(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def expand_all(
+    parts: Iterable[str], *, text: str, kind: str, known: Sequence[str], more: Sequence[str] = ()
+) -> list[str]:
+    """Return each name once; `all` stands for the `known` names. Other names than `known` and `more` are errors."""
     names = list(dict.fromkeys(name for part in parts for name in (known if part == "all" else (part,))))
     for name in names or [text]:
         if name not in (*known, *more):

@@ -3,21 +3,19 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from shardwise.errors import InvalidData
 
 
 def tokens(
-    inputs: Annotated[list[Path], typer.Argument(help="Text files, .jsonl files, or folders of .txt and .jsonl.")],
-    out: Annotated[Path, typer.Option("--out", help="Write OUT.bin and OUT.idx.")],
+    inputs: Annotated[list[Path], Argument(help="Text files, .jsonl files, or folders of .txt and .jsonl.")],
+    out: Annotated[Path, Option(help="Write OUT.bin and OUT.idx.")],
     tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", help="A Hugging Face tokenizer.json (default: one token per byte).")
+        Path | None, Option(help="A Hugging Face tokenizer.json (default: one token per byte).")
     ] = None,
-    end_token: Annotated[
-        str | None, typer.Option("--end-token", help="The tokenizer's token that ends a document.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    end_token: Annotated[str | None, Option(help="The tokenizer's token that ends a document.")] = None,
+    force: Annotated[bool, Option("--force", help="Replace OUT if it exists.")] = False,
 ) -> None:
     """Make a memory-mapped token file (OUT.bin, OUT.idx) from text."""
     files = _files(inputs)
@@ -36,12 +34,8 @@ def tokens(
     encoding = tokenizer_encoding(tokenizer, end_token=end_token) if tokenizer else byte_encoding()
     console = Console(stderr=True)
     progress = track(files, description="Encoding", console=console, disable=not console.is_terminal)
-    written = write_tokens(
-        out,
-        encode_files(progress, encoding=encoding),
-        vocab_size=encoding.vocab_size,
-        tokenizer=encoding.name,
-    )
+    pieces = encode_files(progress, encoding=encoding)
+    written = write_tokens(out, pieces, vocab_size=encoding.vocab_size, tokenizer=encoding.name)
     print(
         f"{written.path}: {len(written.tokens):,} tokens in {len(written.document_ends):,} documents, "
         f"vocabulary {written.vocab_size:,}; train on it as tokens:{out}"

@@ -1,4 +1,4 @@
-"""Hugging Face `datasets`, from a folder that `save_to_disk` wrote or by name, as (input, target) samples."""
+"""Reads a Hugging Face dataset, by name or from a folder that `save_to_disk` wrote, as (input, target) samples."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from shardwise.errors import InvalidData, MissingExtra
 
 
 class HubDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Two columns of a `datasets.Dataset`: the input's and the target's."""
+    """Two columns of a `datasets.Dataset`: the input and the target."""
 
     def __init__(self, reference: str, *, split: str, input_column: str, target_column: str) -> None:
         try:
@@ -29,9 +29,8 @@ class HubDataset(Dataset[tuple[Tensor, Tensor]]):
             raise InvalidData(f"hf:{reference}: has no split {split} to read ({first_line})") from error
         for column in (input_column, target_column):
             if column not in data.column_names:
-                raise InvalidData(
-                    f"hf:{reference}: has no column {column}; its columns are {', '.join(data.column_names)}"
-                )
+                columns = ", ".join(data.column_names)
+                raise InvalidData(f"hf:{reference}: has no column {column}; its columns are {columns}")
         self.input_column = input_column
         self.target_column = target_column
         self.data: Any = data.with_format("torch", columns=[input_column, target_column])

@@ -1,4 +1,4 @@
-"""Images: the handwritten digits of scikit-learn, folders of image files, and random ones for benchmarks."""
+"""Image datasets: the handwritten digits of scikit-learn, folders of image files, and random images for benchmarks."""
 
 from math import prod
 from pathlib import Path
@@ -11,13 +11,13 @@ from torch.utils.data import Dataset
 from shardwise.errors import InvalidData, MissingExtra
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm"}
-# Mean and standard deviation of ImageNet's channels: what published vision models are trained with.
+# Mean and standard deviation of ImageNet's channels; published vision models are trained on images normalised by them.
 _MEAN = (0.485, 0.456, 0.406)
 _STD = (0.229, 0.224, 0.225)
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):
-    """1,797 handwritten digits of 8 × 8 pixels; every fifth is kept for evaluation."""
+    """1,797 handwritten digits of 8 × 8 pixels; every fifth one is held out for evaluation."""
 
     num_classes = 10
 
@@ -29,7 +29,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
         data = load_digits()
         held_out = np.arange(len(data.target)) % 5 == 0
         chosen = held_out if evaluation else ~held_out
-        # Pixels are 0…16; about 0 ± 1 is what models start best from.
+        # Pixels are 0…16; they are scaled to −1…1.
         self.images = torch.from_numpy(data.images[chosen]).float().sub(8).div(8).unsqueeze(1)
         self.labels = torch.from_numpy(data.target[chosen]).long()
 
@@ -41,7 +41,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
 
 
 class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
-    """A folder with one folder of images a class; the middle square of each is scaled to the size."""
+    """A folder that holds one folder of images per class. The central square of an image is scaled to `image_size`."""
 
     def __init__(self, folder: str | Path, *, image_size: int, num_channels: int = 3) -> None:
         try:
@@ -62,7 +62,7 @@ class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
             if path.suffix.lower() in _SUFFIXES
         ]
         if not self.files:
-            raise InvalidData(f"{self.folder}: has no images; it must hold one folder of images a class")
+            raise InvalidData(f"{self.folder}: has no images; it must hold one folder of images per class")
 
     @property
     def num_classes(self) -> int:
@@ -77,7 +77,7 @@ class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
             with self._open(path) as file:
                 image = file.convert("L" if self.num_channels == 1 else "RGB")
         except (OSError, ValueError, SyntaxError) as error:  # Pillow raises all three for damaged files
-            raise InvalidData(f"{path}: is not a whole image ({error})") from error
+            raise InvalidData(f"{path}: is not a complete image ({error})") from error
         scale = self.image_size / min(image.size)
         width, height = (max(self.image_size, round(side * scale)) for side in image.size)
         left, top = (width - self.image_size) // 2, (height - self.image_size) // 2
@@ -88,10 +88,10 @@ class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
 
 
 class RandomImages(Dataset[tuple[Tensor, Tensor]]):
-    """Random images and labels, each a function of its index alone: for speed and memory.
+    """Random images and labels for benchmarks; each sample depends on its index alone.
 
-    Drawing new images can take as long as a GPU takes to train with them. So all are cut from one piece of noise, each
-    from another place on, as long as there are fewer of them than an image has values.
+    Drawing a new image can take as long as training on it. So all images are windows of one noise buffer; they differ
+    as long as there are fewer samples than an image has values.
     """
 
     def __init__(self, num_samples: int, *, image_size: int, num_channels: int, num_classes: int) -> None:

@@ -1,10 +1,9 @@
-"""A random order of any length that is never written down: position → sample, by arithmetic. No torch here.
+"""A random permutation computed position by position, so that no list of samples is stored. No torch here.
 
-A Feistel network over the smallest square of a power of two that holds the length, keyed by (seed, epoch);
-a value that falls outside is sent through again until it falls inside ("cycle walking"), which keeps
-it a bijection. So an epoch over a billion samples costs no memory and starts anywhere at once, and the
-order cannot change with the version of a random number library: a run that is resumed years later, on
-another machine, still neither loses a sample nor repeats one.
+It is a Feistel network, keyed by (seed, epoch), over the smallest square of a power of two that holds the length. A
+value outside the range is passed through the network again until it lies inside ("cycle walking"), which keeps the map
+a bijection. So an epoch over a billion samples costs no memory and can start at any position, and the order does not
+depend on the version of a random number library: a resumed run neither loses a sample nor repeats one.
 """
 
 import numpy as np
@@ -17,9 +16,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 def permute(
     positions: NDArray[np.int64], *, length: int, seed: int, epoch: int | NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The samples at these positions of the order of (seed, epoch) over range(length).
+    """Return the samples at `positions` of the permutation of range(length) for (seed, epoch).
 
-    `epoch` is one for all positions, or one for each.
+    `epoch` is one number, or one per position.
     """
     half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed=seed, epochs=np.broadcast_to(np.asarray(epoch), positions.shape))
@@ -40,14 +39,14 @@ def _feistel(values: NDArray[np.uint64], *, half_bits: int, keys: NDArray[np.uin
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every bit of the input moves every bit."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea and Flood, 2014): each input bit affects every output bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def _round_keys(*, seed: int, epochs: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """[round, position]: a SplitMix64 stream for each epoch, from a start that mixes seed and epoch."""
+    """Return keys[round, position]: one SplitMix64 stream per epoch, whose start mixes seed and epoch."""
     golden = np.uint64(_GOLDEN)
     seeds = np.full(epochs.shape, seed % 2**64, dtype=np.uint64)
     start = _mix(_mix(seeds + golden) + epochs.astype(np.uint64) * golden)

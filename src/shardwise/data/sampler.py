@@ -1,10 +1,9 @@
-"""The distributed sampler: each rank's part of one global order. No torch here.
+"""The distributed sampler: each rank's share of one global order. No torch here.
 
-There is one order of the samples for each (seed, epoch), whatever the number of ranks, and one
-global position in it. With W ranks, rank r takes the positions p + r, p + r + W, p + r + 2W, … from
-the current position p on. So when every rank has taken k samples, exactly the next k·W positions
-are used up, and the position alone says what has been seen: a run that is stopped on 4 ranks resumes
-on 3 and loses no sample and repeats none.
+Each (seed, epoch) has one order of the samples, whatever the number of ranks, and one global position in it. From the
+position p on, rank r of W takes the positions p + r, p + r + W, p + r + 2W, … When every rank has taken k samples,
+exactly the next k·W positions are used up, so the position alone says which samples were seen: a run that stopped on
+4 ranks resumes on 3 without losing or repeating a sample.
 """
 
 import os
@@ -23,26 +22,26 @@ _BLOCK = 1024
 
 
 class DistributedSampler:
-    """The indices of one rank, for `DataLoader(sampler=…)`: every rank gets other samples, each epoch another order.
+    """Yields the sample indices of one rank, for `DataLoader(sampler=…)`. Each epoch has another order.
 
         sampler = shardwise.DistributedSampler(dataset, drop_last=True)
         for epoch in range(num_epochs):
             for batch in DataLoader(dataset, batch_size=8, sampler=sampler):
                 ...
 
-    num_samples   the dataset, or how many samples it has
-    rank, num_ranks   this process's place in its job (default: asked of the process group or of the launcher)
-    drop_last     as torch's: the samples at the end of an epoch that not every rank would get one of are left out, so
-                  that all ranks run equally many steps. Without it each sample is on exactly one rank, and ranks
-                  differ by at most one sample: for evaluation, or a loop over `shardwise.join`
-    endless       epochs follow each other without a seam: all ranks always have equally many samples, and none is
-                  dropped at the end of an epoch. The loop counts steps
+    num_samples      the dataset, or the number of its samples
+    rank, num_ranks  this process's place in its job (default: from the process group, or from the launcher)
+    drop_last        as in torch: drop the last samples of an epoch if they do not suffice for all ranks, so that all
+                     ranks run the same number of steps. Without it every sample is on exactly one rank, and ranks
+                     differ by at most one sample: for evaluation, or for a loop over `shardwise.join`
+    endless          epochs follow each other without a gap: all ranks always have the same number of samples, and no
+                     sample is dropped. The loop counts steps
 
-    When an epoch has been read to its end, the next iteration begins the next epoch; `set_epoch` chooses one, as
-    torch's does. A loop that leaves an epoch early begins the same one again unless it calls `set_epoch`.
+    After the end of an epoch, the next iteration starts the next epoch; `set_epoch` chooses one, as in torch. A loop
+    that leaves an epoch early starts the same epoch again unless it calls `set_epoch`.
 
-    Reading does not move `position`, because a DataLoader reads ahead of the training. A loop that wants to resume
-    inside an epoch says what it has used: `sampler.advance(samples of all ranks together)`.
+    Iterating does not move `position`, because a DataLoader reads ahead of the training. To resume inside an epoch, the
+    loop reports what it has used: `sampler.advance(number of samples of all ranks together)`.
     """
 
     def __init__(
@@ -75,11 +74,11 @@ class DistributedSampler:
         self.endless = endless
         self.epoch = 0
         self.position = 0
-        # (epoch, position) from which an iteration ran to the end of its epoch.
+        # The (epoch, position) at which the last complete iteration started.
         self._read: tuple[int, int] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch at the next iteration: the same order for the same epoch, on every run."""
+        """Start this epoch at the next iteration. An epoch has the same order in every run."""
         if epoch < 0:
             raise ValueError(f"set_epoch({epoch}): epochs count from 0")
         self.epoch, self.position, self._read = epoch, 0, None
@@ -87,8 +86,8 @@ class DistributedSampler:
     def __iter__(self) -> Iterator[int]:
         if not self.endless and (self._read == (self.epoch, self.position) or self._stop == self.position):
             self.set_epoch(self.epoch + 1)
-        # Counted from the start of the epoch that is current now, so that in an endless order it runs past num_samples.
-        # The loop moves the sampler on meanwhile.
+        # Kept here because the loop advances the sampler meanwhile. Positions count from the start of this epoch, so in
+        # an endless order they run past num_samples.
         epoch, position = self.epoch, self.position
         first = position + self.rank
         stop = None if self.endless else self._stop
@@ -106,19 +105,19 @@ class DistributedSampler:
 
     @property
     def _stop(self) -> int:
-        """Where the epoch ends; with drop_last after the last position that every rank reaches."""
+        """The end of the epoch; with drop_last, the end of the last round in which every rank gets a sample."""
         left_out = (self.num_samples - self.position) % self.num_ranks if self.drop_last else 0
         return self.num_samples - left_out
 
     def _samples(self, positions: NDArray[np.int64], *, epoch: int) -> NDArray[np.int64]:
-        """`positions` from the start of `epoch` on."""
+        """Return the samples at `positions`, which count from the start of `epoch`."""
         epochs, offsets = np.divmod(positions, self.num_samples)
         if not self.shuffle:
             return offsets
         return permute(offsets, length=self.num_samples, seed=self.seed, epoch=epoch + epochs)
 
     def advance(self, num_samples: int) -> None:
-        """Move on by what all ranks together have used; the end of an epoch is the start of the next."""
+        """Advance by the number of samples that all ranks together have used, into the next epoch if need be."""
         if num_samples < 0 or (not self.endless and self.position + num_samples > self.num_samples):
             raise ValueError(f"advance by {num_samples} from position {self.position} of {self.num_samples} samples")
         self.position += num_samples
@@ -127,7 +126,7 @@ class DistributedSampler:
             self.epoch += epochs
 
     def state_dict(self) -> dict[str, int | bool]:
-        """Where the run is. The number of ranks is not part of it."""
+        """Return the position in the data. It does not depend on the number of ranks."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -137,7 +136,7 @@ class DistributedSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state, of any number of ranks; the data and its order must be the same."""
+        """Resume from a state that any number of ranks saved; the data and its order must be the same."""
         for name in ("num_samples", "seed", "shuffle"):
             if state[name] != getattr(self, name):
                 raise InvalidData(
@@ -149,8 +148,8 @@ class DistributedSampler:
 
 
 def _place() -> tuple[int, int]:
-    """(rank, number of ranks): of the process group where there is one, else as the launcher says."""
-    # Asked only of a torch that is there: without it there is no process group.
+    """Return (rank, number of ranks) from the process group if there is one, else from the launcher."""
+    # If nothing has imported torch yet, there is no process group.
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()

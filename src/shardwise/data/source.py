@@ -1,11 +1,11 @@
-"""The spelling of a dataset → its two halves, for training and for evaluation.
+"""The name of a dataset → its training split and its evaluation split.
 
 stdlib          byte tokens of the Python standard library's source files
 tokens:PATH     a token file (`shardwise tokens`)
 digits          scikit-learn's handwritten digits
-images:DIR      a folder of images by class, or one that holds such folders as train/ and val/
+images:DIR      a folder with one folder of images per class, or one that holds two such folders, train/ and val/
 hf:NAME         a Hugging Face dataset, or a folder that its `save_to_disk` wrote
-random          random samples, for speed and memory
+random          random samples, to measure speed and memory
 """
 
 from collections.abc import Sized
@@ -27,19 +27,19 @@ _NUM_RANDOM_SAMPLES = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Splits:
-    """The same kind of samples twice: to train on, and kept back to evaluate on."""
+    """Samples to train on, and samples of the same kind that are held out for evaluation."""
 
     training: Dataset[Any]
     evaluation: Dataset[Any]
 
 
 def token_splits(reference: str, *, seq: int, vocab_size: int) -> Splits:
-    """Windows of `seq` tokens, all below `vocab_size`; the last tenth of the text is kept for evaluation."""
+    """Return windows of `seq` tokens, all below `vocab_size`; the last tenth of the text is held out."""
     kind, _, argument = reference.partition(":")
     if kind == "hf":
         return _hub_splits(argument, input_column="input_ids", target_column="labels")
     if kind == "random":
-        return _every_tenth_kept(RandomTokens(_NUM_RANDOM_SAMPLES, seq=seq, vocab_size=vocab_size))
+        return _hold_out_every_tenth(RandomTokens(_NUM_RANDOM_SAMPLES, seq=seq, vocab_size=vocab_size))
     tokens: NDArray[Any]
     if kind == "stdlib":
         tokens, least_vocab = stdlib_tokens(), 256
@@ -63,7 +63,7 @@ def token_splits(reference: str, *, seq: int, vocab_size: int) -> Splits:
 
 
 def image_splits(reference: str, *, image_size: int, num_channels: int, num_classes: int) -> Splits:
-    """Images [channels, size, size] and labels below `num_classes`."""
+    """Return images [channels, size, size] with labels below `num_classes`."""
     kind, _, argument = reference.partition(":")
     if kind == "hf":
         return _hub_splits(argument, input_column="image", target_column="label")
@@ -73,15 +73,14 @@ def image_splits(reference: str, *, image_size: int, num_channels: int, num_clas
                 f"digits: has images of 8 × 8 pixels and 1 channel, the model takes {image_size} × "
                 f"{image_size} and {num_channels}: choose vit-digits or resnet-digits, or --image 8"
             )
-        splits = Splits(training=Digits(), evaluation=Digits(evaluation=True))
-        found = Digits.num_classes
+        splits, found = Splits(training=Digits(), evaluation=Digits(evaluation=True)), Digits.num_classes
     elif kind == "images":
         splits, found = _folder_splits(Path(argument), image_size=image_size, num_channels=num_channels)
     elif kind == "random":
         images = RandomImages(
             _NUM_RANDOM_SAMPLES, image_size=image_size, num_channels=num_channels, num_classes=num_classes
         )
-        splits, found = _every_tenth_kept(images), num_classes
+        splits, found = _hold_out_every_tenth(images), num_classes
     else:
         raise UnknownName.of("dataset of images", reference, known=("digits", "images:DIR", "hf:NAME", "random"))
     if found > num_classes:
@@ -98,11 +97,11 @@ def _folder_splits(folder: Path, *, image_size: int, num_channels: int) -> tuple
         if training.classes != evaluation.classes:
             raise InvalidData(f"{folder}: train/ and val/ do not hold the same classes")
         return Splits(training=training, evaluation=evaluation), training.num_classes
-    whole = opened(folder)
-    return _every_tenth_kept(whole), whole.num_classes
+    images = opened(folder)
+    return _hold_out_every_tenth(images), images.num_classes
 
 
-def _every_tenth_kept(dataset: Dataset[Any]) -> Splits:
+def _hold_out_every_tenth(dataset: Dataset[Any]) -> Splits:
     assert isinstance(dataset, Sized)
     indices = range(len(dataset))
     return Splits(

@@ -1,6 +1,6 @@
-"""Text → documents of tokens: bytes, or a `tokenizer.json`.
+"""Text files → documents of tokens, by bytes or by a `tokenizer.json`.
 
-A document ends with one token that no text holds: byte 0, or the tokenizer's own end token.
+Each document ends with one token that does not occur in text: byte 0, or the tokenizer's end token.
 """
 
 import codecs
@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from shardwise.data.tokens import TokenPiece
 from shardwise.errors import InvalidData, MissingExtra, UnknownName
 
-# A file larger than this is encoded piece by piece, cut at line ends, so that memory stays bounded.
+# Larger files are encoded in pieces, cut at line ends, so that memory stays bounded.
 _PIECE_CHARS = 2**20
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """Text → token numbers below `vocab_size`; `end` closes a document."""
+    """Maps text to token numbers below `vocab_size`; `end` is the token that ends a document."""
 
     name: str
     vocab_size: int
@@ -34,17 +34,14 @@ class Encoding:
 
 
 def byte_encoding() -> Encoding:
-    """One token a byte of UTF-8."""
+    """Return the encoding with one token per byte of UTF-8."""
     return Encoding(
-        name="bytes",
-        vocab_size=256,
-        end=0,
-        encode=lambda text: np.frombuffer(text.encode(), dtype=np.uint8),
+        name="bytes", vocab_size=256, end=0, encode=lambda text: np.frombuffer(text.encode(), dtype=np.uint8)
     )
 
 
 def tokenizer_encoding(path: Path, *, end_token: str | None = None) -> Encoding:
-    """The encoding of a Hugging Face `tokenizer.json`."""
+    """Return the encoding of a Hugging Face `tokenizer.json`."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -66,12 +63,12 @@ def tokenizer_encoding(path: Path, *, end_token: str | None = None) -> Encoding:
     def encode(text: str) -> NDArray[Any]:
         return np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
-    # Added tokens may lie beyond the vocabulary's own size, with holes between.
+    # Added tokens may have numbers beyond the vocabulary's own size, with gaps between.
     return Encoding(name=path.name, vocab_size=max(vocabulary.values()) + 1, end=vocabulary[end_token], encode=encode)
 
 
 def encode_files(paths: Iterable[Path], *, encoding: Encoding) -> Iterator[TokenPiece]:
-    """The documents of text files (one each) and of `.jsonl` files (one a line, in its field "text")."""
+    """Yield the documents of text files (one per file) and of `.jsonl` files (one per line, in the field "text")."""
     end = np.array([encoding.end], dtype=np.uint32)
     for path in paths:
         documents = _json_lines(path) if path.suffix == ".jsonl" else iter([_pieces(path)])
@@ -113,16 +110,16 @@ def _json_lines(path: Path) -> Iterator[Iterable[str]]:
 
 
 def _sources(folder: Path, *, without: Collection[str]) -> Iterator[Path]:
-    """Python files in a folder and those below, some of which are not entered: packages may be many."""
+    """Yield the Python files below a folder; the folders named in `without` are not entered, they may be large."""
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in without]
         yield from (Path(place, name) for name in names if name.endswith(".py"))
 
 
 def stdlib_tokens(*, max_bytes: int = 8 * 2**20) -> NDArray[np.uint8]:
-    """Byte tokens of the Python standard library's own source files: real text on every machine.
+    """Return byte tokens of the Python standard library's source files: real text that every machine has.
 
-    Files come in the order of their names, up to `max_bytes`; tests are left out.
+    The files are read in the order of their names, up to `max_bytes`; tests are left out.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(_sources(folder, without={"site-packages", "dist-packages", "test", "tests", "idlelib"}))
@@ -131,7 +128,7 @@ def stdlib_tokens(*, max_bytes: int = 8 * 2**20) -> NDArray[np.uint8]:
     for path in files:
         if num_bytes >= max_bytes:
             break
-        # A few files of the library declare another encoding; as bytes they are text all the same.
+        # A few files of the library declare another encoding than UTF-8, so they are read as bytes.
         source = path.read_bytes().removeprefix(codecs.BOM_UTF8).replace(b"\0", b"")
         documents.append(np.frombuffer(source + b"\0", dtype=np.uint8))
         num_bytes += len(source) + 1

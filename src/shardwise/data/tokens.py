@@ -1,11 +1,11 @@
-"""Token files: `NAME.bin`, the tokens end to end, and `NAME.idx`, what they are. Memory-mapped.
+"""Memory-mapped token files: `NAME.bin` holds the tokens, `NAME.idx` describes them.
 
     NAME.bin    little-endian uint16 or uint32, nothing else
     NAME.idx    8 bytes "SWTOKENS", the header's length (uint64), a JSON header
                 (version, dtype, num_tokens, num_documents, vocab_size, tokenizer),
                 then for each document the position after its last token (uint64)
 
-The index is written last, so a pair whose writing was cut short has none and is refused.
+The index is written last: an interrupted write leaves no index, and opening the pair raises an error.
 """
 
 import json
@@ -26,7 +26,7 @@ from shardwise.errors import InvalidData
 from shardwise.files.atomic import atomic_write
 
 TokenPiece = tuple[NDArray[Any], bool]
-"""A run of token numbers, and whether a document ends with it."""
+"""Consecutive token numbers, and whether a document ends with them."""
 
 _MAGIC = b"SWTOKENS"
 _VERSION = 1
@@ -36,7 +36,7 @@ _REWRITE = "write it again with `shardwise tokens`"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFile:
-    """An open pair of files. `tokens` is a map of the file, not a copy of it."""
+    """An open pair of files. `tokens` is memory-mapped, not read."""
 
     path: Path
     tokens: NDArray[Any]
@@ -48,7 +48,7 @@ class TokenFile:
 def write_tokens(
     path: str | os.PathLike[str], pieces: Iterable[TokenPiece], *, vocab_size: int, tokenizer: str
 ) -> TokenFile:
-    """Write documents, piece by piece, as a pair of files, and open it. Memory holds one piece at a time."""
+    """Write documents as a pair of files and open it. Only one piece at a time is in memory."""
     binary, index = _pair(path)
     name = "uint16" if vocab_size <= 2**16 else "uint32"
     ends: list[int] = []
@@ -64,26 +64,19 @@ def write_tokens(
                     ends.append(num_tokens)
             if not num_tokens:
                 raise InvalidData(f"{binary}: there is not one token to write: the input is empty")
-            # From here to the new index, neither the old index nor the new one describes what is there.
+            # The old index does not describe the new tokens.
             index.unlink(missing_ok=True)
-        header = {
-            "version": _VERSION,
-            "dtype": name,
-            "num_tokens": num_tokens,
-            "num_documents": len(ends),
-            "vocab_size": vocab_size,
-            "tokenizer": tokenizer,
-        }
-        text = json.dumps(header).encode()
+        header = {"version": _VERSION, "dtype": name, "num_tokens": num_tokens, "num_documents": len(ends)}
+        encoded = json.dumps(header | {"vocab_size": vocab_size, "tokenizer": tokenizer}).encode()
         with atomic_write(index) as file:
-            file.write(_MAGIC + struct.pack("<Q", len(text)) + text + np.array(ends, dtype="<u8").tobytes())
+            file.write(_MAGIC + struct.pack("<Q", len(encoded)) + encoded + np.array(ends, dtype="<u8").tobytes())
     except OSError as error:
         raise InvalidData(f"{binary}: cannot be written ({error.strerror})") from error
     return open_tokens(binary)
 
 
 def open_tokens(path: str | os.PathLike[str]) -> TokenFile:
-    """Open a pair of files by the name of either or of both; what does not fit together is one clear line."""
+    """Open a pair of files by the name of either, or without suffix; files that do not match raise an error."""
     binary, index = _pair(path)
     header, ends = _read_index(index)
     dtype = _DTYPES[header["dtype"]]
@@ -97,13 +90,8 @@ def open_tokens(path: str | os.PathLike[str]) -> TokenFile:
         tokens = np.memmap(binary, dtype=dtype, mode="r")
     except OSError as error:
         raise InvalidData(f"{binary}: cannot be read ({error.strerror})") from error
-    return TokenFile(
-        path=binary,
-        tokens=tokens,
-        document_ends=ends,
-        vocab_size=header["vocab_size"],
-        tokenizer=header["tokenizer"],
-    )
+    described = {name: header[name] for name in ("vocab_size", "tokenizer")}
+    return TokenFile(path=binary, tokens=tokens, document_ends=ends, **described)
 
 
 def _pair(path: str | os.PathLike[str]) -> tuple[Path, Path]:
@@ -126,7 +114,7 @@ def _read_index(path: Path) -> tuple[dict[str, Any], NDArray[np.uint64]]:
         ends = np.frombuffer(data[16 + length :], dtype="<u8")
         _check_index(header, ends)
     except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise InvalidData(f"{path}: is not a whole index of tokens ({error}): {_REWRITE}") from error
+        raise InvalidData(f"{path}: is not a complete token index ({error}): {_REWRITE}") from error
     return header, ends
 
 
@@ -142,7 +130,7 @@ def _check_index(header: dict[str, Any], ends: NDArray[np.uint64]) -> None:
 
 
 class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Consecutive windows of `seq` tokens; the target is the window moved on by one token."""
+    """Consecutive windows of `seq` tokens; the target is the window shifted by one token."""
 
     def __init__(self, tokens: NDArray[Any], *, seq: int, name: str = "tokens") -> None:
         if len(tokens) <= seq:
@@ -162,7 +150,7 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class RandomTokens(Dataset[tuple[Tensor, Tensor]]):
-    """Random tokens, each sample a function of its index alone: for speed and memory, not for learning."""
+    """Random tokens for benchmarks; each sample depends on its index alone."""
 
     def __init__(self, num_samples: int, *, seq: int, vocab_size: int) -> None:
         self.num_samples = num_samples

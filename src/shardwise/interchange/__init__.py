@@ -1,12 +1,12 @@
-"""The same decision in other tools' words: plans written as their files, and their files read as plans.
+"""Translates plans into the config files of other tools, and their config files into plans.
 
-exported.py        files for a target, and what it cannot express
-to_….py            a plan → files that the target runs as they are
-export.py          the targets by name
-foreign_setup.py   what a file of another tool says, in our words
+exported.py        the files for a target, and the settings that it cannot express
+to_….py            plan → files that the target runs unchanged
+targets.py         the targets by name
+foreign_setup.py   the settings of another tool's file, as a plan
 from_….py          that tool's keys → a plan
-recognise.py       whose file is it?
-mistakes.py        what can be wrong with a setup: a code, a line and the fix for each
-check_setup.py     findings that the file alone shows
-predicted.py       findings that the planner shows, given a model and a cluster
+recognise.py       finds the tool that a file belongs to, and reads the file
+mistakes.py        the mistakes that a setup can have, by code
+check_setup.py     finds the mistakes that the file alone shows
+predicted.py       finds the mistakes that the planner shows, given a model and a cluster
 """

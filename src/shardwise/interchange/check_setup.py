@@ -1,4 +1,4 @@
-"""Findings that a setup's file alone shows."""
+"""Finds the mistakes that the file of a setup alone shows."""
 
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
@@ -9,7 +9,7 @@ from shardwise.plan.placement import SHARDED, placement_of
 
 _OF_VERSION_1 = ("sharding_strategy", "backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states")
 _EMBEDDINGS = ("Embedding", "Linear", "LMHead")
-# The keys of `fsdp_config` that Accelerate reads.
+# The keys of `fsdp_config` that Accelerate knows.
 _ACCELERATE_FSDP = {
     *("fsdp_version", "fsdp_reshard_after_forward", "fsdp_sharding_strategy", "fsdp_offload_params"),
     *("fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params", "fsdp_backward_prefetch"),
@@ -133,14 +133,14 @@ def _contradicting_sizes(setup: ForeignSetup) -> Iterator[Mistake]:
         if total % each:
             yield Mistake(
                 code="SW112",
-                line=f"train_batch_size {total} is no multiple of {each} (samples per rank × passes)",
+                line=f"train_batch_size {total} is not a multiple of {each} (samples per rank × passes)",
                 fix=f"set it to {each} × the number of ranks",
             )
     machines = count(settings.get("num_machines"))
     if setup.tool == "accelerate" and setup.num_ranks is not None and setup.num_ranks % machines:
         yield Mistake(
             code="SW112",
-            line=f"num_processes {setup.num_ranks} counts the whole job, and is no multiple of {machines} machines",
+            line=f"num_processes {setup.num_ranks} counts the whole job, and is not a multiple of {machines} machines",
             fix=f"set it to {machines} × the GPUs per machine",
         )
     if setup.tool == "torchtitan":
@@ -149,7 +149,7 @@ def _contradicting_sizes(setup: ForeignSetup) -> Iterator[Mistake]:
         if total and each and total % each:
             yield Mistake(
                 code="SW112",
-                line=f"global_batch_size {total} is no multiple of {each} (samples per rank × ranks)",
+                line=f"global_batch_size {total} is not a multiple of {each} (samples per rank × ranks)",
                 fix=f"set it to a multiple of {each}",
             )
 

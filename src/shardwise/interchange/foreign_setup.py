@@ -1,4 +1,4 @@
-"""What a file of another tool says, in our words."""
+"""The settings of another tool's file, as a plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,21 +8,31 @@ from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 
 _MOST_SETTINGS = 10_000
+ZERO_STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
+"""DeepSpeed's stage → strategy."""
+FSDP_STRATEGIES = {
+    "FULL_SHARD": "fsdp",
+    "SHARD_GRAD_OP": "shard_grad_op",
+    "NO_SHARD": "ddp",
+    "HYBRID_SHARD": "fsdp",
+    "HYBRID_SHARD_ZERO2": "shard_grad_op",
+}
+"""torch's sharding strategy (FSDP version 1) → strategy, in the order of torch's numbers, from 1 on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignSetup:
     """A setup of another tool.
 
-    tool             whose file it is
-    plan             the plan that does the same, as near as ours comes
-    settings         the file's own keys, flat: `fsdp_config.fsdp_version`
-    num_ranks        of the job; None where the file does not say
+    tool             the tool that the file belongs to
+    plan             the closest plan of Shardwise
+    settings         the keys of the file, flattened: `fsdp_config.fsdp_version`
+    num_ranks        ranks of the job; None if the file does not say
     foreign          the engine that runs it, for the planner's times ("" for torch's own)
-    left_out         a line for each setting that a plan has no word for
-    master_dtype     what the optimizer updates
-    wraps            classes that become units; None where the file leaves it to the tool or to the model
-    wraps_nothing    the whole model is gathered at once
+    left_out         one line per setting that a plan cannot express
+    master_dtype     dtype of the weights that the optimizer updates
+    wraps            classes that become units; None if the tool or the model decides
+    wraps_nothing    whether nothing is wrapped, so that all parameters are gathered at once
     """
 
     tool: str
@@ -37,7 +47,7 @@ class ForeignSetup:
 
 
 def flat(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested tables as one, with dots in its keys."""
+    """Flatten nested tables into one whose keys have dots."""
     found: dict[str, Any] = {}
     waiting = [("", table)]
     while waiting:
@@ -47,26 +57,26 @@ def flat(table: Mapping[str, Any]) -> dict[str, Any]:
                 waiting.append((f"{prefix}{key}.", value))
             else:
                 found[f"{prefix}{key}"] = value
-        # A small YAML file can name the same table again and again, one in another.
+        # A small YAML file can expand to a huge table, since it may refer to the same table many times.
         if len(found) + len(waiting) > _MOST_SETTINGS:
             raise InvalidPlan(f"more than {_MOST_SETTINGS:,} settings")
     return found
 
 
 def truth(value: object) -> bool:
-    """A switch as these files spell it: true, "true", 1, "yes"."""
+    """Return the value of a switch, which these files write as true, "true", 1 or "yes"."""
     return value.strip().lower() in ("true", "yes", "1", "y") if isinstance(value, str) else bool(value)
 
 
 def count(value: object, *, default: int = 1) -> int:
-    """A whole number of at least 1; the default for `"auto"`, null and what is none."""
+    """Return an integer of at least 1; the default for `"auto"`, null and anything else."""
     if isinstance(value, str) and value.isdigit():
         value = int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else default
 
 
 def names(value: object) -> tuple[str, ...]:
-    """Class names, as a list or with commas."""
+    """Return class names that are given as a list or separated by commas."""
     if isinstance(value, str):
         value = value.split(",")
     parts = value if isinstance(value, list | tuple) else []
@@ -74,7 +84,7 @@ def names(value: object) -> tuple[str, ...]:
 
 
 def units_of(wraps: tuple[str, ...] | None, *, wraps_nothing: bool) -> str:
-    """The plan's words for what is wrapped."""
+    """Return the unit policy of a plan for what is wrapped."""
     if wraps_nothing:
         return "none"
     return f"class:{','.join(wraps)}" if wraps else "auto"

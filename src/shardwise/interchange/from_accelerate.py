@@ -1,27 +1,24 @@
-"""A config file of Accelerate."""
+"""Reads a config file of Accelerate."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.interchange.foreign_setup import ForeignSetup, count, flat, names, truth, units_of
+from shardwise.interchange.foreign_setup import (
+    FSDP_STRATEGIES,
+    ZERO_STAGES,
+    ForeignSetup,
+    count,
+    flat,
+    names,
+    truth,
+    units_of,
+)
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 
 _PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
-# By name, and by the number that older files have.
-_SHARDING = {
-    "FULL_SHARD": "fsdp",
-    "SHARD_GRAD_OP": "shard_grad_op",
-    "NO_SHARD": "ddp",
-    "HYBRID_SHARD": "fsdp",
-    "HYBRID_SHARD_ZERO2": "shard_grad_op",
-    "1": "fsdp",
-    "2": "shard_grad_op",
-    "3": "ddp",
-    "4": "fsdp",
-    "5": "shard_grad_op",
-}
-_STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
+# By name, or by number in older files.
+_SHARDING = FSDP_STRATEGIES | {str(number): name for number, name in enumerate(FSDP_STRATEGIES.values(), start=1)}
 
 
 def is_accelerate(data: Mapping[str, Any]) -> bool:
@@ -32,12 +29,12 @@ def from_accelerate(data: Mapping[str, Any]) -> ForeignSetup:
     kind = str(data.get("distributed_type", "NO")).upper()
     fsdp = _table(data, "fsdp_config") if kind == "FSDP" else {}
     deepspeed = _table(data, "deepspeed_config") if kind == "DEEPSPEED" else {}
-    wraps, wraps_nothing = (None, False) if kind != "FSDP" else _wraps(fsdp)
-    strategy, left_out = "ddp", []
+    strategy, left_out, wraps, wraps_nothing = "ddp", [], None, False
     if kind == "FSDP":
         strategy = _strategy(fsdp)
+        wraps, wraps_nothing = _wraps(fsdp)
     elif kind == "DEEPSPEED":
-        strategy = _STAGES.get(count(deepspeed.get("zero_stage"), default=2), "zero2")
+        strategy = ZERO_STAGES.get(count(deepspeed.get("zero_stage"), default=2), "zero2")
         if "deepspeed_config_file" in deepspeed:
             left_out.append("deepspeed_config_file: read that file instead")
     elif kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
@@ -73,7 +70,7 @@ def _table(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _strategy(fsdp: Mapping[str, Any]) -> str:
-    """Version 1 names a strategy, which some files write under version 2's key; version 2 has a switch."""
+    """Return the strategy. Version 1 names it (some files under version 2's key), version 2 has a switch."""
     if count(fsdp.get("fsdp_version")) == 2:
         return "fsdp" if truth(fsdp.get("fsdp_reshard_after_forward", True)) else "shard_grad_op"
     named = fsdp.get("fsdp_sharding_strategy", fsdp.get("fsdp_reshard_after_forward", "FULL_SHARD"))
@@ -81,7 +78,7 @@ def _strategy(fsdp: Mapping[str, Any]) -> str:
 
 
 def _wraps(fsdp: Mapping[str, Any]) -> tuple[tuple[str, ...] | None, bool]:
-    """(classes, whether nothing is wrapped)."""
+    """Return (the wrapped classes, whether nothing is wrapped)."""
     policy = str(fsdp.get("fsdp_auto_wrap_policy", "NO_WRAP")).upper()
     if policy == "TRANSFORMER_BASED_WRAP":
         return names(fsdp.get("fsdp_transformer_layer_cls_to_wrap")) or None, False

@@ -1,12 +1,11 @@
-"""A config file of DeepSpeed."""
+"""Reads a config file of DeepSpeed."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.interchange.foreign_setup import ForeignSetup, count, flat, truth
+from shardwise.interchange.foreign_setup import ZERO_STAGES, ForeignSetup, count, flat, truth
 from shardwise.plan import Plan
 
-_STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
 _REDUCES_IN = {"fp16": "fp16", "bfp16": "bf16", "bf16": "bf16", "fp32": "fp32"}
 _KEYS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 
@@ -25,21 +24,21 @@ def from_deepspeed(data: Mapping[str, Any]) -> ForeignSetup:
     num_ranks = None
     if micro_batch and total and total % (micro_batch * accumulate) == 0:
         num_ranks = total // (micro_batch * accumulate)
-    # DeepSpeed reduces in the dtype that it computes in, unless told otherwise.
+    # DeepSpeed's default is to reduce in the dtype of the computation.
     reduces_in = _REDUCES_IN.get(str(data.get("communication_data_type", precision)), "fp32")
     offloads = str(settings.get("zero_optimization.offload_optimizer.device", "none")) != "none"
     plan = Plan(
-        strategy=_STAGES.get(stage, "zero2") if isinstance(stage, int) else "zero2",
+        strategy=ZERO_STAGES.get(stage, "zero2") if isinstance(stage, int) else "zero2",
         micro_batch=micro_batch or None,
         accumulate=accumulate,
-        # Stages 2 and 3 reduce in every pass, since a rank keeps its own slice alone.
+        # Stages 2 and 3 reduce in every pass, since a rank keeps only its own slice.
         accumulate_reduced=accumulate > 1 and isinstance(stage, int) and stage >= 2,
         precision=precision,
         reduce_dtype=reduces_in,
         offload_states=offloads,
         capture="off",
     )
-    left_out = [f"{key}: a plan has no word for it" for key in data if key in ("sparse_attention", "autotuning", "moe")]
+    left_out = [f"{key}: a plan cannot express it" for key in data if key in ("sparse_attention", "autotuning", "moe")]
     return ForeignSetup(
         tool="deepspeed",
         plan=plan,

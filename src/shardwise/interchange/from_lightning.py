@@ -1,28 +1,21 @@
-"""Settings of a Lightning Trainer, as YAML: `trainer:` of LightningCLI, or the arguments alone."""
+"""Reads the settings of a Lightning Trainer from YAML: `trainer:` of LightningCLI, or the arguments alone."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.interchange.foreign_setup import ForeignSetup, count, flat, names, truth, units_of
+from shardwise.interchange.foreign_setup import (
+    FSDP_STRATEGIES,
+    ZERO_STAGES,
+    ForeignSetup,
+    count,
+    flat,
+    names,
+    truth,
+    units_of,
+)
 from shardwise.plan import Plan
 
 _KEYS = ("accumulate_grad_batches", "devices", "precision", "strategy", "max_epochs", "num_nodes", "max_steps")
-_SHARDING = {
-    "FULL_SHARD": "fsdp",
-    "HYBRID_SHARD": "fsdp",
-    "NO_SHARD": "ddp",
-    "SHARD_GRAD_OP": "shard_grad_op",
-    "_HYBRID_SHARD_ZERO2": "shard_grad_op",
-}
-_NAMED = {
-    "fsdp": "fsdp",
-    "fsdp_cpu_offload": "fsdp",
-    "deepspeed_stage_1": "zero1",
-    "deepspeed_stage_2": "zero2",
-    "deepspeed_stage_2_offload": "zero2",
-    "deepspeed_stage_3": "fsdp",
-    "deepspeed_stage_3_offload": "fsdp",
-}
 
 
 def is_lightning(data: Mapping[str, Any]) -> bool:
@@ -35,7 +28,7 @@ def from_lightning(data: Mapping[str, Any]) -> ForeignSetup:
     named, options = _strategy(table.get("strategy", "auto"))
     sharded = named.lower().startswith("fsdp")
     wraps = names(options.get("auto_wrap_policy")) or None
-    # Without a policy FSDP wraps the module as a whole.
+    # Without a policy, FSDP wraps only the root.
     wraps_nothing = sharded and not options.get("auto_wrap_policy")
     devices = table.get("devices", 1)
     num_devices = len(devices) if isinstance(devices, list) else count(devices, default=0)
@@ -63,7 +56,7 @@ def from_lightning(data: Mapping[str, Any]) -> ForeignSetup:
 
 
 def _strategy(value: object) -> tuple[str, Mapping[str, Any]]:
-    """(its name, its arguments)."""
+    """Return (the name, the arguments) of a strategy."""
     if isinstance(value, Mapping):
         options = value.get("init_args", {})
         return str(value.get("class_path", "")).rpartition(".")[2], options if isinstance(options, Mapping) else {}
@@ -72,9 +65,10 @@ def _strategy(value: object) -> tuple[str, Mapping[str, Any]]:
 
 def _our_name(named: str, options: Mapping[str, Any]) -> str:
     if named == "FSDPStrategy":
-        return _SHARDING.get(str(options.get("sharding_strategy", "FULL_SHARD")).upper(), "fsdp")
-    if named == "ModelParallelStrategy":
+        return FSDP_STRATEGIES.get(str(options.get("sharding_strategy", "FULL_SHARD")).upper().lstrip("_"), "fsdp")
+    if named in ("ModelParallelStrategy", "fsdp", "fsdp_cpu_offload"):
         return "fsdp"
     if named == "DeepSpeedStrategy":
-        return {1: "zero1", 2: "zero2", 3: "fsdp"}.get(count(options.get("stage"), default=2), "zero2")
-    return _NAMED.get(named, "ddp")
+        return ZERO_STAGES.get(count(options.get("stage"), default=2), "zero2")
+    stage = named.removeprefix("deepspeed_stage_").removesuffix("_offload")
+    return ZERO_STAGES.get(count(stage, default=0), "ddp")

@@ -1,4 +1,4 @@
-"""A job file of torchtitan."""
+"""Reads a job file of torchtitan."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ def is_torchtitan(data: Mapping[str, Any]) -> bool:
 def from_torchtitan(data: Mapping[str, Any]) -> ForeignSetup:
     settings = flat(data)
     replicate = count(settings.get("parallelism.data_parallel_replicate_degree"))
-    # −1: all ranks that are left.
+    # −1 stands for all remaining ranks.
     shard = count(settings.get("parallelism.data_parallel_shard_degree", -1), default=0)
     strategy = "fsdp"
     if shard == 1:

@@ -1,9 +1,9 @@
-"""Arguments of Hugging Face's Trainer (TrainingArguments), as JSON or YAML."""
+"""Reads arguments of Hugging Face's Trainer (TrainingArguments) from JSON or YAML."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.interchange.foreign_setup import ForeignSetup, count, flat, names, truth, units_of
+from shardwise.interchange.foreign_setup import ZERO_STAGES, ForeignSetup, count, flat, names, truth, units_of
 from shardwise.plan import Plan
 
 _KEYS = ("per_device_train_batch_size", "output_dir", "num_train_epochs", "learning_rate")
@@ -28,17 +28,15 @@ def from_trainer(data: Mapping[str, Any]) -> ForeignSetup:
             strategy = "fsdp" if truth(config.get("reshard_after_forward", True)) else "shard_grad_op"
     elif isinstance(deepspeed, Mapping):
         stage = flat(deepspeed).get("zero_optimization.stage", 0)
-        strategy = {1: "zero1", 2: "zero2", 3: "fsdp"}.get(stage if isinstance(stage, int) else 0, "ddp")
-    recomputes = truth(data.get("gradient_checkpointing", False)) or truth(
-        config.get("activation_checkpointing", False)
-    )
+        strategy = ZERO_STAGES.get(stage if isinstance(stage, int) else 0, "ddp")
+    switches = (data.get("gradient_checkpointing", False), config.get("activation_checkpointing", False))
     plan = Plan(
         strategy=strategy,
         units=units_of(wraps, wraps_nothing=wraps_nothing) if sharded else "auto",
         micro_batch=count(data.get("per_device_train_batch_size"), default=8),
         accumulate=count(data.get("gradient_accumulation_steps")),
         precision=next((name for name in ("bf16", "fp16") if truth(data.get(name, False))), "fp32"),
-        recompute="full" if recomputes else "none",
+        recompute="full" if any(map(truth, switches)) else "none",
         offload_states="offload" in words,
         compile="inductor" if truth(data.get("torch_compile", False)) else "none",
         engine="shardwise" if deepspeed else "torch",
@@ -57,7 +55,7 @@ def from_trainer(data: Mapping[str, Any]) -> ForeignSetup:
 
 
 def _words(value: object) -> list[str]:
-    """`"full_shard auto_wrap"`, a list, or true."""
+    """Return the words of `"full_shard auto_wrap"`, of a list, or of true."""
     if isinstance(value, bool):
         return ["full_shard"] if value else []
     parts = value if isinstance(value, list) else str(value or "").replace(",", " ").split()

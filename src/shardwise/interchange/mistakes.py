@@ -1,4 +1,4 @@
-"""What can be wrong with a setup. docs/doctor.md explains each code."""
+"""The mistakes that a setup can have, by code. docs/doctor.md explains each code."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mistake:
-    """`line` says what is wrong, with its numbers; `fix` what to write instead."""
+    """`line` says what is wrong, with numbers; `fix` says what to write instead."""
 
     code: str
     line: str

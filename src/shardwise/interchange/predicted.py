@@ -1,4 +1,4 @@
-"""Findings that the planner shows, given a model and a cluster."""
+"""Finds the mistakes that the planner shows, given a model and a cluster."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,16 +11,16 @@ from shardwise.plan.placement import SHARDED, placement_of
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost
 from shardwise.vocabulary.quantities import bytes_text
 
-# A step in which the CPU takes this share is bound by it.
+# A step is host-bound if issuing it takes more than this share of its time.
 _HOST_BOUND = 0.9
-# So much faster is worth a line.
+# Replicas are recommended if they are faster by this factor.
 _FASTER = 1.05
 
 
 def predict(
     setup: ForeignSetup, spec_for: SpecFor, *, cluster: Cluster, micro_batch: int | None
 ) -> tuple[Candidate, list[Mistake]]:
-    """What the setup costs on the cluster, and what is wrong with it there."""
+    """Return the cost of the setup on the cluster, and the mistakes that it shows."""
     plan = setup.plan
     if micro_batch is not None or plan.micro_batch is None:
         plan = replace(plan, micro_batch=micro_batch or 1)
@@ -38,10 +38,11 @@ def _findings(found: Candidate, spec_for: SpecFor) -> Iterator[Mistake]:
         return
     if placement_of(plan.strategy).optim is SHARDED:
         replicas = _cost(replace(plan, strategy="ddp", mesh=None, units="auto", offload_states=False), found, spec_for)
-        if replicas.fits == "yes" and _speed(replicas) > _FASTER * _speed(found):
+        ratio = _speed(replicas) / max(_speed(found), 1e-12)
+        if replicas.fits == "yes" and ratio > _FASTER:
             yield Mistake(
                 code="SW105",
-                line=f"DDP needs {bytes_text(replicas.memory.device_bytes)} and is {_ratio(replicas, found)} × as fast",
+                line=f"DDP needs {bytes_text(replicas.memory.device_bytes)} and is {ratio:.2f} × as fast",
                 fix="use DDP, until the model or the batch grows",
             )
     if plan.offload_states:
@@ -50,7 +51,7 @@ def _findings(found: Candidate, spec_for: SpecFor) -> Iterator[Mistake]:
             yield Mistake(
                 code="SW111",
                 line=f"without offload it needs {bytes_text(kept.memory.device_bytes)} and fits",
-                fix="keep states on the device: their way over PCIe takes longer than the step",
+                fix="keep states on the device: moving them over PCIe takes longer than the step",
             )
     if found.time is not None and cluster.device.name != "cpu":
         share = found.time.cpu_seconds / found.time.step_seconds
@@ -63,7 +64,7 @@ def _findings(found: Candidate, spec_for: SpecFor) -> Iterator[Mistake]:
 
 
 def _what_fits(found: Candidate, spec_for: SpecFor) -> str:
-    """The largest batch that fits, or another way."""
+    """Return the largest batch that fits, or another change with which it fits."""
     plan, batch = found.plan, found.batch
     while batch > 1:
         batch //= 2
@@ -88,7 +89,3 @@ def _cost(plan: Plan, found: Candidate, spec_for: SpecFor) -> Candidate:
 
 def _speed(found: Candidate) -> float:
     return found.time.samples_per_s if found.time is not None else 0.0
-
-
-def _ratio(one: Candidate, other: Candidate) -> str:
-    return f"{_speed(one) / max(_speed(other), 1e-12):.2f}"

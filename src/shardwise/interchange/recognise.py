@@ -1,4 +1,4 @@
-"""Whose file is it? Read, and turned into a setup."""
+"""Finds the tool that a config file belongs to, and reads the file as a setup."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from shardwise.interchange.from_trainer import from_trainer, is_trainer
 
 Table = Mapping[str, Any]
 _MOST_BYTES = 4 * 2**20
-# In this order: a file of Accelerate may hold keys that others have too.
+# Tried in this order: a file of Accelerate may have keys that others have too.
 READERS: tuple[tuple[Callable[[Table], bool], Callable[[Table], ForeignSetup]], ...] = (
     (is_accelerate, from_accelerate),
     (is_deepspeed, from_deepspeed),
@@ -30,7 +30,7 @@ READERS: tuple[tuple[Callable[[Table], bool], Callable[[Table], ForeignSetup]], 
 
 
 def read_setup(path: Path) -> ForeignSetup:
-    """The setup that a file of another tool describes."""
+    """Read the setup that a file of another tool describes."""
     data = _table(path)
     for is_of, read in READERS:
         if is_of(data):
@@ -45,7 +45,7 @@ def read_setup(path: Path) -> ForeignSetup:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a TOML file is torchtitan's; what cannot be read is not."""
+    """Return whether a TOML file is torchtitan's; False if it cannot be read."""
     try:
         return is_torchtitan(read_toml(path))
     except ShardwiseError:
@@ -53,8 +53,13 @@ def is_foreign(path: Path) -> bool:
 
 
 def _table(path: Path) -> Table:
+    data: Any
     try:
-        data = read_toml(path) if path.suffix == ".toml" else _parsed(path)
+        if path.suffix == ".toml":
+            data = read_toml(path)
+        else:
+            text = read_at_most(path, _MOST_BYTES).decode()
+            data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise InvalidPlan(f"{path}: cannot be read ({error.strerror})") from error
     except ShardwiseError as error:
@@ -64,8 +69,3 @@ def _table(path: Path) -> Table:
     if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
         raise InvalidPlan(f"{path}: holds no settings by name")
     return data
-
-
-def _parsed(path: Path) -> Any:
-    text = read_at_most(path, _MOST_BYTES).decode()
-    return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)

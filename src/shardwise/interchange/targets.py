@@ -1,4 +1,4 @@
-"""The targets that a plan can be written for."""
+"""The tools that a plan can be exported to."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,7 +34,7 @@ def export(plan: Plan, shape: JobShape, *, target: str) -> Exported:
 
 
 def write(exported: Exported, *, folder: Path) -> list[Path]:
-    """The files in a folder; nothing that is there already is written over."""
+    """Write the files into a folder and return their paths; existing files are not replaced."""
     paths = [folder / name for name in exported.files]
     there = next((path for path in paths if path.exists()), None)
     if there is not None:

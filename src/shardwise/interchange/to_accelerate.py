@@ -1,10 +1,10 @@
-"""A plan as a config file of Accelerate: `accelerate launch --config_file accelerate.yaml SCRIPT`."""
+"""Writes a plan as a config file of Accelerate: `accelerate launch --config_file accelerate.yaml SCRIPT`."""
 
 from typing import Any
 
 import yaml
 
-from shardwise.interchange.exported import Exported, JobShape, comment, not_expressed
+from shardwise.interchange.exported import Exported, JobShape, file_header, not_expressed
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, placement_of
 from shardwise.plan.policy import Cut, UnitPolicy
@@ -15,7 +15,7 @@ _EXPRESSED = {"strategy", "units", "micro_batch", "accumulate", "precision", "re
 
 
 def to_accelerate(plan: Plan, shape: JobShape) -> Exported:
-    """`ddp` as DistributedDataParallel, `zero1` and `zero2` as DeepSpeed's stages, the sharded ones as FSDP2."""
+    """Write `ddp` as DistributedDataParallel, `zero1` and `zero2` as DeepSpeed's stages, the sharded ones as FSDP2."""
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "MULTI_GPU",
@@ -53,12 +53,8 @@ def to_accelerate(plan: Plan, shape: JobShape) -> Exported:
         notes.append(f"in the script: DataLoader(batch_size={plan.micro_batch})")
     if shape.num_nodes > 1:
         notes.append("on each machine: --machine_rank N --main_process_ip ADDRESS --main_process_port PORT")
-    head = [
-        "accelerate launch --config_file accelerate.yaml SCRIPT",
-        *notes,
-        *(f"Not here: {line}" for line in left_out),
-    ]
-    text = comment(head) + yaml.safe_dump(config, sort_keys=False)
+    header = file_header("accelerate launch --config_file accelerate.yaml SCRIPT", *notes, left_out=left_out)
+    text = header + yaml.safe_dump(config, sort_keys=False)
     return Exported(files={"accelerate.yaml": text}, left_out=tuple(left_out))
 
 
@@ -86,7 +82,7 @@ def _fsdp(plan: Plan) -> dict[str, Any]:
     elif policy.cut is Cut.MIN_PARAMS:
         found |= {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": policy.min_params}
     else:
-        # Without class names, Accelerate takes the model's own list of layers (_no_split_modules).
+        # Without class names, Accelerate uses the model's own list of layers (_no_split_modules).
         found["fsdp_auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
         if policy.class_names:
             found["fsdp_transformer_layer_cls_to_wrap"] = ",".join(policy.class_names)

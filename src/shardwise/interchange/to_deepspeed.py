@@ -1,4 +1,4 @@
-"""A plan as a config file of DeepSpeed: `deepspeed SCRIPT --deepspeed_config deepspeed.json`."""
+"""Writes a plan as a config file of DeepSpeed: `deepspeed SCRIPT --deepspeed_config deepspeed.json`."""
 
 import json
 from typing import Any

@@ -1,10 +1,10 @@
-"""A plan as manifests: a plain Job with one pod per machine, and a TrainJob for Kubeflow Trainer."""
+"""Writes a plan as Kubernetes manifests: a plain Job with one pod per machine, and a TrainJob for Kubeflow Trainer."""
 
 from typing import Any
 
 import yaml
 
-from shardwise.interchange.exported import Exported, JobShape, comment, plan_text
+from shardwise.interchange.exported import Exported, JobShape, file_header, plan_text
 from shardwise.plan import Plan
 
 _NAME = "shardwise"
@@ -18,35 +18,25 @@ def to_kubernetes(plan: Plan, shape: JobShape) -> Exported:
     if not shape.image:
         left_out.append(f"image: replace {_NO_IMAGE} by an image with shardwise in it (--image)")
     left_out.append("/config/train.toml and /runs: mount your config and a volume that all machines share")
-    head = ["kubectl apply -f plan-configmap.yaml -f FILE", *(f"To do: {line}" for line in left_out)]
+    header = file_header("kubectl apply -f plan-configmap.yaml -f FILE", *(f"To do: {line}" for line in left_out))
+    config_map = _manifest("ConfigMap", name=f"{_NAME}-plan", data={"plan.toml": plan_text(plan)})
+    # A service without an address of its own: pods find each other by name.
+    service = _manifest("Service", spec={"clusterIP": "None", "selector": {"job-name": _NAME}})
     documents = {
-        "plan-configmap.yaml": [_config_map(plan)],
-        "job.yaml": [_service(), _job(shape)],
+        "plan-configmap.yaml": [config_map],
+        "job.yaml": [service, _job(shape)],
         "trainjob.yaml": [_train_job(shape)],
     }
-    files = {
-        name: comment(head) + yaml.safe_dump_all(manifests, sort_keys=False) for name, manifests in documents.items()
-    }
+    files = {name: header + yaml.safe_dump_all(inside, sort_keys=False) for name, inside in documents.items()}
     return Exported(files=files, left_out=tuple(left_out))
 
 
-def _config_map(plan: Plan) -> dict[str, Any]:
-    data = {"plan.toml": plan_text(plan)}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{_NAME}-plan"}, "data": data}
-
-
-def _service() -> dict[str, Any]:
-    """Without an address of its own: pods find each other by name."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": _NAME},
-        "spec": {"clusterIP": "None", "selector": {"job-name": _NAME}},
-    }
+def _manifest(kind: str, *, version: str = "v1", name: str = _NAME, **content: Any) -> dict[str, Any]:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, **content}
 
 
 def _job(shape: JobShape) -> dict[str, Any]:
-    """One pod per machine, numbered; the first one's name is where all ranks meet."""
+    """Return a Job with one numbered pod per machine; all ranks meet at the name of the first pod."""
     torchrun = (
         f"torchrun --nnodes {shape.num_nodes} --nproc-per-node {shape.ranks_per_node} "
         f"--node-rank $JOB_COMPLETION_INDEX --master-addr {_NAME}-0.{_NAME} --master-port {_PORT} {_COMMAND}"
@@ -59,42 +49,31 @@ def _job(shape: JobShape) -> dict[str, Any]:
         "volumeMounts": _mounts(),
     }
     pod = {"subdomain": _NAME, "restartPolicy": "Never", "containers": [container], "volumes": _volumes()}
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": _NAME},
-        "spec": {
-            "completions": shape.num_nodes,
-            "parallelism": shape.num_nodes,
-            "completionMode": "Indexed",
-            "backoffLimit": 3 * shape.num_nodes,
-            "template": {"spec": pod},
-        },
+    spec = {
+        "completions": shape.num_nodes,
+        "parallelism": shape.num_nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 3 * shape.num_nodes,
+        "template": {"spec": pod},
     }
+    return _manifest("Job", version="batch/v1", spec=spec)
 
 
 def _train_job(shape: JobShape) -> dict[str, Any]:
-    """The runtime starts torchrun on each machine."""
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": {"name": _NAME},
-        "spec": {
-            "runtimeRef": {"name": "torch-distributed"},
-            "trainer": {
-                "image": shape.image or _NO_IMAGE,
-                "numNodes": shape.num_nodes,
-                "numProcPerNode": shape.ranks_per_node,
-                "command": ["torchrun", *_COMMAND.split()],
-                "resourcesPerNode": _resources(shape),
-            },
-            "runtimePatches": [_with_plan()],
-        },
+    """Return a TrainJob, whose runtime starts torchrun on each machine."""
+    trainer = {
+        "image": shape.image or _NO_IMAGE,
+        "numNodes": shape.num_nodes,
+        "numProcPerNode": shape.ranks_per_node,
+        "command": ["torchrun", *_COMMAND.split()],
+        "resourcesPerNode": _resources(shape),
     }
+    spec = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer, "runtimePatches": [_plan_patch()]}
+    return _manifest("TrainJob", version="trainer.kubeflow.org/v1alpha1", spec=spec)
 
 
-def _with_plan() -> dict[str, Any]:
-    """The plan in the containers of the runtime, whose job and container are both called node."""
+def _plan_patch() -> dict[str, Any]:
+    """Return the patch that mounts the plan into the runtime's container; its job and container are called "node"."""
     pod = {"volumes": _volumes(), "containers": [{"name": "node", "volumeMounts": _mounts()}]}
     job = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
     spec = {"template": {"spec": {"replicatedJobs": [job]}}}
@@ -112,6 +91,6 @@ def _mounts() -> list[dict[str, Any]]:
 def _volumes() -> list[dict[str, Any]]:
     return [
         {"name": "plan", "configMap": {"name": f"{_NAME}-plan"}},
-        # Loaders hand batches over through shared memory, of which a container has 64 MiB otherwise.
+        # Loader processes pass batches through shared memory, of which a container has only 64 MiB by default.
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
     ]

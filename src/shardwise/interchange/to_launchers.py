@@ -1,4 +1,7 @@
-"""A plan as scripts that start its ranks: torchrun.sh, and job.sbatch for SLURM. They run our own trainer, or yours."""
+"""Writes a plan as scripts that start ranks: torchrun.sh, or job.sbatch for SLURM.
+
+They run `shardwise train`, or your own script.
+"""
 
 from shardwise.interchange.exported import Exported, JobShape, plan_text
 from shardwise.plan import Plan

@@ -1,6 +1,6 @@
-"""A plan as a Python file for Lightning: `from lightning_trainer import make_trainer`."""
+"""Writes a plan as a Python file for Lightning: `from lightning_trainer import make_trainer`."""
 
-from shardwise.interchange.exported import Exported, JobShape, comment, not_expressed
+from shardwise.interchange.exported import Exported, JobShape, file_header, not_expressed
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, placement_of
 from shardwise.plan.policy import Cut, UnitPolicy
@@ -13,13 +13,13 @@ BLOCKS = {names!r}
 
 
 def is_block(module, recurse, nonwrapped_numel):
-    """Whether FSDP wraps this module: torch asks so for each."""
+    """Return whether FSDP wraps this module; torch calls this for every module."""
     return recurse or type(module).__name__ in BLOCKS
 
 '''
 _BODY = '''
 def make_trainer(**settings):
-    """The Trainer of this plan; what you pass wins."""
+    """Return the Trainer of this plan; your arguments replace the plan's."""
     plan = dict(
         accelerator="auto",
         devices={devices},
@@ -48,12 +48,11 @@ def to_lightning(plan: Plan, shape: JobShape) -> Exported:
             left_out.append("recompute = selective: Lightning recomputes whole blocks; this file turns it off")
     elif plan.recompute != "none":
         left_out.append(f"recompute = {plan.recompute}: Lightning has it under FSDP only; checkpoint in the model")
-    head = ["from lightning_trainer import make_trainer; make_trainer().fit(module)"]
+    notes = ["from lightning_trainer import make_trainer; make_trainer().fit(module)"]
     if plan.micro_batch is not None:
-        head.append(f"In the DataLoader: batch_size={plan.micro_batch}")
-    head += [f"Not here: {line}" for line in left_out]
+        notes.append(f"In the DataLoader: batch_size={plan.micro_batch}")
     strategy, imported = _strategy(plan, policy=policy, named=named)
-    text = comment(head) + "\n" + "".join(f"{line}\n" for line in imported)
+    text = file_header(*notes, left_out=left_out) + "\n" + "".join(f"{line}\n" for line in imported)
     text += _NAMED.format(names=list(policy.class_names)) if named else ""
     text += _BODY.format(
         devices=shape.ranks_per_node,
@@ -66,7 +65,7 @@ def to_lightning(plan: Plan, shape: JobShape) -> Exported:
 
 
 def _strategy(plan: Plan, *, policy: UnitPolicy, named: bool) -> tuple[str, list[str]]:
-    """The Trainer's argument, and the imports it needs."""
+    """Return the Trainer's argument `strategy`, and the imports that it needs."""
     trainer = "from lightning.pytorch import Trainer"
     if plan.strategy in _STAGES:
         stage = _STAGES[plan.strategy]

@@ -1,8 +1,8 @@
-"""A plan as a job file of torchtitan: `torchrun … -m torchtitan.train --job.config_file torchtitan.toml`."""
+"""Writes a plan as a job file of torchtitan: `torchrun … -m torchtitan.train --job.config_file torchtitan.toml`."""
 
 from typing import Any
 
-from shardwise.interchange.exported import Exported, JobShape, comment, not_expressed
+from shardwise.interchange.exported import Exported, JobShape, file_header, not_expressed
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, placement_of
 
@@ -43,8 +43,5 @@ def to_torchtitan(plan: Plan, shape: JobShape) -> Exported:
         "activation_checkpoint": {"mode": plan.recompute},
         "compile": {"enable": plan.compiler != "none"},
     }
-    head = [
-        "Add [model], and pass --job.config_file torchtitan.toml.",
-        *(f"Not here: {line}" for line in left_out),
-    ]
-    return Exported(files={"torchtitan.toml": comment(head) + tomli_w.dumps(config)}, left_out=tuple(left_out))
+    header = file_header("Add [model], and pass --job.config_file torchtitan.toml.", left_out=left_out)
+    return Exported(files={"torchtitan.toml": header + tomli_w.dumps(config)}, left_out=tuple(left_out))

@@ -1,8 +1,8 @@
-"""The models that have a name: name → shape, as data. No torch here.
+"""The catalogue: name → shape, as data. No torch here.
 
 Sources: GPT-2 (Radford et al. 2019), GPT-3's 1.3B row (Brown et al. 2020), MPT (MosaicML llm-foundry),
 Llama 2, 3.1 and 3.2 (Meta's config files), ViT (Dosovitskiy et al. 2021; Ti and S from Touvron et al.
-2021), ResNet (He et al. 2015). The `-tiny` and `-digits` ones are ours: small enough for a test on a CPU.
+2021), ResNet (He et al. 2015). The `-tiny` and `-digits` models are ours: small enough for a test on a CPU.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _GPT: dict[str, Shape] = {
 }
 
 _MPT: dict[str, Shape] = {
-    # llm-foundry has rounded the vocabulary up to a multiple of 64, and that is what was measured.
+    # The measured models of llm-foundry have a vocabulary that is rounded up to a multiple of 64.
     f"mpt-{size}": GPTShape(
         num_layers=layers, width=width, num_heads=heads, vocab_size=50368, max_seq=2048, vocab_multiple=64
     )
@@ -38,54 +38,45 @@ _MPT: dict[str, Shape] = {
     )
 }
 
-
-def _llama2(*, num_layers: int, width: int, num_heads: int, num_kv_heads: int, ffn_width: int) -> LlamaShape:
-    return LlamaShape(
-        num_layers=num_layers,
+_LLAMA_TINY = LlamaShape(
+    num_layers=4, width=128, num_heads=4, num_kv_heads=2, ffn_width=384, vocab_size=256, max_seq=128
+)
+_LLAMA_2: dict[str, Shape] = {
+    f"llama-2-{size}": LlamaShape(
+        num_layers=layers,
         width=width,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
         ffn_width=ffn_width,
         vocab_size=32_000,
         max_seq=4096,
     )
-
-
-def _llama3(
-    *,
-    num_layers: int,
-    width: int,
-    num_heads: int,
-    ffn_width: int,
-    rope_factor: float = 8.0,
-    tied: bool = False,
-) -> LlamaShape:
-    return LlamaShape(
-        num_layers=num_layers,
+    for size, layers, width, heads, kv_heads, ffn_width in (
+        ("7b", 32, 4096, 32, 32, 11_008),
+        ("13b", 40, 5120, 40, 40, 13_824),
+        ("70b", 80, 8192, 64, 8, 28_672),
+    )
+}
+_LLAMA_3: dict[str, Shape] = {
+    f"llama-{size}": LlamaShape(
+        num_layers=layers,
         width=width,
-        num_heads=num_heads,
+        num_heads=heads,
         num_kv_heads=8,
         ffn_width=ffn_width,
         vocab_size=128_256,
-        # What it was first trained on; rotary positions go on to 131,072.
+        # The length of the first training phase; rotary positions work up to 131,072.
         max_seq=8192,
         rope_theta=500_000.0,
         rope_scaling=RopeScaling(factor=rope_factor),
-        tied=tied,
+        tied=size == "3.2-1b",
     )
-
-
-_LLAMA: dict[str, Shape] = {
-    "llama-tiny": LlamaShape(
-        num_layers=4, width=128, num_heads=4, num_kv_heads=2, ffn_width=384, vocab_size=256, max_seq=128
-    ),
-    "llama-2-7b": _llama2(num_layers=32, width=4096, num_heads=32, num_kv_heads=32, ffn_width=11_008),
-    "llama-2-13b": _llama2(num_layers=40, width=5120, num_heads=40, num_kv_heads=40, ffn_width=13_824),
-    "llama-2-70b": _llama2(num_layers=80, width=8192, num_heads=64, num_kv_heads=8, ffn_width=28_672),
-    "llama-3.2-1b": _llama3(num_layers=16, width=2048, num_heads=32, ffn_width=8192, rope_factor=32.0, tied=True),
-    "llama-3.1-8b": _llama3(num_layers=32, width=4096, num_heads=32, ffn_width=14_336),
-    "llama-3.1-70b": _llama3(num_layers=80, width=8192, num_heads=64, ffn_width=28_672),
-    "llama-3.1-405b": _llama3(num_layers=126, width=16_384, num_heads=128, ffn_width=53_248),
+    for size, layers, width, heads, ffn_width, rope_factor in (
+        ("3.2-1b", 16, 2048, 32, 8192, 32.0),
+        ("3.1-8b", 32, 4096, 32, 14_336, 8.0),
+        ("3.1-70b", 80, 8192, 64, 28_672, 8.0),
+        ("3.1-405b", 126, 16_384, 128, 53_248, 8.0),
+    )
 }
 
 _VIT: dict[str, Shape] = {
@@ -114,11 +105,13 @@ _RESNET: dict[str, Shape] = {
     "resnet50": ResNetShape(block="bottleneck", num_blocks=(3, 4, 6, 3)),
 }
 
-CATALOGUE: Mapping[str, Shape] = MappingProxyType({**_GPT, **_MPT, **_LLAMA, **_VIT, **_RESNET})
+CATALOGUE: Mapping[str, Shape] = MappingProxyType(
+    {**_GPT, **_MPT, "llama-tiny": _LLAMA_TINY, **_LLAMA_2, **_LLAMA_3, **_VIT, **_RESNET}
+)
 
 
 def shape_of(name: str) -> Shape:
-    """The shape of a catalogue model."""
+    """Return the shape of a catalogue model."""
     try:
         return CATALOGUE[name]
     except KeyError:

@@ -13,24 +13,17 @@ from shardwise.models.shapes import GPTShape
 class Block(PreNormBlock):
     """One causal transformer block.
 
-    What is added to the residual stream starts smaller by √(2L), so that its variance at the end
+    The initial weights of its two output projections are divided by √(2L), so that the variance of the residual stream
     does not grow with the number of layers (GPT-2, section 2.3).
     """
 
     def __init__(self, shape: GPTShape) -> None:
-        super().__init__(
-            shape.width,
-            num_heads=shape.num_heads,
-            causal=True,
-            dropout=shape.dropout,
-            norm_eps=1e-5,
-            out_std=0.02 / math.sqrt(2 * shape.num_layers),
-            approximate="tanh",
-        )
+        out_std = 0.02 / math.sqrt(2 * shape.num_layers)
+        super().__init__(shape, causal=True, norm_eps=1e-5, out_std=out_std, approximate="tanh")
 
 
 class GPT(nn.Module):
-    """Tokens [batch, seq] → logits [batch, seq, shape.vocab_rows]; those past the vocabulary have probability 0."""
+    """Tokens [batch, seq] → logits [batch, seq, shape.vocab_rows]; logits past the vocabulary have probability 0."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The names that Hugging Face's Llama and GPT-2 give to what ours call otherwise, and the one shape that differs."""
+"""The parameter names of Hugging Face's Llama and GPT-2 for our models, and the weights that they store transposed."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from shardwise.errors import InvalidModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceLayout:
-    """One architecture's names.
+    """The names of one architecture.
 
-    modules      our module → theirs; * stands for a block's number
-    transposed   our modules whose weight they keep as inputs × outputs (GPT-2's Conv1D)
-    prefix       what files of the bare model, without a head, leave out of their names
-    derived      ends of their names that hold no weights: masks and angles, which follow from the shape
+    modules      our module → their module; * stands for the number of a block
+    transposed   our modules whose weight they store as inputs × outputs (GPT-2's Conv1D)
+    prefix       the prefix that files of the model without a head leave out
+    derived      suffixes of tensors that are computed from the shape (masks, angles) and hold no weights
     """
 
     name: str
@@ -23,11 +23,11 @@ class HuggingFaceLayout:
     derived: tuple[str, ...]
 
     def theirs(self, name: str) -> str | None:
-        """Their name for a tensor of ours; None if it has no part in this architecture."""
+        """Return their name for one of our tensors; None if this architecture does not have it."""
         return _renamed(name, modules=self.modules)
 
     def ours(self, name: str) -> str | None:
-        """Our name for a tensor of theirs."""
+        """Return our name for one of their tensors; None if this architecture does not have it."""
         modules = {theirs: ours for ours, theirs in self.modules.items()}
         return _renamed(name, modules=modules) or _renamed(self.prefix + name, modules=modules)
 
@@ -35,7 +35,7 @@ class HuggingFaceLayout:
         return name.endswith(self.derived)
 
     def is_transposed(self, name: str) -> bool:
-        """Whether the tensor that we call so has its two dimensions swapped in their files."""
+        """Return whether their files store the tensor of this name (ours) transposed."""
         module, _, kind = _starred(name)[0].rpartition(".")
         return kind == "weight" and module in self.transposed
 
@@ -83,13 +83,13 @@ LAYOUTS = (GPT2, LLAMA)
 
 
 def layout_of_ours(names: Iterable[str]) -> HuggingFaceLayout:
-    """The architecture to which all these names of ours belong."""
+    """Return the architecture that has all these names of ours."""
     known = set(names)
     return _only([layout for layout in LAYOUTS if all(layout.theirs(name) for name in known)], names=known)
 
 
 def layout_of_theirs(names: Iterable[str]) -> HuggingFaceLayout:
-    """The architecture to which all these names of theirs belong."""
+    """Return the architecture that has all these names of theirs."""
     known = set(names)
     fitting = [layout for layout in LAYOUTS if all(layout.is_derived(name) or layout.ours(name) for name in known)]
     return _only(fitting, names=known)
@@ -103,7 +103,7 @@ def _only(fitting: list[HuggingFaceLayout], *, names: set[str]) -> HuggingFaceLa
 
 
 def _starred(name: str) -> tuple[str, str]:
-    """(the name with * in place of a number, that number)."""
+    """Split "blocks.3.norm1.weight" into ("blocks.*.norm1.weight", "3")."""
     parts = name.split(".")
     number = next((part for part in parts if part.isdigit()), "")
     return ".".join("*" if part.isdigit() else part for part in parts), number

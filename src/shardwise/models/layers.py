@@ -1,12 +1,14 @@
-"""Layers that several models share. Each fills its own parameters in `reset_parameters`."""
+"""Layers that several models share. Each initialises its own parameters in `reset_parameters`."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.models.shapes import GPTShape, ViTShape
+
 
 class Linear(nn.Linear):
-    """A linear layer whose weights start as N(0, std²) and whose bias starts as 0."""
+    """A linear layer whose initial weights are N(0, std²) and whose initial bias is 0."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, std: float = 0.02) -> None:
         self.std = std
@@ -19,7 +21,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """An embedding whose rows start as N(0, std²)."""
+    """An embedding whose initial rows are N(0, std²)."""
 
     def __init__(self, num_rows: int, width: int, *, std: float = 0.02) -> None:
         self.std = std
@@ -30,9 +32,9 @@ class Embedding(nn.Embedding):
 
 
 class TokenEmbedding(Embedding):
-    """The embedding of a vocabulary, in `num_rows` rows: those past it are 0, and no token reads them.
+    """The embedding of a vocabulary, padded to `num_rows` rows. The padding is 0 and never read.
 
-    The random numbers are those of an embedding without them.
+    The initial weights are the same as without padding.
     """
 
     def __init__(self, vocab_size: int, width: int, *, num_rows: int) -> None:
@@ -44,10 +46,10 @@ class TokenEmbedding(Embedding):
 
 
 class TokenHead(Linear):
-    """Logits of a vocabulary, in `num_rows` columns.
+    """The logits of a vocabulary, padded to `num_rows` columns.
 
-    Those past it are the lowest finite number: their probability is exactly 0 in every dtype, and so is the gradient
-    of their rows, which are 0 and stay 0 (weight decay included).
+    A padding logit is the lowest finite number, so its probability is exactly 0 in every dtype. The gradient of the
+    padding rows is therefore 0: they are 0 and stay 0, also under weight decay.
     """
 
     def __init__(self, width: int, vocab_size: int, *, num_rows: int) -> None:
@@ -60,7 +62,7 @@ class TokenHead(Linear):
     def forward(self, x: Tensor) -> Tensor:
         logits = super().forward(x)
         if self.out_features > self.vocab_size:
-            # Autograd need not know: it would copy all gradients only to set these to the 0 that they are.
+            # Hidden from autograd, which would copy all gradients only to set these to 0; they are 0 already.
             with torch.no_grad():
                 logits[..., self.vocab_size :] = torch.finfo(logits.dtype).min
         return logits
@@ -73,7 +75,7 @@ def _reset_rows(weight: Tensor, *, vocab_size: int, std: float) -> None:
 
 
 def vocabularies(model: nn.Module) -> dict[str, int]:
-    """Parameters with a row for each token → how many tokens there are; rows past them are padding."""
+    """Return the parameters that have one row per token → the size of their vocabulary; further rows are padding."""
     return {
         f"{path}.weight": module.vocab_size
         for path, module in model.named_modules()
@@ -84,13 +86,13 @@ def vocabularies(model: nn.Module) -> dict[str, int]:
 class SelfAttention(nn.Module):
     """Multi-head self-attention with one fused projection for queries, keys and values."""
 
-    def __init__(self, width: int, *, num_heads: int, causal: bool, dropout: float, out_std: float) -> None:
+    def __init__(self, shape: GPTShape | ViTShape, *, causal: bool, out_std: float) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads = shape.num_heads
         self.causal = causal
-        self.dropout = dropout
-        self.qkv = Linear(width, 3 * width)
-        self.out = Linear(width, width, std=out_std)
+        self.dropout = shape.dropout
+        self.qkv = Linear(shape.width, 3 * shape.width)
+        self.out = Linear(shape.width, shape.width, std=out_std)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, width = x.shape
@@ -103,9 +105,9 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Four times as wide inside, with a GELU between."""
+    """A linear layer to four times the width, GELU, and a linear layer back."""
 
-    def __init__(self, width: int, *, out_std: float, approximate: str = "none") -> None:
+    def __init__(self, width: int, *, out_std: float, approximate: str) -> None:
         super().__init__()
         self.approximate = approximate
         self.up = Linear(width, 4 * width)
@@ -120,22 +122,14 @@ class PreNormBlock(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x)): the block of GPT-2 and of ViT."""
 
     def __init__(
-        self,
-        width: int,
-        *,
-        num_heads: int,
-        causal: bool,
-        dropout: float,
-        norm_eps: float,
-        out_std: float,
-        approximate: str,
+        self, shape: GPTShape | ViTShape, *, causal: bool, norm_eps: float, out_std: float, approximate: str
     ) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(width, eps=norm_eps)
-        self.attention = SelfAttention(width, num_heads=num_heads, causal=causal, dropout=dropout, out_std=out_std)
-        self.norm2 = nn.LayerNorm(width, eps=norm_eps)
-        self.feed_forward = FeedForward(width, out_std=out_std, approximate=approximate)
-        self.drop = nn.Dropout(dropout)
+        self.norm1 = nn.LayerNorm(shape.width, eps=norm_eps)
+        self.attention = SelfAttention(shape, causal=causal, out_std=out_std)
+        self.norm2 = nn.LayerNorm(shape.width, eps=norm_eps)
+        self.feed_forward = FeedForward(shape.width, out_std=out_std, approximate=approximate)
+        self.drop = nn.Dropout(shape.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop(self.attention(self.norm1(x)))

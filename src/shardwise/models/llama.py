@@ -12,7 +12,7 @@ from shardwise.models.shapes import LlamaShape, RopeScaling
 
 
 class RotaryPositions(nn.Module):
-    """Turns pairs (i, i + half) of each head by an angle that grows with the position."""
+    """Rotary positions: rotates the pairs (i, i + half) of each head by an angle proportional to the position."""
 
     inverse_frequency: Tensor
 
@@ -21,7 +21,7 @@ class RotaryPositions(nn.Module):
         self.head_width = shape.width // shape.num_heads
         self.theta = shape.rope_theta
         self.scaling = shape.rope_scaling
-        # Not saved: it follows from the shape.
+        # Not saved, because it is computed from the shape.
         self.register_buffer("inverse_frequency", torch.empty(self.head_width // 2), persistent=False)
         self.reset_parameters()
 
@@ -34,14 +34,14 @@ class RotaryPositions(nn.Module):
             self.inverse_frequency.copy_(frequency)
 
     def forward(self, seq: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [seq, head_width / 2], in fp32: bf16 positions beyond 256 collide."""
+        """Return cos and sin, each [seq, head_width / 2], in fp32: bf16 cannot tell positions beyond 256 apart."""
         positions = torch.arange(seq, device=self.inverse_frequency.device, dtype=torch.float32)
         angles = torch.outer(positions, self.inverse_frequency.float())
         return angles.cos(), angles.sin()
 
 
 def _stretch(frequency: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long wavelengths × factor, short ones kept, and a linear blend between (Llama 3.1)."""
+    """Multiply long wavelengths by the factor, keep short ones, and interpolate between them (Llama 3.1)."""
     turns = scaling.original_max_seq * frequency / (2 * math.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0, 1)
@@ -49,14 +49,13 @@ def _stretch(frequency: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [batch, heads, seq, head_width] turned by its positions' angles."""
+    """Rotate x [batch, heads, seq, head_width] by the angles of its positions."""
     first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal attention in which several query heads share one head of keys and values."""
+    """Grouped-query attention: causal, with several query heads per head of keys and values."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -114,7 +113,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens [batch, seq] → logits [batch, seq, shape.vocab_rows]; those past the vocabulary have probability 0."""
+    """Tokens [batch, seq] → logits [batch, seq, shape.vocab_rows]; logits past the vocabulary have probability 0."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -140,5 +139,5 @@ class Llama(nn.Module):
 
 
 def _out_std(shape: LlamaShape) -> float:
-    # As in GPT-2: what is added to the residual stream starts smaller by √(2L).
+    # As in GPT-2: the initial weights of output projections are divided by √(2L).
     return 0.02 / math.sqrt(2 * shape.num_layers)

@@ -1,5 +1,8 @@
 """Shape → module."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -10,27 +13,22 @@ from shardwise.models.shapes import GPTShape, LlamaShape, ResNetShape, Shape, Vi
 from shardwise.models.vit import ViT
 from shardwise.units.materialize import materialize
 
+_MODULES: Mapping[type, Callable[[Any], nn.Module]] = {
+    GPTShape: GPT,
+    LlamaShape: Llama,
+    ViTShape: ViT,
+    ResNetShape: ResNet,
+}
+
 
 def build_model(shape: Shape, *, device: torch.device | str = "cpu") -> nn.Module:
-    """The module of a shape.
+    """Build the module of a shape.
 
-    It is always described on the meta device first, where it costs nothing, and filled from there:
-    so a seed gives the same weights whether a model is filled whole, later, or unit by unit.
+    It is always made on the meta device first, where it costs nothing, and then materialized. So a seed gives the same
+    weights whether the model is materialized at once, later, or unit by unit.
     """
     with torch.device("meta"):
-        model = _module(shape)
+        model = _MODULES[type(shape)](shape)
     if torch.device(device).type != "meta":
         materialize(model, device=device)
     return model
-
-
-def _module(shape: Shape) -> nn.Module:
-    match shape:
-        case GPTShape():
-            return GPT(shape)
-        case LlamaShape():
-            return Llama(shape)
-        case ViTShape():
-            return ViT(shape)
-        case ResNetShape():
-            return ResNet(shape)

@@ -1,6 +1,6 @@
-"""Muon for the matrices of blocks and AdamW for all else, as one optimizer.
+"""Muon for the matrices of blocks and AdamW for all other parameters, as one optimizer.
 
-torch.optim.Muon takes matrices alone. Embeddings, head and vectors are AdamW's, with the same learning rate: Muon's
+torch.optim.Muon accepts only matrices. AdamW updates embeddings, head and vectors with the same learning rate: Muon's
 updates are scaled to the size of AdamW's (`match_rms_adamw`; Liu et al. 2025, "Muon is Scalable for LLM Training").
 """
 
@@ -18,9 +18,9 @@ _UPDATES: Mapping[str, type[Optimizer]] = {"muon": torch.optim.Muon, "adamw": to
 
 
 class MuonWithAdamW(Optimizer):
-    """A param group's `update` says which of torch's optimizers steps it; options and states are those of that one."""
+    """The key `update` of a param group names the torch optimizer that steps it and defines its options and state."""
 
-    # Whoever asks for it knows: nobody has to be told.
+    # Suppresses the message that matrices are owned by single ranks: who chooses Muon expects it.
     takes_whole_matrices = True
 
     def __init__(
@@ -32,7 +32,7 @@ class MuonWithAdamW(Optimizer):
         muon: Mapping[str, Any],
         adamw: Mapping[str, Any],
     ) -> None:
-        # These check the options, and write all of them into their groups.
+        # torch's optimizers check the options and write the defaults into their groups.
         parts: dict[str, Optimizer] = {
             "muon": torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw", **muon)
         }
@@ -40,7 +40,7 @@ class MuonWithAdamW(Optimizer):
         if rest:
             parts["adamw"] = torch.optim.AdamW(rest, lr=lr, **adamw)
         groups = [{**group, "update": name} for name, part in parts.items() for group in part.param_groups]
-        # What torch reads of an optimizer as a whole.
+        # torch reads this default of every optimizer.
         super().__init__(groups, {"differentiable": False})
 
     @torch.no_grad()
@@ -60,20 +60,20 @@ class MuonWithAdamW(Optimizer):
         return loss
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
-        """Called by either step, for the states of a group."""
+        """Create the state of a group; both optimizers' steps call this."""
         found: bool = _UPDATES[group["update"]]._init_group(self, group, *lists)  # type: ignore[attr-defined]
         return found
 
 
 def _without_hooks(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
-    """A class's step, without the hooks of optimizers, which are called for the step that this one is part of."""
+    """Return the step of an optimizer class without its hooks: they run once, for the enclosing step."""
     step: Any = kind.step
     found: Callable[[Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return found
 
 
 def split_off_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(the trained matrices of blocks, all else that is trained)."""
+    """Return (the trainable matrices of blocks, all other trainable parameters)."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     matrices = [parameter for name, parameter in trained if is_block_matrix(name, tuple(parameter.shape))]
     if not matrices:

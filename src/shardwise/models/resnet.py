@@ -1,4 +1,4 @@
-"""ResNet v1.5 (the stride of a bottleneck is on its 3×3). Names are torchvision's, so its weights load."""
+"""ResNet v1.5 (the 3×3 convolution of a bottleneck has the stride). It has torchvision's names, so its weights load."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from shardwise.models.shapes import ResNetShape
 
 
 class Conv(nn.Conv2d):
-    """A convolution without bias that keeps the size at stride 1; starts as He et al. (2015)."""
+    """A convolution without bias that keeps the size at stride 1; initialised as in He et al. (2015)."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, *, stride: int = 1) -> None:
         super().__init__(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
@@ -18,7 +18,7 @@ class Conv(nn.Conv2d):
 
 
 def _shortcut(inputs: int, outputs: int, *, stride: int) -> nn.Sequential | None:
-    """A projection where the block's input and output differ; nothing where they can be added as they are."""
+    """Return a projection if the block's input and output differ in shape, else None."""
     if stride == 1 and inputs == outputs:
         return None
     return nn.Sequential(Conv(inputs, outputs, 1, stride=stride), nn.BatchNorm2d(outputs))
@@ -44,7 +44,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1×1 down, 3×3, 1×1 up to four times the inner width."""
+    """A 1×1 convolution down, 3×3, and 1×1 up to four times the inner width."""
 
     expansion = 4
 
@@ -95,7 +95,7 @@ class ResNet(nn.Module):
 
 
 def _stage(shape: ResNetShape, *, stage: int) -> nn.Sequential:
-    """`num_blocks[stage]` blocks; all stages but the first halve the image in their first block."""
+    """Return `num_blocks[stage]` blocks; the first block halves the image, except in the first stage."""
     block = _BLOCKS[shape.block]
     inner = shape.width * 2**stage
     outputs = inner * shape.expansion

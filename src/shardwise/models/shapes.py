@@ -1,26 +1,32 @@
-"""The dimensions of the catalogue's models, and their parameter counts by formula. No torch here.
+"""The dimensions of the catalogue's models, and formulas for their numbers of parameters. No torch here.
 
-A shape says everything that its module needs; `dataclasses.replace` makes a variant of one.
+A shape has everything that its module needs; `dataclasses.replace` makes a variant of it.
 
-num_params is what is published. Language models hold a little more, `num_held`: the rows of their embedding and head
-are rounded up to a multiple of `vocab_multiple`, because matrix products are slow where a dimension is not a multiple
-of 8, and fastest at multiples of 128. The rows past the vocabulary are 0 and stay 0 (layers.py).
+`num_params` is the published number. Language models hold a few more, `num_held`: their embedding and head are padded
+to a multiple of `vocab_multiple` rows, because matrix products are slow if a dimension is not a multiple of 8, and
+fastest at multiples of 128. The padding rows are 0 and stay 0 (layers.py).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 
 def rounded_up(count: int, multiple: int) -> int:
-    """The smallest multiple that is not below `count`."""
+    """Return the smallest multiple that is at least `count`."""
     return -(-count // multiple) * multiple
+
+
+def num_conv_params(convolutions: Iterable[tuple[int, int, int]]) -> int:
+    """Return the parameters of convolutions, given as (inputs, outputs, kernel size), and of the norm after each."""
+    return sum(inputs * outputs * kernel**2 + 2 * outputs for inputs, outputs, kernel in convolutions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTShape:
     """GPT-2's architecture: learned positions, biases everywhere, the head tied to the embedding.
 
-    num_params = 12·L·d² + 13·L·d + 2·d + (V + S)·d
+    num_params = L·(12d² + 13d) + 2d + (V + S)·d
     (a block: 4d² + 4d attention, 8d² + 5d feed-forward, 4d for its two norms).
     """
 
@@ -33,9 +39,12 @@ class GPTShape:
     vocab_multiple: int = 128
 
     @property
+    def num_block_params(self) -> int:
+        return 12 * self.width**2 + 13 * self.width
+
+    @property
     def num_params(self) -> int:
-        layers, d = self.num_layers, self.width
-        return 12 * layers * d * d + 13 * layers * d + 2 * d + (self.vocab_size + self.max_seq) * d
+        return self.num_layers * self.num_block_params + (2 + self.vocab_size + self.max_seq) * self.width
 
     @property
     def vocab_rows(self) -> int:
@@ -48,7 +57,7 @@ class GPTShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama 3.1's stretch of the rotary wavelengths to contexts longer than it was first trained on."""
+    """How Llama 3.1 stretches the rotary wavelengths for contexts longer than in its first training phase."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -78,10 +87,13 @@ class LlamaShape:
     vocab_multiple: int = 128
 
     @property
-    def num_params(self) -> int:
+    def num_block_params(self) -> int:
         d, kv_width = self.width, self.num_kv_heads * self.width // self.num_heads
-        block = 2 * d * d + 2 * d * kv_width + 3 * d * self.ffn_width + 2 * d
-        return self.num_layers * block + d + self.vocab_size * d * (1 if self.tied else 2)
+        return 2 * d * d + 2 * d * kv_width + 3 * d * self.ffn_width + 2 * d
+
+    @property
+    def num_params(self) -> int:
+        return self.num_layers * self.num_block_params + self.width * (1 + self.vocab_size * (1 if self.tied else 2))
 
     @property
     def vocab_rows(self) -> int:
@@ -96,8 +108,8 @@ class LlamaShape:
 class ViTShape:
     """The Vision Transformer: patches, a class token, learned positions, pre-norm blocks, a linear head.
 
-    num_params = 12·L·d² + 13·L·d + 2·d + (c·p² + 1)·d + d + (n + 1)·d + (d + 1)·classes
-    with c channels, patches of p × p, and n of them.
+    num_params = L·(12d² + 13d) + 2d + (c·p² + 1)·d + d + (n + 1)·d + (d + 1)·classes
+    with c channels and n patches of p × p pixels.
     """
 
     num_layers: int
@@ -114,12 +126,14 @@ class ViTShape:
         return (self.image_size // self.patch_size) ** 2
 
     @property
+    def num_block_params(self) -> int:
+        return 12 * self.width**2 + 13 * self.width
+
+    @property
     def num_params(self) -> int:
-        layers, d = self.num_layers, self.width
-        blocks = 12 * layers * d * d + 13 * layers * d + 2 * d
-        patches = (self.num_channels * self.patch_size**2 + 1) * d
-        tokens = d + (self.num_patches + 1) * d
-        return blocks + patches + tokens + (d + 1) * self.num_classes
+        d, patch = self.width, self.num_channels * self.patch_size**2
+        embedding = (patch + 1) * d + d + (self.num_patches + 1) * d
+        return self.num_layers * self.num_block_params + 2 * d + embedding + (d + 1) * self.num_classes
 
     @property
     def num_held(self) -> int:
@@ -130,7 +144,8 @@ class ViTShape:
 class ResNetShape:
     """ResNet v1.5: four stages of basic blocks (two 3×3) or bottlenecks (1×1, 3×3, 1×1, four times as wide).
 
-    `small_images` replaces the 7×7 stem of stride 2 and its pooling by one 3×3 convolution.
+    A convolution has no bias, and is followed by a norm with two parameters per channel. `small_images` replaces the
+    7×7 stem of stride 2 and its pooling by one 3×3 convolution.
     """
 
     block: Literal["basic", "bottleneck"]
@@ -145,29 +160,29 @@ class ResNetShape:
     def expansion(self) -> int:
         return 1 if self.block == "basic" else 4
 
-    @property
-    def num_params(self) -> int:
-        """Convolutions have no bias; each is followed by a norm with two parameters a channel."""
-
-        def conv_and_norm(inputs: int, outputs: int, kernel: int) -> int:
-            return inputs * outputs * kernel**2 + 2 * outputs
-
-        total = conv_and_norm(self.num_channels, self.width, 3 if self.small_images else 7)
+    def convolutions(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Return block → (inputs, outputs, kernel size) of each of its convolutions."""
+        found = {}
         inputs = self.width
         for stage, depth in enumerate(self.num_blocks):
             inner = self.width * 2**stage
             outputs = inner * self.expansion
             for index in range(depth):
-                if self.block == "basic":
-                    total += conv_and_norm(inputs, inner, 3) + conv_and_norm(inner, inner, 3)
-                else:
-                    total += conv_and_norm(inputs, inner, 1) + conv_and_norm(inner, inner, 3)
-                    total += conv_and_norm(inner, outputs, 1)
-                # The first block of a stage adds a 1×1 shortcut where its input differs from its output.
-                if index == 0 and inputs != outputs:
-                    total += conv_and_norm(inputs, outputs, 1)
+                block = [(inputs, inner, 3), (inner, inner, 3)]
+                if self.block == "bottleneck":
+                    block = [(inputs, inner, 1), (inner, inner, 3), (inner, outputs, 1)]
+                # The shortcut is a 1×1 convolution if the block's input differs from its output.
+                if inputs != outputs:
+                    block.append((inputs, outputs, 1))
+                found[f"layer{stage + 1}.{index}"] = block
                 inputs = outputs
-        return total + (inputs + 1) * self.num_classes
+        return found
+
+    @property
+    def num_params(self) -> int:
+        stem = num_conv_params([(self.num_channels, self.width, 3 if self.small_images else 7)])
+        blocks = sum(map(num_conv_params, self.convolutions().values()))
+        return stem + blocks + (8 * self.width * self.expansion + 1) * self.num_classes
 
     @property
     def num_held(self) -> int:

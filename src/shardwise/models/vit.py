@@ -36,15 +36,7 @@ class Block(PreNormBlock):
     """One bidirectional transformer block."""
 
     def __init__(self, shape: ViTShape) -> None:
-        super().__init__(
-            shape.width,
-            num_heads=shape.num_heads,
-            causal=False,
-            dropout=shape.dropout,
-            norm_eps=1e-6,
-            out_std=0.02,
-            approximate="none",
-        )
+        super().__init__(shape, causal=False, norm_eps=1e-6, out_std=0.02, approximate="none")
 
 
 class ViT(nn.Module):
@@ -62,6 +54,6 @@ class ViT(nn.Module):
         x = self.embed(images)
         for block in self.blocks:
             x = block(x)
-        # Only the class token is classified, so only it needs the norm.
+        # Only the class token is classified, so only this token is normalised.
         logits: Tensor = self.head(self.norm(x[:, 0]))
         return logits

@@ -1,1 +1,1 @@
-"""Step 5 of 5: what the program says, drawn for people. No torch here; text comes as lines, colours are the CLI's."""
+"""Step 5 of 5: draws the step program and its costs, as text and as HTML pages. No torch here."""

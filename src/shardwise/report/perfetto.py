@@ -1,12 +1,12 @@
-"""A bench as a trace: open it at ui.perfetto.dev, or in chrome://tracing.
+"""Writes a bench as a trace for ui.perfetto.dev or chrome://tracing.
 
-The format is the trace-event JSON of Chrome, times in microseconds. A case is a process, with these threads:
+The format is Chrome's trace-event JSON, with times in microseconds. Each case is a process with these threads:
 
     compute, gather, reduce    (predicted)    the planner's spans of a step
     compute, gather, reduce    (rank 0)       spans of the recorded tape; every other operation is an instant
     memory                     (counter)      live bytes by category, one value per row of the ledger of rank 0
 
-The ledger has no clock of its own: a row begins when the first operation of the tape in it was issued.
+The ledger has no clock: a row starts when its first operation on the tape was issued.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ _PREDICTED, _RECORDED = "predicted", "rank 0"
 
 
 def trace_of(bench: Bench) -> dict[str, Any]:
-    """In JSON's own types; cases that did not run are left out."""
+    """Return the trace for JSON, without the cases that did not run."""
     ran = [case for case in bench.cases if case.ran]
     return {
         "displayTimeUnit": "ms",
@@ -34,8 +34,9 @@ def trace_of(bench: Bench) -> dict[str, Any]:
 
 
 def _process(case: CaseResult, *, process: int) -> Iterator[PerfettoEvent]:
-    yield _name("process_name", case.name, process=process)
-    threads = {(source, queue): at for at, (source, queue) in enumerate(_threads(), 1)}
+    yield _metadata("process_name", {"name": case.name}, process=process)
+    lanes = [(source, queue) for source in (_PREDICTED, _RECORDED) for queue in QUEUES]
+    threads = {lane: number for number, lane in enumerate(lanes, 1)}
     spans = () if case.predicted is None else case.predicted.spans
     recorded = spans_of(case)
     used = {(_PREDICTED, span.queue) for span in spans} | {(_RECORDED, span.queue) for span in recorded}
@@ -43,62 +44,36 @@ def _process(case: CaseResult, *, process: int) -> Iterator[PerfettoEvent]:
         used.add((_RECORDED, QUEUES[0]))
     for (source, queue), thread in threads.items():
         if (source, queue) in used:
-            yield _name("thread_name", f"{queue} ({source})", process=process, thread=thread)
-            yield {
-                "ph": "M",
-                "name": "thread_sort_index",
-                "pid": process,
-                "tid": thread,
-                "args": {"sort_index": thread},
-            }
+            yield _metadata("thread_name", {"name": f"{queue} ({source})"}, process=process, thread=thread)
+            yield _metadata("thread_sort_index", {"sort_index": thread}, process=process, thread=thread)
     for source, found in ((_PREDICTED, spans), (_RECORDED, recorded)):
         yield from (_slice(span, process=process, thread=threads[source, span.queue]) for span in found)
     yield from _instants(case, process=process, thread=threads[_RECORDED, QUEUES[0]], drawn=recorded)
     yield from _counters(case, process=process)
 
 
-def _threads() -> Iterator[tuple[str, str]]:
-    return ((source, queue) for source in (_PREDICTED, _RECORDED) for queue in QUEUES)
-
-
-def _name(what: str, name: str, *, process: int, thread: int = 0) -> PerfettoEvent:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+def _metadata(name: str, values: Mapping[str, Any], *, process: int, thread: int = 0) -> PerfettoEvent:
+    return {"ph": "M", "name": name, "pid": process, "tid": thread, "args": values}
 
 
 def _slice(span: Span, *, process: int, thread: int) -> PerfettoEvent:
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.queue,
-        "pid": process,
-        "tid": thread,
-        "ts": span.start * _MICROSECONDS,
-        "dur": (span.end - span.start) * _MICROSECONDS,
-    }
+    event = {"ph": "X", "name": span.name, "cat": span.queue, "pid": process, "tid": thread}
+    return event | {"ts": span.start * _MICROSECONDS, "dur": (span.end - span.start) * _MICROSECONDS}
 
 
 def _instants(case: CaseResult, *, process: int, thread: int, drawn: Sequence[Span]) -> Iterator[PerfettoEvent]:
-    """What the spans do not show: waits, frees, flags, broadcasts."""
-    # An update is on the tape when it ends.
-    noted = {(span.name, moment) for span in drawn for moment in (span.start, span.end)}
+    """Yield the operations that no span shows: waits, frees, flags, broadcasts."""
+    # The tape records the end of an update, and the start of everything else.
+    shown = {(span.name, moment) for span in drawn for moment in (span.start, span.end)}
     for one in scaled_tape(case):
         name = f"{one.kind} {one.subject}"
-        if (name, one.seconds) in noted:
-            continue
-        yield {
-            "ph": "i",
-            "s": "t",
-            "name": name,
-            "cat": one.kind,
-            "pid": process,
-            "tid": thread,
-            "ts": one.seconds * _MICROSECONDS,
-            "args": {"num_bytes": one.num_bytes},
-        }
+        if (name, one.seconds) not in shown:
+            event = {"ph": "i", "s": "t", "name": name, "cat": one.kind, "pid": process, "tid": thread}
+            yield event | {"ts": one.seconds * _MICROSECONDS, "args": {"num_bytes": one.num_bytes}}
 
 
 def _counters(case: CaseResult, *, process: int) -> Iterator[PerfettoEvent]:
-    """Live bytes at the highest moment of each row, from when the row began."""
+    """Yield the most live bytes of each row, at the time when the row started."""
     ledger, tape = measured_ledger(case, rank=0), scaled_tape(case)
     if ledger is None or not tape:
         return
@@ -106,11 +81,7 @@ def _counters(case: CaseResult, *, process: int) -> Iterator[PerfettoEvent]:
     for one in tape:
         starts.setdefault(one.row, one.seconds)
     entries = ledger.entries
-    for row, seconds in sorted(starts.items()):
-        if row < len(entries):
-            yield _counter(entries[row].num_bytes, seconds=seconds, process=process)
-    yield _counter(ledger.at_rest.num_bytes, seconds=tape[-1].seconds, process=process)
-
-
-def _counter(parts: Mapping[str, int], *, seconds: float, process: int) -> PerfettoEvent:
-    return {"ph": "C", "name": "memory", "pid": process, "ts": seconds * _MICROSECONDS, "args": dict(parts)}
+    moments = [(seconds, entries[row]) for row, seconds in sorted(starts.items()) if row < len(entries)]
+    for seconds, entry in (*moments, (tape[-1].seconds, ledger.at_rest)):
+        args = dict(entry.num_bytes)
+        yield {"ph": "C", "name": "memory", "pid": process, "ts": seconds * _MICROSECONDS, "args": args}

@@ -1,11 +1,11 @@
-"""A recorded tape as spans, for the page and for traces.
+"""Turns a recorded tape into spans, for the page and for traces.
 
-A tape says when each operation was issued, when a wait was over and when an update was done, and no more. So what
-computes lasts until the next operation, an update since the one before, and a collective from its issue until it had
-been waited for (it may have arrived before).
+A tape only records when each operation was issued, when a wait ended and when an update was done. A computation lasts
+until the next operation, an update from the previous operation on, and a collective from its issue until the end of the
+wait for it (it may have arrived earlier).
 
-It is the tape of one step, which was a little faster or slower than the median one: its times are scaled, so that
-every picture of a step is as long as the step time that is shown for the case.
+The taped step was slightly faster or slower than the median step. Its times are scaled, so that every picture of a step
+is as long as the step time that is shown for the case.
 """
 
 from collections.abc import Sequence
@@ -22,27 +22,28 @@ _COMPUTES = tuple(kind.value for kind in COMPUTES)
 
 
 def tape_scale(case: CaseResult) -> float:
-    """The median step time, relative to the step that was taped; of one that has no length its last operation."""
+    """Return the median step time relative to the taped step, whose length is at least that of its operations."""
     last = max((one.seconds for one in case.tape), default=0.0)
     length = max(case.tape_seconds or 0.0, last)
     return case.step_seconds.median / length if case.step_seconds is not None and length else 1.0
 
 
 def scaled_tape(case: CaseResult) -> tuple[Happening, ...]:
-    """The tape of a step that is as long as the median one."""
+    """Return the tape, scaled to the length of the median step."""
     scale = tape_scale(case)
     return tuple(replace(one, seconds=one.seconds * scale) for one in case.tape)
 
 
 def spans_of(case: CaseResult) -> list[Span]:
-    """The scaled tape as spans; they end with the step."""
+    """Return the scaled tape as spans, which end with the step."""
     end = case.step_seconds.median if case.step_seconds is not None else None
     return recorded_spans(scaled_tape(case), end=end)
 
 
 def recorded_spans(tape: Sequence[Happening], *, end: float | None = None) -> list[Span]:
-    """In order of their ends; the last computation, and a collective without a wait, last until `end`, or else until
-    the tape's last operation.
+    """Return the spans of a tape in order of their ends.
+
+    The last computation, and a collective without a wait, last until `end` (default: the tape's last operation).
     """
     spans: list[Span] = []
     on_wire: dict[tuple[Kind, str], float] = {}

@@ -57,7 +57,7 @@ def test_a_damaged_image_is_named_when_it_is_read(tmp_path: Path, keep: int) -> 
     save(tmp_path / "a" / "x.png", np.random.default_rng(0).integers(255, size=(32, 32), dtype=np.uint8))
     path = tmp_path / "a" / "x.png"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(InvalidData, match=r"x\.png: is not a whole image") as caught:
+    with pytest.raises(InvalidData, match=r"x\.png: is not a complete image") as caught:
         ImageFolder(tmp_path, image_size=8)[0]
     assert len(str(caught.value).splitlines()) == 1
 

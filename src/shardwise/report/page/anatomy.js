@@ -10,11 +10,11 @@
   const { GRADS, SENDS, OF_ALL, size, block, ranksPicture, memoryPicture, curvePicture, ringPicture } = anatomyPictures(data);
   const MOMENT_MS = 1000, COLLECTIVE_MS = 2000;
 
-  // ---- data: frames and rows of memory are differences; here they are put together again
+  // ---- data: frames and rows of memory come as differences, which are added up here
   function unfold(packed) {
     const { name, about, units, subjects, captions, places, flights, peaks, curve } = packed;
     const sharded = units.map(([, letters]) => [...letters].map((letter) => letter === "S"));
-    // After each frame, the units whose slices are on their way from group to group of ranks.
+    // The units whose slices are being reduced between groups of ranks, after each frame.
     const states = [packed.start], crossing = [new Set()];
     const operations = packed.frames.map(([kind, subject, bytes, caption, micros, changes]) => {
       const held = last(states).slice();
@@ -29,7 +29,7 @@
       const title = OF_ALL.includes(verb) ? verb : `${verb} ${label}`;
       const sent = size(verb === "gather" ? bytes / data.num_slices : bytes);
       const way = verb === "gather" ? "all-gather" : isScattered && !crosses ? "reduce-scatter" : "all-reduce";
-      // Of how many ranks, and every how many-th: ranks of a group are consecutive.
+      // The length of the ring, and the distance between its ranks: ranks of a group are consecutive.
       const [length, stride] = crosses ? [data.num_ranks / data.num_slices, data.num_slices]
         : [way === "all-reduce" ? data.num_ranks : data.num_slices, 1];
       const text = captions[caption].replace("{size}", sent);
@@ -74,7 +74,7 @@
     return pane;
   });
 
-  // The moments are the frames of both panes; another strategy keeps the place in the step.
+  // The moments are the frames of both panes. Choosing another strategy keeps the place in the step.
   function retime() {
     const place = now();
     state.moments = [...new Set(panes.flatMap((pane) => pane.shown.places))].sort((one, other) => one - other);
@@ -148,7 +148,7 @@
   for (const [name, action] of Object.entries(ACTIONS)) find(`[data-do=${name}]`).addEventListener("click", action);
   scrubber.addEventListener("input", () => { play(false); go(Number(scrubber.value)); });
   find(".anatomy-speed").addEventListener("change", (event) => (state.speed = Number(event.target.value)));
-  // Keys work wherever the focus is, and do not scroll the page; what has a use of its own for a key keeps it.
+  // Keys work wherever the focus is and do not scroll the page, unless the focused element uses the key itself.
   const OWNERS = { " ": "select, button, summary, a", ArrowLeft: "select, input, .scroll, .window" };
   OWNERS.ArrowRight = OWNERS.ArrowLeft;
   document.addEventListener("keydown", (event) => {
@@ -158,11 +158,11 @@
     event.preventDefault();
     action();
   });
-  // Text must not shrink with a picture, so pictures are made for the width that there is.
+  // Text must not shrink with a picture, so pictures are redrawn for the available width.
   let width = 0;
   home.classList.add("ready");
   retime();
-  // A link may name a moment: report.html#anatomy-31.
+  // A link can name a moment: report.html#anatomy-31.
   const linked = /^#anatomy-(\d+)$/.exec(location.hash);
   if (linked) go(Number(linked[1]));
   new ResizeObserver(([{ contentRect }]) => {

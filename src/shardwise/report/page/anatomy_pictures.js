@@ -1,4 +1,4 @@
-// The pictures of the anatomy: each is made once for a strategy and a width, and gives a function that shows a frame.
+// The pictures of the anatomy. Each is made once for a strategy and a width, and returns a function that shows a frame.
 "use strict";
 const anatomyPictures = (data) => {
   const find = (selector, within) => within.querySelector(selector);
@@ -11,7 +11,7 @@ const anatomyPictures = (data) => {
   const OF_ALL = ["update", "broadcast", "reduce flags"];
   const ROUND_MS = 600;
 
-  // Three digits and a unit.
+  // Bytes with three digits and a unit.
   function size(bytes) {
     const power = Math.min(4, Math.floor(Math.log2(Math.max(1, bytes)) / 10)), number = bytes / 1024 ** power;
     const digits = number >= 100 || power === 0 ? 0 : number >= 10 ? 1 : 2;
@@ -33,7 +33,7 @@ const anatomyPictures = (data) => {
     return element;
   }
 
-  // The ranks: one row per unit, with params, grads and optim of each rank, and in each the slice that the rank owns.
+  // The ranks: one row per unit, with params, grads and optim of each rank, and the slice that the rank owns in each.
   function ranksPicture(drawing, shown) {
     const width = drawing.parentElement.clientWidth, numUnits = shown.units.length, numRanks = data.ranks.length;
     const isNarrow = width < 460, gutter = isNarrow ? 58 : 84, letter = isNarrow ? 5.6 : 6.4, top = 36;
@@ -52,7 +52,7 @@ const anatomyPictures = (data) => {
         const row = make("g", {}, drawing), middle = y(first, unit) + high / 2 - 1;
         make("rect", { x: 0, y: y(first, unit) - 2, width, height: high + 1, rx: 4, class: "band" }, row);
         const mark = make("text", { x: 1, y: middle }, row);
-        // Of rows that are lower than a line of text, some go without their name.
+        // If rows are lower than a line of text, only some have their name.
         const isNamed = high > 10 || unit % Math.ceil(11 / high) === 0;
         const label = name.length > room ? `…${name.slice(1 - room)}` : name;
         if (isNamed) make("text", { x: 12, y: middle }, row, label);
@@ -76,7 +76,7 @@ const anatomyPictures = (data) => {
       });
     });
 
-    // Chunks from every rank to the next of its ring; the last one's leave to the right and come in from the left.
+    // Chunks move from every rank to the next of its ring; those of the last rank leave on the right and enter on the left.
     const flows = make("g", {}, drawing), flying = new Map(), edge = pitch - inner + 2;
     function fly(state, unit, crosses) {
       const group = make("g", { class: `flow ${SENDS[state]}` }, flows), [x, wide] = columns[state];
@@ -118,7 +118,7 @@ const anatomyPictures = (data) => {
     };
   }
 
-  // A bar per rank, all strategies on one scale: what was measured for the frame, and where the peak of the step is.
+  // One bar per rank, all strategies on one scale: the measured memory of the frame, and the peak of the step.
   function memoryPicture(place, shown, scale) {
     place.replaceChildren();
     const percent = (bytes) => `${(100 * bytes) / scale}%`;
@@ -163,7 +163,7 @@ const anatomyPictures = (data) => {
     return (frame, place) => (cursor.style.transform = `translateX(${(place / end) * width}px)`);
   }
 
-  // The ring of the collective under way: ring.py's rounds, one after the other.
+  // The ring of the collective in flight: the rounds of ring.py, one after the other.
   function ringPicture(place) {
     const drawing = find("svg", place), words = find("p", place), buttons = [...place.querySelectorAll("button")];
     let flight = null, ring = null, first = [], rounds = [], round = 0, timer = 0, nodes = [], middle = [];
@@ -202,7 +202,7 @@ const anatomyPictures = (data) => {
       drawing.setAttribute("class", flight ? flight.kind : "");
       if (!flight) {
         words.textContent = "No collective is under way.";
-        [middle[0].textContent, middle[1].textContent] = ["nobody sends", ""];
+        [middle[0].textContent, middle[1].textContent] = ["nothing is sent", ""];
         return;
       }
       const [part, sent, cells] = round ? rounds[round - 1] : ["", [], first];
@@ -221,7 +221,7 @@ const anatomyPictures = (data) => {
       const of = ring.stands > nodes.length ? ` A ring of ${nodes.length} stands here for one of ${ring.stands}.` : groups;
       const does = part === "reduce-scatter" ? "adds it to its own" : "keeps it";
       const own = flight.kind === "reduce slice" ? "group’s sum" : "gradients";
-      words.textContent = `${flight.title}: ${!rounds.length ? "one rank has nobody to send to."
+      words.textContent = `${flight.title}: ${!rounds.length ? "one rank sends nothing."
         : round ? `every rank sends a chunk (${size(flight.bytes / ring.stands)}) to the next, which ${does}.`
         : flight.kind === "gather" ? "every rank has one chunk."
         : `every rank has all chunks, of its own ${own}.`}${of}`;

@@ -1,15 +1,15 @@
-"""Round numbers along an axis."""
+"""Round numbers for an axis."""
 
 import math
 
 from shardwise.vocabulary.quantities import byte_unit, second_unit
 
 Tick = tuple[float, str]
-"""Where on the axis, and what is written there."""
+"""A place on the axis, and the text there."""
 
 
 def round_step(span: float, *, num_steps: int = 4) -> float:
-    """The smallest of 1, 2, 2.5, 5 × 10ⁿ that cuts `span` into at most `num_steps`."""
+    """Return the smallest of 1, 2, 2.5, 5 × 10ⁿ that divides `span` into at most `num_steps`."""
     if span <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(span / num_steps))
@@ -17,7 +17,7 @@ def round_step(span: float, *, num_steps: int = 4) -> float:
 
 
 def ticks(highest: float, *, unit: tuple[float, str] = (1.0, ""), num_steps: int = 4) -> list[Tick]:
-    """From 0 up to at most `highest`, in round numbers of the unit; the last one names it."""
+    """Return ticks from 0 up to at most `highest`, at round numbers of the unit; the last one names the unit."""
     size, name = unit
     step = round_step(highest / size, num_steps=num_steps)
     values = [index * step for index in range(int(highest / size / step * (1 + 1e-9)) + 1)]
@@ -36,7 +36,7 @@ def second_ticks(highest: float) -> list[Tick]:
 
 
 def between(low: float, high: float, *, num_steps: int = 6) -> list[Tick]:
-    """Round numbers of an axis that does not begin at 0; at least one."""
+    """Return ticks of an axis that does not start at 0; at least one."""
     step = round_step(high - low, num_steps=num_steps)
     first = math.ceil(low / step - 1e-9)
     places = max(0, -math.floor(math.log10(step) + 1e-9) + (1 if f"{step:e}".startswith("2.5") else 0))

@@ -1,9 +1,9 @@
-"""Horizontal bars, one per row: of pieces, with a whisker, a mark, and a line for a limit.
+"""Horizontal bar charts. A bar has pieces, and may have a whisker, a mark, and a line for a limit.
 
-A row is HTML (label, track, value), so that on a phone the label comes above its bar; a track is SVG in percent.
+A row is HTML (label, track, value), so that on a phone the label is above its bar; the track is SVG in percent.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.report.page.axes import Tick
@@ -16,7 +16,7 @@ _AXIS_HEIGHT = 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarPiece:
-    """A part of a bar; `kind` is a class of page.css, which has its colour."""
+    """A part of a bar; `kind` is the class of page.css with its colour."""
 
     kind: str
     value: float
@@ -25,7 +25,10 @@ class BarPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """`whisker`: from, to. `mark`: a value to compare with, and what it is. `remark`: small, below the label."""
+    """One bar.
+
+    `whisker` is (from, to). `mark` is a value to compare with, and its title. `remark` is small text next to the label.
+    """
 
     label: str
     pieces: Sequence[BarPiece]
@@ -38,7 +41,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """A line through all bars."""
+    """A vertical line through all bars."""
 
     value: float
     text: str
@@ -47,15 +50,18 @@ class Limit:
 def bar_chart(
     bars: Sequence[Bar], *, highest: float, ticks: Sequence[Tick], describe: str, limit: Limit | None = None
 ) -> Markup:
-    """The bars, from 0 to `highest`, above their axis; `describe`: for who cannot see it."""
+    """Draw the bars, from 0 to `highest`, above their axis; screen readers read `describe`."""
     rows = [_row(bar, highest=highest, ticks=ticks, limit=limit) for bar in bars]
     if limit is not None:
-        rows.insert(0, _limit_label(limit, highest=highest))
-    return element("div", *rows, _axis(ticks, highest=highest), class_="chart bars", role="group", aria_label=describe)
+        at = limit.value / highest
+        anchor = "end" if at > 0.5 else "start"
+        rows.insert(0, _axis([element("text", limit.text, x=percent(at), y=13, text_anchor=anchor, class_="limit")]))
+    axis = _axis(axis_text(text, at=value / highest, y=13) for value, text in ticks)
+    return element("div", *rows, axis, class_="chart bars", role="group", aria_label=describe)
 
 
 def key(names: Mapping[str, str]) -> Markup:
-    """What the colours mean: class → words."""
+    """Return the legend of the colours: class → words."""
     swatches = (element("li", element("i", class_=kind, aria_hidden="true"), words) for kind, words in names.items())
     return element("ul", *swatches, class_="key")
 
@@ -102,9 +108,8 @@ def _drawn(bar: Bar, *, highest: float, ticks: Sequence[Tick], limit: Limit | No
 
 def _whisker(low: float, high: float, *, highest: float) -> list[Markup]:
     middle = _TOP + _THICK / 2
-    along = element(
-        "line", x1=percent(low / highest), x2=percent(high / highest), y1=middle, y2=middle, class_="whisker"
-    )
+    left, right = percent(low / highest), percent(high / highest)
+    along = element("line", x1=left, x2=right, y1=middle, y2=middle, class_="whisker")
     ends = [_vertical(value / highest, class_="whisker", top=middle - 4, bottom=middle + 4) for value in (low, high)]
     return [along, *ends]
 
@@ -114,18 +119,11 @@ def _vertical(at: float, *, class_: str, top: float = 0, bottom: float = _HEIGHT
     return element("line", words, x1=percent(at), x2=percent(at), y1=top, y2=bottom, class_=class_)
 
 
-def _limit_label(limit: Limit, *, highest: float) -> Markup:
-    at = limit.value / highest
-    text = element("text", limit.text, x=percent(at), y=13, text_anchor="end" if at > 0.5 else "start", class_="limit")
-    return element("div", element("svg", text, class_="track", height=_AXIS_HEIGHT), class_="bar axis")
-
-
-def _axis(ticks: Sequence[Tick], *, highest: float) -> Markup:
-    texts = (axis_text(text, at=value / highest, y=13) for value, text in ticks)
+def _axis(texts: Iterable[Markup]) -> Markup:
     return element("div", element("svg", *texts, class_="track", height=_AXIS_HEIGHT), class_="bar axis")
 
 
 def axis_text(text: str, *, at: float, y: float) -> Markup:
-    """A word of a horizontal axis, which stays within it at both ends."""
+    """Return a text of a horizontal axis; at both ends it is aligned so that it stays within the axis."""
     anchor = "start" if at < 0.04 else "end" if at > 0.94 else "middle"
     return element("text", text, x=percent(at), y=y, text_anchor=anchor, class_="tick")

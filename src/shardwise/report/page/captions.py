@@ -1,4 +1,4 @@
-"""What each operation of a step does, in a sentence, for somebody who learns how it is done."""
+"""Explains each operation of a step in one sentence, for readers who learn how sharding works."""
 
 from collections.abc import Mapping
 
@@ -7,34 +7,34 @@ from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program import Kind
 
 SIZE = "{size}"
-"""Stands for what a rank sends of a gather, and for all that is reduced: the script writes sizes, all in one way."""
+"""A placeholder that the script replaces: the bytes that a rank sends in a gather, or all bytes that are reduced."""
 _SLICES: Mapping[int, str] = {1: "slice, which is all of it", 2: "half", 3: "third", 4: "quarter"}
 
 
 def beginning(*, keeps_grads: bool) -> str:
-    """Before the first operation; `keeps_grads`: memory of gradients is allocated all the time."""
+    """Describe the state before the first operation; `keeps_grads`: gradients have memory between steps."""
     if keeps_grads:
-        return "The gradients of the step before are out of date; their buffer stays allocated, and is filled again."
-    return "The gradients of the step before are gone; this is what every rank has."
+        return "The gradients of the previous step are out of date; their buffer stays allocated, and is filled again."
+    return "The gradients of the previous step are gone; this is what every rank has."
 
 
 def caption(kind: Kind, *, placement: Placement, trained: bool, mesh: Mesh) -> str:
-    """Of an operation of this kind on a unit or a bucket of this placement; `trained`: any of its parameters are."""
+    """Describe an operation on a unit or bucket of this placement; `trained`: it has trainable parameters."""
     share = _SLICES.get(mesh.shard, f"1/{mesh.shard}")
     match kind:
         case Kind.GATHER:
             part = f"its {share}" if placement.params is SHARDED else f"the {share} that it has updated"
             return f"Every rank sends {part}, {SIZE}, and collects the others’."
         case Kind.WAIT_GATHER:
-            return "All slices have arrived: every rank holds it whole."
+            return "All slices have arrived: every rank holds all of it."
         case Kind.FORWARD:
             return "Every rank computes it on its own samples, and keeps the activations for backward."
         case Kind.FREE:
             return f"The copy is dropped: every rank keeps its own {share}."
         case Kind.BACKWARD if trained:
-            return "Every rank finds gradients from its own samples: they differ from rank to rank."
+            return "Every rank computes gradients from its own samples: they differ from rank to rank."
         case Kind.BACKWARD:
-            return "Every rank hands the gradient of its own samples on; nothing is trained here."
+            return "Every rank passes on the gradient of its own samples; nothing is trained here."
         case Kind.TAKE_GRADS:
             return "Its gradients are copied into the buffer in which they will be added up."
         case Kind.REDUCE:
@@ -49,11 +49,11 @@ def caption(kind: Kind, *, placement: Placement, trained: bool, mesh: Mesh) -> s
         case Kind.WAIT_SLICE:
             return f"The sum over all groups of ranks is there: every rank holds that of its {share}."
         case Kind.REDUCE_FLAGS:
-            return "The ranks tell each other which parameters they used; one that nobody used is left alone."
+            return "The ranks exchange which parameters they used; one that no rank used is not updated."
         case Kind.BROADCAST:
-            return "Rank 0 sends its buffers (running means, say), so that all ranks compute with the same."
+            return "Rank 0 sends its buffers (such as running means), so that all ranks compute with the same ones."
         case Kind.TO_OWNERS:
-            return f"Matrices that need a whole update go, {SIZE} with their gradients, to the rank that owns each."
+            return f"Each matrix that must be updated as a whole goes to the rank that owns it: {SIZE} with gradients."
         case Kind.FROM_OWNERS:
             return f"Their new values go back, {SIZE}: every rank gets its {share} of each."
         case Kind.UPDATE if placement.optim is SHARDED:

@@ -1,18 +1,15 @@
-"""The whole document, in its order."""
-
-from importlib.resources import files
+"""The page of a bench: all sections, in their order."""
 
 from shardwise.bench.results import Bench
 from shardwise.report.page import anatomy
-from shardwise.report.page.content_policy import content_policy
 from shardwise.report.page.facts import absent_section, settings_section
 from shardwise.report.page.forecast import prediction_section, scaling_section
 from shardwise.report.page.head import cases_section, heading, tiles, verdict
+from shardwise.report.page.html_document import asset, html_document
 from shardwise.report.page.markup import Markup, data_script, element
 from shardwise.report.page.memory import peak_section, step_section
 from shardwise.report.page.section import PageSection, section
 from shardwise.report.page.speed import split_section, throughput_section
-from shardwise.report.page.timeline import SCRIPT as TIMELINE_SCRIPT
 from shardwise.report.page.timeline import timeline_section
 from shardwise.report.page.training import loss_section
 
@@ -29,13 +26,13 @@ SECTIONS = (
     absent_section,
     settings_section,
 )
-"""After the verdict and the anatomy, in the order of the page; one that has no data gives None."""
+"""The sections after the verdict and the anatomy, in the order of the page; each returns None if it has no data."""
 
 
 def page_of(bench: Bench) -> str:
-    """The page of a bench. Text of the bench cannot become markup (markup.py), nor could it run if it did."""
+    """Return the page of a bench. Text of the bench cannot become markup (markup.py), and no script in it would run."""
     found = anatomy.anatomy_data(bench)
-    style = files("shardwise.report.page").joinpath("page.css").read_text(encoding="utf-8")
+    style = asset("page.css")
     scripts: list[str] = []
     sections = [make(bench) for make in SECTIONS]
     if found is not None:
@@ -45,17 +42,8 @@ def page_of(bench: Bench) -> str:
         sections.insert(0, section("anatomy", "Anatomy of a step", *drawn, short="Anatomy"))
     shown = [one for one in sections if one is not None]
     if any(one.anchor == "timeline" for one in shown):
-        scripts.append(TIMELINE_SCRIPT)
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=content_policy(style, scripts)),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("title", f"{bench.name} – Shardwise bench"),
-        element("style", Markup(style)),
-    )
-    body = element("body", _main(bench, shown), *(element("script", Markup(script)) for script in scripts))
-    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
+        scripts.append(asset("timeline.js"))
+    return html_document(f"{bench.name} – Shardwise bench", _main(bench, shown), style=style, scripts=scripts)
 
 
 def _main(bench: Bench, sections: list[PageSection]) -> Markup:
@@ -72,7 +60,7 @@ def _main(bench: Bench, sections: list[PageSection]) -> Markup:
 
 
 def _hatch() -> Markup:
-    """The pattern of what is exposed, so that it does not hang on its colour alone."""
+    """Return the pattern of exposed communication, so that it can be told apart without colours."""
     lines = element("path", d="M0 6L6 0M-1 1L1 -1M5 7L7 5", class_="hatch")
     pattern = element(
         "pattern", element("rect", width=6, height=6, class_="hatched"), lines,

@@ -1,4 +1,4 @@
-"""The end of the page: what did not run and why, all settings, the machine, and how to run it again."""
+"""The end of the page: what did not run and why, all settings, the machine, and how to run the bench again."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ _MOST_NAMED = 4
 
 
 def absent_section(bench: Bench) -> PageSection | None:
-    """Cases that did not run, or not without communication."""
+    """List the cases that did not run, or did not run without communication."""
     rows = [[case.name, case.why_not] for case in bench.cases if not case.ran]
     rows += [
         [f"{case.name}, without communication", case.why_not_silent] for case in bench.cases if case.why_not_silent
@@ -30,7 +30,7 @@ def absent_section(bench: Bench) -> PageSection | None:
 
 
 def settings_section(bench: Bench) -> PageSection:
-    """All that another needs to do the same; folded."""
+    """List everything that is needed to run the bench again; folded."""
     return section(
         "settings",
         "Settings, machine, and how to run this again",

@@ -1,6 +1,6 @@
-"""Predictions: compared with what was measured, and for more ranks."""
+"""Predictions: compared with measurements, and for more ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from shardwise.bench.case_result import CaseResult
@@ -13,16 +13,17 @@ from shardwise.vocabulary.quantities import bytes_text, digits, error_text, seco
 
 
 def prediction_section(bench: Bench) -> PageSection | None:
-    """One row per case that was predicted."""
+    """Show one row per case that was predicted."""
     cases = [case for case in cases_that_ran(bench) if case.predicted is not None]
     if not cases or not bench.equivalence.agrees:
         return None
     has_times = any(case.predicted is not None and case.predicted.step_seconds is not None for case in cases)
+    errors = [abs(case.memory_error) for case in cases if case.memory_error is not None]
     header = ["case", "peak per rank", "predicted", "error"]
     header += ["step time", "predicted", "error"] if has_times else []
     return section(
         "predicted",
-        f"Predicted and measured{_largest_error(cases)}",
+        "Predicted and measured" + (f": peak memory within {max(errors):.1%}" if errors else ""),
         table(header, [_compared(case)[: len(header)] for case in cases]),
         small(
             "The planner's numbers for the same case, made without running it. "
@@ -34,11 +35,12 @@ def prediction_section(bench: Bench) -> PageSection | None:
 
 
 def scaling_section(bench: Bench) -> PageSection | None:
-    """One bar per number of ranks: how much of the throughput per rank is left."""
+    """Show one bar per number of ranks: the throughput per rank, relative to the smallest number of ranks."""
     rows = [row for row in bench.scaling if row.get("step_seconds")]
     if not rows or not bench.equivalence.agrees:
         return None
     highest = max(1.0, *(row["efficiency"] for row in rows)) * 1.02
+    header = ["ranks", "best plan", "micro-batch", "peak per rank", "step time", "samples/s", "efficiency", "exposed"]
     return section(
         "scaling",
         "More ranks, predicted",
@@ -49,31 +51,13 @@ def scaling_section(bench: Bench) -> PageSection | None:
             describe="Predicted efficiency by number of ranks",
         ),
         numbers_below(
-            table(
-                [
-                    "ranks",
-                    "best plan",
-                    "micro-batch",
-                    "peak per rank",
-                    "step time",
-                    "samples/s",
-                    "efficiency",
-                    "exposed",
-                ],
-                [_scaled(row) for row in rows],
-                words=2,
-            ),
+            table(header, [_scaled(row) for row in rows], words=2),
             "Not measured: the planner's best plan for each number of ranks, with the same micro-batch per rank. The "
             "bar is samples/s per rank, relative to the smallest number of ranks.",
         ),
         short="More ranks",
         look=SectionLook.HALF,
     )
-
-
-def _largest_error(cases: Sequence[CaseResult]) -> str:
-    errors = [abs(case.memory_error) for case in cases if case.memory_error is not None]
-    return f": peak memory within {max(errors):.1%}" if errors else ""
 
 
 def _compared(case: CaseResult) -> list[str]:

@@ -1,6 +1,6 @@
-"""A recorded tape, frame by frame: its operations, what the ranks hold after each, where it is in the step.
+"""Reads a recorded tape frame by frame: its operations, what the ranks hold after each, and its place in the step.
 
-A tape is checked before anything is drawn: no picture is better than a wrong one.
+A tape is checked before anything is drawn, because no picture is better than a wrong one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,16 +22,16 @@ _NEEDED = {
 
 
 class WrongTape(ShardwiseError):  # noqa: N818
-    """A tape that is not a whole, correct step, so that no picture is made of it."""
+    """A tape that is not a complete, correct step, so that it is not drawn."""
 
 
 def operations_of(case: CaseResult) -> list[Operation]:
-    """The tape as the program would write it."""
+    """Return the tape as operations of a step program."""
     return [_operation(happening, case=case) for happening in case.tape]
 
 
 def _operation(happening: Happening, *, case: CaseResult) -> Operation:
-    """As the program writes it; what names something that is not there is refused."""
+    """Return one operation of the tape; an unknown kind, subject or row is an error."""
     try:
         kind = Kind(happening.kind)
     except ValueError:
@@ -49,7 +49,7 @@ def _operation(happening: Happening, *, case: CaseResult) -> Operation:
 def states_of(
     operations: Sequence[Operation], *, case: CaseResult, placements: Mapping[str, Placement], num_slices: int
 ) -> list[list[Holding]]:
-    """What is held before the first operation and after each: params of all units, then grads, then optim."""
+    """Return what is held before the first operation and after each: params of all units, then grads, then optim."""
     rank = RankState(
         case.units,
         placements=placements,
@@ -82,7 +82,7 @@ def _check(operation: Operation, rank: RankState) -> None:
         if any(rank.grads[unit] is not Holding.ON_ITS_WAY for unit in units) or crosses is not (
             kind is Kind.WAIT_SLICE
         ):
-            raise WrongTape(f"the tape has {operation}, which nobody reduces")
+            raise WrongTape(f"the tape has {operation}, which is not being reduced")
     elif kind in _NEEDED and rank.units[name].num_params and rank.params[name] is not _NEEDED[kind]:
         raise WrongTape(f"the tape has {operation}, of which the ranks hold: {rank.params[name].value}")
     elif kind is Kind.FREE and rank.placements[name].params is not SHARDED:
@@ -90,12 +90,12 @@ def _check(operation: Operation, rank: RankState) -> None:
 
 
 def _check_end(operations: Sequence[Operation], rank: RankState) -> None:
-    """A whole step: it has updated, has all its gradients, and has left nothing gathered."""
+    """Check that the step is complete: it has updated, reduced all gradients, and left nothing gathered."""
     if not any(operation.kind is Kind.UPDATE for operation in operations):
         raise WrongTape(f"the tape of {len(operations)} operations ends before the update")
     for name, unit in rank.units.items():
         left = rank.params[name] if unit.num_params else Holding.SLICE
-        # Replicated parameters that were updated in slices may still be on their way to the next step.
+        # Gathers of replicated parameters that were updated in slices may reach into the next step.
         is_home = left is Holding.SLICE if rank.placements[name].params is SHARDED else left is not Holding.DIFFERS
         if not is_home or rank.grads[name] in (Holding.ON_ITS_WAY, Holding.DIFFERS):
             held = f"params {left.value}, grads {rank.grads[name].value}"
@@ -103,10 +103,10 @@ def _check_end(operations: Sequence[Operation], rank: RankState) -> None:
 
 
 def places_of(operations: Sequence[Operation]) -> list[float]:
-    """Where the beginning and each operation are in the step, from 0 to 1.
+    """Return the place of the beginning and of each operation in the step, from 0 to 1.
 
-    A computation is a landmark, since all strategies have the same ones in the same order; what comes between two of
-    them shares the room there. So two strategies at one place are at the same computation.
+    All strategies have the same computations in the same order, so computations have fixed places, and the operations
+    between two of them are spread evenly. Two strategies at one place are therefore at the same computation.
     """
     ends = [number for number, operation in enumerate(operations, start=1) if operation.kind in COMPUTES]
     places = [0.0]
@@ -116,10 +116,10 @@ def places_of(operations: Sequence[Operation]) -> list[float]:
 
 
 def flights_of(operations: Sequence[Operation]) -> list[int | None]:
-    """The last gather or reduce that is still in flight; at first, one of the step before, which is the same."""
+    """Return the last collective in flight before the first operation (left from the previous step) and after each."""
     on_wire: dict[tuple[Kind, str], int] = {}
     flights: list[int | None] = []
-    for _ in ("the step before", "this one"):
+    for _ in ("the previous step", "this step"):
         flights = [next(reversed(on_wire.values()), None)]
         for index, operation in enumerate(operations):
             if operation.kind in WAITS:

@@ -1,4 +1,4 @@
-"""The top of the page: what was compared, the verdict, its key numbers, and whether it was the same training."""
+"""The top of the page: what was compared, the verdict, its key numbers, and whether all cases did the same training."""
 
 import math
 from datetime import datetime
@@ -12,7 +12,6 @@ from shardwise.report.page.section import (
     exposed_text,
     is_chosen,
     off_text,
-    ranks_text,
     section,
     shown,
 )
@@ -23,9 +22,10 @@ _TOO_NOISY = "Too noisy to rank"
 
 def heading(bench: Bench) -> Markup:
     model = shown(bench.settings.get("task.model"))
+    ranks = "1 rank" if bench.num_ranks == 1 else f"{bench.num_ranks:,} ranks"
     facts = [
         model if model not in ("–", bench.name) else None,
-        f"{ranks_text(bench.num_ranks)} on {shown(bench.machine['device'])}" if "device" in bench.machine else None,
+        f"{ranks} on {shown(bench.machine['device'])}" if "device" in bench.machine else None,
         shown(bench.settings["plan.precision"]) if "plan.precision" in bench.settings else None,
         f"{bench.step_samples:,} samples per step" if bench.step_samples else None,
         f"torch {shown(bench.machine['torch'])}" if "torch" in bench.machine else None,
@@ -40,7 +40,7 @@ def heading(bench: Bench) -> Markup:
 
 
 def verdict(bench: Bench) -> Markup | None:
-    """Which case to use and why, with its numbers; or why none can be named."""
+    """Say which case to use and why, or why none is recommended."""
     if not bench.equivalence.agrees:
         return _refusal(bench)
     if not cases_that_ran(bench):
@@ -48,7 +48,7 @@ def verdict(bench: Bench) -> Markup | None:
     same = _equivalence_line(bench)
     if bench.recommended is not None:
         name = bench.cases[bench.recommended].name
-        # The reason may begin with what the heading says.
+        # The reason may begin with the text of the heading.
         reason = bench.why.removeprefix(f"Use {name}: ")
         return element("div", element("h2", "Use ", element("em", name)), _lines(reason), same, class_="answer")
     if bench.why.startswith(f"{_TOO_NOISY}: "):
@@ -59,7 +59,7 @@ def verdict(bench: Bench) -> Markup | None:
 
 
 def tiles(bench: Bench) -> Markup | None:
-    """The numbers of the recommended case, or of the only one."""
+    """Show the numbers of the recommended case, or of the only one."""
     cases = cases_that_ran(bench)
     if not cases or not bench.equivalence.agrees:
         return None
@@ -67,19 +67,15 @@ def tiles(bench: Bench) -> Markup | None:
     if chosen is None:
         return None
     each = (
-        element("div", element("dt", what), element("dd", value, class_=_size(value)))
+        # Words are smaller than numbers.
+        element("div", element("dt", what), element("dd", value, class_="words" if value == NOT_MEASURABLE else None))
         for what, value in _numbers(bench, chosen)
     )
     return element("dl", *each, class_="tiles", aria_label=f"Key numbers of {chosen.name}")
 
 
-def _size(value: str) -> str | None:
-    """Words are written smaller than numbers."""
-    return "words" if value == NOT_MEASURABLE else None
-
-
 def cases_section(bench: Bench) -> PageSection | None:
-    """The numbers of all cases as a table."""
+    """Show the numbers of all cases as a table."""
     cases = cases_that_ran(bench)
     if len(cases) < 2 or not bench.equivalence.agrees:
         return None
@@ -96,7 +92,7 @@ def cases_section(bench: Bench) -> PageSection | None:
 
 
 def _equivalence_line(bench: Bench) -> Markup | None:
-    """Said only where there were two to compare, and they agree."""
+    """Say that the cases agree, if there are at least two."""
     num_cases = len(cases_that_ran(bench))
     if num_cases < 2:
         return None
@@ -110,7 +106,7 @@ def _equivalence_line(bench: Bench) -> Markup | None:
 
 
 def _numbers(bench: Bench, case: CaseResult) -> list[tuple[str, str]]:
-    """What there is of the numbers, in the words of the table."""
+    """Return the numbers that are known, with the names that the table has for them."""
     assert case.step_seconds is not None
     samples, tokens = bench.samples_per_s(case), bench.tokens_per_s(case)
     found = [("Step time", seconds_text(case.step_seconds.median))]
@@ -132,7 +128,7 @@ def _numbers(bench: Bench, case: CaseResult) -> list[tuple[str, str]]:
 def _all_cases(bench: Bench, cases: list[CaseResult]) -> Markup:
     has_tokens = bench.step_tokens is not None
     header = ["case", "samples/s", *(["tokens/s"] if has_tokens else []), "step time", "±"]
-    # With one rank nothing is communicated.
+    # One rank does not communicate.
     has_exposed = any(case.silent_seconds is not None for case in cases)
     header += ["exposed communication"] if has_exposed else []
     header += ["peak per rank", "sent per rank per step", "first step after"]
@@ -158,10 +154,13 @@ def _all_cases(bench: Bench, cases: list[CaseResult]) -> Markup:
 
 
 def _refusal(bench: Bench) -> Markup:
-    differences = (
-        element("li", element("b", one.case), f": {one.text.removeprefix(f'{one.case}: ')}", _excess(one.excess))
-        for one in bench.equivalence.differences
-    )
+    differences = []
+    for one in bench.equivalence.differences:
+        # Rounding cannot cause some differences at all, such as those of dtypes.
+        is_finite = math.isfinite(one.excess)
+        excess = f"; {digits(one.excess)} times the rounding tolerance" if is_finite else None
+        text = f": {one.text.removeprefix(f'{one.case}: ')}"
+        differences.append(element("li", element("b", one.case), text, excess))
     return element(
         "div",
         element("h2", "These cases did not do the same training"),
@@ -173,17 +172,12 @@ def _refusal(bench: Bench) -> Markup:
     )
 
 
-def _excess(excess: float) -> str | None:
-    """None where rounding cannot explain the difference at all, as with dtypes."""
-    return f"; {digits(excess)} times the rounding tolerance" if math.isfinite(excess) else None
-
-
 def _lines(text: str) -> Markup:
     return join(element("p", line) for line in text.splitlines() if line)
 
 
 def _date(text: str) -> str:
-    """To the minute; text that is no date is shown as it is."""
+    """Format a date to the minute; other text stays as it is."""
     try:
         return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M %Z")
     except ValueError:

@@ -1,4 +1,4 @@
-"""Queues as lanes: what each does at what time."""
+"""Draws queues as lanes: what each queue does when."""
 
 from collections.abc import Iterator, Sequence
 
@@ -20,14 +20,14 @@ VERBS = {
 """Class of page.css → words."""
 
 _HEIGHT, _TOP, _THICK = 17, 1, 15
-# Of the width; what is narrower and close to its neighbour is drawn in one with it. A timeline can be zoomed into.
+# A share of the width: a narrower span is merged with a close neighbour. It is small, since timelines can be zoomed.
 _NARROW = 0.0005
 
 
 def lane_chart(
     spans: Sequence[Span], *, step_seconds: float, end_seconds: float, marks_exposed: bool, describe: str
 ) -> Markup:
-    """One lane per queue, as long as the step, on an axis from 0 to `end_seconds` (`time_axis`)."""
+    """Draw one lane per queue, as long as the step, on an axis from 0 to `end_seconds` (`time_axis`)."""
     exposed = list(exposed_gaps(spans)) if marks_exposed else []
     lanes = []
     for queue in QUEUES:
@@ -42,25 +42,23 @@ def lane_chart(
 
 
 def time_axis(end_seconds: float) -> Markup:
-    """The axis of lanes; a script may draw it again for another width, from its data."""
+    """Draw the axis of lanes; the script redraws it from its data when the timeline is zoomed."""
     size, name = second_unit(end_seconds)
     texts = (axis_text(text, at=value / end_seconds, y=13) for value, text in second_ticks(end_seconds))
-    drawn = element(
-        "svg", *texts, class_="track time-axis", height=18, data_end=f"{end_seconds / size:.9g}", data_unit=name
-    )
-    return element(
-        "div", element("div", element("div", class_="label"), drawn, class_="bar"), class_="chart bars lanes"
-    )
+    end = f"{end_seconds / size:.9g}"
+    drawn = element("svg", *texts, class_="track time-axis", height=18, data_end=end, data_unit=name)
+    row = element("div", element("div", class_="label"), drawn, class_="bar")
+    return element("div", row, class_="chart bars lanes")
 
 
 def kind_of(name: str) -> str:
-    """The class of what is done, by its verb."""
+    """Return the class of a span, by its verb."""
     verb = name.partition(" ")[0]
     return verb if verb in VERBS else "copy"
 
 
 def exposed_gaps(spans: Sequence[Span]) -> Iterator[Span]:
-    """Where nothing is computed while something is being sent."""
+    """Yield the times in which nothing is computed while something is being sent."""
     busy = sorted((span.start, span.end) for span in spans if span.queue == "compute")
     for start, end in _union(sorted((span.start, span.end) for span in spans if span.queue != "compute")):
         at = start
@@ -70,14 +68,14 @@ def exposed_gaps(spans: Sequence[Span]) -> Iterator[Span]:
             if compute_start >= end:
                 break
             if compute_start > at:
-                yield _gap(at, compute_start)
+                yield Span("compute", "waiting for communication", at, compute_start)
             at = compute_end
         if at < end:
-            yield _gap(at, end)
+            yield Span("compute", "waiting for communication", at, end)
 
 
 def merged(spans: Sequence[Span], *, end: float) -> list[Span]:
-    """Neighbours of one verb that are too narrow to be seen alone, as one; all others as they are."""
+    """Merge neighbours of one verb that are too narrow to be seen alone."""
     narrow = _NARROW * end
     found: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start):
@@ -97,16 +95,12 @@ def merged(spans: Sequence[Span], *, end: float) -> list[Span]:
 
 
 def _union(intervals: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Intervals in order of their start, less what they overlap."""
+    """Yield intervals, given in order of their start, without their overlaps."""
     reached = 0.0
     for start, end in intervals:
         if end > reached:
             yield max(start, reached), end
             reached = end
-
-
-def _gap(start: float, end: float) -> Span:
-    return Span("compute", "waiting for communication", start, end)
 
 
 def _lane(queue: str, drawn: Sequence[Markup], *, length: float) -> Markup:
@@ -121,7 +115,7 @@ def _lane(queue: str, drawn: Sequence[Markup], *, length: float) -> Markup:
 
 def _block(span: Span, *, kind: str, end: float) -> Markup:
     words = f"{span.name}: {seconds_text(span.end - span.start)}, starting at {seconds_text(span.start)}"
-    # An instant is still to be seen, and an outline would hide what is narrow.
+    # Even an instant is visible, and a narrow span has no outline, which would hide it.
     width = max((span.end - span.start) / end, _NARROW)
     style = kind if width > 3 * _NARROW else f"{kind} thin"
     x = min(span.start / end, 1 - width)

@@ -1,4 +1,4 @@
-"""Elements of the page. Whatever is not Markup is text, and is escaped: here, and nowhere else."""
+"""HTML elements. Everything that is not Markup is text, and is escaped here."""
 
 import json
 import re
@@ -8,19 +8,22 @@ from typing import Any
 
 
 class Markup(str):
-    """What has been escaped, or was written by us."""
+    """HTML that has been escaped, or was written by us."""
 
     __slots__ = ()
 
 
 Child = str | None
-"""Text, or Markup; None is nothing."""
+"""Text or Markup; None is left out."""
 
 _VOID = ("meta",)
 
 
 def element(tag: str, *children: Child, **attributes: str | float | None) -> Markup:
-    """`element("td", text, class_="number")`: `class_` is class, other `_` are hyphens, None is left out."""
+    """Return an element, as in `element("td", text, class_="number")`.
+
+    In names of attributes a final `_` is dropped, and others become hyphens. Attributes that are None are left out.
+    """
     given = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{escape(_value(value))}"'
         for name, value in attributes.items()
@@ -32,18 +35,18 @@ def element(tag: str, *children: Child, **attributes: str | float | None) -> Mar
 
 
 def join(children: Iterable[Child]) -> Markup:
-    """One after another."""
+    """Concatenate children."""
     return Markup("".join(one if isinstance(one, Markup) else escape(one) for one in children if one is not None))
 
 
 def data_script(data: Any, *, id_: str) -> Markup:
-    """Values for a script: JSON in which nothing can end the element."""
+    """Return data for a script, as JSON that cannot end its element."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return element("script", Markup(text), type="application/json", id=id_)
 
 
 def table(header: Sequence[Child], rows: Iterable[Sequence[Child]], *, words: int = 1) -> Markup:
-    """A table in a box of its own, which scrolls where it is too wide; after `words` columns (1 or 2) come numbers."""
+    """Return a table that scrolls if it is too wide; its first `words` columns (1 or 2) are text, the rest numbers."""
 
     def line(tag: str, cells: Sequence[Child]) -> Markup:
         return element("tr", *(element(tag, cell) for cell in cells))
@@ -54,22 +57,22 @@ def table(header: Sequence[Child], rows: Iterable[Sequence[Child]], *, words: in
 
 
 def numbers_below(rows: Markup, *notes: str, what: str = "Numbers") -> Markup:
-    """The table of a chart and how it was measured, folded."""
+    """Return the table of a chart and notes on how it was measured, folded."""
     return element("details", element("summary", what), rows, *map(small, notes))
 
 
 def small(*children: Child) -> Markup:
-    """How something was measured."""
+    """Return a paragraph in small print."""
     return element("p", *children, class_="small")
 
 
 def title_of(text: str) -> Markup:
-    """What a browser shows at the pointer."""
+    """Return the text that a browser shows at the pointer."""
     return element("title", text)
 
 
 def percent(value: float) -> str:
-    """A length of SVG that follows the width of the chart."""
+    """Return a length of SVG as a share of the chart's width."""
     return f"{_short(100 * value)}%"
 
 

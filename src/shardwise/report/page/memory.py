@@ -1,4 +1,4 @@
-"""Memory per rank: by case at the peak, and through one step."""
+"""Memory per rank: at the peak of each case, and through one step."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,32 +8,36 @@ from shardwise.bench.results import Bench
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger, paired
 from shardwise.report.page.axes import Tick, byte_ticks
 from shardwise.report.page.bars import Bar, BarPiece, Limit, bar_chart, key
-from shardwise.report.page.markup import Markup, element, join, numbers_below, table
+from shardwise.report.page.markup import Markup, element, join, numbers_below, small, table
 from shardwise.report.page.plots import PlotFrame, area_plot
 from shardwise.report.page.section import PageSection, SectionLook, cases_that_ran, is_chosen, section
 from shardwise.vocabulary.categories import CATEGORIES
 from shardwise.vocabulary.quantities import byte_unit, bytes_text, digits_in, error_text
 
 _HEIGHT = 84
-# A line for a capacity farther away than this many times the highest bar would make the bars too short to read.
+# The capacity is drawn as a line up to this many times the highest bar; farther away, it would make the bars too short.
 _FARTHEST = 2.5
-# A category that never reaches this share of the highest bar is too thin to see.
+# Categories that never reach this share of the highest bar are too thin to see, and left out of the legend.
 _SEEN = 1e-3
 _MOST_SHOWN = 6
-"""More cases are drawn folded."""
+"""Further cases are folded."""
 _PHASES = {"before forward": "forward", "before backward": "backward", "after step": "update"}
 
 
 def peak_section(bench: Bench) -> PageSection | None:
-    """One bar per case: the peak of the rank with the highest peak."""
+    """Show one bar per case: the peak of the rank with the highest peak."""
     cases = [case for case in cases_that_ran(bench) if any(case.allocated_bytes)]
     if not cases or not bench.equivalence.agrees:
         return None
     highest = max(max(case.peak_bytes, _predicted(case) or 0) for case in cases) * 1.02
     capacity = bench.capacity_bytes
-    is_near = capacity is not None and capacity <= _FARTHEST * highest
-    if capacity is not None and is_near:
+    limit = words = None
+    if capacity is not None and capacity <= _FARTHEST * highest:
         highest = max(highest, capacity * 1.02)
+        limit = Limit(value=capacity, text=f"capacity {bytes_text(capacity)}")
+    elif capacity is not None:
+        share = max(case.peak_bytes for case in cases) / capacity
+        words = small(f"The device has {bytes_text(capacity)} per rank: the highest peak is {share:.1%} of it.")
     names = {name: name for name in CATEGORIES if any(_parts(case).get(name, 0) > _SEEN * highest for case in cases)}
     if any("live" in _parts(case) for case in cases):
         names["live"] = "not split"
@@ -47,10 +51,10 @@ def peak_section(bench: Bench) -> PageSection | None:
             [_bar(bench, case) for case in cases],
             highest=highest,
             ticks=byte_ticks(highest),
-            limit=Limit(value=capacity, text=f"capacity {bytes_text(capacity)}") if capacity and is_near else None,
+            limit=limit,
             describe="Peak memory per rank by case, stacked by category",
         ),
-        _capacity_words(cases, capacity=capacity) if not is_near else None,
+        words,
         numbers_below(
             _peak_table(cases),
             "Live bytes at the highest moment of a step, on the rank with the highest peak; the categories add up to "
@@ -64,7 +68,7 @@ def peak_section(bench: Bench) -> PageSection | None:
 
 
 def step_section(bench: Bench) -> PageSection | None:
-    """One small chart per case, all on one scale."""
+    """Show one small chart per case, all on one scale."""
     cases = [(case, ledger) for case in cases_that_ran(bench) if (ledger := peak_ledger(case)) is not None]
     if not cases:
         return None
@@ -107,21 +111,12 @@ def _bar(bench: Bench, case: CaseResult) -> Bar:
 
 
 def _parts(case: CaseResult) -> Mapping[str, int]:
-    """By category, where a ledger says so."""
+    """Return the peak by category, if there is a ledger."""
     return peak_parts(case) or {"live": case.peak_bytes}
 
 
 def _predicted(case: CaseResult) -> int | None:
     return None if case.predicted is None else case.predicted.allocated_bytes
-
-
-def _capacity_words(cases: Sequence[CaseResult], *, capacity: int | None) -> Markup | None:
-    if capacity is None:
-        return None
-    share = max(case.peak_bytes for case in cases) / capacity
-    return element(
-        "p", f"The device has {bytes_text(capacity)} per rank: the highest peak is {share:.1%} of it.", class_="small"
-    )
 
 
 def _peak_table(cases: Sequence[CaseResult]) -> Markup:

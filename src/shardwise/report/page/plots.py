@@ -1,7 +1,7 @@
-"""Curves and areas over steps or rows.
+"""Draws curves and areas over steps or rows.
 
-The field is SVG without a view box of its own, so that text keeps its size; within it lies one of 1000 units' width
-that is stretched, and whose strokes are not.
+The field is an SVG without a view box, so that its text keeps its size. Inside it is an SVG that is 1000 units wide and
+stretched; its strokes keep their width.
 """
 
 import math
@@ -14,14 +14,14 @@ from shardwise.report.page.markup import Markup, element, join, percent, title_o
 
 _WIDTH = 1000
 _ROOM = 20
-"""Below the field, for the words of the horizontal axis."""
+"""Space below the field for the text of the horizontal axis."""
 _ABOVE = 8
 _DASH = 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """`kind` is a class of page.css, which has its colour."""
+    """One curve; `kind` is the class of page.css with its colour."""
 
     name: str
     kind: str
@@ -30,7 +30,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlotFrame:
-    """The vertical axis, from `low` to `high`, and what is written along the horizontal one, from 0 to 1."""
+    """The vertical axis, from `low` to `high`, and the text along the horizontal axis, from 0 to 1."""
 
     low: float
     high: float
@@ -39,15 +39,15 @@ class PlotFrame:
     height: int
 
     def y(self, value: float) -> float:
-        """In pixels from the top."""
+        """Return the pixels from the top."""
         return _ABOVE + (self.height - _ABOVE) * (1 - (value - self.low) / ((self.high - self.low) or 1))
 
 
 def curve_plot(curves: Sequence[Curve], *, frame: PlotFrame, describe: str) -> Markup:
-    """All curves in one field, on an axis that is as long as the longest.
+    """Draw all curves in one field, on an axis that is as long as the longest.
 
-    Each is a thin line, and over all lines lie its dashes, whose turns differ: where curves coincide, their colours
-    follow each other, and none hides another.
+    Each curve is a thin line with thick dashes over it. The dashes of different curves alternate, so that curves that
+    coincide do not hide each other.
     """
     longest = max(len(curve.values) for curve in curves)
     paths = []
@@ -74,7 +74,7 @@ def area_plot(
     frame: PlotFrame,
     describe: str,
 ) -> Markup:
-    """Columns of equal width, each a pile of class → value; a line of steps over them, broken where it has no value."""
+    """Draw columns of equal width, each a stack of class → value, and a line of steps, broken where it has no value."""
     names = list(dict.fromkeys(name for column in columns for name in column))
     floor = [0.0] * len(columns)
     paths = []
@@ -101,14 +101,14 @@ def _plot(drawn: Markup, *, frame: PlotFrame, describe: str) -> Markup:
         for value, _ in frame.ticks
     ]
     words = [axis_text(text, at=at, y=frame.height + 15) for at, text in frame.below]
-    beside = [
+    tick_texts = [
         element("text", text, x="100%", y=frame.y(value) + 4, text_anchor="end", class_="tick")
         for value, text in frame.ticks
     ]
     height = frame.height + _ROOM
     return element(
         "div",
-        element("svg", *beside, class_="beside", height=height),
+        element("svg", *tick_texts, class_="beside", height=height),
         element("svg", *lines, drawn, *words, class_="field", height=height),
         class_="chart plot",
         role="group",
@@ -129,7 +129,7 @@ def _points(values: Sequence[float], *, longest: int, frame: PlotFrame) -> str:
 
 
 def _band(floor: Sequence[float], top: Sequence[float], *, frame: PlotFrame) -> str:
-    """Along the top from left to right, and along the floor back."""
+    """Return the path along the top from left to right, and back along the floor."""
     width = _WIDTH / len(top)
     there = [f"{x:.1f},{frame.y(value):.1f}" for at, value in enumerate(top) for x in (at * width, (at + 1) * width)]
     back = [f"{x:.1f},{frame.y(value):.1f}" for at, value in enumerate(floor) for x in (at * width, (at + 1) * width)]

@@ -1,4 +1,4 @@
-"""A section of the page, and what all of them ask of a bench."""
+"""A section of the page, and what several sections need of a bench."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from shardwise.report.page.markup import Child, Markup, element, join
 
 
 class SectionLook(Enum):
-    """How much room a section takes: the whole width, half of it on a wide screen, or only its title until opened."""
+    """The size of a section: the full width, half of it on a wide screen, or only the title until it is opened."""
 
     WHOLE = "whole"
     HALF = "half"
@@ -20,7 +20,7 @@ class SectionLook(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageSection:
-    """`anchor` is its address within the page, `short` its name in the list of contents."""
+    """`anchor` is the address within the page, `short` the name in the table of contents."""
 
     anchor: str
     title: str
@@ -48,12 +48,12 @@ def cases_that_ran(bench: Bench) -> list[CaseResult]:
 
 
 def is_chosen(bench: Bench, case: CaseResult) -> bool:
-    """Of cases that are not the same training none is."""
+    """Return whether this case is recommended; none is if the cases did not do the same training."""
     return bench.equivalence.agrees and bench.recommended is not None and case is bench.cases[bench.recommended]
 
 
 def exposed_text(case: CaseResult) -> str:
-    """The share of exposed communication; or that it cannot be measured, or was not."""
+    """Return the share of exposed communication; or that it is not measurable, or was not measured."""
     exposed, seconds = case.exposed_seconds, case.step_seconds
     if exposed is None or seconds is None:
         return NOT_MEASURABLE if case.why_not_exposed == NOT_MEASURABLE else "–"
@@ -61,17 +61,13 @@ def exposed_text(case: CaseResult) -> str:
 
 
 def off_text(case: CaseResult) -> str:
-    """How far the interquartile range reaches; of one value nothing is known."""
+    """Return the interquartile range; it is unknown for a single value."""
     off = None if case.step_seconds is None else case.step_seconds.off
     return "–" if off is None else f"±{off:.0%}"
 
 
-def ranks_text(num_ranks: int) -> str:
-    return "1 rank" if num_ranks == 1 else f"{num_ranks:,} ranks"
-
-
 def shown(value: Any) -> str:
-    """A value of the settings as a config would have it."""
+    """Format a value of the settings as in a config."""
     if value is None:
         return "–"
     if isinstance(value, bool):

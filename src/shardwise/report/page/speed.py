@@ -1,4 +1,4 @@
-"""Speed: samples and tokens per second, and how much of a step is exposed communication."""
+"""Speed: samples and tokens per second, and the exposed communication of a step."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ from shardwise.vocabulary.quantities import digits, seconds_text
 
 
 def throughput_section(bench: Bench) -> PageSection | None:
-    """One bar per case, with a whisker over the interquartile range of its blocks of steps."""
+    """Show one bar per case, with a whisker over the interquartile range of its blocks of steps."""
     cases = cases_that_ran(bench)
     if not cases or not bench.equivalence.agrees:
         return None
@@ -45,7 +45,7 @@ def throughput_section(bench: Bench) -> PageSection | None:
 
 
 def split_section(bench: Bench) -> PageSection | None:
-    """Compute, and communication that no compute hides."""
+    """Show the step times: computation, and communication that is not hidden behind it."""
     cases = cases_that_ran(bench)
     if not bench.equivalence.agrees or all(case.silent_seconds is None for case in cases):
         return None

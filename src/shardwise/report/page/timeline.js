@@ -1,4 +1,4 @@
-// Zoom of the timelines: how wide they are drawn in their window, and an axis for that width.
+// Zooms the timelines: sets their width within the window, and draws the axis for that width.
 "use strict";
 (() => {
   const home = document.getElementById("timeline");
@@ -9,7 +9,7 @@
   const end = Number(axis.dataset.end), unit = axis.dataset.unit;
   let zoom = 1;
 
-  // Round numbers, as far apart as their words need.
+  // Round numbers, far enough apart for their texts.
   function drawAxis() {
     const wide = axis.getBoundingClientRect().width, least = end / Math.max(1, Math.floor(wide / TICK_PIXELS));
     const power = 10 ** Math.floor(Math.log10(least)), step = [1, 2, 2.5, 5, 10].find((one) => one * power >= least) * power;
@@ -25,7 +25,7 @@
       axis.append(text);
     }
   }
-  // What is under `x` of the window stays there.
+  // The moment at `x` of the window stays there.
   function zoomTo(wanted, x = pane.clientWidth / 2) {
     const left = pane.clientWidth - axis.getBoundingClientRect().width / zoom;
     const at = (pane.scrollLeft + x - left) / zoom;

@@ -1,11 +1,10 @@
-"""The timeline of one step, case by case, on one axis that can be zoomed: what rank 0 did, or what was predicted.
+"""The timeline of one step for each case, on one axis that can be zoomed: what rank 0 did, or what was predicted.
 
-A timeline is as long as the step time that the page shows for its case: measured where there is a tape, else predicted.
+A timeline is as long as the step time that the page shows for its case: measured if there is a tape, else predicted.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench
@@ -17,15 +16,13 @@ from shardwise.report.tape_spans import spans_of, tape_scale
 from shardwise.vocabulary.quantities import seconds_text
 from shardwise.vocabulary.span import Span
 
-SCRIPT = files("shardwise.report.page").joinpath("timeline.js").read_text(encoding="utf-8")
-
 _MOST_SHOWN = 6
-"""More cases are drawn folded."""
+"""Further cases are folded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseTimeline:
-    """The spans of one case; `seconds` is how long its step takes."""
+    """The spans of one case; `seconds` is the length of its step."""
 
     case: CaseResult
     spans: Sequence[Span]
@@ -34,30 +31,26 @@ class CaseTimeline:
 
 
 def timelines(bench: Bench) -> list[CaseTimeline]:
-    """Of the cases that ran: the tape, or else what the planner predicts."""
+    """Return the timelines of the cases that ran: from the tape, else from the planner's prediction."""
     found = []
     for case in cases_that_ran(bench):
         assert case.step_seconds is not None
+        predicted = case.predicted
         if case.tape:
-            timeline = CaseTimeline(
-                case=case, spans=spans_of(case), seconds=case.step_seconds.median, is_predicted=False
-            )
-        elif case.predicted is not None and case.predicted.step_seconds is not None and case.predicted.spans:
-            timeline = CaseTimeline(
-                case=case, spans=case.predicted.spans, seconds=case.predicted.step_seconds, is_predicted=True
-            )
-        else:
-            continue
-        found.append(timeline)
+            spans, seconds = spans_of(case), case.step_seconds.median
+            found.append(CaseTimeline(case=case, spans=spans, seconds=seconds, is_predicted=False))
+        elif predicted is not None and predicted.step_seconds is not None and predicted.spans:
+            spans, seconds = list(predicted.spans), predicted.step_seconds
+            found.append(CaseTimeline(case=case, spans=spans, seconds=seconds, is_predicted=True))
     return found
 
 
 def timeline_section(bench: Bench) -> PageSection | None:
-    """All cases on one axis."""
+    """Show all cases on one axis."""
     found = timelines(bench)
     if not found:
         return None
-    # What is predicted may reach into the next step.
+    # A prediction may reach into the next step.
     end = max(max(one.seconds, *(span.end for span in one.spans)) for one in found)
     verbs = {kind_of(span.name) for one in found for span in one.spans}
     if any(one.is_predicted and next(exposed_gaps(one.spans), None) for one in found):
@@ -83,7 +76,7 @@ def timeline_section(bench: Bench) -> PageSection | None:
 
 
 def _controls() -> Markup:
-    """Shown by the script, without which they do nothing."""
+    """Return the zoom buttons; the script shows them, since they do nothing without it."""
     buttons = [
         element("button", text, type="button", data_zoom=what, aria_label=words)
         for what, text, words in (("out", "−", "Zoom out"), ("in", "+", "Zoom in"), ("fit", "fit", "The whole step"))

@@ -1,4 +1,4 @@
-"""The training itself: the loss curves in one plot, and the dtypes that computed them."""
+"""The training: loss curves, gradient norms and dtypes."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench
 from shardwise.report.page.axes import Tick, between, round_step
 from shardwise.report.page.bars import key
-from shardwise.report.page.markup import Markup, element, join, numbers_below, table
+from shardwise.report.page.markup import Markup, join, numbers_below, small, table
 from shardwise.report.page.plots import Curve, PlotFrame, curve_plot
 from shardwise.report.page.section import PageSection, SectionLook, cases_that_ran, section
 from shardwise.vocabulary.quantities import scientific
@@ -17,7 +17,7 @@ _NUM_COLOURS = 8
 
 
 def loss_section(bench: Bench) -> PageSection | None:
-    """All curves in one plot, and in words how far apart they are."""
+    """Draw all loss curves in one plot, and say how far apart they are."""
     cases = [case for case in cases_that_ran(bench) if case.losses]
     if not cases:
         return None
@@ -27,7 +27,7 @@ def loss_section(bench: Bench) -> PageSection | None:
     return section(
         "loss",
         "Loss",
-        *(element("p", line, class_="small") for line in _in_words(cases, agrees=bench.equivalence.agrees)),
+        *map(small, _in_words(cases, agrees=bench.equivalence.agrees)),
         key({curve.kind: curve.name for curve in curves}) if 1 < len(curves) <= _NUM_COLOURS else None,
         _plot(curves, below=_steps(cases)),
         numbers_below(
@@ -41,7 +41,7 @@ def loss_section(bench: Bench) -> PageSection | None:
 
 
 def _plot(curves: Sequence[Curve], *, below: Sequence[Tick]) -> Markup | None:
-    """None where no loss is a number."""
+    """Draw the curves; None if no loss is finite."""
     values = [value for curve in curves for value in curve.values if math.isfinite(value)]
     if not values:
         return None
@@ -62,7 +62,7 @@ def _steps(cases: Sequence[CaseResult]) -> list[Tick]:
 
 
 def _in_words(cases: Sequence[CaseResult], *, agrees: bool) -> list[str]:
-    """Which cases have no finite loss, or the largest difference between two."""
+    """Say which cases have losses that are not finite, else the largest difference between two cases."""
     lost = [
         f"{case.name}: the loss is no number from step {step} on."
         for case in cases

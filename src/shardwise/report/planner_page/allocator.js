@@ -1,25 +1,25 @@
-// What PyTorch's caching allocator reserves for a step: planner/memory/allocator.py and reserved.py.
+// Computes what PyTorch's caching allocator reserves for a step: planner/memory/allocator.py and reserved.py.
 "use strict";
 
 const allocatorModel = (() => {
   const MIB = 2 ** 20, ROUND = 512, SMALL = MIB, LARGE_SEGMENT = 20 * MIB, LEAST_OWN = 10 * MIB, SEGMENT_ROUND = 2 * MIB;
-  // Between the addresses of two segments: more than any of them has, and few enough that all addresses are exact.
+  // The distance between two segments: larger than any segment, and small enough that all addresses are exact.
   const SEGMENT_GAP = 2 ** 40;
   const IS_SMALL = -1;
   const roundUp = (bytes, to) => Math.ceil(bytes / to) * to;
 
   const segmentBytes = (size) => (size < LEAST_OWN ? LARGE_SEGMENT : roundUp(size, SEGMENT_ROUND));
 
-  // Python's round: a half goes to the even number.
+  // Rounds as Python does: halves to the even number.
   function rounded(number) {
     const whole = Math.round(number);
     return Math.abs(number % 1) === 0.5 && whole % 2 !== 0 ? whole - 1 : whole;
   }
 
-  // Blocks above 1 MiB, of one stream. The smallest free block that is large enough is taken, and split if enough is left;
-  // of several, the one at the lowest address. Segments lie below those of before.
-  // A block is its number, from 1 on; arrays hold its size, its address, its neighbours in the segment (0: none) and
-  // whether it is free. `free`: the numbers of free blocks by (size, address), and `freeSizes` their sizes.
+  // The blocks above 1 MiB of one stream. An allocation takes the smallest free block that is large enough, of several the
+  // one at the lowest address, and splits it if enough is left. Each new segment lies below the previous ones.
+  // A block is a number, from 1 on; arrays hold its size, its address, its neighbours in the segment (0: none) and
+  // whether it is free. `free` has the free blocks ordered by (size, address), and `freeSizes` their sizes.
   class CachingAllocator {
     constructor(limit, mostBlocks) {
       Object.assign(this, { limit, isOver: false, reserved: 0, most: 0, allocated: 0, count: 0, numFree: 0, numSegments: 0 });
@@ -27,7 +27,7 @@ const allocatorModel = (() => {
       Object.assign(this, { address: new Float64Array(mostBlocks), isFree: new Uint8Array(mostBlocks), free: new Int32Array(mostBlocks), freeSizes: new Float64Array(mostBlocks) });
     }
 
-    // Where (size, address) stands, or would stand, among the free blocks.
+    // The place of (size, address) among the free blocks.
     place(size, address) {
       const { free, freeSizes, address: addresses } = this;
       let low = 0, high = this.numFree;
@@ -55,7 +55,7 @@ const allocatorModel = (() => {
       for (let index = place; index < last; index++) { free[index] = free[index + 1]; freeSizes[index] = freeSizes[index + 1]; }
     }
 
-    // A block comes into the list and the one at `from` leaves it: only what lies between their places moves.
+    // Inserts a block into the list and removes the one at `from`: only the blocks between their places move.
     exchange(from, block) {
       const { free, freeSizes } = this;
       let to = this.place(this.size[block], this.address[block]);
@@ -90,7 +90,7 @@ const allocatorModel = (() => {
       return block;
     }
 
-    // What an allocation of so many bytes would take; 0 where it would need a new segment.
+    // The size of the block that an allocation would take; 0 if it would need a new segment.
     taken(bytes) {
       const size = roundUp(bytes, ROUND), place = this.place(size, -Infinity);
       if (place === this.numFree) return 0;
@@ -98,7 +98,7 @@ const allocatorModel = (() => {
       return whole - size > SMALL ? size : whole;
     }
 
-    // A new one; beyond the limit too, if giving back what is free is not enough.
+    // Makes a new segment, even beyond the limit, if releasing free segments is not enough.
     segment(size) {
       if (this.limit !== null && this.reserved + size > this.limit) this.giveBack();
       this.reserved += size;
@@ -107,7 +107,7 @@ const allocatorModel = (() => {
       return this.made(size, -++this.numSegments * SEGMENT_GAP, 0, 0);
     }
 
-    // Free blocks that are whole segments.
+    // Releases the free blocks that are complete segments.
     giveBack() {
       let kept = 0;
       for (let index = 0; index < this.numFree; index++) {
@@ -142,14 +142,14 @@ const allocatorModel = (() => {
     }
   }
 
-  // The allocator at work on steps: {ledger, sizes of its kinds}. What is small is only counted: it shares segments.
+  // Runs the allocator on steps: {ledger, sizes of its kinds}. Small blocks are only counted, since they share segments.
   class Run {
     constructor({ first, later }, { limit, abandons }) {
-      // Each allocation makes two blocks at most: a segment, and what is left of it.
+      // Each allocation makes at most two blocks: a segment, and the rest of it.
       const numAllocations = first.ledger.slots.length + 2 * later.ledger.slots.length + first.ledger.first.length + first.ledger.moments.length + 3;
       const allocator = new CachingAllocator(limit, 2 * numAllocations + 1), numSlots = Math.max(first.ledger.numSlots, later.ledger.numSlots);
       Object.assign(this, { numSlots, abandons, allocator, small: 0, mostSmall: 0, peak: 0, slack: 0, slackAtPeak: 0 });
-      // By slot its block (0: none), and its bytes.
+      // The block of each slot (0: none), and its bytes.
       Object.assign(this, { blocks: new Int32Array(numSlots + 1), bytes: new Float64Array(numSlots + 1) });
     }
 
@@ -171,7 +171,7 @@ const allocatorModel = (() => {
       this.slackAtPeak = slack;
     }
 
-    // Allocated and released at once, which leaves free blocks as they were.
+    // Allocates and releases at once, which leaves the free blocks unchanged.
     pass(bytes) {
       const { allocator } = this, taken = bytes <= SMALL ? 0 : allocator.taken(bytes);
       if (bytes <= SMALL) this.mostSmall = Math.max(this.mostSmall, this.small + bytes);
@@ -185,8 +185,8 @@ const allocatorModel = (() => {
       this.allocator.release(block);
     }
 
-    // Entries of a step from `from` to `to`.
-    go({ ledger, sizes }, from, to) {
+    // Replays the entries of a step from `from` to `to`.
+    replay({ ledger, sizes }, from, to) {
       const { allocator, blocks, bytes, abandons } = this, { slots, sizes: kinds } = ledger;
       for (let index = from; index < to && !(abandons && allocator.isOver); index++) {
         const slot = slots[index], kind = kinds[index];
@@ -198,7 +198,7 @@ const allocatorModel = (() => {
       }
     }
 
-    // Nothing of a step lasts. Slots are in the order in which they were allocated.
+    // Frees everything of a step. Slots are in the order in which they were allocated.
     end(from = 1, to = this.numSlots) {
       for (let slot = from; slot <= to; slot++) {
         if (this.blocks[slot] !== 0) this.free(this.blocks[slot], this.bytes[slot]);
@@ -207,22 +207,22 @@ const allocatorModel = (() => {
     }
   }
 
-  // Three steps: the optimizer's state comes into being in the first, in memory that the first backward has left, and so
-  // does the workspace of backward. `abandons`: null as soon as more than the limit is reserved.
+  // Runs three steps: the first one allocates the optimizer's state, in memory that the first backward has freed, and the
+  // workspace of backward. With `abandons`, returns null as soon as more than the limit is reserved.
   function run(steps, { batchBytes, workspace, limit, abandons }) {
     const one = new Run(steps, { limit, abandons }), { first, later } = steps, { ledger } = first;
     for (const bytes of ledger.first) one.allocate(bytes);
     if (batchBytes) one.allocate(batchBytes);
     one.allocate(workspace / 2);
-    one.go(first, 0, ledger.firstGradAt);
+    one.replay(first, 0, ledger.firstGradAt);
     one.allocate(workspace / 2);
-    one.go(first, ledger.firstGradAt, ledger.updateAt);
+    one.replay(first, ledger.firstGradAt, ledger.updateAt);
     for (const bytes of ledger.moments) one.allocate(bytes);
-    one.go(first, ledger.updateAt, ledger.slots.length);
+    one.replay(first, ledger.updateAt, ledger.slots.length);
     for (let step = 2; step <= 3; step++) {
       one.end();
       if (step === 3) one.peak = 0;
-      one.go(later, 0, later.ledger.slots.length);
+      one.replay(later, 0, later.ledger.slots.length);
     }
     if (abandons && one.allocator.isOver) return null;
     return { reserved: one.allocator.most + roundUp(one.mostSmall, 2 * MIB), slack: one.slackAtPeak };
@@ -236,8 +236,8 @@ const allocatorModel = (() => {
     });
   }
 
-  // What a plan reserves at one batch, on a device that has no more than `limit` for tensors. `abandons`: null where that
-  // is more than the limit.
+  // What a plan reserves at one batch, on a device that has `limit` bytes for tensors. With `abandons`, null if that is
+  // more than the limit.
   function reserve(model, { step, column, way, seq, batch, limit, workspace, ledgerOf, abandons }) {
     const batchLine = memoryModel.lineOf(model.batch_bytes, seq), batchBytes = batchLine[0] + batchLine[1] * batch;
     const runs = model.cuts.map((cut, index) => {
@@ -257,7 +257,7 @@ const allocatorModel = (() => {
     const others = rounded(more * each);
     let reserved = rounded(atLonger.reserved + more * each);
     if (limit !== null && reserved > limit) {
-      // On the cut model, what the limit leaves when the other units have theirs.
+      // The shortened model gets what the limit leaves after the other units.
       const limited = longer(Math.max(limit - others, 0));
       if (limited === null) return null;
       reserved = limited.reserved + others;

@@ -1,4 +1,4 @@
-// What the page draws. Values are handed in; nothing is computed here but places.
+// The charts of the page. They are given all values, and compute only positions.
 "use strict";
 
 const charts = (() => {
@@ -66,8 +66,8 @@ const charts = (() => {
     home.replaceChildren(...drawn, axis);
   }
 
-  // Lanes of a step: [what, name, start, end]. What is shorter than a pixel is joined with what follows. What ends after
-  // the step does so in the next one, which looks the same: it is drawn at the beginning.
+  // Lanes of a step: [what, name, start, end]. Spans shorter than a pixel are merged with the next one. A span that ends
+  // after the step ends in the next step, which looks the same: that part is drawn at the beginning.
   function lanes(home, { spans, total, kinds }) {
     const rows = new Map([["compute", []], ["gather", []], ["reduce", []]]);
     const wrapped = spans.filter((span) => span[3] > total).map(([what, name, start, end]) => [what, name, Math.max(start - total, 0), end - total]);
@@ -88,7 +88,7 @@ const charts = (() => {
     home.replaceChildren(...drawn);
   }
 
-  // One path for all of a kind: an element for each span would take the browser longer than the planner takes.
+  // One path for all spans of a kind: one element per span would take the browser longer than planning takes.
   function laneOf(lane, list, total) {
     const shapes = new Map(), place = (time) => ((1000 * time) / total).toFixed(2);
     for (const { kind, start, end } of list) shapes.set(kind, `${shapes.get(kind) ?? ""}M${place(start)} 0V22H${place(end)}V0Z`);
@@ -104,7 +104,7 @@ const charts = (() => {
     return made;
   }
 
-  // Throughput against memory budget, as steps: points {budget, value, label}; value null where nothing fits.
+  // Throughput by memory budget, as steps: points {budget, value, label}; value is null if nothing fits.
   function frontier(home, { points, unit, now }) {
     const width = Math.max(home.clientWidth, 280), height = 240, left = 58, right = 16, top = 20, bottom = 34;
     const most = Math.max(...points.map((point) => point.value ?? 0));

@@ -1,4 +1,4 @@
-"""Steps that differ only in their numbers, as one: each number becomes a column, with a value for every step."""
+"""Merges steps that differ only in their numbers: each number becomes a column, with one value per step."""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class NumberedStep:
-    """A step as JSON (`form`), in which `note(number)` stands for a number."""
+    """A step as JSON (`form`), in which the result of `note(number)` stands for a number."""
 
     def __init__(self) -> None:
         self.form: dict[str, Any] = {}
@@ -18,10 +18,10 @@ class NumberedStep:
 
 
 def merged(steps: Mapping[int, NumberedStep]) -> list[dict[str, Any]]:
-    """By number of slices → one entry for all steps of one form.
+    """Merge steps, given by number of slices, into one entry per form.
 
     slices    the numbers of slices, in the order of the columns
-    columns   of each distinct number, its value for each of `slices`; one value where it is the same for all
+    columns   the values of each distinct number for `slices`, or one value if they are equal
     …         the form, in which the index of a column stands for a number
     """
     groups: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Devices, links and calibrations as the page has them: what the kernel model and the rings read."""
+"""Devices, links and calibrations for the page: the tables that its kernel model and its rings read."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -26,16 +26,13 @@ from shardwise.planner.time.straggler import DEVIATION, DEVIATION_IN_UNITS, expe
 from shardwise.report.planner_page.model_laws import DEVICE_COUNTS, PER_NODE
 
 _RELATIVE = ("matmul", "attention", "rms_norm", "rms_norm_backward")
-"""Kernels whose speed relative to the calibration a device may have of its own."""
+"""Kernels whose speed, relative to the calibration, may be specific to a device."""
 
 
 def offered_devices() -> list[Device]:
-    """Those of the package of which enough is known: capacity, speeds and what links them."""
-    return [device for device in devices().values() if device.name != "cpu" and _is_known(device)]
-
-
-def _is_known(device: Device) -> bool:
-    return device.capacity_bytes is not None and can_time(device) and can_link(_node(device))
+    """Return the package's devices whose capacity, speeds and links are known."""
+    gpus = [device for device in devices().values() if device.name != "cpu" and device.capacity_bytes is not None]
+    return [device for device in gpus if can_time(device) and can_link(_node(device))]
 
 
 def _node(device: Device) -> Cluster:
@@ -43,10 +40,10 @@ def _node(device: Device) -> Cluster:
 
 
 def hardware_data(offered: Iterable[Device]) -> dict[str, Any]:
-    """All that is known of the devices, and the constants of the planner.
+    """Return the tables of the devices, and the constants of the planner.
 
-    calibrations   what is measured of kernels (`_calibration`), of which a device names its own or a borrowed one
-    issues         the CPU's seconds to issue operations, which it names too
+    calibrations   measurements of kernels (`_calibration`); a device refers to its own or to a borrowed one
+    issues         seconds of the CPU to issue operations; a device refers to one of these, too
     """
     calibrations: dict[int, tuple[int, Calibration]] = {}
     issues: list[dict[str, Any]] = []
@@ -101,14 +98,14 @@ def _device(model: KernelModel) -> dict[str, Any]:
 
 
 def _outside(device: Device) -> int:
-    """What a process holds in addition to the allocator, with one communicator."""
+    """Return the bytes that a process with one communicator holds outside the allocator."""
     context = device.context_bytes.value if device.context_bytes else DEFAULT_CONTEXT_BYTES
     has_communicators = device.communicator_bytes is None or device.communicator_bytes.value != 0
     return context + KERNEL_BYTES + (FIRST_COMMUNICATOR_BYTES if has_communicators else 0)
 
 
 def _fabric(device: Device) -> dict[str, Any] | None:
-    """Between nodes of 8 devices, as it usually comes with them; None where that is not known."""
+    """Return the usual fabric between nodes of 8 such devices; None if it is unknown."""
     if device.nic is None:
         return None
     fabric = make_cluster(device, num_nodes=2, devices_per_node=PER_NODE, fabric=None).fabric
@@ -118,7 +115,7 @@ def _fabric(device: Device) -> dict[str, Any] | None:
 
 
 def _calibration(calibration: Calibration) -> dict[str, Any]:
-    """Of 16-bit kernels, and of those that have no dtype."""
+    """Return the calibration of 16-bit kernels, and of kernels without a dtype."""
     keys = [key for key in calibration.points if not key.endswith((" fp32", " fp16", " tf32"))]
     return {
         "kernel_seconds": calibration.kernel_seconds,

@@ -1,4 +1,4 @@
-// How long one operation takes on a device, and its CPU to issue it: hardware/kernel_model.py, borrowed.py and
+// The time of one operation on a device, and of the CPU to issue it: hardware/kernel_model.py, borrowed.py and
 // planner/time/compute.py, in bf16.
 "use strict";
 
@@ -15,7 +15,7 @@ const kernelModel = (() => {
   const keyOf = (kernel) => [kernel.name, kernel.role, kernel.dtype].filter(Boolean).join(" ");
   const isAttention = (kernel) => kernel.name.startsWith("attention");
 
-  // The kernel that does an operation at one batch: {name, dtype, flops, bytes, sizes, role}.
+  // The kernel of an operation at one batch: {name, dtype, flops, bytes, sizes, role}.
   function kernelOf(op, { law, backward }) {
     const [name, , flopsLaw, bytesLaw, dimLaws, moved, columnBytes] = op;
     const [flops] = law(flopsLaw), [bytes, line] = law(bytesLaw);
@@ -45,7 +45,7 @@ const kernelModel = (() => {
       return { name: name === "cat" ? "strided_cat" : "strided", dtype: "", flops: 0, bytes, sizes: [Math.max(4 * dims[0], 1), 1], role: "" };
     }
     const columns = columnBytes ? Math.max(line[0] / columnBytes, 1) : 1;
-    // Of an embedding's table, which counts as a whole, only the rows that are looked up are read.
+    // The bytes of an embedding include its whole table, but only the rows that are looked up are read.
     const looked = (name === "embedding" || name === "embedding_backward") && line[1] ? 2 * line[1] * law.batch : bytes;
     const size = looked * moved;
     return { name, dtype, flops, bytes: size, sizes: [Math.max(size, 1), columns], role: "" };
@@ -70,7 +70,7 @@ const kernelModel = (() => {
     return padded * begun * (1 + SOFTMAX / width) * (1 + LAST_WAVE / waves);
   }
 
-  // Measured over predicted, as at the points nearby; 1 far from all.
+  // Measured over predicted time, interpolated from the points nearby; 1 far from all of them.
   function correction(sizes, points) {
     if (!points || !points.length) return 1;
     const at = sizes.map(Math.log2);
@@ -85,7 +85,7 @@ const kernelModel = (() => {
     return Math.exp(total / weights);
   }
 
-  // The kernel model of a device by its name; kernels that were seen are remembered.
+  // The kernel model of a device, by its name; the seconds of each kernel are cached.
   function modelOf(hardware, name) {
     const device = hardware.devices[name], calibration = hardware.calibrations[device.calibration];
     const lender = device.lender ? modelOf(hardware, device.lender) : null;
@@ -185,7 +185,7 @@ const kernelModel = (() => {
     });
   }
 
-  // FLOPs of forward for one sample and, apart from that, whatever the batch.
+  // FLOPs of forward: those that do not depend on the batch, and those per sample.
   function forwardFlops(model, computed, seq) {
     let fixed = 0, each = 0;
     for (const [ops, isBackward, , units] of computed.pieces) {

@@ -4,10 +4,11 @@
 const allocationLedger = (() => {
   const { ACTIVATION_DIED, COPY_DIED, GRADIENT_BORN, SCRATCH, COLUMN_SUM, CHANGE, MOVE } = memoryModel.codes;
 
-  // A step as single allocations and releases, in order. `slots`: of each entry, 0 for what is released at once; `sizes`:
-  // −1 for a release, else the index of its size in `kinds`: {bytes}, {law} or {law, columns}. `first`, `moments`: sizes
-  // of what is allocated before the first step and in its update. `firstGradAt`: after the first gradient of a parameter.
-  // `isFirst`: the entries are those of the first step, which gathers in another order.
+  // A step as single allocations and releases, in order. `slots` has the slot of each entry, 0 if it is released at once;
+  // `sizes` has −1 for a release, else the index of its size in `kinds`: {bytes}, {law} or {law, columns}. `first` and
+  // `moments` are the sizes of what is allocated before the first step and in its update. `firstGradAt` is the entry after
+  // the first gradient of a parameter. With `isFirst` the entries are those of the first step, which gathers in another
+  // order.
   class Ledger {
     constructor(model, cut, { step, column, way }, cutStep, isFirst = false) {
       Object.assign(this, { slots: [], sizes: [], kinds: [], updateAt: 0, firstGradAt: 0, numSlots: 0 });
@@ -26,7 +27,7 @@ const allocationLedger = (() => {
         const stored = cut.ways[way][row];
         if (stored !== undefined) this.stream(unit, model.storages[stored]);
       });
-      // Gradients go when the next step begins.
+      // Gradients are freed when the next step begins.
       for (const [key, held] of this.buffers) if (key.startsWith(`${model.categories.indexOf("grads")} `)) held.forEach((slot) => this.release(slot));
       Object.assign(this, { slots: Int32Array.from(this.slots), sizes: Int32Array.from(this.sizes) });
     }
@@ -88,7 +89,7 @@ const allocationLedger = (() => {
       }
     }
 
-    // The last of that size, since backward goes back the way that forward came.
+    // The last storage of that size in another unit, since backward visits the units in reverse order.
     ofAnother(unit, law) {
       const keys = this.byLaw.get(law) ?? [];
       for (let index = keys.length - 1; index >= 0; index--) if (Math.floor(keys[index] / 65536) !== unit) return keys[index];

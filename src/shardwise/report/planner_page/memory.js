@@ -1,4 +1,4 @@
-// What a rank holds at the highest point of a step: planner/memory/stream_peak.py, replay.py and column_sum.py.
+// The peak memory of a rank in a step: planner/memory/stream_peak.py, replay.py and column_sum.py.
 "use strict";
 
 const memoryModel = (() => {
@@ -13,7 +13,7 @@ const memoryModel = (() => {
     return seq === null ? [c0, b0] : [c0 + (c1 + c2 * seq) * seq, b0 + (b1 + b2 * seq) * seq];
   }
 
-  // Of points [const, per sample, …], those of which no other is at least as high for every batch.
+  // The points [const, per sample, …] that no other point exceeds for every batch.
   function addHighest(points, point) {
     const [total, slope] = point;
     if (points.some(([c, p]) => c >= total && p >= slope)) return;
@@ -23,7 +23,7 @@ const memoryModel = (() => {
     points.push(point);
   }
 
-  // How far a list of storage events rises, and where it ends. A height is [activations: const, per sample; weight
+  // The peaks of a list of storage events, and its end. A height is [activations: const, per sample; weight
   // copies: const, per sample; gradients]; a point is [its sum, its sum per sample, height].
   function streamPeak(events, laws, seq, blockBytes) {
     const height = [0, 0, 0, 0, 0], points = [], sums = new Map(), grads = new Map();
@@ -56,7 +56,7 @@ const memoryModel = (() => {
     return { points, sums: [...sums.values()], end: height, grads: [...grads] };
   }
 
-  // What the sum of a matrix over its rows takes to put the sums of its thread blocks together.
+  // The bytes in which the sum of a matrix over its rows collects the sums of its thread blocks.
   function columnSumBytes(rows, columns) {
     if (!rows || !columns) return 0;
     const vector = [4, 2, 1].find((size) => columns % size === 0);
@@ -72,7 +72,7 @@ const memoryModel = (() => {
     return blocks > 1 ? 4 * columns * blocks * blockWidth * vector : 0;
   }
 
-  // Bytes by category as a rank goes through the rows of a step. The peaks of which one is the highest at any batch.
+  // Replays the rows of a step: bytes by category, and the peaks, one of which is the highest at any batch.
   function replay(model, { step, column, way, seq, streams }) {
     const index = (category) => model.categories.indexOf(category);
     const ACTIVATIONS = index("activations"), GATHERED = index("gathered"), REDUCE = index("reduce");
@@ -99,7 +99,7 @@ const memoryModel = (() => {
       fixed[ACTIVATIONS] += times * height[0]; each[ACTIVATIONS] += times * height[1];
       fixed[GATHERED] += times * height[2]; each[GATHERED] += times * height[3];
     };
-    // What the units that are left out leave behind, once all rows of the one that stands for them are over.
+    // Adds what the omitted units leave behind, after the last row of the unit that stands for them.
     let last = -1, leftOut = [];
     const follow = () => { leftOut.forEach((leave) => leave()); leftOut = []; };
     model.rows.forEach(([label, unit, repeats], row) => {
@@ -133,14 +133,14 @@ const memoryModel = (() => {
         const of = owner === -1 ? unit : owner;
         pending.set(of, (pending.get(of) ?? 0) + bytes);
       }
-      // Of activations; gradients are the engine's business.
+      // Only activations; the engine frees gradients.
       leftOut.push(() => add(peak.end, repeats - 1));
     });
     if (groups.size === 0) see("at rest");
     return [...groups.values()].flat();
   }
 
-  // The highest of the peaks at a batch: total bytes, and the peak.
+  // The highest peak at a batch: total bytes, and the peak.
   function highest(peaks, batch) {
     let best = null;
     for (const [total, slope, peak] of peaks) {

@@ -1,7 +1,7 @@
-"""A model as the page has it: laws of its storages and operations, and the steps of all strategies.
+"""A model for the page: laws of its storages and operations, and the steps of all strategies.
 
-What depends on the batch, the length of a sample and the device stays a law; what depends on the number of devices is a
-column of numbers (column_table.py).
+Values that depend on the batch, the length of a sample and the device are laws; those that depend on the number of
+devices are columns of numbers (column_table.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,14 +30,14 @@ from shardwise.spec.step import Act, Op, StorageEvent, What
 from shardwise.vocabulary.categories import CATEGORIES
 
 WAYS = ("none", "selective", "full")
-"""Of recomputing."""
+"""The choices for recomputing activations."""
 
 PER_NODE = 8
 DEVICE_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256, 512, 1024)
-"""Numbers of devices that the page offers: one node of up to 8, or several nodes of 8."""
+"""The numbers of devices that the page offers: one node of up to 8, or several nodes of 8."""
 
 PAGE_PLAN = Plan(precision="bf16")
-"""What the sliders do not change. The optimizer is AdamW."""
+"""The settings that the page does not change. The optimizer is AdamW."""
 
 _CHANGE, _MOVE, _TAKE = range(3)
 # Codes of storage events; memory.js has the same list.
@@ -53,7 +53,7 @@ _COLUMN_SUM = 6
 
 
 class _Tables:
-    """Values, each once, by number."""
+    """Tables of distinct values, which are referred to by number."""
 
     def __init__(self) -> None:
         self._tables: dict[str, dict[Any, int]] = {}
@@ -67,24 +67,22 @@ class _Tables:
 
 
 def model_data(spec_for: SpecFor, *, name: str, longest: int | None) -> dict[str, Any]:
-    """A model, in JSON's own types. `longest`: sample that is offered; None where a sample's length plays no part.
+    """Return a model for JSON. `longest` is the longest sample that is offered; None if samples have no length.
 
     laws        [c₀, b₀], or all six terms of a law
     ops         [kernel, operation, law of FLOPs, of bytes, laws of dimensions, moved share, bytes per column]
     computes    lists of operations, by their numbers
     storages    lists of events, four numbers each: code, law, the owner of a gradient or the columns of a sum, and the
-                number of the storage among its unit's
-    rows        [label, unit, how many units it stands for]: the rows of a shortened step
-    ways        recompute → the storages of each row, and what is computed (`_computed`)
-    cuts        the models that the allocator's model runs: all units, or two cut ones (`_cut`)
-    strategies  name → its steps, flat and on a mesh with two axes (`_step`)
+                number of the storage within its unit
+    rows        [label, unit, number of units that it stands for]: the rows of a shortened step
+    ways        recompute → the storages of each row, and the computation (`_computed`)
+    cuts        the models that the allocator's model runs: all units, or two shortened models (`_cut`)
+    strategies  name → its steps, on one axis and on a mesh with two axes (`_step`)
     """
     for way in WAYS:
         spec = spec_for(replace(PAGE_PLAN, recompute=way))
     if not spec.traces:
-        raise InvalidModel(
-            f"{name}: nothing is known of it but its parameters, so the page has nothing to compute with"
-        )
+        raise InvalidModel(f"{name}: only its number of parameters is known, so the page has nothing to compute with")
     tables = _Tables()
     cluster = cluster_of("8xh100-80gb")
     jobs = {way: _job(spec, Plan(strategy="fsdp", precision="bf16", recompute=way), Mesh(shard=8)) for way in WAYS}
@@ -114,40 +112,40 @@ def model_data(spec_for: SpecFor, *, name: str, longest: int | None) -> dict[str
 
 
 def _job(spec: ModelSpec, plan: Plan, mesh: Mesh) -> Job:
-    whole = replace(plan, mesh=mesh)
-    return job_of(spec, plan=whole, num_ranks=mesh.num_ranks, optimizer="adamw", device="cuda")
-
-
-# What a model computes and stores
+    return job_of(spec, plan=replace(plan, mesh=mesh), num_ranks=mesh.num_ranks, optimizer="adamw", device="cuda")
 
 
 def _way(job: Job, tables: _Tables) -> dict[str, Any]:
-    """One way of recomputing: the storages of each row, and what a shortened and a whole step compute."""
-    streams = [stream for _, stream in job.streams]
-    whole = timed_job(_job(job.spec, replace(job.plan, strategy="ddp"), Mesh(shard=8)))
+    """Return one choice for recomputing: the storages of each row, and what a shortened and a complete step compute."""
+    complete = timed_job(_job(job.spec, replace(job.plan, strategy="ddp"), Mesh(shard=8)))
     return {
-        "storages": [tables.number("storages", tuple(_events(stream.events, tables))) for stream in streams],
+        "storages": _stored(job, tables),
         "short": _computed(job, tables),
-        "whole": _computed(whole, tables),
+        "whole": _computed(complete, tables),
     }
 
 
+def _stored(job: Job, tables: _Tables) -> list[int]:
+    """Return the storages of each row, by their numbers."""
+    return [tables.number("storages", tuple(_events(stream.events, tables))) for _, stream in job.streams]
+
+
 def _cut(jobs: Sequence[Job], tables: _Tables) -> dict[str, Any]:
-    """A cut model: the unit of each row, the row of the update, and by way of recomputing the storages of each row."""
+    """Return a shortened model: the unit of each row, the row of the update, and recompute → the storages of each row.
+
+    `jobs` has one job for each of WAYS.
+    """
     rows = jobs[0].memory_rows
-    stored = [
-        [tables.number("storages", tuple(_events(stream.events, tables))) for _, stream in job.streams] for job in jobs
-    ]
     return {
         "num_units": len(jobs[0].short.spec.units),
         "rows": [tables.number("units", row.unit) for row in rows],
         "update": next(index for index, row in enumerate(rows) if row.label.startswith("after step")),
-        "ways": dict(zip(WAYS, stored, strict=True)),
+        "ways": {way: _stored(job, tables) for way, job in zip(WAYS, jobs, strict=True)},
     }
 
 
 def _computed(job: Job, tables: _Tables) -> dict[str, Any]:
-    """pieces: [list of operations, whether of backward, recomputed ones at its beginning, units it stands for]"""
+    """Return pieces: [list of operations, whether backward, recomputed ones at its start, units that it stands for]."""
     pieces = pieces_of(job)
     return {
         "nodes_per_op": pieces[0].nodes_per_op if pieces else 1.0,
@@ -171,7 +169,7 @@ def _events(events: Sequence[StorageEvent], tables: _Tables) -> Iterator[int]:
         elif (event.what, event.act) in _CODES:
             owner = tables.number("units", event.owner) if event.owner else -1
             yield from (_CODES[event.what, event.act], law, owner, -1 if event.ordinal is None else event.ordinal)
-        # Gradients that are accumulated or die: our engine decides when they go.
+        # Other events of gradients are left out: Shardwise's engine decides when gradients are freed.
 
 
 def _op(op: Op, tables: _Tables) -> list[Any]:
@@ -186,9 +184,6 @@ def _terms(law: Law) -> list[int]:
     return [c0, b0] if law.terms == (c0, 0, 0, b0, 0, 0) else list(law.terms)
 
 
-# What a strategy does
-
-
 def _strategy(spec: ModelSpec, strategy: str, *, cluster: Cluster, tables: _Tables) -> dict[str, Any]:
     plan = replace(PAGE_PLAN, strategy=strategy)
     shards = STRATEGIES[strategy].optim is SHARDED
@@ -201,14 +196,14 @@ def _strategy(spec: ModelSpec, strategy: str, *, cluster: Cluster, tables: _Tabl
 
 
 def _step(spec: ModelSpec, plan: Plan, mesh: Mesh, *, cluster: Cluster, tables: _Tables) -> NumberedStep:
-    """One strategy on so many slices.
+    """Return the step of one strategy on one mesh.
 
     is_whole       whether all units are timed, or those of a shortened step
-    communicators  of a process, but for the first
-    at_rest        bytes by category, but for the batch
+    communicators  communicators of a process after the first
+    at_rest        bytes by category, without the batch
     changes        of each row: [0, category, bytes], [1, from category, to category, bytes] or [2, unit]
-    cuts           of each cut model: its `changes`, and what is allocated before the first step and in it (`_cut_step`)
-    instructions, num_update    as priced_step has them
+    cuts           of each shortened model: its `changes` and the allocations of the first step (`_cut_step`)
+    instructions, num_update    as from priced_step
     """
     job = _job(spec, plan, mesh)
     timed = timed_job(job)
@@ -229,9 +224,12 @@ def _step(spec: ModelSpec, plan: Plan, mesh: Mesh, *, cluster: Cluster, tables: 
 
 
 def _cut_step(job: Job, step: NumberedStep, tables: _Tables) -> dict[str, Any]:
-    """first: sizes of single allocations before the first step, moments: of those in its update; both as
-    [how many units, sizes of each], and then those that are of no unit. first_changes: the rows of the first step that
-    are not as in later ones, as [row, its changes].
+    """Return the step of a shortened model.
+
+    changes         of each row, as in `_step`
+    first_changes   [row, its changes] of the rows that differ in the first step
+    first, moments  sizes of the allocations before the first step, and of those in its update: [number of units, sizes
+                    of each], then those that belong to no unit
     """
     states = [(tuple(size for size in (*one.held, one.buffers) if size), one.moments) for one in job.states.values()]
     groups = [(key, len(list(group))) for key, group in groupby(states)]

@@ -1,4 +1,4 @@
-// The controls: settings ↔ the address's hash → the planner → what is drawn.
+// The controls: settings ↔ the hash of the address → the planner → the view.
 "use strict";
 
 const plannerPage = (() => {
@@ -10,7 +10,7 @@ const plannerPage = (() => {
   const planners = new Map(), packed = new Map();
   for (let number = 0; at(`model-${number}`); number++) {
     const text = at(`model-${number}`).textContent;
-    // Models are large: each is read when it is first asked for.
+    // Models are large, so each is parsed when it is first used.
     packed.set(/"name":"([^"]*)"/.exec(text)[1], text);
   }
   let state = {}, shown = null;
@@ -32,7 +32,7 @@ const plannerPage = (() => {
       budget: state.budget === null ? null : state.budget * GIB };
   }
 
-  // What was asked for, as far as it can be had.
+  // The settings that were asked for, limited to what the page offers.
   function checked(asked) {
     const names = [...packed.keys(), ...(server ? server.models : [])];
     state = { ...state, model: names.includes(asked.model) ? asked.model : names[0], device: hardware.offered.includes(asked.device) ? asked.device : hardware.offered[0] };
@@ -117,7 +117,7 @@ const plannerPage = (() => {
     return found;
   }
 
-  // One row per strategy: of several meshes the one that is taken, or the smallest where none fits.
+  // One row per strategy, on its best mesh; on the one with the smallest peak if none fits.
   function byStrategy(planner, found) {
     return STRATEGIES.map((strategy) => {
       const own = found.filter((one) => one.strategy === strategy);
@@ -147,9 +147,9 @@ const plannerPage = (() => {
     await settled;
   }
 
-  // First the tensors alone, at once; then, unless a control has moved, with the allocator's model, and the frontier.
+  // Computes the tensors alone at once; then, unless a control has moved, the allocator's model and the frontier.
   let turn = 0, settled = null;
-  // Lets the browser draw, and controls move. A message, since a chain of time-outs waits 4 ms at each.
+  // Lets the browser draw and handle input. Sent as a message, since chained time-outs wait at least 4 ms each.
   const channel = new MessageChannel();
   const pause = () => new Promise((done) => { channel.port1.onmessage = done; channel.port2.postMessage(null); });
   async function refine(planner, asked, { own, began }) {
@@ -165,7 +165,7 @@ const plannerPage = (() => {
     shown.milliseconds = performance.now() - began;
     await pause();
     if (own !== turn) return;
-    // Only now: browsers are slow to change the address, and refuse to if it is asked too often.
+    // Only now, since browsers change the address slowly, and refuse to do it too often.
     toHash();
     const points = [];
     for (const budget of planner.budgets(asked)) {

@@ -24,30 +24,26 @@ _TRACED_SEQ = 2048
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 Exports = Callable[[Plan, int, str], dict[str, Any]]
-"""(A plan, devices, a target) → its files and what was left out."""
+"""(plan, number of devices, target) → files, and the settings that were left out."""
 
 
 class PlannerService:
-    """What the server knows: models by name, each made once. One request is answered at a time: traces share torch."""
+    """The data that the server offers: the page, and models by name, each made once.
+
+    Models are made one at a time, because traces share torch's global state.
+    """
 
     def __init__(self, *, start: dict[str, Any], own: Source | None, targets: list[str], exports: Exports) -> None:
         self._lock = threading.Lock()
         self._models: dict[str, dict[str, Any]] = {}
         self._exports = exports
-        self._targets = targets
         self._own = own
-        first = start["model"]
-        self._page = planner_page([self.model(first)], start=start, server=self._offers())
-
-    def _offers(self) -> dict[str, Any]:
-        own = [self._own.reference] if self._own is not None else []
-        return {"models": [*own, *(name for name in CATALOGUE if name not in own)], "targets": self._targets}
-
-    def page(self) -> str:
-        return self._page
+        names = [own.reference] if own is not None else []
+        offers = {"models": [*names, *(name for name in CATALOGUE if name not in names)], "targets": targets}
+        self.page = planner_page([self.model(start["model"])], start=start, server=offers)
 
     def model(self, name: str) -> dict[str, Any]:
-        """A model of the catalogue, the one that the command named, or one that was traced here."""
+        """Return the data of a catalogue model, of the model that the command named, or of one that was traced here."""
         with self._lock:
             if name not in self._models:
                 if name in CATALOGUE:
@@ -59,7 +55,7 @@ class PlannerService:
             return self._models[name]
 
     def trace(self, config: bytes) -> dict[str, Any]:
-        """The model of a Hugging Face config.json."""
+        """Trace the model of a Hugging Face config.json, and return its data."""
         try:
             given = json.loads(config)
         except ValueError as error:
@@ -72,7 +68,8 @@ class PlannerService:
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, "config.json").write_bytes(config)
                 name = f"{kind} (config {number})"
-                source = Source(f"hf:{folder}", seq=_length(given))
+                lengths = [given[key] for key in _POSITIONS if isinstance(given.get(key), int)]
+                source = Source(f"hf:{folder}", seq=max(1, min([_TRACED_SEQ, *lengths])))
                 self._models[name] = model_data(source.spec_for, name=name, longest=None)
             return self._models[name]
 
@@ -80,23 +77,23 @@ class PlannerService:
         return self._exports(plan, int(asked.get("gpus", "0")), asked.get("to", ""))
 
 
+_Routes = dict[str, Callable[[dict[str, str], bytes], Any]]
+"""Path → what answers a request, given its query and its body."""
+
+
 class _Handler(BaseHTTPRequestHandler):
     service: PlannerService
 
     def do_GET(self) -> None:
-        # Browsers ask for an icon by themselves.
-        self._answer({"/": lambda _, __: self.service.page(), "/model": self._model, "/favicon.ico": lambda _, __: ""})
+        # Browsers always request an icon.
+        routes: _Routes = {"/": lambda _, __: self.service.page, "/favicon.ico": lambda _, __: ""}
+        self._answer(routes | {"/model": lambda asked, _: self.service.model(asked.get("name", ""))})
 
     def do_POST(self) -> None:
-        self._answer({"/trace": lambda _, body: self.service.trace(body), "/export": self._export})
+        routes: _Routes = {"/trace": lambda _, body: self.service.trace(body)}
+        self._answer(routes | {"/export": lambda asked, body: self.service.export(_plan(body), asked)})
 
-    def _model(self, asked: dict[str, str], _: bytes) -> dict[str, Any]:
-        return self.service.model(asked.get("name", ""))
-
-    def _export(self, asked: dict[str, str], body: bytes) -> dict[str, Any]:
-        return self.service.export(_plan(body), asked)
-
-    def _answer(self, routes: dict[str, Callable[[dict[str, str], bytes], Any]]) -> None:
+    def _answer(self, routes: _Routes) -> None:
         address = urlsplit(self.path)
         asked = {name: values[-1] for name, values in parse_qs(address.query).items()}
         try:
@@ -110,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.BAD_REQUEST, {"error": str(error)})
 
     def _is_from_here(self) -> bool:
-        """Whether a page of ours asks: another site's may reach this server under a name of its own."""
+        """Return whether the request is from our own page: another site could reach this server under its own name."""
         assert isinstance(self.server, ThreadingHTTPServer)
         names = [f"{name}:{self.server.server_port}" for name in (HOST, "localhost")]
         origin = self.headers.get("Origin")
@@ -134,12 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Nothing: the terminal is the user's."""
-
-
-def _length(config: dict[str, Any]) -> int:
-    given = [int(config[key]) for key in _POSITIONS if isinstance(config.get(key), int)]
-    return max(1, min([_TRACED_SEQ, *given]))
+        """Log nothing."""
 
 
 def _plan(body: bytes) -> Plan:
@@ -152,7 +144,7 @@ def _plan(body: bytes) -> Plan:
 
 
 def planner_server(service: PlannerService, *, port: int) -> ThreadingHTTPServer:
-    """A server on the loopback address; port 0: a free one."""
+    """Return a server on the loopback address; port 0 chooses a free one."""
     handler = type("PlannerHandler", (_Handler,), {"service": service})
     try:
         return ThreadingHTTPServer((HOST, port), handler)

@@ -1,6 +1,6 @@
-"""The instructions of a step, with the bytes that they move in place of seconds: the page knows links and devices.
+"""The instructions of a step, with bytes in place of seconds, which the page computes for its links and devices.
 
-The planner's own executor writes them. Whatever it would multiply or hand on as seconds is `Priced`.
+The planner's own executor makes them; all seconds that it would multiply or pass on are `Priced`.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from shardwise.planner.time.queues import CALL, COMPUTE, MARK, SEND, WAIT, Instr
 from shardwise.planner.time.time_executor import TimeExecutor
 
 PIECE, COPY, UPDATE, CALLED, SENT, WAITED, MARKED = range(7)
-"""What an exported instruction does; queues.js has the same list."""
+"""The kinds of exported instructions; queues.js has the same list."""
 
 RINGS = ("shard", "replicate", "world")
 COLLECTIVES = ("gather", "all_reduce")
 
 
 class Priced(float):
-    """Seconds that are not known yet: `times` × what `kind` takes for these `amounts`."""
+    """Seconds that are not known yet: `times` × the seconds of `kind` for these `amounts`."""
 
     kind: str
     amounts: tuple[float, ...]
@@ -58,7 +58,7 @@ class PricedRing(Ring):
 
 @dataclass(slots=True, kw_only=True)
 class PricedExecutor(TimeExecutor):
-    """Notes what is copied and updated, instead of how long that takes."""
+    """Records what is copied and updated, instead of how long that takes."""
 
     def _copy(self, name: str, num_bytes: float, *, launch: float = 0.0) -> Instruction:
         return self._work(name, launch, Priced("copy", num_bytes))
@@ -68,10 +68,10 @@ class PricedExecutor(TimeExecutor):
 
 
 def priced_step(job: Job, *, cluster: Cluster, note: Callable[[float], Any]) -> tuple[list[list[Any]], int]:
-    """(The instructions of a job's step, as rows of JSON; how many at their end leave something on the wire).
+    """Return (the instructions of a job's step as rows of JSON, how many at their end leave a collective in flight).
 
-    The latter are run once before a step, as the end of the step before it. `cluster`: any with GPUs; none of its
-    numbers is used. `note`: what stands for a number.
+    The latter are run once before a step, as the end of the previous one. `cluster` may be any with GPUs, since none of
+    its numbers is used. `note` returns what stands for a number.
     """
     assert job.plan.mesh is not None
     lengths = {"shard": job.plan.mesh.shard, "replicate": job.plan.mesh.replicate, "world": job.plan.mesh.num_ranks}
@@ -82,7 +82,7 @@ def priced_step(job: Job, *, cluster: Cluster, note: Callable[[float], Any]) -> 
         optimizer="adamw",
         clips=False,
         sizes=sizes_of(job.spec, plan=job.plan),
-        # On the reference host; another takes a factor more or less.
+        # Of the reference host; the page scales it for other hosts.
         overhead=job.engine.overhead,
         num_pieces=sum(bool(stream.ops) for _, stream in job.streams),
         members={bucket.name: bucket.units for bucket in job.program.buckets},
@@ -92,7 +92,7 @@ def priced_step(job: Job, *, cluster: Cluster, note: Callable[[float], Any]) -> 
 
 
 def _row(one: Instruction, executor: TimeExecutor, *, note: Callable[[float], Any]) -> list[Any]:
-    """[what, name, …] as queues.js reads it."""
+    """Return [kind, name, …] as queues.js reads it."""
     if one.what == COMPUTE and one.number < executor.num_pieces:
         return [PIECE, one.name, one.number]
     if one.what == COMPUTE:

@@ -1,4 +1,4 @@
-// Instructions → how long a step takes: planner/time/collective.py, queues.py and step_time.py.
+// Instructions → the time of a step: planner/time/collective.py, queues.py and step_time.py.
 "use strict";
 
 const stepTime = (() => {
@@ -44,7 +44,7 @@ const stepTime = (() => {
     return ring.nodes > 1 ? Math.min(around, treeSeconds(ring, bytes, hardware)) : around;
   }
 
-  // A step of one strategy on a cluster, whatever the batch: instructions with seconds.
+  // The step of one strategy on a cluster, for any batch: instructions with seconds.
   function scheduleOf(step, column, { mesh, cluster, kernels, hardware }) {
     const rings = ringsOf(mesh, cluster), factor = kernels.device.host_factor;
     const number = (place) => { const value = step.columns[place]; return Array.isArray(value) ? value[column] : value; };
@@ -71,7 +71,7 @@ const stepTime = (() => {
     return { list, numUpdate: step.num_update, shardNodes: rings[SHARD].nodes };
   }
 
-  // Four queues and their waits. `spans`, if asked for: [lane, name, start, end].
+  // Four queues and their waits. `spans`, if they are recorded, are [lane, name, start, end].
   class Queues {
     constructor(slowdown, cpu) {
       Object.assign(this, { slowdown, cpu, compute: 0, wire: 0, fabric: 0, exposed: 0, sent: 0, slowed: 0, ends: new Map(), spans: null });
@@ -132,7 +132,7 @@ const stepTime = (() => {
       if (this.spans) this.markedSpans = this.spans.length;
     }
 
-    // Continue as since the last mark, so many times: equal units advance every queue by the same seconds.
+    // Repeats what happened since the last mark: equal units advance every queue by the same seconds.
     skip(times) {
       const now = this.now(), rates = now.map((one, index) => one - this.marked[index]);
       const compute = rates[1], ahead = Math.max(rates[2], rates[3]), slowed = rates[6];
@@ -154,7 +154,7 @@ const stepTime = (() => {
       for (const [name, end] of this.ends) this.ends.set(name, end + times * ahead);
     }
 
-    // Count from the end of what has been computed; what is on the wires stays.
+    // Resets the clock to the end of the computation; collectives in flight continue.
     restart(cpu) {
       const end = this.compute;
       for (const [name, arrival] of this.ends) this.ends.set(name, arrival - end);
@@ -173,7 +173,7 @@ const stepTime = (() => {
     return queues;
   }
 
-  // A step among many takes as long as the slower of the two: the device, whose CPU is far ahead, or the CPU.
+  // A step in the middle of training takes as long as the slower of the two: the device with a CPU far ahead, or the CPU.
   function steady(schedule, pieces, { slowdown, records = false }) {
     let queues = once(schedule, pieces, { slowdown, cpu: -FAR_AHEAD, records });
     const deviceSeconds = queues.compute, cpuSeconds = queues.cpu + FAR_AHEAD;

@@ -1,5 +1,5 @@
-// Settings → what every strategy costs, which to take, and the frontier: planner/search. `quick`: without the allocator's
-// model, as the planner's frontier.
+// Settings → the cost of every strategy, the recommendation, and the frontier: planner/search. `quick`: without the
+// allocator's model, as in the planner's frontier.
 //
 // Settings: {device, count, recompute, seq, batch (null: the most that fits), budget (bytes of a device; null: all)}.
 "use strict";
@@ -19,12 +19,12 @@ function largestFitting(fits) {
   return low;
 }
 
-// The largest number up to `most` that fits, to a fiftieth: each look runs the allocator's model.
+// The largest number up to `most` that fits, to within a fiftieth, because each check runs the allocator's model.
 function refined(most, fits) {
   if (fits(most)) return most;
   let low = 1, high = most;
   while (high - low > Math.max(1, Math.floor(low / 50))) {
-    // What the allocator adds is mostly a tenth, so the answer is likely to be near the upper end.
+    // The allocator usually adds about a tenth, so the answer is likely near the upper end.
     let middle = Math.min(high - 1, Math.max(low + 1, high - Math.max(1, Math.floor((high - low) / 8))));
     if (!fits(middle)) {
       high = middle;
@@ -46,7 +46,7 @@ class Planner {
     this.ledgers = new Map();
   }
 
-  // What does not change with most settings is computed once, and forgotten when there is too much of it.
+  // A cache of what does not depend on most settings; it is cleared when it grows too large.
   once(key, make, { known = this.known, most = 20000 } = {}) {
     if (known.size > most) known.clear();
     let found = known.get(key);
@@ -66,7 +66,7 @@ class Planner {
   meshes(strategy, { nodes, perNode, count }) {
     const whole = { replicate: 1, shard: count };
     if (!this.model.strategies[strategy].shards) return [whole];
-    // A half is rounded to the even number, as Python rounds.
+    // Halves are rounded to the even number, as in Python.
     const half = Math.log2(nodes) / 2, root = 2 ** (half % 1 === 0.5 ? 2 * Math.round(half / 2) : Math.round(half));
     const shards = [...new Set([1, root])].sort((one, other) => other - one).filter((size) => size < nodes && nodes % size === 0);
     return [whole, ...shards.map((size) => ({ replicate: nodes / size, shard: perNode * size }))];
@@ -89,8 +89,8 @@ class Planner {
     return { allocated: found.bytes, reserved: found.bytes, device: found.bytes + more, found, slack: 0 };
   }
 
-  // The same with what the allocator reserves, unless the tensors alone do not fit. `abandons`: null where it is found not
-  // to fit, which takes less time.
+  // The same with what the allocator reserves, unless the tensors alone do not fit. With `abandons`, null as soon as it
+  // does not fit, which takes less time.
   reservedMemory(strategy, mesh, settings, batch, { abandons = false } = {}) {
     const quick = this.memory(strategy, mesh, settings, batch);
     if (this.fits(quick.device, settings) === "no") return quick;
@@ -159,7 +159,7 @@ class Planner {
     return most === 1 || quick ? most : refined(most, (one) => this.fits(reserved(one)?.device ?? Infinity, settings) === "yes");
   }
 
-  // `time` is computed when it is asked for.
+  // `time` is computed when it is first read.
   cost(strategy, mesh, settings, { quick = false } = {}) {
     const batch = this.batchOf(strategy, mesh, settings, { quick });
     const memory = quick ? this.memory(strategy, mesh, settings, batch) : this.reservedMemory(strategy, mesh, settings, batch);
@@ -179,7 +179,7 @@ class Planner {
     return STRATEGIES.flatMap((strategy) => this.meshes(strategy, cluster).map((mesh) => this.cost(strategy, mesh, settings, { quick })));
   }
 
-  // Of one strategy on several meshes, that which is taken: the fastest that fits best.
+  // The best of several meshes of one strategy: the fastest that fits best.
   best(found) {
     for (const verdict of ["yes", "tight"]) {
       const fitting = found.filter((one) => one.fits === verdict);
@@ -194,13 +194,13 @@ class Planner {
     return null;
   }
 
-  // The budgets of the frontier, up to what may be used.
+  // The budgets of the frontier, up to the capacity that may be used.
   budgets(settings) {
     const capacity = this.capacity(settings);
     return Array.from({ length: NUM_BUDGETS }, (_, index) => Math.floor((capacity * (index + 1)) / NUM_BUDGETS));
   }
 
-  // The fastest plan with one strategy and one recompute for all units that fits a budget; null where none does.
+  // The fastest plan with one strategy and one recompute for all units that fits a budget; null if none does.
   fastest(settings, budget) {
     let best = null;
     for (const recompute of RECOMPUTES) {
@@ -223,7 +223,7 @@ class Planner {
     ];
     for (const change of changes) {
       const changed = { ...settings, ...change };
-      // With tensors alone first, which costs little.
+      // First with the tensors alone, which is fast.
       if (!this.candidates(changed, { quick: true }).some((one) => one.fits === "yes")) continue;
       const found = this.best(this.candidates(changed));
       if (found && found.best.fits === "yes") return { change, best: found.best };
@@ -231,7 +231,7 @@ class Planner {
     return null;
   }
 
-  // One step of a candidate: [what, name, start, end], from 0 on.
+  // One step of a candidate: [what, name, start, end], starting at 0.
   timeline(candidate, settings) {
     const { spans } = this.time(candidate.strategy, candidate.mesh, settings, candidate.batch, { records: true });
     const start = Math.min(...spans.map((span) => span[2]));

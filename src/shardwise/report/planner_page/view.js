@@ -17,14 +17,14 @@ const pageView = (page) => {
     at("facts").replaceChildren(...facts.map((fact) => element("span", {}, fact)));
     drawVerdict();
     drawNumbers();
-    // As `shardwise plan --save`, which writes no plan that does not fit.
+    // As with `shardwise plan --save`, a plan that does not fit cannot be downloaded.
     at("download").disabled = chosen.fits === "no";
     at("export").disabled = chosen.fits === "no";
     const capacity = planner.capacity(page.shown.asked);
     charts.key(at("memory-key"), [...model.categories.map((name) => [name]), ["unused", "reserved, unused"], ["context"]]);
     charts.memoryBars(at("memory-chart"), { rows, categories: model.categories, capacity, chosen, onChoose: page.choose });
     drawStep();
-    // It is computed later, and stays until then.
+    // The frontier is computed later; the old one stays until then.
     at("frontier-chart").classList.toggle("rough", page.shown.isRough);
     charts.table(at("table"), ["strategy", "mesh", "micro-batch", "peak GiB", "fits", "step", speed(chosen.time)[1], "exposed comm.", "MFU"],
       found.map((one) => ({ chosen: one === chosen, cells: [one.strategy, `${one.mesh.replicate}×${one.mesh.shard}`, `${one.batch}`, (one.device / GIB).toFixed(1), fitWords[one.fits],
@@ -34,7 +34,7 @@ const pageView = (page) => {
 
   function drawVerdict() {
     const { recommended, way, planner, isRough } = page.shown, box = at("verdict"), heading = box.querySelector("h2");
-    // Announced when it is exact.
+    // Screen readers announce it when it is exact.
     box.setAttribute("aria-busy", isRough);
     for (const id of ["verdict", "numbers"]) at(id).classList.toggle("rough", isRough);
     box.classList.toggle("refused", !recommended);
@@ -67,7 +67,7 @@ const pageView = (page) => {
     return time.exposed < 0.05 * time.seconds ? `Communication is hidden behind computation (${part} exposed).` : `${part} of each step are exposed communication.`;
   }
 
-  // What a simpler strategy lost by.
+  // Why a simpler strategy is not recommended.
   function simplerText(best) {
     const simpler = page.shown.rows.find((row) => STRATEGIES.indexOf(row.strategy) < STRATEGIES.indexOf(best.strategy));
     if (!simpler) return "";
@@ -87,7 +87,7 @@ const pageView = (page) => {
     );
   }
 
-  // The step that is drawn: exact numbers mostly follow rough ones with the same.
+  // The step that is drawn; it is mostly the same for exact numbers as for the rough ones before.
   let drawnStep = "";
   function drawStep() {
     const { chosen, planner, asked } = page.shown, step = JSON.stringify([planner.model.name, asked, chosen.label, chosen.batch]);

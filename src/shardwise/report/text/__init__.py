@@ -1,1 +1,1 @@
-"""Tables and pictures for the terminal: lines of text, colours are the CLI's."""
+"""Tables and pictures for the terminal."""

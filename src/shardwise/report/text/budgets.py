@@ -1,26 +1,25 @@
-"""What a training costs, and the frontier of budgets, as tables and as JSON."""
+"""The cost of a training run, and the frontier of memory budgets, as tables and as JSON."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.frontier import FrontierPoint
 from shardwise.planner.search.training_cost import TrainingCost
+from shardwise.report.text.plain_table import plain_table
 from shardwise.vocabulary.quantities import GIB, digits, fixed, significant
 
-if TYPE_CHECKING:
-    from rich.table import Table
+_COSTS = ("global_batch", "global_batch_tokens", "mfu", "tokens_per_day", "days", "gpu_hours", "cost")
 
 
-def training_table(rows: Sequence[TrainingCost]) -> "Table":
-    """One row per plan."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    has_price = any(row.cost is not None for row in rows)
+def training_table(rows: Sequence[TrainingCost]) -> Table:
+    """Return a table with one row per plan."""
     heads = ["training", "samples/step", "tokens/step", "MFU", "tokens/day", "days", "GPU-hours"]
-    for head in (*heads, "cost") if has_price else heads:
-        table.add_column(head, justify="left" if head == "training" else "right", no_wrap=True)
+    if any(row.cost is not None for row in rows):
+        heads.append("cost")
+    table = plain_table(heads, right=heads[1:], gap=1)
     for row in rows:
         cells = [
             row.candidate.name,
@@ -36,33 +35,21 @@ def training_table(rows: Sequence[TrainingCost]) -> "Table":
 
 
 def training_data(row: TrainingCost) -> dict[str, Any]:
-    return {
-        "strategy": row.candidate.name,
-        "global_batch": row.global_batch,
-        "global_batch_tokens": row.global_batch_tokens,
-        "mfu": row.mfu,
-        "tokens_per_day": row.tokens_per_day,
-        "days": row.days,
-        "gpu_hours": row.gpu_hours,
-        "cost": row.cost,
-    }
+    return {"strategy": row.candidate.name} | {name: getattr(row, name) for name in _COSTS}
 
 
 def large_number(value: float) -> str:
-    """Three digits and a letter: `1.05M`, `31.2B`, `1.20T`."""
+    """Format a number with three digits and a letter: `1.05M`, `31.2B`, `1.20T`."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if value >= size:
             return f"{value / size:.3g}{letter}"
     return digits(value)
 
 
-def frontier_table(points: Sequence[FrontierPoint]) -> "Table":
-    """One row per budget: the solver's plan against the best that is the same for all units."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for head in (f"budget {GIB.name}", "auto samples/s", "batch", "best fixed plan", "samples/s", "auto is"):
-        table.add_column(head, justify="left" if head == "best fixed plan" else "right", no_wrap=True)
+def frontier_table(points: Sequence[FrontierPoint]) -> Table:
+    """Return a table with one row per budget: the solver's plan, and the best plan that is the same for all units."""
+    heads = (f"budget {GIB.name}", "auto samples/s", "batch", "best fixed plan", "samples/s", "auto is")
+    table = plain_table(heads, right=[head for head in heads if head != "best fixed plan"])
     for point in points:
         table.add_row(
             fixed(point.budget_bytes, unit=GIB),
@@ -77,11 +64,7 @@ def frontier_table(points: Sequence[FrontierPoint]) -> "Table":
 
 def frontier_data(points: Sequence[FrontierPoint]) -> list[dict[str, Any]]:
     return [
-        {
-            "budget_bytes": point.budget_bytes,
-            "auto": _point_data(point.auto),
-            "fixed": _point_data(point.fixed),
-        }
+        {"budget_bytes": point.budget_bytes, "auto": _point_data(point.auto), "fixed": _point_data(point.fixed)}
         for point in points
     ]
 
@@ -89,11 +72,8 @@ def frontier_data(points: Sequence[FrontierPoint]) -> list[dict[str, Any]]:
 def _point_data(candidate: Candidate | None) -> dict[str, Any] | None:
     if candidate is None:
         return None
-    return {
-        "samples_per_s": _rate(candidate),
-        "device_bytes": candidate.memory.device_bytes,
-        "plan": candidate.plan.to_dict(),
-    }
+    memory, plan = candidate.memory.device_bytes, candidate.plan.to_dict()
+    return {"samples_per_s": _rate(candidate), "device_bytes": memory, "plan": plan}
 
 
 def _fixed_name(candidate: Candidate) -> str:

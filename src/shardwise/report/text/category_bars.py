@@ -1,13 +1,11 @@
-"""How the categories of memory are drawn: a letter and a colour each, and a bar of them."""
+"""Draws the categories of memory as bars: a letter and a colour for each category."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+
+from rich.text import Text
 
 from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, GATHERED, GRADS, OPTIM, OTHER, PARAMS, REDUCE
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 STYLES: Mapping[str, str] = MappingProxyType(
     {
@@ -25,10 +23,8 @@ LETTERS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def bar(parts: Mapping[str, int], *, capacity: int, width: int) -> "Text":
-    """One letter per category, and dots up to the capacity; what goes beyond it is cut off with a sign."""
-    from rich.text import Text
-
+def bar(parts: Mapping[str, int], *, capacity: int, width: int) -> Text:
+    """Draw the bytes of each category as its letter, and dots up to the capacity; » marks what exceeds it."""
     text = Text()
     end = 0
     for name in CATEGORIES:
@@ -43,10 +39,8 @@ def bar(parts: Mapping[str, int], *, capacity: int, width: int) -> "Text":
     return text
 
 
-def legend() -> "Text":
-    """The letters of the bars."""
-    from rich.text import Text
-
+def legend() -> Text:
+    """Return the meaning of the letters in a bar."""
     text = Text()
     for name in CATEGORIES:
         text.append(f"{LETTERS[name]} ", style=STYLES[name])

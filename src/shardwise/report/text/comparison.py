@@ -1,30 +1,29 @@
-"""A bench as a table for the terminal, with its verdicts in words, and as Markdown."""
+"""A bench for the terminal: tables, and the verdict in words."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from rich.table import Table
 
 from shardwise.bench.case_peak import peak_parts
 from shardwise.bench.case_result import NOT_MEASURABLE, CaseResult
 from shardwise.bench.modes import is_ours, without_mode
 from shardwise.bench.results import Bench
 from shardwise.plan.placement import SHARDED, placement_of
+from shardwise.report.text.plain_table import plain_table
 from shardwise.vocabulary.categories import CATEGORIES
 from shardwise.vocabulary.quantities import MIB, UnitOfMeasure, error_text, table_number, table_rate, table_unit
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-# At most so many differences are shown; all are in the bench's JSON.
-_MOST_TOLD = 8
-# In the narrow column of exposed communication.
+# The number of differences that are shown; all are in the bench's JSON.
+_MOST_SHOWN = 8
+# "Not measurable", in the narrow column of exposed communication.
 _NOISE = "n/m"
 
 
 def heading(bench: Bench) -> str:
-    """What was run where."""
-    told = [bench.settings.get(key) for key in ("task.model", "plan.precision")]
-    what = ", ".join(str(value) for value in told if value is not None)
+    """Say what was run, and on which devices."""
+    settings = [bench.settings.get(key) for key in ("task.model", "plan.precision")]
+    what = ", ".join(str(value) for value in settings if value is not None)
     rounds = bench.settings.get("bench.rounds", 1)
     return (
         f"{bench.name}: {what}, {bench.step_samples} samples per step, on {bench.num_ranks} × "
@@ -33,48 +32,36 @@ def heading(bench: Bench) -> str:
     )
 
 
-def as_table(bench: Bench) -> "Table":
-    """One row per case that ran; ranked only if all of them did the same training."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    for number, column in enumerate(columns(bench)):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number > 0, vertical="bottom")
+def as_table(bench: Bench) -> Table:
+    """Return a table with one row per case that ran; speeds are compared only if all did the same training."""
+    heads = columns(bench)
+    table = plain_table(heads, right=heads[1:], wraps=heads[:1], gap=1)
+    for column in table.columns:
+        column.vertical = "bottom"
     for index, case in enumerate(bench.cases):
         if case.ran:
             table.add_row(*row(bench, case), style="bold" if index == bench.recommended else "")
     return table
 
 
-def peak_table(bench: Bench) -> "Table | None":
-    """The peak of each case by category, which add up to it. None where nobody looked."""
-    from rich.table import Table
-
-    looked = [(case, parts) for case in bench.cases if case.allocated_bytes and (parts := peak_parts(case)) is not None]
-    if not looked:
+def peak_table(bench: Bench) -> Table | None:
+    """Return a table of the peaks and their categories, which add up to them; None if no categories were measured."""
+    found = [(case, parts) for case in bench.cases if case.allocated_bytes and (parts := peak_parts(case)) is not None]
+    if not found:
         return None
     unit = _unit(bench)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column(f"{unit.name} per rank\nat the peak")
-    for name in ("peak", *CATEGORIES):
-        table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
-    for case, parts in looked:
+    heads = (f"{unit.name} per rank\nat the peak", "peak", *CATEGORIES)
+    table = plain_table(heads, right=heads[1:], wraps=heads[:1], gap=1)
+    for column in table.columns[1:]:
+        column.vertical = "bottom"
+    for case, parts in found:
         numbers = (case.peak_bytes, *(parts[name] for name in CATEGORIES))
         table.add_row(case.name, *(table_number(num_bytes / unit.size) for num_bytes in numbers))
     return table
 
 
-def as_markdown(bench: Bench) -> str:
-    """The same table, and the same words below it."""
-    heads = [column.replace("\n", " ") for column in columns(bench)]
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
-    lines += [[cell.replace("|", "\\|") for cell in row(bench, case)] for case in bench.cases if case.ran]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n\n".join([table, *(_escaped(remark) for remark in remarks(bench))]) + "\n"
-
-
 def columns(bench: Bench) -> list[str]:
-    """Heads in two lines, so that the table has room in 80 columns."""
+    """Return the heads of the columns, in two lines, so that the table fits into 80 columns."""
     return [
         "",
         "mode",
@@ -91,7 +78,7 @@ def columns(bench: Bench) -> list[str]:
 
 
 def row(bench: Bench, case: CaseResult) -> list[str]:
-    """A case that ran; ? where a number is not known."""
+    """Return the cells of a case that ran; unknown numbers are "?"."""
     seconds, first = case.step_seconds, case.first_step_seconds
     assert seconds is not None
     rate = bench.samples_per_s(case) if bench.step_tokens is None else bench.tokens_per_s(case)
@@ -122,14 +109,14 @@ def _exposed(case: CaseResult) -> str:
 
 
 def baseline(bench: Bench) -> CaseResult:
-    """What × is relative to: our engine with nothing sharded, or what ran first."""
+    """Return the case that × is relative to: our engine with nothing sharded, else the first case that ran."""
     ran = [case for case in bench.cases if case.ran]
     ours = (case for case in ran if is_ours(case.engine))
     return next((case for case in ours if placement_of(case.strategy).optim is not SHARDED), ran[0])
 
 
 def remarks(bench: Bench) -> Iterator[str]:
-    """What the columns mean, what did not run, whether all did the same training, and which one to use."""
+    """Explain the columns, and say what did not run, whether all did the same training, and which one to use."""
     ran = [case for case in bench.cases if case.ran]
     if ran:
         times = f" ×: speed relative to {baseline(bench).name};" if bench.equivalence.agrees else ""
@@ -159,20 +146,15 @@ def _verdict(bench: Bench, *, num_ran: int) -> Iterator[str]:
     equivalence = bench.equivalence
     if equivalence.agrees:
         if num_ran > 1:
-            how = "both" if num_ran == 2 else f"all {num_ran}"
+            cases = "both" if num_ran == 2 else f"all {num_ran}"
             share = f"{100 * equivalence.largest:.2g}% of the rounding tolerance" if equivalence.largest else "0"
-            yield f"Same training: {how} agree; the largest difference is {share}."
+            yield f"Same training: {cases} agree; the largest difference is {share}."
         return
     yield "NOT the same training, so nothing is ranked:"
-    for difference in equivalence.differences[:_MOST_TOLD]:
+    for difference in equivalence.differences[:_MOST_SHOWN]:
         yield f"  {difference.text}"
-    if len(equivalence.differences) > _MOST_TOLD:
-        yield f"  and {len(equivalence.differences) - _MOST_TOLD} more"
-
-
-def _escaped(text: str) -> str:
-    """Module names and error messages may contain characters that mean something in Markdown and HTML."""
-    return "".join(f"\\{sign}" if sign in "\\`*_<>[]|" else sign for sign in text)
+    if len(equivalence.differences) > _MOST_SHOWN:
+        yield f"  and {len(equivalence.differences) - _MOST_SHOWN} more"
 
 
 def _unit(bench: Bench) -> UnitOfMeasure:

@@ -1,4 +1,4 @@
-"""A plan in text pictures: the dial of every unit, what its rows mean, and one step."""
+"""Draws a plan as text: the placement of every unit, what the placements mean, and one step."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -14,14 +14,14 @@ from shardwise.spec import ROOT, ModelSpec
 
 
 def explain_plan(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> list[str]:
-    """The picture of a plan on a model, 80 columns wide where the names of units are short."""
+    """Draw a plan on a model, 80 columns wide if the names of units are short."""
     mesh = plan.mesh or Mesh(shard=num_ranks)
     step = snapshots_of(spec, plan=plan, num_ranks=num_ranks)
     names = [unit.name for unit in spec.units]
     return [
         f"{spec.name} on {mesh} ranks: {chosen_text(plan, names=names)}",
         "",
-        *_dial(spec, plan=plan),
+        *_unit_lines(spec, plan=plan),
         "",
         *_meanings(spec, plan=plan, num_groups=mesh.replicate),
         "",
@@ -32,7 +32,7 @@ def explain_plan(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> list[str]:
 
 
 def plan_as_data(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> dict[str, Any]:
-    """The dial as plain values for JSON."""
+    """Return the placements and the peak for JSON."""
     step = snapshots_of(spec, plan=plan, num_ranks=num_ranks)
     return {
         "model": spec.name,
@@ -44,15 +44,15 @@ def plan_as_data(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> dict[str, An
 
 
 def _choices(spec: ModelSpec, *, plan: Plan) -> list[tuple[str, str, str]]:
-    """(Unit, its row, its recompute)."""
+    """Return (unit, strategy, recompute) of each unit."""
     return [
         (name, strategy_of(placement), plan.recompute_of(name))
         for name, placement in plan.placements(unit.name for unit in spec.units).items()
     ]
 
 
-def _dial(spec: ModelSpec, *, plan: Plan) -> Iterator[str]:
-    """A line for each row of units that follow on each other with equal choices."""
+def _unit_lines(spec: ModelSpec, *, plan: Plan) -> Iterator[str]:
+    """Yield one line per run of consecutive units with equal placement and recompute."""
     rows = []
     for (row, way, _), group in groupby(_choices(spec, plan=plan), key=lambda one: (one[1], one[2], one[0] == ROOT)):
         names = [name for name, _, _ in group]

@@ -1,23 +1,23 @@
-"""Profiles as JSON, as a table, and a step's memory as a timeline of bars: measured and predicted."""
+"""Profiles, measured and predicted: as JSON, as a table, and the memory of a step as a timeline of bars."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from shardwise.profile.compare import Profile
 from shardwise.report.text.category_bars import bar
+from shardwise.report.text.plain_table import plain_table
 from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, GATHERED
 from shardwise.vocabulary.quantities import error_text, step_seconds_text, table_number, table_unit
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 _BAR_WIDTH = 26
-# So that a line has room in 80 columns.
+# So that a line fits into 80 columns.
 _SHORT = {GATHERED: "gather", ACTIVATIONS: "activ."}
 
 
 def as_data(profiles: Sequence[Profile]) -> dict[str, Any]:
-    """All that was found, in JSON's own types; what was not measured is null."""
+    """Return all results for JSON; what was not measured is null."""
     rehearsal = profiles[0].rehearsal
     names = [found.measured.device_name for found in profiles if found.measured is not None]
     return {
@@ -56,14 +56,14 @@ def _row(found: Profile) -> dict[str, Any]:
             "reserved": measured.reserved_bytes,
             "at_rest": ledger.at_rest.total_bytes,
             "at": ledger.peak.at,
-            "breakdown": _told(found, ledger.peak.num_bytes),
+            "breakdown": _reported(found, ledger.peak.num_bytes),
         },
         "error": found.error,
         "not_measured": found.why_not or None,
         "timeline": [
             {
                 "at": entry.at,
-                "bytes": _told(found, entry.num_bytes),
+                "bytes": _reported(found, entry.num_bytes),
                 "reserved_bytes": entry.reserved_bytes,
                 "predicted_bytes": None if predicted is None else dict(predicted.num_bytes),
             }
@@ -74,20 +74,16 @@ def _row(found: Profile) -> dict[str, Any]:
     }
 
 
-def _told(found: Profile, parts: Mapping[str, int]) -> dict[str, int | None]:
-    """Without the categories that the engine does not report."""
+def _reported(found: Profile, parts: Mapping[str, int]) -> dict[str, int | None]:
+    """Replace the bytes of categories that the engine does not report by None."""
     return {name: None if name in found.unknown else num_bytes for name, num_bytes in parts.items()}
 
 
-def as_table(profiles: Sequence[Profile]) -> "Table":
-    """Two lines per strategy: the measured peak by category, and the predicted one."""
-    from rich.table import Table
-
+def as_table(profiles: Sequence[Profile]) -> Table:
+    """Return a table with two lines per strategy: the measured peak by category, and the predicted one."""
     unit = table_unit(found.predicted.memory.allocated_bytes for found in profiles)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column(unit.name, no_wrap=True)
-    for name in ("peak", *(_SHORT.get(name, name) for name in CATEGORIES), "error"):
-        table.add_column(name, justify="right", no_wrap=True)
+    heads = (unit.name, "peak", *(_SHORT.get(name, name) for name in CATEGORIES), "error")
+    table = plain_table(heads, right=heads[1:], gap=1)
 
     def line(peak: int, parts: Mapping[str, int | None]) -> list[str]:
         numbers = (peak, *(parts[name] for name in CATEGORIES))
@@ -98,14 +94,14 @@ def as_table(profiles: Sequence[Profile]) -> "Table":
         numbers = ["not measured"]
         if measured is not None:
             peak = measured.whole_ledger.peak
-            numbers = [*line(peak.total_bytes, _told(found, peak.num_bytes)), error_text(found.error)]
+            numbers = [*line(peak.total_bytes, _reported(found, peak.num_bytes)), error_text(found.error)]
         table.add_row(found.rehearsal.plan.strategy, *numbers)
         table.add_row("  predicted", *line(memory.allocated_bytes, dict(memory.breakdown_bytes)), style="bright_black")
     return table
 
 
 def remark(found: Profile) -> str:
-    """What is not in the table: the time, what the allocator holds, or why there is nothing."""
+    """Say what the table does not show: the time, what the allocator holds, or why nothing was measured."""
     strategy, measured = found.rehearsal.plan.strategy, found.measured
     if measured is None:
         return f"{strategy}: not measured, since it {found.why_not}"
@@ -122,19 +118,15 @@ def remark(found: Profile) -> str:
     return f"{strategy}: {'; '.join(parts)}"
 
 
-def as_timeline(found: Profile) -> "Table":
-    """A step row by row: a bar of what was live at the highest moment, how much that was, and what was predicted."""
-    from rich.table import Table
-
+def as_timeline(found: Profile) -> Table:
+    """Return a table with one line per row of the step: the most live bytes as a bar, measured and predicted."""
     assert found.measured is not None
     highest, peak_at = found.measured.allocated_bytes, found.measured.ledger.peak.at
     unit = table_unit([highest])
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column(f"{found.rehearsal.plan.strategy}, row by row", no_wrap=True)
-    table.add_column(unit.name, no_wrap=True, min_width=_BAR_WIDTH)
-    for name in ("measured", "predicted"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
-    table.add_column("", no_wrap=True)
+    heads = (f"{found.rehearsal.plan.strategy}, row by row", unit.name, "measured", "predicted", "")
+    table = plain_table(heads, right=heads[2:4], gap=1)
+    for column, width in zip(table.columns[1:4], (_BAR_WIDTH, len("measured"), len("predicted")), strict=True):
+        column.min_width = width
     for entry, predicted in found.rows():
         table.add_row(
             entry.at,

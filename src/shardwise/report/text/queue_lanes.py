@@ -1,4 +1,4 @@
-"""The queues of a step as text lanes: what each does at what time."""
+"""Draws the queues of a step as lanes of text: what each queue does when."""
 
 from collections.abc import Sequence
 
@@ -11,19 +11,14 @@ _OTHER = "c"
 
 
 def as_lanes(spans: Sequence[Span], *, width: int = _WIDTH) -> str:
-    """One line per queue; a column shows what took most of it, `:` that the queue was busy for less than half of it."""
+    """Draw one line per queue. A column shows what took most of it; `:` means busy for less than half of it."""
     end = max((span.end for span in spans), default=0.0)
     if not end:
         return ""
     lines = [f"{queue:8}{_lane([s for s in spans if s.queue == queue], end=end, width=width)}" for queue in QUEUES]
     scale = f"{'':8}0{seconds_text(end):>{width - 1}}"
-    return "\n".join(
-        [
-            *lines,
-            scale,
-            "F forward  B backward  U update  c copy  g gather  r reduce  : less than half of a column  · idle",
-        ]
-    )
+    legend = "F forward  B backward  U update  c copy  g gather  r reduce  : less than half of a column  · idle"
+    return "\n".join([*lines, scale, legend])
 
 
 def _lane(spans: Sequence[Span], *, end: float, width: int) -> str:
@@ -38,7 +33,7 @@ def _lane(spans: Sequence[Span], *, end: float, width: int) -> str:
 
 
 def _sign(column: dict[str, float]) -> str:
-    """What took most of a column, if the queue was busy for half of it."""
+    """Return the letter that took most of a column, if the queue was busy for half of it."""
     busy = sum(column.values())
     if busy < 0.5:
         return ":" if busy else "·"
@@ -46,5 +41,5 @@ def _sign(column: dict[str, float]) -> str:
 
 
 def as_data(spans: Sequence[Span]) -> list[dict[str, object]]:
-    """The same in JSON's own types."""
+    """Return the spans for JSON."""
     return [{"queue": s.queue, "name": s.name, "start_seconds": s.start, "end_seconds": s.end} for s in spans]

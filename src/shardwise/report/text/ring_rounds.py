@@ -1,7 +1,7 @@
-"""The ring all-reduce, chunk by chunk: the algorithm of comm/ring.py, run on names instead of numbers.
+"""Draws the ring all-reduce, chunk by chunk: the algorithm of comm/ring.py on names instead of numbers.
 
-Each rank only sends to its right neighbour. n-1 rounds in which what arrives is added are a reduce-scatter: rank r
-then has the whole sum of chunk r. n-1 rounds in which it replaces what is there are an all-gather.
+Each rank sends only to its right neighbour. In the n-1 rounds of the reduce-scatter a rank adds what arrives, so that
+rank r ends with the complete sum of chunk r. In the n-1 rounds of the all-gather it keeps what arrives.
 """
 
 from collections.abc import Iterator
@@ -12,19 +12,19 @@ from typing import Any
 _PARTS = ("reduce-scatter", "all-gather")
 _MEANINGS = ("what arrives is added; rank r ends with the sum of chunk r", "what arrives is kept as it is")
 _WIDTH = 80
-# Up to so many ranks a cell names its summands, then it counts them, then its height does.
+# Up to this many ranks, a cell names its summands; then it counts them; then its height shows their number.
 _MAX_LETTERS = 5
 _MAX_COUNTED = 8
 _MAX_DRAWN = 32
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 Sum = tuple[int, ...]
-"""The ranks whose values are added up, in the order in which they were."""
+"""The ranks whose values are added up, in that order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What is on the ring in one round, and what the ranks have after it."""
+    """One round: the chunk that each rank sends, and what the ranks have afterwards."""
 
     part: str
     number: int
@@ -32,17 +32,17 @@ class Round:
     cells: tuple[tuple[Sum, ...], ...]
 
     def received(self, rank: int) -> int:
-        """The chunk that a rank got from its left neighbour."""
+        """Return the chunk that a rank received from its left neighbour."""
         return self.sent[rank - 1]
 
 
 def first_cells(num_ranks: int) -> tuple[tuple[Sum, ...], ...]:
-    """cells[rank][chunk] before anything is sent: everyone's own values."""
+    """Return cells[rank][chunk] before anything is sent: each rank has its own values."""
     return tuple(tuple((rank,) for _ in range(num_ranks)) for rank in range(num_ranks))
 
 
 def rounds(num_ranks: int) -> Iterator[Round]:
-    """Rank r sends chunk r-1 first, and from then on what it last received."""
+    """Yield the rounds. Rank r sends chunk r-1 first, and then what it received in the round before."""
     cells = [list(row) for row in first_cells(num_ranks)]
     sent = [(rank - 1) % num_ranks for rank in range(num_ranks)]
     for part in _PARTS:
@@ -57,7 +57,7 @@ def rounds(num_ranks: int) -> Iterator[Round]:
 
 
 def explain_ring(*, num_ranks: int) -> list[str]:
-    """The picture, 80 columns wide; of many ranks some rounds, of very many the numbers alone."""
+    """Draw the rounds, 80 columns wide: only some of them for many ranks, only the numbers for very many."""
     if num_ranks == 1:
         return ["ring all-reduce on 1 rank: what it has is the sum, and nothing is sent"]
     lines = [
@@ -66,9 +66,8 @@ def explain_ring(*, num_ranks: int) -> list[str]:
     ]
     if num_ranks <= _MAX_DRAWN:
         lines += [*_legend(num_ranks), ""]
-        played = list(rounds(num_ranks))
         for part, meaning in zip(_PARTS, _MEANINGS, strict=True):
-            chosen = [round_ for round_ in played if round_.part == part]
+            chosen = [round_ for round_ in rounds(num_ranks) if round_.part == part]
             lines += [f"── {part}: {meaning} ".ljust(_WIDTH, "─"), *_bands(chosen, num_ranks=num_ranks)]
     else:
         lines += [f"(the rounds are drawn for up to {_MAX_DRAWN} ranks)", ""]
@@ -84,39 +83,34 @@ def explain_ring(*, num_ranks: int) -> list[str]:
 
 
 def ring_as_data(*, num_ranks: int) -> dict[str, Any]:
-    """Every round as plain values for JSON: the chunk that each rank sends, and the summands of what it then has.
+    """Return every round for JSON: the chunk that each rank sends, and the summands of what it then has.
 
-    `rounds` is None where there are too many ranks to play them.
+    `rounds` is None if there are too many ranks.
     """
-    played = list(rounds(num_ranks)) if num_ranks <= _MAX_DRAWN else None
-    return {
-        "ranks": num_ranks,
-        "rounds": None
-        if played is None
-        else [
-            {
-                "part": round_.part,
-                "round": round_.number,
-                "sent": list(round_.sent),
-                "summands": [[sorted(cell) for cell in row] for row in round_.cells],
-            }
-            for round_ in played
-        ],
-        "sent_of_bytes": 2 * (num_ranks - 1) / num_ranks,
-    }
+    data = [
+        {
+            "part": round_.part,
+            "round": round_.number,
+            "sent": list(round_.sent),
+            "summands": [[sorted(cell) for cell in row] for row in round_.cells],
+        }
+        for round_ in (rounds(num_ranks) if num_ranks <= _MAX_DRAWN else ())
+    ]
+    is_drawn = num_ranks <= _MAX_DRAWN
+    return {"ranks": num_ranks, "rounds": data if is_drawn else None, "sent_of_bytes": 2 * (num_ranks - 1) / num_ranks}
 
 
 def _legend(num_ranks: int) -> list[str]:
     if num_ranks <= _MAX_LETTERS:
-        whole = "+".join(ascii_lowercase[:num_ranks])
-        return [f"a: rank 0's values, b: rank 1's; Σ: {whole}; + and = mark what just arrived"]
+        total = "+".join(ascii_lowercase[:num_ranks])
+        return [f"a: rank 0's values, b: rank 1's; Σ: {total}; + and = mark what just arrived"]
     if num_ranks <= _MAX_COUNTED:
         return [f"2: the sum of two ranks' values; Σ: of all {num_ranks}; + and = mark what just arrived"]
     return [f"the higher, the more ranks' values a chunk is the sum of; █: of all {num_ranks}"]
 
 
 def _bands(chosen: list[Round], *, num_ranks: int) -> Iterator[str]:
-    """Rounds side by side, as many as fit; of very many rounds only the first, the middle and the last ones."""
+    """Draw rounds side by side, as many as fit; for many ranks only the first, the middle and the last round."""
     label_width = len(f"rank {num_ranks - 1}") + 3
     panel_width = num_ranks * _cell_width(num_ranks) + 2
     in_a_band = (_WIDTH - label_width) // panel_width

@@ -1,6 +1,7 @@
-"""`explain`: one step in text pictures. Every line comes from the step program and the placement.
+"""Draws one step as text, for `explain`. Every line comes from the step program and the placement.
 
-All ranks do the same at the same time, each with its own slice; so rank 0 is drawn, and once who owns what.
+All ranks do the same at the same time, each with its own slice. So only rank 0 is drawn, after a picture of who owns
+which slice.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +32,7 @@ OTHER_NAMES: Mapping[Placement, str] = {
     STRATEGIES["fsdp"]: "FULL_SHARD, ZeRO-3, fully_shard",
 }
 _PHASES = {Trigger.BEFORE_FORWARD: "forward", Trigger.BEFORE_BACKWARD: "backward", Trigger.AFTER_STEP: "update"}
-# With more units than this, only the first and last are drawn, so that a line fits in 80 columns.
+# With more units than this, only the first ones and the last are drawn, so that a line fits into 80 columns.
 _MAX_UNITS = 5
 _MAX_RANKS = 8
 _MAX_SLICES = 16
@@ -40,16 +41,14 @@ _NUMBER_WIDTH = 7
 
 
 def explain(spec: ModelSpec, *, strategy: str, num_ranks: int, replicate: int = 1, prefetch: int = 1) -> list[str]:
-    """The picture of one step, 80 columns wide; `replicate`: groups of ranks, each of which has all slices."""
+    """Draw one step, 80 columns wide; `replicate` is the number of groups of ranks that each hold all slices."""
     placement = placement_of(strategy)
-    mesh = Mesh(replicate=replicate, shard=num_ranks // replicate)
-    plan = Plan(strategy=strategy, mesh=mesh, prefetch=prefetch)
-    step = snapshots_of(spec, plan=plan, num_ranks=num_ranks)
+    step = _step(spec, strategy=strategy, num_ranks=num_ranks, replicate=replicate, prefetch=prefetch)
     return [
         f"{strategy}, also known as {OTHER_NAMES[placement]}",
         *in_words(placement, num_groups=replicate),
         "",
-        *_owners(placement, mesh=mesh),
+        *_owners(placement, mesh=step.mesh),
         "",
         *step_lines(step, spec=spec),
         "",
@@ -60,10 +59,8 @@ def explain(spec: ModelSpec, *, strategy: str, num_ranks: int, replicate: int = 
 def explain_as_data(
     spec: ModelSpec, *, strategy: str, num_ranks: int, replicate: int = 1, prefetch: int = 1
 ) -> dict[str, Any]:
-    """The same as plain values for JSON: the program's rows, and after each operation what a rank holds."""
-    mesh = Mesh(replicate=replicate, shard=num_ranks // replicate)
-    plan = Plan(strategy=strategy, mesh=mesh, prefetch=prefetch)
-    step = snapshots_of(spec, plan=plan, num_ranks=num_ranks)
+    """Return the step for JSON: the rows of the program, and what a rank holds after each operation."""
+    step = _step(spec, strategy=strategy, num_ranks=num_ranks, replicate=replicate, prefetch=prefetch)
     snapshots = iter(step.snapshots[1:])
     return {
         "model": spec.name,
@@ -97,13 +94,18 @@ def explain_as_data(
     }
 
 
+def _step(spec: ModelSpec, *, strategy: str, num_ranks: int, replicate: int, prefetch: int) -> StepSnapshots:
+    mesh = Mesh(replicate=replicate, shard=num_ranks // replicate)
+    return snapshots_of(spec, plan=Plan(strategy=strategy, mesh=mesh, prefetch=prefetch), num_ranks=num_ranks)
+
+
 def _snapshot_data(snapshot: Snapshot) -> dict[str, Any]:
     holds = {state: {name: held.value for name, held in snapshot.holds[state].items()} for state in STATES}
     return {"held_bytes": snapshot.held_bytes, **holds}
 
 
 def in_words(placement: Placement, *, num_groups: int = 1) -> Iterator[str]:
-    """What is sharded; then what happens to params, and to grads."""
+    """Say what is sharded, then what happens to params, then to grads."""
     sharded = [state for state in STATES if getattr(placement, state) is SHARDED]
     replicated = [state for state in STATES if state not in sharded]
     yield f"sharded: {', '.join(sharded) or 'nothing'}; replicated: {', '.join(replicated) or 'nothing'}"
@@ -125,7 +127,7 @@ def in_words(placement: Placement, *, num_groups: int = 1) -> Iterator[str]:
 
 
 def _owners(placement: Placement, *, mesh: Mesh) -> Iterator[str]:
-    """Which rank has which slice of every unit when the optimizer runs."""
+    """Draw which rank has which slice of every unit when the optimizer runs."""
     num_ranks = mesh.num_ranks
     if num_ranks == 1:
         yield "1 rank: its slice of a unit is all of it; gathers and reduces still happen"
@@ -144,26 +146,23 @@ def _owners(placement: Placement, *, mesh: Mesh) -> Iterator[str]:
             continue
         line = f"  rank {rank}".ljust(label_width)
         for state in STATES:
-            whole = getattr(placement, state) is not SHARDED
-            line += "".join(_slice(cell, owned=whole or cell == rank % mesh.shard) for cell in cells).ljust(width)
+            owned = range(mesh.shard) if getattr(placement, state) is not SHARDED else [rank % mesh.shard]
+            held = [Holding.WHOLE if cell in owned else Holding.NOTHING for cell in cells]
+            line += "".join("…" if cell is None else GLYPHS[one] for cell, one in zip(cells, held, strict=True)).ljust(
+                width
+            )
         yield line.rstrip()
 
 
-def _slice(cell: int | None, *, owned: bool) -> str:
-    if cell is None:
-        return "…"
-    return GLYPHS[Holding.WHOLE if owned else Holding.NOTHING]
-
-
 def _shortened(numbers: range, *, most: int) -> list[int | None]:
-    """All of them, or the first ones, a gap, and the last."""
+    """Return all of them, or the first ones, None for a gap, and the last."""
     if len(numbers) <= most:
         return list(numbers)
     return [*numbers[: most // 2], None, numbers[-1]]
 
 
 def step_lines(step: StepSnapshots, *, spec: ModelSpec) -> Iterator[str]:
-    """One line per operation: what it is, what the rank holds after it, and how many bytes that is."""
+    """Draw one line per operation: its name, what the rank holds after it, and how many bytes that is."""
     columns = _columns([unit.name for unit in spec.units])
     cell_width = 2 * len(columns) - 1 + max(2, len(columns[-1][1]))
     bar_width = WIDTH - _OPERATION_WIDTH - len(STATES) * cell_width - _NUMBER_WIDTH - len(" ") - len(" ◀")
@@ -196,13 +195,13 @@ def _heads(labels: list[str], *, cell_width: int, unit: UnitOfMeasure) -> Iterat
 
 
 def _with_gaps(step: StepSnapshots, *, shown: set[str | None]) -> Iterator[Snapshot | int]:
-    """The snapshots to draw, and the numbers of those left out between them."""
+    """Yield the snapshots to draw, and between them the number of those left out."""
     members = {bucket.name: bucket.units for bucket in step.program.buckets}
     peak = step.peak
     num_hidden = 0
     for snapshot in step.snapshots:
         if snapshot.operation is not None and snapshot.operation.kind is Kind.TAKE_GRADS:
-            # A copy into the buffer that is reduced next: what a rank holds of a unit stays the same.
+            # A copy into the buffer that is reduced next; it does not change what a rank holds.
             continue
         if snapshot is peak or _is_shown(snapshot, shown=shown, members=members):
             if num_hidden:
@@ -216,7 +215,7 @@ def _with_gaps(step: StepSnapshots, *, shown: set[str | None]) -> Iterator[Snaps
 
 
 def _is_shown(snapshot: Snapshot, *, shown: set[str | None], members: Mapping[str, tuple[str, ...]]) -> bool:
-    """What happens at units that are drawn; of a long row only what is done to units that are drawn."""
+    """Return whether the row's unit is drawn; in a long row, the operation's subject must be drawn, too."""
     if snapshot.row is None or snapshot.operation is None:
         return True
     if snapshot.row.unit not in shown:
@@ -226,7 +225,7 @@ def _is_shown(snapshot: Snapshot, *, shown: set[str | None], members: Mapping[st
 
 
 def _columns(names: list[str]) -> list[tuple[str | None, str]]:
-    """(unit, its short label) of the units that are drawn; (None, …) stands for those that are not."""
+    """Return (unit, short label) of the units that are drawn; (None, "…") stands for the others."""
     endings = [name.rpartition(".")[2] for name in names]
     labels = endings if len(set(endings)) == len(endings) else [str(number - 1) for number in range(len(names))]
     pairs = [(name, "r" if name == ROOT else label) for name, label in zip(names, labels, strict=True)]
@@ -236,18 +235,15 @@ def _columns(names: list[str]) -> list[tuple[str | None, str]]:
 
 
 def _text(snapshot: Snapshot, *, labels: Mapping[str, str]) -> str:
-    """Computation stands out to the left; what moves or frees memory is indented."""
+    """Return the operation as text; all operations but computation are indented."""
     if snapshot.operation is None:
         return "(the step begins)"
     kind, subject = snapshot.operation.kind, snapshot.operation.subject
     if kind in ON_BUCKETS:
         subject = labels[subject]
     indent = " " if kind in (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE) else "   "
-    return _cut(f"{indent}{kind.value} {subject}", width=_OPERATION_WIDTH - 1)
-
-
-def _cut(text: str, *, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
+    text = f"{indent}{kind.value} {subject}"
+    return text if len(text) < _OPERATION_WIDTH else text[: _OPERATION_WIDTH - 2] + "…"
 
 
 def _cells(held: Mapping[str, Holding], *, columns: list[tuple[str | None, str]]) -> str:
@@ -255,13 +251,13 @@ def _cells(held: Mapping[str, Holding], *, columns: list[tuple[str | None, str]]
 
 
 def _bar(fraction: float, *, width: int) -> str:
-    """In eighths of a column, so that small changes show."""
+    """Draw a bar in eighths of a column, so that small changes show."""
     eighths = round(fraction * width * 8)
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def _unit(num_bytes: float) -> UnitOfMeasure:
-    """So that one place after the point is enough."""
+    """Return a unit in which one decimal place is enough."""
     return byte_unit(num_bytes, at_least=10, among=(KIB, MIB, GIB, TIB))
 
 

@@ -1,4 +1,4 @@
-"""The planner's recommendation in sentences: which plan to take, why, and what would have to change for another."""
+"""The planner's recommendation in sentences: which plan, why, and what would have to change for another one."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,19 +9,19 @@ from shardwise.planner.search.candidates import Candidate
 from shardwise.planner.search.recommend import PAIR_BAND, Condition, Reason, Recommendation, RunnerUp, Simpler
 from shardwise.vocabulary.quantities import GIB, fixed, fixed_text, significant
 
-# What is to be said of a candidate that is taken although it may not fit.
+# What is said of a recommended candidate that may not fit.
 _DOUBTS = {"tight": "it may fit", "unknown": "whether it fits is not known"}
 # Exposed communication below this share of a step is called hidden.
 _HIDDEN = 0.05
 
 
 def verdict(found: Recommendation, *, why: str) -> str:
-    """The line below a table of candidates."""
+    """Return the line below a table of candidates."""
     return f"Recommended: {name_of(found.best)}, {why}." if found.best is not None else f"{why[0].upper()}{why[1:]}."
 
 
 def reasons(found: Recommendation) -> str:
-    """Why this candidate, or why none."""
+    """Say why this candidate is recommended, or why none is."""
     best = found.best
     if best is None:
         if found.reason is Reason.CAPACITY_UNKNOWN:
@@ -32,7 +32,7 @@ def reasons(found: Recommendation) -> str:
 
 
 def no_fit(way_out: Candidate | None, *, asked: Plan, strategies: Sequence[str], cluster: Cluster) -> str:
-    """Nothing fits, and the smallest change that would: `way_out`, in options of the command line."""
+    """Say that nothing fits, and name the smallest change with which it would (`way_out`) as command-line options."""
     if way_out is None:
         recomputes = LIMITS[asked.engine].why_not(Plan(engine=asked.engine, recompute="full")) is None
         options = "--recompute full, --micro-batch 1" if recomputes else "--micro-batch 1"
@@ -41,7 +41,7 @@ def no_fit(way_out: Candidate | None, *, asked: Plan, strategies: Sequence[str],
 
 
 def name_of(candidate: Candidate) -> str:
-    """The strategy, and the mesh where it has two axes."""
+    """Return the strategy, and the mesh if both of its axes are used."""
     mesh = candidate.plan.mesh
     assert mesh is not None
     return candidate.name + (f" on {mesh}" if mesh.replicate > 1 else "")
@@ -73,7 +73,7 @@ def _communication(best: Candidate) -> str:
     assert best.time is not None
     exposed, step = best.time.exposed_comm_seconds, best.time.step_seconds
     if best.cluster.num_ranks == 1:
-        return "one rank has nobody to communicate with"
+        return "one rank does not communicate"
     share = f"{significant(exposed)} of {significant(step)} s"
     if exposed < _HIDDEN * step:
         return f"communication is hidden behind compute ({share} exposed)"
@@ -103,7 +103,8 @@ def _runner_up(runner_up: RunnerUp, *, best: Candidate) -> str:
             assert runner_up.capacity_bytes is not None
             return f"{name} would fit on devices of {fixed_text(runner_up.capacity_bytes, unit=GIB, places=0)}"
         case Condition.PREFERENCE:
-            return f"{name} wins wherever its {runner_up.speed - 1:.0%} count more than a simpler plan"
+            ahead = f"{runner_up.speed - 1:.0%}"
+            return f"{name} is {'equally fast' if ahead == '0%' else f'{ahead} faster'}; {name_of(best)} is simpler"
         case Condition.LINKS:
             assert one.time is not None
             exposed = significant(one.time.exposed_comm_seconds)
@@ -115,7 +116,7 @@ def _runner_up(runner_up: RunnerUp, *, best: Candidate) -> str:
 
 
 def _changes(found: Candidate, *, asked: Plan, strategies: Sequence[str], cluster: Cluster) -> str:
-    """What of a candidate was not asked for. A micro-batch that nobody asked for is found by the search."""
+    """Return the options that differ from the given ones; without --micro-batch the search finds the micro-batch."""
     plan = found.plan
     options = []
     if plan.precision != asked.precision:

@@ -275,7 +275,7 @@ class Test_a_tape_that_is_not_a_step:
             ({"row": -1}, "is in row -1, which the ledger does not have"),
             ({"kind": "free"}, "forward blocks.0, of which the ranks hold: own slice"),
             ({"subject": "blocks.2"}, "wait gather blocks.2, of which the ranks hold: own slice"),
-            ({"kind": "wait reduce"}, "wait reduce blocks.0, which nobody reduces"),
+            ({"kind": "wait reduce"}, "wait reduce blocks.0, which is not being reduced"),
         ],
     )
     def test_is_left_out_where_it_contradicts_the_model(self, bench: Bench, change: dict[str, Any], why: str) -> None:

@@ -150,7 +150,7 @@ def test_page_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
 
 
 def test_model_of_which_only_parameters_are_known_is_refused() -> None:
-    with pytest.raises(InvalidModel, match="nothing is known of it but its parameters"):
+    with pytest.raises(InvalidModel, match="only its number of parameters is known"):
         plan_page.serve_page(model="params:60b", cluster=None, seq=None, image=None, port=0)
 
 

@@ -1,4 +1,4 @@
-"""A bench on the terminal and as Markdown."""
+"""A bench on the terminal."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from shardwise.bench.recommendation import recommended
 from shardwise.bench.results import Bench, Difference, Equivalence
 from shardwise.bench.spread import Spread
-from shardwise.report.text.comparison import as_markdown, as_table, baseline, columns, heading, peak_table, remarks, row
+from shardwise.report.text.comparison import as_table, baseline, columns, heading, peak_table, remarks, row
 from shardwise.vocabulary.categories import CATEGORIES
 
 
@@ -165,12 +165,3 @@ class TestRemarks:
 
 def test_the_heading_says_what_was_run_where(bench: Bench) -> None:
     assert heading(replace(bench, name="<b>")).startswith("<b>: gpt-tiny, fp32, 8 samples per step, on 4 × cpu")
-
-
-def test_markdown_has_the_same_rows_and_reads_no_sign_as_markup(bench: Bench) -> None:
-    spoilt = replace(bench.cases[-1], why_not="<script>| `x`")
-    text = as_markdown(replace(bench, cases=(*bench.cases[:-1], spoilt)))
-    table = text.split("\n\n")[0].splitlines()
-    assert {line.count("|") for line in table} == {12}
-    assert [line.split("|")[1].strip() for line in table[2:]] == [case.name for case in bench.cases if case.ran]
-    assert "\\<script\\>\\| \\`x\\`" in text
