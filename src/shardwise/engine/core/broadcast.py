@@ -6,11 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import MeshGroups
 from shardwise.comm.issued import CollectiveName
+from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.tape import Tape
 from shardwise.errors import InvalidData, ShardwiseError
 from shardwise.program import Kind
 from shardwise.spec import ROOT
@@ -110,10 +109,9 @@ class GivenWeights:
             raise InvalidData(f"the weights were not loaded: {box[0]}")
 
 
-def broadcast_buffers(
-    model: nn.Module, *, source: int, groups: MeshGroups, collectives: Collectives, tape: Tape
-) -> None:
-    """Take buffers that training changes from one rank, with one collective per dtype."""
+def broadcast_buffers(model: nn.Module, *, setting: CoreSetting) -> None:
+    """Take buffers that training changes from the rank whose buffers count, with one collective per dtype."""
+    group, source = setting.groups.reduce_world, setting.passes.source
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -122,9 +120,9 @@ def broadcast_buffers(
     # All of them before the first is sent: memory may run out, and then it is unknown what was issued.
     flats = [torch.cat([buffer.reshape(-1) for buffer in buffers]) for buffers in by_dtype.values()]
     for buffers, flat in zip(by_dtype.values(), flats, strict=True):
-        groups.reduce_world.log.name = _BUFFERS
-        collectives.broadcast(flat, source=source, group=groups.reduce_world).wait()
+        group.log.name = _BUFFERS
+        setting.collectives.broadcast(flat, source=source, group=group).wait()
         parts = torch.split(flat, [buffer.numel() for buffer in buffers])
         torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
     if by_dtype:
-        tape.record(Kind.BROADCAST, ROOT)
+        setting.tape.record(Kind.BROADCAST, ROOT)

@@ -44,20 +44,18 @@ class Runner:
     """
 
     def __init__(self, model: nn.Module, *, units: dict[str, Unit], setting: CoreSetting) -> None:
-        self.model, self.units, self.setting = model, units, setting
+        self.units, self.setting = units, setting
         self.spec, self.plan, self.passes = setting.spec, setting.plan, setting.passes
         self.tape, self.events, self.groups = setting.tape, setting.events, setting.groups
         self.root = units[ROOT]
         self.limit_seconds = 60.0
-        self.flags = UsedFlags(
-            units.values(),
-            device=setting.device,
-            groups=setting.groups,
-            collectives=setting.collectives,
-            tape=setting.tape,
-        )
+        self.flags = UsedFlags(units.values(), setting=setting)
         self.executor = EngineExecutor(
-            units, flags=self.flags, broadcast_buffers=self._broadcast_buffers, serve=self.serve, tape=setting.tape
+            units,
+            flags=self.flags,
+            broadcast_buffers=partial(broadcast_buffers, model, setting=setting),
+            serve=self.serve,
+            tape=setting.tape,
         )
         self.cursor = Cursor(self.executor)
         self.evaluation = EvaluationGathers(
@@ -93,16 +91,6 @@ class Runner:
                 for bucket in program.buckets
             )
         return program
-
-    def _broadcast_buffers(self) -> None:
-        setting = self.setting
-        broadcast_buffers(
-            self.model,
-            source=self.passes.source,
-            groups=setting.groups,
-            collectives=setting.collectives,
-            tape=setting.tape,
-        )
 
     # Forward
 

@@ -11,11 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import DONE, Collectives, Work
-from shardwise.comm.groups import MeshGroups
+from shardwise.comm.collectives import DONE, Work
 from shardwise.comm.issued import CollectiveName
+from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.flat import FlatParams
-from shardwise.engine.core.tape import Tape
 from shardwise.engine.core.unit import Unit
 from shardwise.program import Kind
 from shardwise.spec import ROOT
@@ -42,20 +41,10 @@ class FlagRider(Protocol):
 class UsedFlags:
     """The flags of all parameters of a model."""
 
-    def __init__(
-        self,
-        units: Iterable[Unit],
-        *,
-        device: torch.device,
-        groups: MeshGroups,
-        collectives: Collectives,
-        tape: Tape,
-    ) -> None:
+    def __init__(self, units: Iterable[Unit], *, setting: CoreSetting) -> None:
         self.units = list(units)
-        self.groups = groups
-        self.collectives = collectives
-        self.tape = tape
-        self._device = device
+        self.groups, self.collectives, self.tape = setting.groups, setting.collectives, setting.tape
+        self._device = setting.device
         self._rider: FlagRider | None = None
         self.cover()
         self._name = CollectiveName(f"{Kind.REDUCE_FLAGS.value} {ROOT}")

@@ -44,11 +44,12 @@ def explain(spec: ModelSpec, *, strategy: str, num_ranks: int, replicate: int = 
     """Draw one step, 80 columns wide; `replicate` is the number of groups of ranks that each hold all slices."""
     placement = placement_of(strategy)
     step = _step(spec, strategy=strategy, num_ranks=num_ranks, replicate=replicate, prefetch=prefetch)
+    mesh = Mesh(replicate=replicate, shard=num_ranks // replicate)
     return [
         f"{strategy}, also known as {OTHER_NAMES[placement]}",
         *in_words(placement, num_groups=replicate),
         "",
-        *_owners(placement, mesh=step.mesh),
+        *_owners(placement, mesh=mesh),
         "",
         *step_lines(step, spec=spec),
         "",
