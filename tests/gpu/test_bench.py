@@ -39,7 +39,14 @@ def installed(engine: str) -> bool:
     return not package or find_spec(package) is not None
 
 
-@pytest.mark.parametrize("engine", [engine for engine in ENGINES if installed(engine)])
+# A minute each: the peers are measured with --whole.
+OURS = ("shardwise", "torch")
+PEERS = [
+    pytest.param(engine, marks=pytest.mark.whole) for engine in ENGINES if engine not in OURS and installed(engine)
+]
+
+
+@pytest.mark.parametrize("engine", [*OURS, *PEERS])
 @pytest.mark.usefixtures("shared_gpu")
 def test_both_strategies_are_measured_and_train_alike(engine: str, tmp_path: Path) -> None:
     config = TrainConfig.from_dict(

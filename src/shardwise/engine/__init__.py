@@ -1,25 +1,18 @@
 """Step 5 of 5: the engine runs a plan. `prepare` changes a model and an optimizer so that an ordinary loop trains.
 
-From the bottom up; each imports only what stands above it here.
+The core trains a model under every strategy and knows nothing else. Everything around it listens to its events, adds
+operations to its program, or uses its methods (core/core.py); take it away, and the core computes the same
+(tests/dist/test_core_alone.py). From the bottom up:
 
-tape.py         the operations that a run issued; pass_state.py: how a pass counts; step_errors.py: what is wrong with a
-                step; transfer.py: copies to the host
-params/         flat buffers (flat_buffers.py) and their gradients (flat.py), guards against reading what is freed, what
-                users write (written.py), what a quantised weight carries, casts;
-                unit.py: a unit at work
-grads/          the buffers that gradients are reduced in (segment.py, bucket.py), and which parameters were used
-activations/    recompute, offload and torch.compile of units
-optimizer/      what a rank's optimizer steps: slices, if it can (reach.py tries it), or whole matrices that it owns
-                (matrices.py); the fp16 scaler
-step/           runner.py listens to the model's hooks and moves the program's cursor, executor.py does the rows on
-                tensors, learn.py finds the order of units in the first step, first_inputs.py ranks with equal batches,
-                evaluation_gathers.py what forwards without gradients gather
-engine.py       what the model carries
-prepared/       what is asked of a prepared model: state dicts, clipping, accumulation, what it holds, whole parameters,
-                an average of them
-captured/       steps as CUDA graphs
-assembly.py     the parts of an engine for one plan
-prepare.py      puts it together; description.py: what ranks must have been given alike; refuse.py: models that it
-                does not take; extend.py: a prepared model that was changed
-replan.py       another plan between two steps; reshard.py: what moves then, a buffer at a time
+core/            units, flat buffers, buckets, the executor and the runner of a step, its tape, an optimizer's slices
+guards/          misuse, foreign writes, ranks that do different things or hold different bits, ranks with equal batches
+optimizer/       what an optimizer needs to see (reach.py), whole matrices that one rank owns, states, the fp16 scaler
+activations/     recompute, offload and torch.compile of units; offload/: copies to and from host memory
+protocol.py      the methods that every engine has, and how a prepared model carries its engine; our_engine.py: ours
+engine.py        the core of a model, and what is attached to it
+prepared/        functions for a prepared model: state dicts, clipping, accumulation, full parameters, averages
+captured/        steps as CUDA graphs
+plan_change/     another plan between two steps, and models that were changed
+out_of_memory/   steps that run out of memory: explained, undone, run again under a smaller plan
+prepare.py       puts it together
 """
