@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -30,8 +30,10 @@ def alike_ranks() -> Iterator[None]:
     def alike(value: Any, group: Any = None) -> list[Any]:
         return [value] * dist.get_world_size()
 
-    exchanges = (patch(f"shardwise.{home}.exchange", alike) for home in ("engine.assembly", "comm.agreement"))
-    with torch.backends.mkldnn.flags(enabled=True), next(exchanges), next(exchanges):
+    with ExitStack() as patched:
+        patched.enter_context(torch.backends.mkldnn.flags(enabled=True))
+        for home in ("comm.agreement", "engine.core.runner", "engine.guards.first_inputs"):
+            patched.enter_context(patch(f"shardwise.{home}.exchange", alike))
         yield
 
 
