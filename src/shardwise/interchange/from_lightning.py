@@ -63,11 +63,15 @@ def _strategy(value: object) -> tuple[str, Mapping[str, Any]]:
     return str(value), {}
 
 
+# Lightning's names of strategies that shard parameters.
+_SHARDING_STRATEGIES = dict.fromkeys(("ModelParallelStrategy", "fsdp", "fsdp_cpu_offload"), "fsdp")
+
+
 def _our_name(named: str, options: Mapping[str, Any]) -> str:
     if named == "FSDPStrategy":
         return FSDP_STRATEGIES.get(str(options.get("sharding_strategy", "FULL_SHARD")).upper().lstrip("_"), "fsdp")
-    if named in ("ModelParallelStrategy", "fsdp", "fsdp_cpu_offload"):
-        return "fsdp"
+    if named in _SHARDING_STRATEGIES:
+        return _SHARDING_STRATEGIES[named]
     if named == "DeepSpeedStrategy":
         return ZERO_STAGES.get(count(options.get("stage"), default=2), "zero2")
     stage = named.removeprefix("deepspeed_stage_").removesuffix("_offload")

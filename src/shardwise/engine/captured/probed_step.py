@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from shardwise.engine.captured.compile_clock import CompileClock
 from shardwise.engine.captured.python_state import PythonState, generators, versions
@@ -59,7 +60,12 @@ class ProbedStep:
         now = self._state.tensors()
         after = versions(now)
         replaced = [name for name in before if name not in after or before[name][0] != after[name][0]]
-        written = [name for name in before if name not in replaced and before[name] != after[name]]
+        uncounted = self._uncounted()
+        written = [
+            name
+            for name in before
+            if name not in replaced and (before[name] != after[name] or id(now[name]) in uncounted)
+        ]
         reasons = (
             noted.unguarded,
             f"{waits[0]} waits for the device" if waits else "",
@@ -79,6 +85,12 @@ class ProbedStep:
             compiled=clock.num_compiles > 0,
         )
         return result
+
+    def _uncounted(self) -> set[int]:
+        """Return the tensors, by id, that torch writes into without counting it: statistics of batch normalisation."""
+        norms = [module for module in self._engine.core.model.modules() if isinstance(module, _NormBase)]
+        statistics = (tensor for norm in norms if norm.training for tensor in (norm.running_mean, norm.running_var))
+        return {id(tensor) for tensor in statistics if tensor is not None}
 
     def _changed(self, values: tuple[Any, ...], replaced: list[str]) -> str:
         changed = self._state.changed(values) or (replaced[0] if replaced else "")

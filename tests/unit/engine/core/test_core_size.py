@@ -15,6 +15,8 @@ from shardwise import Plan
 from shardwise.comm.absent import AbsentCollectives, absent_group
 from shardwise.engine import core
 from shardwise.engine.core.runner import Runner
+from shardwise.engine.engine import engine_of
+from shardwise.plan.placement import STRATEGIES
 
 CORE = Path(core.__file__).parent
 SOURCE = Path(shardwise.__file__).parent
@@ -93,3 +95,17 @@ def test_from_autograds_hook_to_a_collective_are_at_most_six_frames_in_three_fil
     for frames in collectives.paths.values():
         assert len(frames) <= 6
         assert len(set(frames)) <= 3
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_a_rank_that_is_alone_hands_nothing_to_the_backend_in_a_step(strategy: str) -> None:
+    with absent_group(1):
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shardwise.prepare(model, optimizer, Plan(strategy=strategy))
+        for _ in range(2):
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        groups = engine_of(model).core.setting.groups
+        assert [group.log.issued for group in groups.by_name().values()] == [[], [], [], []]
