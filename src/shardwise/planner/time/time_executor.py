@@ -276,7 +276,7 @@ class TimeExecutor:
 
     def _matrices_seconds(self) -> tuple[float, float]:
         """Of what is stepped by a rule for matrices, on the rank that takes the longest: all wait for it."""
-        ranks = (self.job.whole.on(rank) for rank in range(self.job.num_slices))
+        ranks = (self.job.matrices.on(rank) for rank in range(self.job.num_slices))
         return max((muon_seconds(matrices, device=self.cluster.device) for matrices in ranks), key=sum)
 
     def _clip(self, num_bytes: int) -> Iterator[Instruction]:

@@ -89,7 +89,6 @@ def test_the_categories_add_up_to_what_is_allocated(strategy: str) -> None:
     assert tuple(found.breakdown_bytes) == CATEGORIES
     assert sum(found.breakdown_bytes.values()) == found.allocated_bytes <= found.reserved_bytes < found.device_bytes
     assert all(num_bytes >= 0 for num_bytes in found.breakdown_bytes.values())
-    assert max(num_bytes for _, num_bytes in found.timeline) >= found.allocated_bytes * 0.99
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
