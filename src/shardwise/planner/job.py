@@ -53,6 +53,13 @@ class Job:
             self._cuts[length] = replace(self, short=short, _cuts={})
         return self._cuts[length]
 
+    @property
+    def unshortened(self) -> "Job":
+        """The same plan on the model with all of its units."""
+        if not self.short.weights:
+            return self
+        return replace(self, short=Short(spec=self.spec, weights={}, chosen={}), _cuts={})
+
     @cached_property
     def ledger(self) -> Ledger:
         return self._ledger(self.memory_rows)
