@@ -49,7 +49,6 @@ class Calibration:
     ranks_per_core: float = 1.0
 
     def as_table(self) -> dict[str, Any]:
-        """Return the table that `read_calibration` reads."""
         return {
             "source": self.source,
             "kind": self.kind,

@@ -52,7 +52,6 @@ class Cluster:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Parse a cluster in the grammar above."""
     return _Parser(text).cluster()
 
 

@@ -69,7 +69,6 @@ class Device:
         return "cpu" if self.name == "cpu" else "cuda"
 
     def flops_per_s(self, dtype: str) -> Sourced[float] | None:
-        """Return the peak in fp32, tf32, bf16 or fp16."""
         peak: Sourced[float] | None
         try:
             peak = getattr(self, f"{dtype}_flops_per_s")
@@ -95,7 +94,6 @@ def read_device(name: str, table: object, *, key: str, like: Device | None = Non
 
 @cache
 def devices() -> Mapping[str, Device]:
-    """Return all devices that come with the package, by name."""
     return {name: read_device(name, table, key=name) for name, table in shipped_table("devices").items()}
 
 

@@ -34,7 +34,6 @@ class HostSpeed:
     share: float = key(1.0, "elapsed seconds per second on a core: above 1 on a shared core", least=1.0, most=1e6)
 
     def to_data(self) -> dict[str, Any]:
-        """Return the table that `read_host_speed` reads."""
         return asdict(self)
 
     @property

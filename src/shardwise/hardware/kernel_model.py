@@ -126,7 +126,6 @@ class KernelModel:
         self._seen: dict[Kernel, float] = {}
 
     def seconds(self, kernel: Kernel) -> float:
-        """Return the kernel's time on the device."""
         found = self._seen.get(kernel)
         if found is None:
             computed = self._as_computed(kernel)

@@ -45,7 +45,6 @@ class HostWatch:
             chain_seconds(chain, x)
 
     def turn(self) -> None:
-        """Measure all kinds of calls once."""
         found = {"call": _seconds_of(self._call), "hook": _seconds_of(self._hooked)}
         for kind, chain, x in self._chains:
             found[f"{kind} forward"], found[f"{kind} backward"] = chain_seconds(chain, x)
@@ -88,7 +87,6 @@ def seconds_on_core(seconds: float) -> tuple[float, float]:
 
 
 def _middle(values: list[float]) -> float:
-    """Return the mean of the middle half."""
     ordered, quarter = sorted(values), len(values) // 4
     return statistics.fmean(ordered[quarter : len(values) - quarter])
 

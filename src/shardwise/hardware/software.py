@@ -32,7 +32,6 @@ class Software:
 
 @cache
 def generations() -> Mapping[str, Software]:
-    """Return all generations, by name."""
     return {name: _read(name, table) for name, table in shipped_table("software").items()}
 
 

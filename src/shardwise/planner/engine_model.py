@@ -82,5 +82,4 @@ ENGINE_MODELS: Mapping[str, EngineModel] = MappingProxyType({model.rules.name: m
 
 
 def engine_model_of(plan: Plan) -> EngineModel:
-    """Return the model of the engine that runs a plan."""
     return ENGINE_MODELS[rules_of(plan).name]

@@ -7,6 +7,7 @@ from functools import cached_property
 from math import prod
 
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.planner.engine_model import EngineModel, engine_model_of
 from shardwise.planner.fold import Short, cut
@@ -42,7 +43,8 @@ class Job:
     known_peaks: dict[int, StreamPeak] = field(default_factory=dict)
     _cuts: "dict[int, Job]" = field(default_factory=dict)
 
-    def replay(self) -> Replayed:
+    @cached_property
+    def replayed(self) -> Replayed:
         return replay(self.memory_rows, at_rest=self.at_rest)
 
     def cut(self, length: int) -> "Job":
@@ -66,7 +68,6 @@ class Job:
 
     @cached_property
     def first_ledger(self) -> Ledger:
-        """The ledger of the first step."""
         return self._ledger(self.first_rows) if self.in_order else self.ledger
 
     def _ledger(self, rows: Iterable[MemoryRow]) -> Ledger:
@@ -94,9 +95,13 @@ class Job:
         return self.plan.placements(unit.name for unit in self.spec.units)
 
     @property
-    def num_slices(self) -> int:
+    def mesh(self) -> Mesh:
         assert self.plan.mesh is not None
-        return self.plan.mesh.shard
+        return self.plan.mesh
+
+    @property
+    def num_slices(self) -> int:
+        return self.mesh.shard
 
     @property
     def _state_setting(self) -> StateSetting:
@@ -200,9 +205,8 @@ class Job:
     @property
     def num_communicators(self) -> int:
         """Communicators of a process: one more for a second axis of the mesh, none to gather from oneself."""
-        assert self.plan.mesh is not None
-        of_gathers = self.engine.gather_communicators if self.gathers and self.plan.mesh.shard > 1 else 0
-        return self.engine.num_communicators + of_gathers + (self.plan.mesh.replicate > 1)
+        of_gathers = self.engine.gather_communicators if self.gathers and self.mesh.shard > 1 else 0
+        return self.engine.num_communicators + of_gathers + (self.mesh.replicate > 1)
 
     @cached_property
     def streams(self) -> list[tuple[Key, Stream]]:

@@ -37,7 +37,6 @@ class UnitSizes:
 
 
 def sizes_of(spec: ModelSpec, *, plan: Plan) -> Mapping[str, UnitSizes]:
-    """Return the sizes by unit."""
     return _sizes(spec, plan.precision, plan.keep_fp32, plan.reduce_dtype)
 
 

@@ -49,7 +49,6 @@ class TracedStep:
         self._in_backward = False
 
     def reach(self, key: Key) -> None:
-        """Run the operations of a row."""
         trigger, unit, call = _TRIGGERS[key[0]], key[1], key[2]
         if not self._in_backward and trigger not in _FORWARD:
             self._in_backward = True

@@ -13,6 +13,5 @@ def is_block_matrix(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def block_matrices(spec: ModelSpec) -> list[str]:
-    """Return the names of the trainable block matrices."""
     params = (param for unit in spec.units for param in unit.params)
     return [param.name for param in params if param.trainable and is_block_matrix(param.name, param.shape)]

@@ -31,7 +31,6 @@ FORMAT = 1
 
 
 def save_spec(spec: ModelSpec, path: str | os.PathLike[str]) -> None:
-    """Write a spec atomically."""
     with atomic_write(path) as file:
         file.write(encode_text(spec).encode() + b"\n")
 
@@ -62,7 +61,6 @@ def decode_text(text: str, *, where: str, ways: Collection[tuple[str, str]] | No
 
 
 def encode(spec: ModelSpec) -> dict[str, Any]:
-    """Return the spec in JSON's types."""
     laws: dict[Law, int] = {}
     streams: dict[tuple[str, str], int] = {}
     traces = [

@@ -39,7 +39,6 @@ class TensorSpec:
         return self.trainable != self.switched
 
     def trained_now(self, trainable: bool) -> "TensorSpec":
-        """Return the same parameter, frozen or thawed."""
         return replace(self, trainable=trainable, switched=trainable != self.starts_trainable)
 
     @property

@@ -108,5 +108,4 @@ class Skipper:
 
 
 def geometry(tensor: Tensor) -> tuple[Any, ...]:
-    """Return shape, dtype and strides."""
     return tuple(tensor.shape), tensor.dtype, tensor.stride()

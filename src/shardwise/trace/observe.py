@@ -78,7 +78,6 @@ class ObservedStep:
 
 
 def observe(task: TracedTask, *, way: Way, batch_size: int, runs: Sequence[Run]) -> ObservedStep:
-    """Run a step on fake tensors and record it."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = OpRecorder(scratch=SCRATCH[way.device], in_fp32=IN_FP32[way.device])
     kernels = GpuKernels(recorder) if way.device == "cuda" else None

@@ -48,7 +48,7 @@ def test_memory_is_that_of_all_units(different: dict[str, Any]) -> None:
     folded = job(replace(PLAN, **different))
     whole = folded.unshortened
     for batch in (1, 4, 32):
-        assert folded.replay().peak(batch).breakdown(batch) == whole.replay().peak(batch).breakdown(batch)
+        assert folded.replayed.peak(batch).breakdown(batch) == whole.replayed.peak(batch).breakdown(batch)
     assert [line.at(4) for line in folded.at_rest] == [line.at(4) for line in whole.at_rest]
 
 

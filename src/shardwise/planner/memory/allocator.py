@@ -96,7 +96,6 @@ class CachingAllocator:
         del free[bisect_left(free, (block.size, block.address))]
 
     def _merge(self, block: MemoryBlock, other: MemoryBlock) -> None:
-        """Merge a neighbour into `block`."""
         block.size += other.size
         if other is block.before:
             block.address = other.address

@@ -18,7 +18,6 @@ from shardwise.planner.memory.constants import (
     KERNEL_BYTES,
     RULES,
 )
-from shardwise.planner.memory.replay import Replayed
 from shardwise.planner.memory.reserved import Reserved, reserve
 from shardwise.planner.memory.states import optimizer_of
 from shardwise.planner.memory.stream_peak import StreamPeak
@@ -72,8 +71,8 @@ def estimate(
     """
     if batch < 1:
         raise InvalidPlan(f"micro_batch = {batch}: must be a whole number of at least 1")
-    job, replayed = _replayed(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device)
-    peak = replayed.peak(batch)
+    job = job_of(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device)
+    peak = job.replayed.peak(batch)
     breakdown = peak.breakdown(batch)
     outside = _outside(job, device=device, context=context_bytes, communicator=communicator_bytes)
     reserved = 0
@@ -91,14 +90,44 @@ def estimate(
         device_bytes=reserved + outside,
         breakdown_bytes=breakdown,
         peak_at=peak.label,
-        at_rest_bytes=sum(line.at(batch) for line in replayed.at_rest),
+        at_rest_bytes=sum(line.at(batch) for line in job.at_rest),
         activations_known=bool(spec.traces),
     )
 
 
 def job_of(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, device: str) -> Job:
-    """Return the job of a plan for every batch; equal arguments return the same job."""
-    return _replayed(spec, plan=plan, num_ranks=num_ranks, optimizer=optimizer, device=device)[0]
+    """Return the job of a plan for every batch; plans that differ in nothing but the batch have the same job."""
+    known, key = _jobs(spec, optimizer, device), (_without_batch(plan), num_ranks)
+    if key not in known:
+        mesh, rule = plan.mesh or Mesh(shard=num_ranks), optimizer_of(optimizer)
+        mesh.check_ranks(num_ranks)
+        plan = with_owners(spec, plan=replace(plan, micro_batch=None, mesh=mesh), optimizer=rule)
+        traces = _traces(spec, plan=plan)
+        known[key] = Job(
+            spec=spec,
+            plan=plan,
+            short=shorten(spec, plan=plan, runs=traces["none"].runs if traces else ()),
+            traces=traces,
+            optimizer=rule,
+            rules=RULES[device],
+            known_peaks=_known_peaks(spec, device, engine_model_of(plan).grads_leave_at_once),
+        )
+    return known[key]
+
+
+_without_batch = attrgetter(*(item.name for item in fields(Plan) if item.name != "micro_batch"))
+
+
+@lru_cache(maxsize=16)
+def _jobs(spec: ModelSpec, optimizer: str, device: str) -> dict[object, Job]:
+    """Return the cache of jobs."""
+    return {}
+
+
+@lru_cache(maxsize=64)
+def _known_peaks(spec: ModelSpec, device: str, grads_leave_at_once: bool) -> dict[int, StreamPeak]:
+    """Return the cache of stream peaks."""
+    return {}
 
 
 def _outside(job: Job, *, device: str, context: int | None, communicator: int | None) -> int:
@@ -119,50 +148,6 @@ def computes_in(spec: ModelSpec, *, plan: Plan) -> str:
     if plan.precision == "fp32":
         return "fp32"
     return "autocast" if engine_model_of(plan).autocasts else "bf16"
-
-
-Prepared = tuple[Job, Replayed]
-
-_structure = attrgetter(*(item.name for item in fields(Plan) if item.name != "micro_batch"))
-
-
-@lru_cache(maxsize=16)
-def _prepared(spec: ModelSpec, optimizer: str, device: str) -> dict[object, Prepared]:
-    """Return the cache of replayed plans, by all settings but the batch."""
-    return {}
-
-
-def _replayed(spec: ModelSpec, *, plan: Plan, num_ranks: int, optimizer: str, device: str) -> Prepared:
-    """Return everything that does not depend on the batch, so that a search over batches is cheap."""
-    known = _prepared(spec, optimizer, device)
-    key = (_structure(plan), num_ranks)
-    if key not in known:
-        mesh = plan.mesh or Mesh(shard=num_ranks)
-        mesh.check_ranks(num_ranks)
-        owned = with_owners(spec, plan=replace(plan, micro_batch=None, mesh=mesh), optimizer=optimizer_of(optimizer))
-        known[key] = _replay(spec, plan=owned, optimizer=optimizer, device=device)
-    return known[key]
-
-
-def _replay(spec: ModelSpec, *, plan: Plan, optimizer: str, device: str) -> Prepared:
-    traces = _traces(spec, plan=plan)
-    short = shorten(spec, plan=plan, runs=traces["none"].runs if traces else ())
-    job = Job(
-        spec=spec,
-        plan=plan,
-        short=short,
-        traces=traces,
-        optimizer=optimizer_of(optimizer),
-        rules=RULES[device],
-        known_peaks=_known_peaks(spec, device, engine_model_of(plan).grads_leave_at_once),
-    )
-    return job, job.replay()
-
-
-@lru_cache(maxsize=64)
-def _known_peaks(spec: ModelSpec, device: str, grads_leave_at_once: bool) -> dict[int, StreamPeak]:
-    """Return the cache of stream peaks for jobs whose streams run alike."""
-    return {}
 
 
 @lru_cache(maxsize=4096)

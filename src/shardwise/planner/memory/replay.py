@@ -91,10 +91,9 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """The peaks, one of which is the highest at any batch, and what is held at rest."""
+    """The peaks, one of which is the highest at any batch."""
 
     peaks: tuple[Peak, ...]
-    at_rest: tuple[Line, ...]
 
     def peak(self, batch: int) -> Peak:
         return max(self.peaks, key=lambda peak: peak.total(batch))
@@ -187,8 +186,7 @@ def replay(rows: Iterable[MemoryRow], *, at_rest: Sequence[Line]) -> Replayed:
     if not state.peaks:
         # Nothing is known to be allocated in the step.
         state.see("at rest", state.const, state.per_sample)
-    peaks = tuple(peak for found in state.peaks.values() for _, _, peak in found)
-    return Replayed(peaks=peaks, at_rest=tuple(at_rest))
+    return Replayed(peaks=tuple(peak for found in state.peaks.values() for _, _, peak in found))
 
 
 @dataclass(slots=True)

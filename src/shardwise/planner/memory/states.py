@@ -38,7 +38,6 @@ class OptimizerRule:
     matrices: "OptimizerRule | None" = None
 
     def of(self, param: TensorSpec) -> "OptimizerRule":
-        """Return the rule for one parameter."""
         return self.matrices if self.matrices is not None and is_block_matrix(param.name, param.shape) else self
 
 
@@ -92,7 +91,6 @@ class StateSetting:
         return -(-num_bytes // self.rules.block_bytes) * self.rules.block_bytes
 
     def buffer_bytes(self, unit: UnitSpec) -> int:
-        """Return the bytes of a unit's buffers."""
         return sum(self.rounded(buffer.num_bytes) for buffer in unit.buffers)
 
     def moments(self, steps: Iterable[tuple[TensorSpec, int]]) -> tuple[int, ...]:

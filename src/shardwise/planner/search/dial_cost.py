@@ -40,7 +40,6 @@ class DialCosts:
 
     @property
     def band(self) -> float:
-        """The error band of memory predictions."""
         return engine_model_of(self.base).error_band
 
     @property

@@ -26,7 +26,6 @@ class Scaled:
 
     @property
     def global_batch(self) -> int:
-        """Samples per step, over all ranks and passes."""
         return self.candidate.global_batch
 
 

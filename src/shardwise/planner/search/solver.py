@@ -70,7 +70,6 @@ class Solver:
         return found if self.fits(found) else None
 
     def score(self, dial: Dial) -> float:
-        """Return the value to maximize."""
         return self.costs.speed(dial) if self.fits(dial) else -inf
 
     def fits(self, dial: Dial) -> bool:

@@ -17,7 +17,7 @@ from shardwise.plan import Plan
 CALIBRATED = "kernels calibrated"
 BORROWED = "kernels of an H200 on the same architecture"
 BORROWED_FAR = "kernels of an H200 on another architecture"
-BORROWED_NEW = "kernels of an H200 on a kind of device that was never checked"
+BORROWED_NEW = "extrapolated from an H200, not validated"
 NODES = "across nodes"
 COMPILED = "compiled"
 HOST_MEASURED = "bound by the host"
@@ -79,7 +79,6 @@ def time_band(*, plan: Plan, cluster: Cluster, host_share: float, foreign: str =
 
 
 def kernels_fact(device: Device) -> str:
-    """Return the fact about a device's kernels."""
     if device.calibration is not None or shipped_calibration(device.name) is not None:
         return CALIBRATED
     if device.name not in CHECKED:

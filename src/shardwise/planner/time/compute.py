@@ -12,10 +12,10 @@ from shardwise.spec.step import Op, Stream
 
 KERNELS: Mapping[str, str] = MappingProxyType(
     {
-        "mm": "matmul",
-        "addmm": "matmul",
-        "bmm": "matmul",
-        "baddbmm": "matmul",
+        **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), "matmul"),
+        **dict.fromkeys(("_log_softmax", "_softmax", "_safe_softmax"), "log_softmax"),
+        **dict.fromkeys(("_log_softmax_backward_data", "_softmax_backward_data"), "log_softmax_backward"),
+        **dict.fromkeys(("zeros", "ones", "zeros_like", "ones_like"), "fill"),
         "native_layer_norm": "layer_norm",
         "native_layer_norm_backward": "layer_norm_backward",
         "_fused_rms_norm": "rms_norm",
@@ -25,11 +25,6 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "native_batch_norm_backward": "batch_norm_backward",
         "max_pool2d_with_indices": "max_pool",
         "max_pool2d_with_indices_backward": "max_pool_backward",
-        "_log_softmax": "log_softmax",
-        "_log_softmax_backward_data": "log_softmax_backward",
-        "_softmax": "log_softmax",
-        "_safe_softmax": "log_softmax",
-        "_softmax_backward_data": "log_softmax_backward",
         "nll_loss_forward": "nll_loss",
         "embedding_dense_backward": "embedding_backward",
         "native_dropout": "dropout",
@@ -37,10 +32,6 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "_to_copy": "cast",
         "clone": "transpose",
         "sum": "column_sum",
-        "zeros": "fill",
-        "ones": "fill",
-        "zeros_like": "fill",
-        "ones_like": "fill",
     }
 )
 """Operation → the kernel that calibrate measures for it, if the names differ."""
@@ -79,12 +70,10 @@ states. Fitted to benchmarks/results/step_times_h200.json: 1.8 ms per unit with 
 
 
 def can_time(device: Device) -> bool:
-    """Return whether the device's speeds are known."""
     return device.memory_bytes_per_s is not None and device.fp32_flops_per_s is not None
 
 
 def kernel_of(op: Op, *, batch: int, seq: int | None, precision: str, backward: bool = False) -> Kernel:
-    """Return the kernel of an operation."""
     num_flops, line = float(op.num_flops.at(batch=batch, seq=seq)), op.num_bytes.line(seq)
     num_bytes = float(line.at(batch))
     name = KERNELS.get(op.name, op.name)

@@ -32,11 +32,10 @@ class Schedule:
 
 def schedule_of(job: Job, *, cluster: Cluster, optimizer: str, clips: bool = False) -> Schedule:
     """Return the schedule of a job, whose model may be shortened; `clips`: clip the gradients by their norm."""
-    assert job.plan.mesh is not None
     executor = TimeExecutor(
         job=job,
         cluster=cluster,
-        rings=rings_of(job.plan.mesh, cluster=cluster),
+        rings=rings_of(job.mesh, cluster=cluster),
         optimizer=optimizer,
         clips=clips,
         sizes=sizes_of(job.spec, plan=job.plan),
@@ -48,7 +47,6 @@ def schedule_of(job: Job, *, cluster: Cluster, optimizer: str, clips: bool = Fal
 
 
 def schedule_by(executor: TimeExecutor) -> Schedule:
-    """Return the schedule that an executor writes."""
     job = executor.job
     last, update = _pass(job.program, executor)
     first = last

@@ -113,23 +113,19 @@ class Pieces:
         return self._flops
 
 
-@dataclass(slots=True, eq=False)
-class _Known:
-    """The cached computations of a model in one precision on one device."""
-
-    pieces: dict[tuple[PieceKey, ...], Pieces] = field(default_factory=dict)
-    seen: dict[PieceKey, Work] = field(default_factory=dict)
-
-
 @lru_cache(maxsize=64)
-def _known(spec: ModelSpec, precision: str, device: Device) -> _Known:
-    return _Known()
+def _known(
+    spec: ModelSpec, precision: str, device: Device
+) -> tuple[dict[tuple[PieceKey, ...], Pieces], dict[PieceKey, Work]]:
+    """Return the caches of pieces and of the seconds of single streams."""
+    return {}, {}
 
 
 def timed_pieces(job: Job, *, device: Device) -> Pieces:
     """Return the pieces of a job, shared by jobs of equal streams (to which they refer, so that ids stay unique)."""
     pieces = pieces_of(job)
-    known, key = _known(job.spec, job.precision, device), tuple(piece.key for piece in pieces)
-    if key not in known.pieces:
-        known.pieces[key] = Pieces(pieces, job.spec.seq, job.precision, device, known.seen)
-    return known.pieces[key]
+    known, seen = _known(job.spec, job.precision, device)
+    key = tuple(piece.key for piece in pieces)
+    if key not in known:
+        known[key] = Pieces(pieces, job.spec.seq, job.precision, device, seen)
+    return known[key]

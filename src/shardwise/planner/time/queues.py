@@ -77,7 +77,6 @@ class Queues:
     spans: list[Span] | None = None
 
     def run(self, instructions: Sequence[Instruction], works: Sequence[Work]) -> None:
-        """Issue all instructions in order."""
         # Local variables, because this is the planner's hottest loop.
         cpu, compute, wire, fabric, exposed, sent, slowed = self.now()
         slowdown, is_host, ends, spans = self.slowdown, self.is_host, self.ends, self.spans

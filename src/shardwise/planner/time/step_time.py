@@ -105,7 +105,7 @@ def timeline(
 ) -> list[Span]:
     """Return the spans of each queue in one step, from its beginning."""
     assert plan.micro_batch is not None
-    prepared = _unshortened(_prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips))
+    prepared = _prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips, shortened=False)
     queues, _, _ = _steady(prepared, batch=plan.micro_batch, records=True)
     assert queues.spans is not None
     start = min((span.start for span in queues.spans), default=0.0)
@@ -127,8 +127,6 @@ class _Prepared:
 
     job: Job
     cluster: Cluster
-    optimizer: str
-    clips: bool
     schedule: Schedule
     pieces: Pieces
     straggler_share: float
@@ -136,33 +134,29 @@ class _Prepared:
 
 
 @lru_cache(maxsize=4096)
-def _known(job: Job) -> dict[tuple[int, str, bool], _Prepared]:
+def _known(job: Job) -> dict[tuple[int, str, bool, bool], _Prepared]:
     """Return the cache of a job, by the id of the cluster, which is slow to hash; the values refer to it."""
     return {}
 
 
-def _prepare(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, clips: bool = False) -> _Prepared:
+def _prepare(
+    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, clips: bool = False, shortened: bool = True
+) -> _Prepared:
     device = cluster.device.torch_type
     job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=device)
-    known, key = _known(job), (id(cluster), optimizer, clips)
+    known, key = _known(job), (id(cluster), optimizer, clips, shortened)
     if key not in known:
-        known[key] = _scheduled(timed_job(job), cluster=cluster, optimizer=optimizer, clips=clips)
+        job = timed_job(job) if shortened else job.unshortened
+        rings = rings_of(job.mesh, cluster=cluster)
+        known[key] = _Prepared(
+            job=job,
+            cluster=cluster,
+            schedule=schedule_of(job, cluster=cluster, optimizer=optimizer, clips=clips),
+            pieces=timed_pieces(job, device=cluster.device),
+            straggler_share=straggler_share(rings, cluster=cluster, gathers=job.gathers),
+            sent_bytes=sent_bytes(job),
+        )
     return known[key]
-
-
-def _scheduled(job: Job, *, cluster: Cluster, optimizer: str, clips: bool) -> _Prepared:
-    assert job.plan.mesh is not None
-    rings = rings_of(job.plan.mesh, cluster=cluster)
-    return _Prepared(
-        job=job,
-        cluster=cluster,
-        optimizer=optimizer,
-        clips=clips,
-        schedule=schedule_of(job, cluster=cluster, optimizer=optimizer, clips=clips),
-        pieces=timed_pieces(job, device=cluster.device),
-        straggler_share=straggler_share(rings, cluster=cluster, gathers=job.gathers),
-        sent_bytes=sent_bytes(job),
-    )
 
 
 def timed_job(job: Job) -> Job:
@@ -171,11 +165,6 @@ def timed_job(job: Job) -> Job:
     Otherwise a unit does not do the same as the one before it, and cannot stand for others.
     """
     return job.unshortened if any(len(bucket.units) > 1 for bucket in job.program.buckets) else job
-
-
-def _unshortened(prepared: _Prepared) -> _Prepared:
-    job = prepared.job.unshortened
-    return _scheduled(job, cluster=prepared.cluster, optimizer=prepared.optimizer, clips=prepared.clips)
 
 
 def _works(prepared: _Prepared, *, batch: int) -> list[Work]:

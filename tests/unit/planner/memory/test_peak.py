@@ -55,7 +55,7 @@ def peaks_of(spec: ModelSpec, *, plan: Plan) -> list[list[int]]:
         job = Job(
             spec=spec, plan=plan, short=short, traces=traces, optimizer=optimizer_of("adamw"), rules=RULES["cuda"]
         )
-        peaks.append([job.replay().peak(batch).total(batch) for batch in (1, 4, 32)])
+        peaks.append([job.replayed.peak(batch).total(batch) for batch in (1, 4, 32)])
     return peaks
 
 

@@ -16,7 +16,6 @@ from shardwise.planner.time.step_time import (
     TimeEstimate,
     _prepare,
     _steady,
-    _unshortened,
     block_seconds,
     estimate_time,
     timeline,
@@ -55,9 +54,10 @@ def test_few_units_take_as_long_as_all_that_they_stand_for(
     ):
         plan = plan_of(strategy, engine=engine, **options)
         short = _prepare(SPEC, plan=plan, cluster=cluster_of(cluster), optimizer="adamw")
+        full = _prepare(SPEC, plan=plan, cluster=cluster_of(cluster), optimizer="adamw", shortened=False)
         assert short.job.short.weights
         queues, seconds, cpu_seconds = _steady(short, batch=batch)
-        whole, whole_seconds, whole_cpu_seconds = _steady(_unshortened(short), batch=batch)
+        whole, whole_seconds, whole_cpu_seconds = _steady(full, batch=batch)
         assert seconds == pytest.approx(whole_seconds, rel=0.002)
         assert cpu_seconds == pytest.approx(whole_cpu_seconds, rel=1e-6)
         assert queues.sent == pytest.approx(whole.sent, rel=1e-6)

@@ -51,7 +51,7 @@ class MemoryExecutor:
 
     @abstractmethod
     def action(self, operation: Operation, row: Row) -> Action:
-        """Return what the operation does."""
+        """Return the action of an operation."""
 
     def skipped(self, operation: Operation, row: Row) -> Action | None:
         return None
