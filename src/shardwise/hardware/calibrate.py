@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.hardware.measure import Stopwatch
-from shardwise.hardware.measure_host import dispatch_rows, host_copy_rows, update_rows
+from shardwise.hardware.measure_host import dispatch_rows, update_rows
 from shardwise.hardware.probe import Probe, cpu_probes, cuda_probes
 
 CalibrationRow = dict[str, Any]
@@ -32,7 +32,7 @@ def measure_device(
     began = time.monotonic()
     about = _about(device)
     probes = cuda_probes() if device.type == "cuda" else cpu_probes()
-    rows: list[CalibrationRow] = [*dispatch_rows(device), *update_rows(device), *host_copy_rows(device)]
+    rows: list[CalibrationRow] = [*dispatch_rows(device), *update_rows(device)]
     # The rows of the host count as one step of the progress.
     total = len(probes) + 1
     progress(1, total)

@@ -142,24 +142,6 @@ def _update_seconds(optimizer: torch.optim.Optimizer, *, device: torch.device) -
     return statistics.median(launches[2:]), statistics.median(totals[2:])
 
 
-def host_copy_rows(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield the time of a copy from pinned host memory to the device, and back."""
-    if device.type != "cuda":
-        return
-    num_bytes = 2**28
-    there, here = torch.empty(num_bytes, dtype=torch.uint8, device=device), torch.empty(num_bytes, dtype=torch.uint8)
-    here = here.pin_memory()
-    for role, to, source in (("to_device", there, here), ("to_host", here, there)):
-        timings = []
-        for _ in range(4):
-            synchronize(device)
-            began = time.perf_counter()
-            to.copy_(source, non_blocking=True)
-            synchronize(device)
-            timings.append(time.perf_counter() - began)
-        yield {"name": "host_copy", "role": role, "num_bytes": num_bytes, "seconds": statistics.median(timings[1:])}
-
-
 def _clock(device: torch.device) -> Callable[[], float]:
     """Return the wall clock for a GPU, whose backward is issued by autograd's own threads."""
     return time.perf_counter if device.type == "cuda" else cpu_clock()

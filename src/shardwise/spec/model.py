@@ -40,10 +40,6 @@ class UnitSpec:
     def num_params(self) -> int:
         return sum(param.num_elements for param in self.params)
 
-    @property
-    def param_bytes(self) -> int:
-        return sum(param.num_bytes for param in self.params)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -88,10 +84,6 @@ class ModelSpec:
     @property
     def num_params(self) -> int:
         return sum(unit.num_params for unit in self.units)
-
-    @property
-    def param_bytes(self) -> int:
-        return sum(unit.param_bytes for unit in self.units)
 
     def trace(self, *, computes_in: str, recompute: str) -> StepTrace | None:
         """Return the trace of this way of computing, or None."""

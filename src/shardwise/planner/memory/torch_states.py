@@ -13,7 +13,7 @@ from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT, PRECISIONS, master_dt
 
 
 def ddp_states(unit: UnitSpec, *, placement: Placement, setting: StateSetting) -> UnitStates:
-    """DDP: parameters in the optimizer's dtype, and a place in a bucket for each gradient."""
+    """Return the states under DDP: parameters in the optimizer's dtype, and a place in a bucket per gradient."""
     params = [(param, param.num_elements * _master_bytes(param, plan=setting.plan)) for param in unit.params]
     steps = [(param, size) for param, size in params if param.trainable]
     elementwise = [size for param, size in steps if setting.optimizer.of(param) is setting.optimizer]
@@ -35,7 +35,7 @@ def ddp_states(unit: UnitSpec, *, placement: Placement, setting: StateSetting) -
 
 
 def fully_shard_states(unit: UnitSpec, *, placement: Placement, setting: StateSetting) -> UnitStates:
-    """fully_shard: rank 0's shard of each parameter, which is cut along its first dimension and padded."""
+    """Return the states under fully_shard: rank 0's shard of each parameter, cut along its first dimension."""
     plan, num_slices, rounded = setting.plan, setting.num_slices, setting.rounded
     shards = [(param, _shard_elements(param, num_slices=num_slices)) for param in unit.params]
     stepped = [(param, count * _master_bytes(param, plan=plan)) for param, count in shards]

@@ -181,7 +181,7 @@ class TimeExecutor:
         return Instruction(SEND, name, int(ring.num_nodes > 1), launch, seconds)
 
     def _copy(self, name: str, num_bytes: float, *, launch: float = 0.0) -> Instruction:
-        """Copy; `num_bytes` are read and written."""
+        """Copy memory; `num_bytes` counts reads and writes."""
         kernel = copy_seconds(num_bytes, device=self.cluster.device) if num_bytes else 0.0
         return self._work(name, launch, kernel)
 
