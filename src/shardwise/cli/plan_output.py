@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwise.cli.plan_answer import PlanAnswer
-from shardwise.hardware.host_here import host_is_probed
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.time.step_time import why_not_timed
 from shardwise.report.text.budgets import frontier_data, frontier_table, training_data, training_table
@@ -25,7 +24,7 @@ def as_data(shown: PlanAnswer) -> dict[str, Any]:
         "cluster": str(shown.found[0].cluster),
         "recommended": shown.recommendation.index,
         "why": shown.why,
-        "host": "probed" if host_is_probed(shown.found[0].cluster.device) else "assumed",
+        "host": "probed" if shown.found[0].cluster.device.host is not None else "assumed",
         "candidates": [candidate_data(candidate) for candidate in shown.found],
         "captured": captured,
         "compiled": compiled,
@@ -96,7 +95,7 @@ def _remarks(shown: PlanAnswer) -> Iterator[str]:
             f"With compiled units its step takes {step_seconds_text(shown.compiled.time.step_seconds)} s; "
             "--compile auto lets the solver choose that too (results then differ by rounding)."
         )
-    if unknown is None and not host_is_probed(first.cluster.device):
+    if unknown is None and first.cluster.device.host is None:
         yield "The speed of the host CPU is assumed; --here measures it, on the machine itself."
     if shown.frontier is not None:
         yield "Frontier: excludes allocator overhead; a fixed plan has one strategy and one recompute for all units."

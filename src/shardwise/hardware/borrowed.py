@@ -1,13 +1,13 @@
-"""The kernel model of a device: by its own calibration, or by one that it borrows. No torch here.
+"""The kernel model of a device, from its own calibration or from a borrowed one. No torch here.
 
-A kernel's time on the lender has two parts: what its peak (operations or bytes per second) alone would take, and the
-rest: latencies, instructions, what no peak counts. The first scales with the device's own peak, the second with its
+A kernel's time on the lender has two parts: the time at its peak (operations or bytes per second), and the rest:
+latencies, instructions, everything no peak counts. The first scales with the device's own peak, the second with its
 processors:
 
     seconds = (peak part of the device + rest · processors × clock of the lender / those of the device) / relative reach
 
-The relative reach is that of the software's kernels on the device's architecture (software.toml); 1 where it says
-nothing. A device of the table, or of a user's file, may have its own.
+The relative reach is that of the software's kernels on the device's architecture (software.toml; default 1). A device
+of the table, or of a user's file, may have its own.
 """
 
 from dataclasses import replace
@@ -20,20 +20,20 @@ from shardwise.hardware.host_speed import engine_factor, reference_host
 from shardwise.hardware.kernel_model import Kernel, KernelModel
 
 USUAL = "h200"
-"""The device whose calibration stands in for what another's own does not say."""
+"""The lender: the device whose calibration is used for devices without one."""
 
 _PEAK_SHARE = 0.9
-"""The share of a peak that the best kernels reach: copies of the bandwidth, products of the operations."""
+"""The share of a peak that the best kernels reach: copies of the bandwidth, matrix products of the operations."""
 
 _QUIET_HOST = 0.72
-"""The time to issue an operation on a host that is not shared, relative to the lender's. The host of the H200 was
-shared: the median of a tiny operation was 10.5 µs, and 7.6 µs in the quietest twentieth of the time (host_seconds in
+"""Time to issue an operation on a host that is not shared, relative to the lender's. The host of the H200 was shared: a
+tiny operation took 10.5 µs in the median and 7.6 µs in the quietest twentieth of the time (host_seconds in
 benchmarks/results/step_times_h200.json)."""
 
 
 @lru_cache(maxsize=64)
 def kernel_model_of(device: Device) -> KernelModel:
-    """The kernel model of a device whose peaks are known: its own calibration, or a borrowed one."""
+    """Return the kernel model of a device whose peaks are known, from its own calibration or from a borrowed one."""
     own = device.calibration or shipped_calibration(device.name)
     if own is not None:
         return KernelModel(device, calibration=on_host(own, device=device), is_own=True)
@@ -41,11 +41,11 @@ def kernel_model_of(device: Device) -> KernelModel:
 
 
 def on_host(calibration: Calibration, *, device: Device) -> Calibration:
-    """The calibration with the device's own host in place of that which it was measured on, if one was probed."""
+    """Return the calibration for the device's own host, if that was probed."""
     host = device.host
     if host is None:
         return calibration
-    # Of one rank, on a core of its own or with what others leave of it; ranks that share a core slow each other down.
+    # The probe is one rank; ranks that share a core slow each other down.
     issued = launches_of(host.dispatch_rows, kernel_seconds=0.0, is_host=False)
     factor = issued["call"][0] * calibration.ranks_per_core / _call_seconds(calibration)
     update = {
@@ -54,7 +54,7 @@ def on_host(calibration: Calibration, *, device: Device) -> Calibration:
     }
     if device.name != "cpu":
         return replace(calibration, launch_seconds=issued, update=update)
-    # What issues is what computes: all of it takes longer.
+    # The CPU that issues also computes: everything takes longer.
     return replace(
         calibration,
         kernel_seconds=factor * calibration.kernel_seconds,
@@ -65,13 +65,13 @@ def on_host(calibration: Calibration, *, device: Device) -> Calibration:
 
 
 def _call_seconds(calibration: Calibration) -> float:
-    """What a host needs to have one operation done."""
+    """Return the host's time for one operation, including its issue."""
     known = calibration.launch_seconds
     return known.get("call", known["other"])[0]
 
 
 def host_factor(device: Device) -> float:
-    """How many times as long an engine's own calls take on the device's host as on that which they were fitted on."""
+    """Return the slowdown of an engine's own calls on the device's host relative to the reference host."""
     calibration, reference = kernel_model_of(device).calibration, reference_host()
     if device.host is not None:
         return engine_factor(device.host, reference=reference) * calibration.ranks_per_core
@@ -90,7 +90,7 @@ class BorrowedKernelModel(KernelModel):
         self.processors = _processor_speed(device) / _processor_speed(lender.device)
 
     def _busy(self, kernel: Kernel) -> float:
-        # Products that are not aligned are bound by the loads of single values, which go with the processors.
+        # Unaligned matrix products are bound by loads of single values, which scale with the processors.
         if kernel.name == "matmul" and "aligned" not in kernel.role:
             return super()._busy(kernel)
         return self._transferred(kernel)
@@ -99,7 +99,7 @@ class BorrowedKernelModel(KernelModel):
         borrowed = _as_calibrated(kernel)
         dtype = kernel.dtype
         if dtype == "fp32" and kernel.name.startswith("convolution") and self.device.tf32_flops_per_s is not None:
-            # torch's default: convolutions of fp32 values go over tensor cores where there are any for them.
+            # torch's default: fp32 convolutions use TF32 tensor cores.
             dtype = "tf32"
         peak_part = _peak_part(borrowed, self.lender, borrowed.dtype)
         rest = self.lender.seconds(borrowed) - self.lender.start_seconds(borrowed) - peak_part
@@ -107,7 +107,7 @@ class BorrowedKernelModel(KernelModel):
 
 
 def _as_calibrated(kernel: Kernel) -> Kernel:
-    """The kernel of the same elements in 16 bits, where only that is calibrated."""
+    """Return the kernel over the same elements in 16 bits, if only that is calibrated."""
     if kernel.name.startswith("convolution") and kernel.dtype != "bf16":
         return replace(kernel, dtype="bf16", num_bytes=kernel.num_bytes / (2 if kernel.dtype == "fp32" else 1))
     if kernel.name.startswith("batch_norm"):
@@ -121,7 +121,7 @@ def _peak_part(kernel: Kernel, model: KernelModel, dtype: str) -> float:
 
 
 def _processor_speed(device: Device) -> float:
-    """Processors × clock; where it is not known, as the peak of matrix products."""
+    """Return processors × clock; if unknown, an estimate from the fp32 peak."""
     if device.num_processors is None or device.processor_hz is None:
         assert device.fp32_flops_per_s is not None
         return device.fp32_flops_per_s.value / 256

@@ -1,16 +1,15 @@
-"""What was measured of a kind of device: how much of its peaks kernels reach, and what the CPU pays to issue them.
+"""The calibration of a device: the share of its peaks that kernels reach, and the CPU time to issue them.
 
-A table of TOML, which fit.py makes of what `calibrate` measured:
+A TOML table, which fit.py makes from the measurements of `calibrate`:
 
     source, kind          of every number in it
     kernel_seconds        the least time from one kernel to the next
-    [reach]               kernel → the part that it reaches of the peak that bounds it (operations or bytes per second)
-    [points]              kernel → [[log2 of its sizes …, measured / predicted], …], between which predictions are
-                          corrected
-    [launch_seconds]      operation → the CPU's time to issue it, [forward, backward]; `other` for those not named;
-                          `call`: to have one done, whatever does it, by which the speeds of CPUs are compared
-    [update]              optimizer → [seconds to issue, more for each tensor, bytes an element, the part of the peak]
-    ranks_per_core        of CPUs: how many ranks share a core, which all times have in them (1 if it is left out)
+    [reach]               kernel → the share it reaches of the peak that bounds it (operations or bytes per second)
+    [points]              kernel → [[log2 of its sizes …, measured / predicted], …], which correct predictions nearby
+    [launch_seconds]      operation → CPU time to issue it, [forward, backward]; `other` for those not named;
+                          `call`: time until one operation is done, by which the speeds of CPUs are compared
+    [update]              optimizer → [seconds to issue, seconds per tensor, bytes per element, share of the peak]
+    ranks_per_core        on CPUs: how many ranks share a core; all times include that (default: 1)
 """
 
 import tomllib
@@ -29,7 +28,7 @@ Points = tuple[tuple[tuple[float, ...], float], ...]
 """(log2 of sizes, measured / predicted), …"""
 
 NUM_SIZES: Mapping[str, int] = MappingProxyType({"matmul": 4, "attention": 5, "convolution": 3})
-"""Kernel → by how many sizes it is found among its points; all others by 2."""
+"""Kernel → how many sizes a point of it has; all other kernels have 2."""
 
 # Above any size, time and ratio; of larger ones the predictions would be no numbers.
 _MOST = 1e18
@@ -38,7 +37,7 @@ _MOST_LOG2 = 128.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Calibration:
-    """The numbers of one calibration. Two are the same only if they are one: it is a key of caches."""
+    """The numbers of one calibration, compared by identity: it is a cache key."""
 
     source: str
     kind: str
@@ -50,7 +49,6 @@ class Calibration:
     ranks_per_core: float = 1.0
 
     def as_table(self) -> dict[str, Any]:
-        """What `read_calibration` reads."""
         return {
             "source": self.source,
             "kind": self.kind,

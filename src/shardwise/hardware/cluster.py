@@ -1,9 +1,9 @@
-"""Clusters: how many devices of which kind, and what links them.
+"""Clusters: the number and kind of devices, and the links between them.
 
     cluster = [nodes "x"] devices "x" kind ["@" fabric]        16x8xh100-80gb@ib-8x400
-    fabric  = network "-" [links "x"] gigabits_per_s           ib-8x400: 8 × 400 Gb/s a node
+    fabric  = network "-" [links "x"] gigabits_per_s           ib-8x400: 8 × 400 Gb/s per node
 
-or the path of a TOML file (cluster_file.py), which can also describe a device or links of your own.
+or the path of a TOML file (cluster_file.py), which can also describe your own device or links.
 """
 
 import re
@@ -16,16 +16,16 @@ from shardwise.hardware.device import Device, device_of
 from shardwise.hardware.link import Fabric, Link, link_of, port_of
 
 _EXAMPLE = "8xh100-80gb or 16x8xh100-80gb@ib-8x400"
-# Beyond this a count is a slip of the finger, and nothing is made of that many parts.
+# A longer count is a typing error, and must not be allocated.
 _MOST_DIGITS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`num_nodes` machines with `devices_per_node` equal devices each; one rank a device.
+    """`num_nodes` machines with `devices_per_node` equal devices each; one rank per device.
 
-    link     between the devices of a node; None where it is not known
-    fabric   between nodes; None where there is one node
+    link     between the devices of a node; None if unknown
+    fabric   between nodes; None for one node
     """
 
     num_nodes: int = key(1, "machines", least=1)
@@ -52,14 +52,13 @@ class Cluster:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster that `text` describes, in the grammar above."""
     return _Parser(text).cluster()
 
 
 def make_cluster(
     device: Device, *, num_nodes: int, devices_per_node: int, fabric: Fabric | None, link: Link | None = None
 ) -> Cluster:
-    """A cluster with the device's own link and, over several nodes, with its usual fabric unless one is given."""
+    """Return a cluster with the device's own link and, for several nodes, its usual fabric, unless they are given."""
     if link is None and device.link is not None:
         link = link_of(device.link.value)
     if fabric is None and num_nodes > 1 and device.nic is not None:
@@ -68,12 +67,12 @@ def make_cluster(
 
 
 def fabric_of(text: str) -> Fabric:
-    """The fabric of a string such as `ib-8x400`, `roce-400` or `eth-100`."""
+    """Parse a fabric such as `ib-8x400`, `roce-400` or `eth-100`."""
     return _Parser(text).fabric()
 
 
 class _Parser:
-    """Reads a string from left to right; `position` is the character that comes next."""
+    """Reads a string from left to right; `position` is the next character."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -140,6 +139,6 @@ class _Parser:
             self._fail(f"unexpected {self.text[self.position]!r}; a cluster is written {_EXAMPLE}")
 
     def _fail(self, message: str) -> NoReturn:
-        """One line, and beneath it the string with a mark under the character."""
+        """Raise an error that shows the string with a mark under the current character."""
         shown = "".join(sign if sign.isprintable() else "?" for sign in self.text)
         raise InvalidCluster(f"{message}\n  {shown}\n  {' ' * self.position}^")

@@ -1,15 +1,15 @@
-"""A cluster as a TOML file, which can describe what no catalogue has.
+"""A cluster as a TOML file, which can also describe your own devices and links.
 
-num_nodes = 2                  # 1 where it is left out
+num_nodes = 2                  # default: 1
 devices_per_node = 4
 device = "h100-80gb"           # or a table, see below
-fabric = "ib-4x200"            # or a table; the device's usual one where it is left out
-software = "2023"              # the generation of kernels (software.toml); `current` where it is left out
-matmul_precision = "high"      # what torch.set_float32_matmul_precision is called with; `highest` where it is left out
+fabric = "ib-4x200"            # or a table; default: the device's usual one
+software = "2023"              # the generation of kernels (software.toml); default: current
+matmul_precision = "high"      # the argument of torch.set_float32_matmul_precision; default: highest
 
 [device]                       # every number with its source and kind, as in devices.toml
 name = "our-h100"
-like = "h100-80gb"             # whatever is not given here is taken from there
+like = "h100-80gb"             # the source of all values that are not given here
 capacity_bytes = { value = 85_000_000_000, source = "nvidia-smi on node 3", kind = "measured" }
 
 [fabric]                       # all links of a node together; [link], between the devices of a node, likewise

@@ -60,11 +60,15 @@ class Device:
         check_matmul_precision(self.matmul_precision)
 
     def __hash__(self) -> int:
-        # Not over all it holds: devices are keys of caches, and nearly always the very same object.
+        # Not over all fields: devices are cache keys, and nearly always the same object.
         return hash(self.name)
 
+    @property
+    def torch_type(self) -> str:
+        """The type of torch.device: "cpu" or "cuda"."""
+        return "cpu" if self.name == "cpu" else "cuda"
+
     def flops_per_s(self, dtype: str) -> Sourced[float] | None:
-        """The peak in fp32, tf32, bf16 or fp16."""
         peak: Sourced[float] | None
         try:
             peak = getattr(self, f"{dtype}_flops_per_s")
@@ -90,12 +94,11 @@ def read_device(name: str, table: object, *, key: str, like: Device | None = Non
 
 @cache
 def devices() -> Mapping[str, Device]:
-    """All devices that come with the package, by name."""
     return {name: read_device(name, table, key=name) for name, table in shipped_table("devices").items()}
 
 
 def device_of(name: str) -> Device:
-    """The device of a name or alias, such as `h100-80gb` or `h100`; upper and lower case are one."""
+    """Return a device by name or alias, such as `h100-80gb` or `h100`, in upper or lower case."""
     wanted = name.lower()
     for device in devices().values():
         if wanted == device.name or wanted in device.aliases:

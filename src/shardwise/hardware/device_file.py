@@ -1,17 +1,17 @@
-"""The file that `shardwise calibrate` writes, and the planner reads: a cluster file of this machine.
+"""The file that `shardwise calibrate` writes: a cluster file of this machine.
 
     devices_per_node = 4        # the ranks that measured
 
     [device]                    # as in a cluster file
     name = "h200"
-    like = "h200"               # whatever was not measured is taken from there
+    like = "h200"               # the source of all values that were not measured
     context_bytes = { value = …, source = "…", kind = "measured" }
     [device.calibration]        # calibration.py
     …
     [link]                      # where collectives were measured
     …
 
-It is a cluster by itself (`--cluster FILE.toml`); its device alone can stand in for that of another cluster.
+It can be used as a cluster (`--cluster FILE.toml`), or its device in another cluster (`--devices FILE.toml`).
 """
 
 import json
@@ -20,12 +20,10 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from shardwise.errors import InvalidData
 from shardwise.files.atomic import atomic_write
-from shardwise.hardware.cluster_file import read_cluster_file
 from shardwise.hardware.device import Device, device_of, devices
 from shardwise.hardware.fit import fit_calibration, fit_link, measured_peaks, shared
 from shardwise.hardware.sourced import Sourced
@@ -33,15 +31,10 @@ from shardwise.hardware.sourced import Sourced
 _MEASURED = ("capacity_bytes", "context_bytes", "num_processors")
 
 
-def read_device_table(path: str | Path) -> Device:
-    """The device of a file that `shardwise calibrate` wrote."""
-    return read_cluster_file(path).device
-
-
 def device_table(
     measured: Mapping[str, Any], *, like: str | None = None, link_rows: list[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """The contents of the file, of what `calibrate` measured. `link_rows`: collectives from elsewhere."""
+    """Return the contents of the file. `link_rows`: collectives from another source than `measured`."""
     try:
         return _device_table(measured, like=like, link_rows=link_rows)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -77,9 +70,9 @@ def _device_table(
 
 
 def device_like(title: str, *, kind: str) -> Device:
-    """The device of the tables whose name the driver's title holds, such as `h100-80gb` of `NVIDIA H100 80GB HBM3`.
+    """Return the known device whose name is in the driver's title, such as `h100-80gb` in `NVIDIA H100 80GB HBM3`.
 
-    Where there is none: a new one, of which nothing is known but what is measured.
+    If there is none, return a new device without any values.
     """
     if kind == "cpu":
         return device_of("cpu")
@@ -95,28 +88,28 @@ def _words(device: Device) -> set[str]:
 
 
 def write_table(table: Mapping[str, Any], path: str | os.PathLike[str], *, by: str = "shardwise calibrate") -> None:
-    """Write the file; a row of numbers is a line."""
+    """Write the file with one line per row of numbers."""
     lines = [f"# Written by `{by}`; docs/hardware.md says how it is used.", *_lines(table)]
     text = "\n".join(lines) + "\n"
-    # It has to be readable before it takes its place.
+    # Fail before the file is replaced, not when it is read.
     tomllib.loads(text)
     with atomic_write(path) as file:
         file.write(text.encode())
 
 
 def _lines(table: Mapping[str, Any], *, name: str = "") -> Iterator[str]:
-    """A table of TOML, and then the tables in it."""
+    """Yield the values of a TOML table, then its sub-tables."""
     for key, value in table.items():
         if not _is_table(value):
             yield f"{_key(key)} = {_value(value)}"
     for key, value in table.items():
         if _is_table(value):
-            whole = f"{name}.{_key(key)}" if name else _key(key)
-            yield from ("", f"[{whole}]", *_lines(value, name=whole))
+            path = f"{name}.{_key(key)}" if name else _key(key)
+            yield from ("", f"[{path}]", *_lines(value, name=path))
 
 
 def _is_table(value: object) -> bool:
-    """A number with its source stays on one line."""
+    """Return whether a value is a sub-table; a number with its source stays on one line."""
     return isinstance(value, dict) and "value" not in value
 
 
@@ -132,6 +125,6 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, float):
-        # No measurement has more digits than these.
+        # No measurement has more than five significant digits.
         return f"{value:.5g}" if not float(f"{value:.5g}").is_integer() else f"{float(f'{value:.5g}')}"
     return json.dumps(value, ensure_ascii=False)

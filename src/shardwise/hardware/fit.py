@@ -1,4 +1,4 @@
-"""What `calibrate` measured → the numbers of a device and of its link. No torch here: it can be done elsewhere."""
+"""Measurements of `calibrate` → the numbers of a device and of its link. No torch, so that any machine can do it."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from statistics import harmonic_mean, median
 from typing import Any
 
 from shardwise.errors import InvalidData
-from shardwise.hardware.calibration import Calibration
+from shardwise.hardware.calibration import Calibration, Points
 from shardwise.hardware.device import Device
 from shardwise.hardware.kernel_model import BY_COLUMNS, Kernel, KernelModel, attention, product
 from shardwise.hardware.probe import Probe, probe_of
@@ -18,7 +18,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def kernel_of_probe(probe: Probe) -> Kernel:
-    """The kernel as the planner would describe it."""
+    """Return the kernel of a probe as the planner describes it."""
     flops, num_bytes = float(probe.num_flops), float(probe.num_bytes)
     match probe.name.removesuffix("_backward"), probe.dims:
         case "matmul", (m, n, k):
@@ -35,10 +35,10 @@ def kernel_of_probe(probe: Probe) -> Kernel:
 
 
 def fit_calibration(measured: Mapping[str, Any], *, device: Device, source: str) -> Calibration:
-    """The numbers of a device whose peaks are known."""
+    """Fit the calibration of a device whose peaks are known."""
     rows, is_host = shared(measured), measured["device"] == "cpu"
     timed = _timed(rows)
-    # A call is a kernel, and what is between it and the next: the least of them.
+    # The fastest call is a tiny kernel and the gap to the next one.
     kernel_seconds = min(seconds for _, seconds in timed)
     rough = Calibration(
         source=source,
@@ -56,7 +56,7 @@ def fit_calibration(measured: Mapping[str, Any], *, device: Device, source: str)
     model = KernelModel(replace(device, calibration=rough), calibration=rough, is_own=True)
     reach = {key: _reach(group, model=model) for key, group in groups.items()}
     if "widen" in reach and "narrow" in reach:
-        # A trace does not tell them apart; a step has as many casts of the one kind as of the other.
+        # A trace does not tell them apart; a step has equally many casts of both kinds.
         reach["cast"] = harmonic_mean((reach["widen"], reach["narrow"]))
     reached = replace(rough, reach=reach)
     model = KernelModel(replace(device, calibration=reached), calibration=reached, is_own=True)
@@ -64,12 +64,12 @@ def fit_calibration(measured: Mapping[str, Any], *, device: Device, source: str)
 
 
 def shared(measured: Mapping[str, Any]) -> Rows:
-    """The rows as they are where several ranks share a core: measured is the time on it, which each gets in turn."""
+    """Return the rows with wall times: of ranks that share a core, the time on that core was measured."""
     factor = max(measured.get("ranks_per_core", 1.0), 1.0)
     if factor == 1.0:
         return list(measured["rows"])
     times = ("seconds", "forward", "backward", "launch")
-    # Collectives were measured as they are.
+    # Collectives were measured by the wall clock.
     return [
         row if "num_ranks" in row else {key: factor * value if key in times else value for key, value in row.items()}
         for row in measured["rows"]
@@ -86,18 +86,15 @@ def _timed(rows: Rows) -> list[tuple[Kernel, float]]:
 
 
 def _reach(group: Sequence[tuple[Kernel, float]], *, model: KernelModel) -> float:
-    """Of the larger half of a kernel's sizes, the median."""
-    by_time = sorted(group, key=lambda pair: pair[1])
-    by_time = by_time[len(by_time) // 2 :]
+    """Return the median reach over the slower half of a kernel's sizes."""
+    slower = sorted(group, key=lambda pair: pair[1])[len(group) // 2 :]
     parts = [
-        model.law(kernel) / max(seconds - model.start_seconds(kernel), 0.1 * seconds) for kernel, seconds in by_time
+        model.law(kernel) / max(seconds - model.start_seconds(kernel), 0.1 * seconds) for kernel, seconds in slower
     ]
     return median(parts) or 1.0
 
 
-def _points(
-    group: Sequence[tuple[Kernel, float]], *, model: KernelModel
-) -> tuple[tuple[tuple[float, ...], float], ...]:
+def _points(group: Sequence[tuple[Kernel, float]], *, model: KernelModel) -> Points:
     return tuple(
         (tuple(round(log2(size), 3) for size in kernel.sizes), round(seconds / model.seconds(kernel), 4))
         for kernel, seconds in group
@@ -105,19 +102,19 @@ def _points(
 
 
 _IN_A_STEP = 1.45
-"""What the CPU needs to issue an operation among a model's others, by what it needs in a loop over one layer: there its
-caches are warm, and there are no views. Fitted to torch's DDP in benchmarks/results/step_times_h200.json."""
+"""CPU time to issue an operation within a model, relative to a loop over one layer, where caches are warm and there are
+no views. Fitted to torch's DDP in benchmarks/results/step_times_h200.json."""
 
 _LAYER_IN_A_STEP, _OTHER_IN_A_STEP = 1.6, 1.3
-"""The same on a GPU's host, of operations that are measured as layers and of all others: views stand around products
-and attention, and chains of elementwise operations have few. Of five pairs the one that is nearest to the fitted rows
-of benchmarks/results/host_probe_h200.json."""
+"""The same on a GPU's host, for operations that are measured as layers and for all others: matrix products and
+attention are surrounded by views, chains of elementwise operations have few. Of five pairs, the one closest to the
+fitted rows of benchmarks/results/host_probe_h200.json."""
 
-# Of the layer that has nothing else (measure_host.py).
+# Views in the layer that has nothing else (measure_host.py).
 _NUM_VIEWS = 4
-# kind of layer → its operations that autograd issues
+# kind of layer → number of its operations that autograd issues
 _BACKWARD_OPS = {"linear": 3, "linear_without_bias": 2}
-# operation → the kind of layer whose issue it costs
+# operation → the kind of layer whose issue time it has
 _ISSUED_AS = {
     "addmm": "linear",
     "mm": "linear_without_bias",
@@ -133,16 +130,16 @@ _ISSUED_AS = {
     "native_batch_norm_backward": "batch_norm",
 }
 ISSUED_BY_ITSELF = frozenset(_ISSUED_AS)
-"""Operations whose issue is measured as that of a layer, with its node of autograd's graph."""
+"""Operations whose issue time is measured as that of a layer, including its autograd node."""
 
 
 def launches_of(rows: Rows, *, kernel_seconds: float, is_host: bool) -> dict[str, tuple[float, float]]:
-    """Operation → the CPU's seconds to issue it, in forward and in backward.
+    """Return operation → the CPU's seconds to issue it in forward and in backward.
 
-    "node": for each node of autograd's graph, of which one issues several operations. Views are nodes that issue none;
-    of what the backward of an addition takes, the rest is its operation.
+    "node": per node of the autograd graph, one of which may issue several operations. Views are nodes that issue none;
+    the backward of an addition is a node and one operation.
 
-    Where the CPU is the device, a kernel's own time has all of that in it but what autograd and modules add.
+    If the CPU is the device, a kernel's time includes its issue, except what autograd and modules add.
     """
     layers = {row["role"]: row for row in rows if row["name"] == "dispatch"}
     if "add" not in layers:
@@ -164,12 +161,12 @@ def launches_of(rows: Rows, *, kernel_seconds: float, is_host: bool) -> dict[str
     return {"call": call} | issued | {op: (_OTHER_IN_A_STEP * a, _OTHER_IN_A_STEP * b) for op, (a, b) in others.items()}
 
 
-# optimizer → bytes an element that its step reads and writes: parameter, gradient and moments, all in fp32
+# optimizer → bytes per element that its step reads and writes: parameter, gradient and moments, all in fp32
 _UPDATE_BYTES = {"adamw-fused": 28.0, "adamw-foreach": 28.0, "sgd": 20.0}
 
 
 def _updates(rows: Rows, *, device: Device, is_host: bool) -> dict[str, tuple[float, float, float, float]]:
-    """Of an optimizer's step: the CPU's seconds, more for each tensor, bytes an element, part of the peak."""
+    """Return optimizer → (CPU seconds of a step, seconds per tensor, bytes per element, share of the peak)."""
     assert device.memory_bytes_per_s is not None
     found = {}
     for name, num_bytes in _UPDATE_BYTES.items():
@@ -181,7 +178,7 @@ def _updates(rows: Rows, *, device: Device, is_host: bool) -> dict[str, tuple[fl
         large, few, many = steps
         more = max(0.0, (many["launch"] - few["launch"]) / (many["num_tensors"] - few["num_tensors"]))
         issue = max(0.0, few["launch"] - more * few["num_tensors"])
-        # A device works while the next step is issued; a CPU does not.
+        # A GPU computes while the next step is issued; a CPU does not.
         issued = issue + more * large["num_tensors"] if is_host else 0.0
         busy = max(large["seconds"] - issued, 0.1 * large["seconds"])
         reach = num_bytes * large["num_elements"] / busy / device.memory_bytes_per_s.value
@@ -190,7 +187,7 @@ def _updates(rows: Rows, *, device: Device, is_host: bool) -> dict[str, tuple[fl
 
 
 def measured_peaks(rows: Rows, *, source: str) -> dict[str, Sourced[float]]:
-    """For a device that no datasheet is at hand of: the most that any kernel reached."""
+    """Return the most that any kernel reached, for a device without a datasheet."""
     peaks: dict[str, float] = defaultdict(float)
     for row in rows:
         if "dims" not in row or "error" in row:
@@ -207,10 +204,10 @@ def measured_peaks(rows: Rows, *, source: str) -> dict[str, Sourced[float]]:
 
 
 def fit_link(rows: Rows, *, source: str) -> dict[str, dict[str, Any]] | None:
-    """Latency and bandwidth of the links between ranks, from collectives; None where there are none.
+    """Fit latency and bandwidth of the links between ranks to measured collectives; None if there are none.
 
-    An all-reduce is 2(n−1) rounds of a ring and the others n−1, in each of which a rank passes on 1/n of the bytes:
-    t = rounds · (latency + bytes / (n · bandwidth)). The largest size tells the bandwidth, the smallest the latency.
+    An all-reduce takes 2(n−1) rounds of a ring, the others n−1; in each round a rank passes on 1/n of the bytes:
+    t = rounds · (latency + bytes / (n · bandwidth)). The largest size gives the bandwidth, the smallest the latency.
     """
     by_name: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:

@@ -1,7 +1,7 @@
-"""The speed of this machine's host: as it was probed within the last day, or probed now. No torch here.
+"""The speed of this machine's host, probed within the last day or now. No torch here.
 
-The probe runs in a process of its own, which holds no memory of a GPU afterwards. What it found is kept in the user's
-cache folder for a day: other users of a host come and go, and a new torch or driver changes what a call costs.
+The probe runs in its own process, so that no GPU memory is held afterwards. Its result is kept in the user's cache
+folder for one day: the load of a host changes, and so does the cost of a call with a new torch or driver.
 """
 
 import json
@@ -17,7 +17,6 @@ from pathlib import Path
 from shardwise.errors import InvalidCluster, InvalidData
 from shardwise.files.cache_folder import cached_text, keep_text
 from shardwise.hardware.cluster import Cluster
-from shardwise.hardware.device import Device
 from shardwise.hardware.host_speed import HostSpeed, read_host_speed
 
 _KIND = "hosts"
@@ -25,19 +24,14 @@ _VALID_SECONDS = 24 * 3600.0
 _LIMIT_SECONDS = 120.0
 
 
-def host_is_probed(device: Device) -> bool:
-    """Whether predictions for it are of a host that was measured, not of one that is assumed."""
-    return device.host is not None
-
-
 def probed_cluster(cluster: Cluster) -> Cluster:
-    """The cluster, whose hosts are all as fast as this one."""
-    kind = "cpu" if cluster.device.name == "cpu" else "cuda"
-    return replace(cluster, device=replace(cluster.device, host=host_here(kind, title=cluster.device.name)))
+    """Return the cluster with hosts that are as fast as this one."""
+    host = host_here(cluster.device.torch_type, title=cluster.device.name)
+    return replace(cluster, device=replace(cluster.device, host=host))
 
 
 def host_here(kind: str, *, title: str = "") -> HostSpeed:
-    """How fast this host issues work to a device of `kind`, "cuda" or "cpu", with that `title` of its driver."""
+    """Return how fast this host issues work to a device of `kind` ("cuda" or "cpu") and driver `title`."""
     key = _key(kind, title=title)
     found = _kept(cached_text(_KIND, key))
     if found is None:
@@ -47,7 +41,7 @@ def host_here(kind: str, *, title: str = "") -> HostSpeed:
 
 
 def _kept(text: str | None) -> HostSpeed | None:
-    """What was kept, unless it is too old or broken."""
+    """Return the cached speed, unless it is too old or broken."""
     if text is None:
         return None
     try:
@@ -72,7 +66,7 @@ def _probed(kind: str) -> HostSpeed:
 
 
 def _key(kind: str, *, title: str) -> str:
-    """All by which hosts are told apart: machine, processor, cores that this process may use, and what it runs."""
+    """Return what identifies a host: machine, processor, the cores of this process, and its software."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     packages = [_version(name) for name in ("torch", "shardwise")]
     return json.dumps(

@@ -1,8 +1,8 @@
-"""How fast a host is: what its CPU takes for the calls that issue a step. No torch here.
+"""The speed of a host: the time its CPU takes for the calls that issue a step. No torch here.
 
-A small model's step takes as long as the CPU needs to issue it, so its time goes with the host and not with the device.
-`HostSpeed` is what the host probe measures (measure_host.py). Engines' own costs were fitted on the host of
-calibrated/host.toml, the reference; on another host they take `engine_factor` times as long.
+A small model's step takes as long as the CPU needs to issue it, so its time depends on the host, not on the device.
+The host probe measures a `HostSpeed` (probe_host.py). The costs of engines were fitted on the reference host of
+calibrated/host.toml; on another host they take `engine_factor` times as long.
 """
 
 import tomllib
@@ -34,12 +34,11 @@ class HostSpeed:
     share: float = key(1.0, "elapsed seconds per second on a core: above 1 on a shared core", least=1.0, most=1e6)
 
     def to_data(self) -> dict[str, Any]:
-        """What `read_host_speed` reads."""
         return asdict(self)
 
     @property
     def dispatch_rows(self) -> list[dict[str, Any]]:
-        """As `calibrate` has them, with the time that others take of the core."""
+        """The rows of `calibrate`, in wall seconds."""
         return [
             {"name": "dispatch", "role": kind} | {way: self.share * seconds for way, seconds in ways.items()}
             for kind, ways in self.dispatch_seconds.items()
@@ -57,19 +56,19 @@ def read_host_speed(data: object, *, where: str) -> HostSpeed:
 
 @cache
 def reference_host() -> HostSpeed:
-    """The host that the engines' own costs were fitted on."""
+    """Return the host that the costs of engines were fitted on."""
     file = files("shardwise.hardware").joinpath("calibrated", "host.toml")
     return read_host_speed(tomllib.loads(file.read_text(encoding="utf-8"))["host"], where="calibrated/host.toml")
 
 
 def engine_factor(host: HostSpeed, *, reference: HostSpeed) -> float:
-    """How many times as long as on the reference an engine's own calls take: Python, hooks and small operations."""
+    """Return the slowdown of an engine's calls relative to the reference: Python, hooks and small operations."""
     calls, hooks = host.call_seconds / reference.call_seconds, host.hook_seconds / reference.hook_seconds
     return geometric_mean((calls, hooks, dispatch_factor(host, reference=reference))) * host.share / reference.share
 
 
 def dispatch_factor(host: HostSpeed, *, reference: HostSpeed) -> float:
-    """How many times as long as on the reference it takes to issue an operation: the median of kinds that both have."""
+    """Return the slowdown of issuing an operation relative to the reference: the median over common kinds of layers."""
     ours, theirs = host.dispatch_seconds, reference.dispatch_seconds
     return median(
         geometric_mean(ours[kind][way] / theirs[kind][way] for way in ("forward", "backward"))

@@ -28,14 +28,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
-    """The links between nodes: each node has `num_links` of a kind."""
+    """The links between nodes: each node has `num_links` equal ones."""
 
     link: Link
     num_links: int = 1
 
     @property
     def bytes_per_s(self) -> float:
-        """Of one node, in one direction, over all of its links."""
+        """Bytes per second of one node in one direction, over all of its links."""
         return self.num_links * self.link.bytes_per_s.value
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ def links() -> Mapping[str, Link]:
 
 
 def link_of(name: str) -> Link:
-    """The link of a name, such as `nvlink-4`, `pcie-5` or `ib-400`."""
+    """Return a link by name, such as `nvlink-4`, `pcie-5` or `ib-400`."""
     try:
         return links()[name]
     except KeyError:
@@ -66,7 +66,7 @@ def link_of(name: str) -> Link:
 
 
 def port_of(name: str) -> Link:
-    """The same, of links between nodes only."""
+    """Return a link between nodes by name."""
     ports = {name: link for name, link in links().items() if link.between_nodes}
     try:
         return ports[name]

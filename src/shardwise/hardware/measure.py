@@ -1,4 +1,4 @@
-"""How long a probe's kernel takes on this device."""
+"""Measures the time of a probe's kernel on this device."""
 
 import statistics
 import time
@@ -16,18 +16,19 @@ from shardwise.hardware.probe import Probe
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Call = Callable[[], Any]
+NewTensor = Callable[..., Tensor]
 
-# What one timing should take; it is so many calls that it does, but not more than _MOST_CALLS.
+# The number of calls per timing is chosen for this duration, up to _MOST_CALLS.
 _AIM_SECONDS = 4e-3
 _MOST_CALLS = 48
-# Of a desktop's last level, more or less.
+# About the last-level cache of a desktop CPU.
 _CPU_CACHE_BYTES = 2**25
 _NUM_TIMINGS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kernel:
-    """A function of tensors, and those of them that want a gradient."""
+    """A function of tensors, and the positions of those that require a gradient."""
 
     function: Callable[..., Any]
     inputs: tuple[Any, ...]
@@ -35,7 +36,7 @@ class _Kernel:
 
 
 class Stopwatch:
-    """Times kernels of one device, on a stream of its own: captures need one, and autograd stays on it."""
+    """Times kernels of one device, on a separate stream: capture needs one, and autograd stays on it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -45,13 +46,13 @@ class Stopwatch:
             self.cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
 
     def fits(self, probe: Probe) -> bool:
-        """Whether it leaves most of the free memory alone."""
+        """Return whether a probe needs only a small part of the free memory."""
         return self.stream is None or 6 * probe.num_bytes < torch.cuda.mem_get_info(self.device)[0]
 
     def seconds(self, probe: Probe) -> float:
-        """The median time of one call, without the time that a CPU takes to launch it on a GPU.
+        """Return the median time of one call, without its launch on a GPU.
 
-        Calls go round over several sets of tensors, together larger than the device's cache, where the probe is cold.
+        If the probe is cold, calls alternate between sets of tensors that together exceed the device's cache.
         """
         if self.stream is None:
             return _cpu_seconds([_call(probe, device=self.device) for _ in range(self._num_sets(probe, most=4))])
@@ -65,8 +66,13 @@ class Stopwatch:
 
 
 def _call(probe: Probe, *, device: torch.device) -> Call:
-    """The kernel on tensors of its own."""
-    kernel = _KERNELS[probe.name.removesuffix("_backward")](probe, device)
+    """Return a call of the kernel on new tensors."""
+
+    def new(*shape: int) -> Tensor:
+        # Random values: multiplying zeros takes less power, and so is faster.
+        return torch.randn(shape, device=device, dtype=DTYPES[probe.dtype])
+
+    kernel = _KERNELS[probe.name.removesuffix("_backward")](probe, new)
     if not probe.is_backward:
 
         def forward() -> Any:
@@ -99,12 +105,17 @@ def _cpu_seconds(calls: Sequence[Call]) -> float:
 
 
 def cpu_clock() -> Callable[[], float]:
-    """Seconds that this thread was on a CPU, which other programs do not disturb; with several threads by the wall."""
+    """Return the clock of this thread, which other programs do not disturb; with several threads the wall clock."""
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _cuda_seconds(calls: Sequence[Call]) -> float:
-    """Calls in one graph, which is replayed back to back: the device never waits for the CPU."""
+    """Time calls in one CUDA graph that is replayed back to back, so that the device never waits for the CPU."""
     stream = torch.cuda.current_stream()
     for call in (*calls[:2], calls[0]):
         call()
@@ -121,7 +132,7 @@ def _cuda_seconds(calls: Sequence[Call]) -> float:
 
 
 def _elapsed(calls: Sequence[Call]) -> list[float]:
-    """Seconds on the device of each of several calls, which are issued without a pause."""
+    """Return the device seconds of each of several calls that are issued back to back."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]  # type: ignore[no-untyped-call]
     events[0].record()
     for call, event in zip(calls, events[1:], strict=True):
@@ -131,55 +142,43 @@ def _elapsed(calls: Sequence[Call]) -> list[float]:
     return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
 
 
-# The kernels, as the models of the catalogue call them
+# The kernels, as the models of the catalogue call them. `new` makes a random tensor of a shape in the probe's dtype.
 
 
-def _tensor(probe: Probe, device: torch.device, *shape: int) -> Tensor:
-    # Random values: a device that multiplies zeros takes less power, and so is faster.
-    return torch.randn(shape, device=device, dtype=DTYPES[probe.dtype])
-
-
-def _matmul(probe: Probe, device: torch.device) -> _Kernel:
+def _matmul(probe: Probe, new: NewTensor) -> _Kernel:
     m, n, k = probe.dims
     if probe.role == "forward":
-        bias, x, weight = (_tensor(probe, device, *shape) for shape in ((n,), (m, k), (n, k)))
-        return _Kernel(function=torch.addmm, inputs=(bias, x, weight.t()))
-    if probe.role == "input":
-        return _Kernel(function=torch.mm, inputs=(_tensor(probe, device, m, k), _tensor(probe, device, k, n)))
-    return _Kernel(function=torch.mm, inputs=(_tensor(probe, device, k, m).t(), _tensor(probe, device, k, n)))
+        return _Kernel(function=torch.addmm, inputs=(new(n), new(m, k), new(n, k).t()))
+    left = new(m, k) if probe.role == "input" else new(k, m).t()
+    return _Kernel(function=torch.mm, inputs=(left, new(k, n)))
 
 
-def _attention(probe: Probe, device: torch.device) -> _Kernel:
+def _attention(probe: Probe, new: NewTensor) -> _Kernel:
     batch, heads, kv_heads, seq, width = probe.dims
-    query, key, value = (
-        _tensor(probe, device, batch, seq, count, width).transpose(1, 2) for count in (heads, kv_heads, kv_heads)
-    )
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         causal = probe.role == "causal"
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=kv_heads != heads)
 
-    return _Kernel(function=attend, inputs=(query, key, value), differentiable=(0, 1, 2))
+    inputs = tuple(new(batch, seq, count, width).transpose(1, 2) for count in (heads, kv_heads, kv_heads))
+    return _Kernel(function=attend, inputs=inputs, differentiable=(0, 1, 2))
 
 
-def _convolution(probe: Probe, device: torch.device) -> _Kernel:
+def _convolution(probe: Probe, new: NewTensor) -> _Kernel:
     batch, inputs, outputs, kernel, stride, image = probe.dims
-    x, weight = (
-        _tensor(probe, device, batch, inputs, image, image),
-        _tensor(probe, device, outputs, inputs, kernel, kernel),
-    )
     padding = 0 if kernel == stride else kernel // 2
 
     def convolve(x: Tensor, weight: Tensor) -> Tensor:
         return F.conv2d(x, weight, stride=stride, padding=padding)
 
-    return _Kernel(function=convolve, inputs=(x, weight), differentiable=(1,) if inputs == 3 else (0, 1))
+    tensors = new(batch, inputs, image, image), new(outputs, inputs, kernel, kernel)
+    return _Kernel(function=convolve, inputs=tensors, differentiable=(1,) if inputs == 3 else (0, 1))
 
 
-def _batch_norm(probe: Probe, device: torch.device) -> _Kernel:
+def _batch_norm(probe: Probe, new: NewTensor) -> _Kernel:
     batch, channels, image = probe.dims
-    x = _tensor(probe, device, batch, channels, image, image)
-    weight, bias, mean, variance = (torch.ones(channels, device=device) for _ in range(4))
+    x = new(batch, channels, image, image)
+    weight, bias, mean, variance = (torch.ones(channels, device=x.device) for _ in range(4))
 
     def normalize(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.batch_norm(x, mean, variance, weight, bias, training=True)
@@ -187,93 +186,92 @@ def _batch_norm(probe: Probe, device: torch.device) -> _Kernel:
     return _Kernel(function=normalize, inputs=(x, weight, bias), differentiable=(0, 1, 2))
 
 
-def _max_pool(probe: Probe, device: torch.device) -> _Kernel:
+def _max_pool(probe: Probe, new: NewTensor) -> _Kernel:
     batch, channels, image = probe.dims
-    x = _tensor(probe, device, batch, channels, image, image)
-    return _Kernel(function=lambda x: F.max_pool2d(x, 3, stride=2, padding=1), inputs=(x,))
+    return _Kernel(
+        function=lambda x: F.max_pool2d(x, 3, stride=2, padding=1), inputs=(new(batch, channels, image, image),)
+    )
 
 
-def _layer_norm(probe: Probe, device: torch.device) -> _Kernel:
+def _layer_norm(probe: Probe, new: NewTensor) -> _Kernel:
     rows, columns = probe.dims
-    inputs = tuple(_tensor(probe, device, *shape) for shape in ((rows, columns), (columns,), (columns,)))
     return _Kernel(
         function=lambda x, weight, bias: F.layer_norm(x, (columns,), weight, bias),
-        inputs=inputs,
+        inputs=(new(rows, columns), new(columns), new(columns)),
         differentiable=(0, 1, 2),
     )
 
 
-def _rms_norm(probe: Probe, device: torch.device) -> _Kernel:
+def _rms_norm(probe: Probe, new: NewTensor) -> _Kernel:
     rows, columns = probe.dims
-    inputs = (_tensor(probe, device, rows, columns), _tensor(probe, device, columns))
     return _Kernel(
-        function=lambda x, weight: F.rms_norm(x, (columns,), weight, 1e-5), inputs=inputs, differentiable=(0, 1)
+        function=lambda x, weight: F.rms_norm(x, (columns,), weight, 1e-5),
+        inputs=(new(rows, columns), new(columns)),
+        differentiable=(0, 1),
     )
 
 
-def _nll_loss(probe: Probe, device: torch.device) -> _Kernel:
+def _nll_loss(probe: Probe, new: NewTensor) -> _Kernel:
     rows, columns = probe.dims
-    targets = torch.randint(columns, (rows,), device=device)
-    return _Kernel(function=F.nll_loss, inputs=(_tensor(probe, device, rows, columns), targets))
+    scores = new(rows, columns)
+    return _Kernel(function=F.nll_loss, inputs=(scores, torch.randint(columns, (rows,), device=scores.device)))
 
 
-def _embedding(probe: Probe, device: torch.device) -> _Kernel:
+def _embedding(probe: Probe, new: NewTensor) -> _Kernel:
     rows, columns = probe.dims
-    tokens = torch.randint(rows, (rows,), device=device)
-    return _Kernel(function=lambda table: F.embedding(tokens, table), inputs=(_tensor(probe, device, rows, columns),))
+    table = new(rows, columns)
+    tokens = torch.randint(rows, (rows,), device=table.device)
+    return _Kernel(function=lambda table: F.embedding(tokens, table), inputs=(table,))
 
 
 _HEADS = 4
 
 
-def _transpose(probe: Probe, device: torch.device) -> _Kernel:
-    """The gradients of queries, keys and values, one behind the other, head by head → side by side for each token."""
+def _transpose(probe: Probe, new: NewTensor) -> _Kernel:
+    """Copy the gradients of queries, keys and values, stored head by head, into one row per token."""
     rows, columns = probe.dims
-    x = _tensor(probe, device, 3, 1, _HEADS, rows // 3, columns // _HEADS)
+    x = new(3, 1, _HEADS, rows // 3, columns // _HEADS)
     return _Kernel(function=lambda x: x.permute(1, 3, 0, 2, 4).contiguous(), inputs=(x,))
 
 
-def _stack(probe: Probe, device: torch.device) -> _Kernel:
-    """The same gradients, each with its heads strided, put one behind the other."""
+def _stack(probe: Probe, new: NewTensor) -> _Kernel:
+    """Stack the same gradients, each with strided heads."""
+    parts = tuple(_heads(probe, new, rows=probe.dims[0] // 3) for _ in range(3))
+    return _Kernel(function=lambda *parts: torch.stack(parts), inputs=parts)
+
+
+def _narrow(probe: Probe, new: NewTensor) -> _Kernel:
+    return _Kernel(function=lambda x: x.to(DTYPES[probe.dtype]), inputs=(new(*probe.dims).float(),))
+
+
+def _cat(probe: Probe, new: NewTensor) -> _Kernel:
     rows, columns = probe.dims
-    parts = [_tensor(probe, device, 1, rows // 3, _HEADS, columns // _HEADS).transpose(1, 2) for _ in range(3)]
-    return _Kernel(function=lambda *parts: torch.stack(parts), inputs=tuple(parts))
+    halves = new(rows, columns // 2), new(rows, columns // 2)
+    return _Kernel(function=lambda *parts: torch.cat(parts, -1), inputs=halves)
 
 
-def _narrow(probe: Probe, device: torch.device) -> _Kernel:
-    return _Kernel(function=lambda x: x.to(DTYPES[probe.dtype]), inputs=(torch.randn(probe.dims, device=device),))
-
-
-def _cat(probe: Probe, device: torch.device) -> _Kernel:
+def _strided(probe: Probe, new: NewTensor) -> _Kernel:
+    """Multiply strided heads by one value per token and position in a head."""
     rows, columns = probe.dims
-    halves = [_tensor(probe, device, rows, columns // 2) for _ in range(2)]
-    return _Kernel(function=lambda *parts: torch.cat(parts, -1), inputs=tuple(halves))
+    return _Kernel(function=torch.mul, inputs=(_heads(probe, new, rows=rows), new(rows, columns // _HEADS)))
 
 
-def _strided(probe: Probe, device: torch.device) -> _Kernel:
-    """Heads that lie side by side for each token, by one value for each token and place in a head."""
-    rows, columns = probe.dims
-    heads = _tensor(probe, device, 1, rows, _HEADS, columns // _HEADS).transpose(1, 2)
-    return _Kernel(function=torch.mul, inputs=(heads, _tensor(probe, device, rows, columns // _HEADS)))
-
-
-def _strided_cat(probe: Probe, device: torch.device) -> _Kernel:
-    """The halves of the same heads in turn."""
-    rows, columns = probe.dims
-    heads = _tensor(probe, device, 1, rows, _HEADS, columns // _HEADS).transpose(1, 2)
+def _strided_cat(probe: Probe, new: NewTensor) -> _Kernel:
+    """Swap the halves of strided heads."""
+    heads = _heads(probe, new, rows=probe.dims[0])
     return _Kernel(function=lambda x: torch.cat(x.chunk(2, -1)[::-1], -1), inputs=(heads,))
 
 
-def _plain(function: Callable[..., Any], *, num_inputs: int = 1) -> Callable[[Probe, torch.device], _Kernel]:
-    """A function of tensors of rows × columns."""
-
-    def make(probe: Probe, device: torch.device) -> _Kernel:
-        return _Kernel(function=function, inputs=tuple(_tensor(probe, device, *probe.dims) for _ in range(num_inputs)))
-
-    return make
+def _heads(probe: Probe, new: NewTensor, *, rows: int) -> Tensor:
+    return new(1, rows, _HEADS, probe.dims[1] // _HEADS).transpose(1, 2)
 
 
-_KERNELS: dict[str, Callable[[Probe, torch.device], _Kernel]] = {
+def _plain(function: Callable[..., Any], *, num_inputs: int = 1) -> Callable[[Probe, NewTensor], _Kernel]:
+    """Make a kernel of a function of tensors of rows × columns."""
+    return lambda probe, new: _Kernel(function=function, inputs=tuple(new(*probe.dims) for _ in range(num_inputs)))
+
+
+_KERNELS: dict[str, Callable[[Probe, NewTensor], _Kernel]] = {
     "matmul": _matmul,
     "attention": _attention,
     "convolution": _convolution,

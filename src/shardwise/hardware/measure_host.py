@@ -1,4 +1,4 @@
-"""What the CPU pays to issue operations to a device, and what an optimizer's step takes."""
+"""Measures the CPU's time to issue operations to a device, and the time of an optimizer's step."""
 
 import statistics
 import time
@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.hardware.measure import cpu_clock
+from shardwise.hardware.measure import cpu_clock, synchronize
 
 _LENGTH = 24
 _NUM_TIMINGS = 7
-# Of which the first is to warm up.
+# The first one warms up.
 _NUM_TURNS = 31
 _NUM_STEPS = 3
-# Small enough that no device is busy for longer than a CPU needs to issue the next operation.
+# So small that every device finishes before the CPU has issued the next operation.
 _ROWS, _WIDTH, _HEADS = 16, 64, 2
 
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
@@ -37,7 +37,7 @@ class _Residual(nn.Module):
 
 
 class _View(nn.Module):
-    """Two views, which launch nothing."""
+    """Only views, which launch nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.view(_ROWS, _HEADS, -1).transpose(0, 1).transpose(0, 1).reshape(_ROWS, -1)
@@ -67,10 +67,10 @@ _IMAGE_LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def dispatch_rows(device: torch.device) -> Iterator[dict[str, Any]]:
-    """For each kind of layer, the CPU's seconds per layer in forward and in backward.
+    """Yield, for each kind of layer, the CPU's seconds per layer in forward and in backward.
 
-    All kinds take turns, and the median of turns counts: what slows a shared host down comes and goes within seconds,
-    and would be taken for a property of the layer that was being measured.
+    The kinds are measured in turns, and the median of the turns counts: the load of a shared host changes within
+    seconds, and would otherwise be attributed to the layer being measured.
     """
     chains = list(layer_chains(device))
     turns = [[chain_seconds(chain, x) for _, chain, x in chains] for _ in range(_NUM_TURNS)]
@@ -80,7 +80,7 @@ def dispatch_rows(device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def layer_chains(device: torch.device) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """(kind, layers of it one after the other, an input)."""
+    """Yield (kind, a chain of such layers, an input)."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for layers, shape in ((_LAYERS, (_ROWS, _WIDTH)), (_IMAGE_LAYERS, (2, 8, 8, 8))):
         for name, make in layers.items():
@@ -89,14 +89,14 @@ def layer_chains(device: torch.device) -> Iterator[tuple[str, nn.Module, Tensor]
 
 
 def chain_seconds(chain: nn.Module, x: Tensor) -> tuple[float, float]:
-    """Of each layer, forward and backward: until the call returns, not until the device is done."""
+    """Return (forward, backward) seconds per layer until the call returns, not until the device is done."""
     now = _clock(x.device)
-    _finish(x.device)
+    synchronize(x.device)
     began = now()
     out = chain(x)
     forward = now() - began
     grad = torch.ones_like(out)
-    _finish(x.device)
+    synchronize(x.device)
     began = now()
     out.backward(grad)
     backward = now() - began
@@ -106,7 +106,7 @@ def chain_seconds(chain: nn.Module, x: Tensor) -> tuple[float, float]:
 
 
 def update_rows(device: torch.device) -> Iterator[dict[str, Any]]:
-    """For each optimizer, few large tensors and many small ones: seconds to issue a step, and seconds per step."""
+    """Yield, for each optimizer with few large or many small tensors, the seconds to issue a step and per step."""
     large = (8, 2**24) if device.type == "cuda" else (8, 2**16)
     for name, make in OPTIMIZERS.items():
         for num_tensors, num_elements in (large, (50, 1024), (300, 1024)):
@@ -125,46 +125,23 @@ def update_rows(device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def _update_seconds(optimizer: torch.optim.Optimizer, *, device: torch.device) -> tuple[float, float]:
-    """(until it is issued, a step of several that are issued one after the other)."""
+    """Return (seconds until a step is issued, seconds per step of several issued back to back)."""
     now = _clock(device)
     launches, totals = [], []
     for _ in range(_NUM_TIMINGS + 2):
-        _finish(device)
+        synchronize(device)
         began = now()
         optimizer.step()
         launches.append(now() - began)
-        _finish(device)
+        synchronize(device)
         one = now() - began
         for _ in range(_NUM_STEPS):
             optimizer.step()
-        _finish(device)
+        synchronize(device)
         totals.append((now() - began - one) / _NUM_STEPS)
     return statistics.median(launches[2:]), statistics.median(totals[2:])
 
 
-def host_copy_rows(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Bytes over the link to the CPU, from and to pinned memory."""
-    if device.type != "cuda":
-        return
-    num_bytes = 2**28
-    there, here = torch.empty(num_bytes, dtype=torch.uint8, device=device), torch.empty(num_bytes, dtype=torch.uint8)
-    here = here.pin_memory()
-    for role, to, source in (("to_device", there, here), ("to_host", here, there)):
-        timings = []
-        for _ in range(4):
-            _finish(device)
-            began = time.perf_counter()
-            to.copy_(source, non_blocking=True)
-            _finish(device)
-            timings.append(time.perf_counter() - began)
-        yield {"name": "host_copy", "role": role, "num_bytes": num_bytes, "seconds": statistics.median(timings[1:])}
-
-
 def _clock(device: torch.device) -> Callable[[], float]:
-    """By the wall: autograd's threads issue a GPU's backward."""
+    """Return the wall clock for a GPU, whose backward is issued by autograd's own threads."""
     return time.perf_counter if device.type == "cuda" else cpu_clock()
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Several ranks of this machine, each on a device of its own: what they compute at the same time, and collectives."""
+"""Measures several ranks of this machine at once, each on its own device, and their collectives."""
 
 import json
 import multiprocessing
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise.errors import ShardwiseError
 from shardwise.hardware.calibrate import Progress, measure_device
+from shardwise.hardware.measure import synchronize
 
 _NUM_TIMINGS = 5
 _LARGEST_BYTES = {"cuda": 2**28, "cpu": 2**24}
@@ -28,15 +29,15 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class RankFailed(ShardwiseError):  # noqa: N818 - reads as the first word of the line that users see
-    """A rank that measures has ended with an error, or not in time."""
+    """A measuring rank ended with an error, or not in time."""
 
 
 def measure_ranks(
     device_type: str, *, num_ranks: int, limit_seconds: float, progress: Progress = lambda done, total: None
 ) -> dict[str, Any]:
-    """What rank 0 measured while the others did the same, and the collectives of all of them.
+    """Return the measurements of rank 0 while all ranks measure the same, and those of their collectives.
 
-    On a CPU each computes with one thread, and `ranks_per_core` tells how many of them share a core.
+    On a CPU each rank computes with one thread; `ranks_per_core` says how many of them share a core.
     """
     context = multiprocessing.get_context("spawn")
     steps = context.Array("i", [0, 1])
@@ -90,14 +91,14 @@ def _run_rank(rank: int, num_ranks: int, device_type: str, folder: str, limit_se
     if device_type == "cpu":
         measured["ranks_per_core"] = num_ranks / len(os.sched_getaffinity(0))
     if rank == 0:
-        whole = Path(folder, "measured.part")
-        whole.write_text(json.dumps(measured))
-        whole.rename(Path(folder, "measured.json"))
+        part = Path(folder, "measured.part")
+        part.write_text(json.dumps(measured))
+        part.rename(Path(folder, "measured.json"))
     dist.destroy_process_group()
 
 
 def collective_rows(device: torch.device, *, largest_bytes: int) -> Iterator[dict[str, Any]]:
-    """Each collective at sizes from 4 KiB on; `num_bytes` is the size of what is gathered or reduced, all of it."""
+    """Yield the time of each collective at sizes from 4 KiB up; `num_bytes` is the size of the unsharded buffer."""
     num_ranks = dist.get_world_size()
     num_bytes = 2**12
     while num_bytes <= largest_bytes:
@@ -123,20 +124,15 @@ def _calls(buffer: Tensor, *, num_ranks: int) -> dict[str, Callable[[], Any]]:
 
 
 def _seconds(call: Callable[[], Any], *, device: torch.device) -> float:
-    """Of the slowest rank, the median."""
+    """Return the median time of the slowest rank."""
     timings = []
     for _ in range(_NUM_TIMINGS + 1):
         dist.all_reduce(torch.zeros(1, device=device))
-        _finish(device)
+        synchronize(device)
         began = time.perf_counter()
         call()
-        _finish(device)
+        synchronize(device)
         timings.append(time.perf_counter() - began)
     slowest = torch.tensor(timings[1:], device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(statistics.median(slowest.tolist()))
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

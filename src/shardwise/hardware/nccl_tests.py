@@ -1,4 +1,4 @@
-"""What nccl-tests prints (all_reduce_perf, all_gather_perf, reduce_scatter_perf) → rows, as `calibrate` measures them.
+"""Output of nccl-tests (all_reduce_perf, all_gather_perf, reduce_scatter_perf) → rows in the form of `calibrate`.
 
     #       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
     #        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
@@ -15,7 +15,7 @@ from shardwise.errors import InvalidData
 
 
 def read_nccl_tests(path: str | Path) -> list[dict[str, Any]]:
-    """A row for each size, of the faster of out of place and in place."""
+    """Return one row per size, with the faster of the out-of-place and the in-place time."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -44,7 +44,7 @@ def read_nccl_tests(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _timings(words: list[str]) -> list[tuple[float, float, float]]:
-    """(time, algbw, busbw), out of place and in place; the column #wrong may be missing, or N/A."""
+    """Return (time, algbw, busbw), out of place and in place; the column #wrong may be missing, or N/A."""
     numbers = words[5:]
     width = 4 if len(numbers) in (4, 8) else 3
     try:
@@ -55,7 +55,7 @@ def _timings(words: list[str]) -> list[tuple[float, float, float]]:
 
 
 def _collective(timing: tuple[float, float, float], *, redop: str) -> str:
-    """Of n ranks, each sends 2(n−1)/n of the bytes in an all-reduce, which is at least 1; in others half as much."""
+    """Return the collective by busbw / algbw: 2(n−1)/n ≥ 1 for an all-reduce of n ranks, half of that for others."""
     _, algorithm, bus = timing
     if bus > 0.99 * algorithm:
         return "all_reduce"

@@ -1,4 +1,4 @@
-"""What `calibrate` runs on a device: kernels by name, dtype and size. No torch here.
+"""The probes of `calibrate`: kernels by name, dtype and size. No torch here.
 
 name                            dims
 matmul                          m, n, k; `role`: forward (x · Wᵀ + b), input (gradient of x), weight (gradient of W)
@@ -8,7 +8,7 @@ batch_norm, max_pool            batch, channels, height and width
 all others                      rows, columns
 
 widen and narrow are casts to and from fp32; stack and transpose copy strided tensors, as backward of attention does.
-strided is elementwise on operands that are not laid out alike, as of a rotary embedding; strided_cat joins its halves.
+strided is elementwise on operands of different layouts, as in a rotary embedding; strided_cat joins its halves.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,43 +18,19 @@ from typing import Any
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
 
-PASSES: Mapping[str, float] = MappingProxyType(
-    {
-        "copy": 2,
-        "fill": 1,
-        "add": 3,
-        "mul": 3,
-        "gelu": 2,
-        "gelu_backward": 3,
-        "silu": 2,
-        "silu_backward": 3,
-        "relu": 2,
-        "relu_backward": 3,
-        "transpose": 2,
-        "stack": 2,
-        "cat": 2,
-        "dropout": 2,
-        "dropout_backward": 2,
-        "layer_norm": 2,
-        "layer_norm_backward": 3,
-        "rms_norm": 2,
-        "rms_norm_backward": 3,
-        "column_sum": 1,
-        "log_softmax": 2,
-        "log_softmax_backward": 3,
-        "nll_loss_backward": 1,
-        "embedding": 2,
-        "embedding_backward": 1,
-        "batch_norm": 2,
-        "batch_norm_backward": 3,
-    }
+PASSES: Mapping[str, int] = MappingProxyType(
+    dict.fromkeys(("fill", "column_sum", "nll_loss_backward", "embedding_backward"), 1)
+    | dict.fromkeys(("copy", "transpose", "stack", "cat", "embedding", "dropout", "dropout_backward"), 2)
+    | dict.fromkeys(("gelu", "silu", "relu", "layer_norm", "rms_norm", "batch_norm", "log_softmax"), 2)
+    | dict.fromkeys(("gelu_backward", "silu_backward", "relu_backward", "layer_norm_backward"), 3)
+    | dict.fromkeys(("rms_norm_backward", "batch_norm_backward", "log_softmax_backward", "add", "mul"), 3)
 )
-"""Memory-bound kernels → how many times the tensor that they work on is read or written, at the least."""
+"""Memory-bound kernel → how often it reads or writes its tensor, at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One kernel at one size. `cold`: what it reads is not in the device's cache."""
+    """One kernel at one size. `cold`: its inputs are not in the device's cache."""
 
     name: str
     dtype: str
@@ -68,7 +44,7 @@ class Probe:
 
     @property
     def num_flops(self) -> int:
-        """As the trace counts them: of causal attention the half that is computed."""
+        """Operations as the trace counts them: of causal attention only the half that is computed."""
         match self.name.removesuffix("_backward"), self.dims:
             case "matmul", (m, n, k):
                 return 2 * m * n * k
@@ -77,14 +53,14 @@ class Probe:
                 return products * 2 * batch * heads * seq * seq * width // (2 if self.role == "causal" else 1)
             case "convolution", (batch, inputs, outputs, kernel, stride, image):
                 side = -(-image // stride)
-                # The gradients of the input, which the first convolution of a model does not need, and of the weight.
+                # The gradients of the weight and of the input, which a model's first convolution does not need.
                 times = (1 if inputs == 3 else 2) if self.is_backward else 1
                 return times * 2 * batch * inputs * outputs * kernel * kernel * side * side
         return 0
 
     @property
     def num_bytes(self) -> int:
-        """What has to be read and written at the least."""
+        """Bytes that must be read and written at least."""
         size = ELEMENT_BYTES[self.dtype]
         match self.name.removesuffix("_backward"), self.dims:
             case "matmul", (m, n, k):
@@ -97,47 +73,50 @@ class Probe:
                 weight = inputs * outputs * kernel * kernel
                 if not self.is_backward:
                     return size * (read + written + weight)
-                # The first convolution of a model makes no gradient of its input.
                 return size * ((1 if inputs == 3 else 2) * read + written + 2 * weight)
             case "embedding", (rows, columns) if self.is_backward:
-                # The gradient is read, and a table of as many rows written.
+                # Read the gradient, and write a table with as many rows.
                 return 2 * size * rows * columns
             case (("widen" | "narrow"), (rows, columns)):
                 return 6 * rows * columns
             case (("strided" | "strided_cat"), (rows, columns)):
-                # Their time goes with the elements, whatever the dtype (kernel_model.strided).
+                # Their time depends on the elements, not on the dtype (kernel_model.strided).
                 return 4 * rows * columns
             case "nll_loss", (rows, _) if not self.is_backward:
                 return size * rows
             case "max_pool", (batch, channels, image):
-                # Its output is a quarter as large, and comes with an index of 8 bytes for each value.
+                # The output is a quarter as large, with an index of 8 bytes per value.
                 return int(batch * channels * image * image * (size * (2.25 if self.is_backward else 1.25) + 2))
             case "batch_norm", (batch, channels, image):
-                return int(PASSES[self.name] * size * batch * channels * image * image)
+                return PASSES[self.name] * size * batch * channels * image * image
         rows, columns = self.dims
-        return int(PASSES[self.name] * size * rows * columns)
+        return PASSES[self.name] * size * rows * columns
 
     def row(self, *, seconds: float) -> dict[str, Any]:
         return asdict(self) | {"dims": list(self.dims), "seconds": seconds}
 
 
 def probe_of(row: Mapping[str, Any]) -> Probe:
-    """The probe of a row that `row` made."""
+    """Return the probe of a row that `Probe.row` made."""
     return Probe(
         name=row["name"], dtype=row["dtype"], dims=tuple(row["dims"]), role=row["role"], cold=row.get("cold", True)
     )
 
 
 def cuda_probes() -> list[Probe]:
-    """For a GPU: the sizes of transformers from 100 million parameters on, and of ResNet-50."""
+    """Return the probes for a GPU: sizes of transformers with 100 million parameters or more, and of ResNet-50."""
     return [
         *_linears(widths=(768, 1024, 2048, 4096), tokens=(4096, 16_384), dtype="bf16"),
         *_linears(widths=(1024,), tokens=(3152, 1024, 256), dtype="bf16"),
         *_linear(2048, 512, tokens=4096, dtype="bf16"),
         *(probe for width in (768, 2048) for probe in _linear(width, 50_257, tokens=4096, dtype="bf16")),
         # Rows that begin at multiples of 2 and of 4 values.
-        *(probe for outputs in (50_258, 50_260) for probe in _linear(2048, outputs, tokens=4096, dtype="bf16")),
-        *(probe for outputs in (50_258, 50_260) for probe in _linear(768, outputs, tokens=4096, dtype="bf16")),
+        *(
+            probe
+            for width in (2048, 768)
+            for outputs in (50_258, 50_260)
+            for probe in _linear(width, outputs, tokens=4096, dtype="bf16")
+        ),
         *_linear(2048, 128_256, tokens=4096, dtype="bf16"),
         *_linear(1600, 6400, tokens=4096, dtype="bf16"),
         *(Probe(name="matmul", dtype="bf16", dims=(8192, 8192, 8192), role=role) for role in ROLES),
@@ -150,15 +129,8 @@ def cuda_probes() -> list[Probe]:
         # Norms of single heads.
         *(
             Probe(name="column_sum", dtype="bf16", dims=dims)
-            for dims in (
-                (4096, 128),
-                (16_384, 128),
-                (65_536, 128),
-                (262_144, 128),
-                (16_384, 64),
-                (131_072, 64),
-                (16_384, 256),
-            )
+            for columns, num_rows in ((128, (4096, 16_384, 65_536, 262_144)), (64, (16_384, 131_072)), (256, (16_384,)))
+            for dims in ((rows, columns) for rows in num_rows)
         ),
         *_losses(rows=4096, columns=50_257),
         *_losses(rows=16_384, columns=50_257),
@@ -167,7 +139,7 @@ def cuda_probes() -> list[Probe]:
 
 
 def cpu_probes() -> list[Probe]:
-    """For a CPU: the sizes of models that one trains there."""
+    """Return the probes for a CPU: sizes of small models."""
     return [
         *_linears(widths=(64, 256), tokens=(64, 512), dtype="fp32"),
         *_pair("attention", "fp32", (2, 4, 4, 64, 32), role="causal"),
@@ -175,7 +147,7 @@ def cpu_probes() -> list[Probe]:
         *_memory_curve(largest=2**24, step=8, dtype="fp32"),
         *_rowwise(rows=512, columns=(64, 256), dtype="fp32"),
         *_losses(rows=512, columns=256),
-        *(probe for batch in (8, 64) for probe in _convolution(batch, 16, 16, 3, 1, 8, dtype="fp32")),
+        *(probe for batch in (8, 64) for probe in _pair("convolution", "fp32", (batch, 16, 16, 3, 1, 8))),
     ]
 
 
@@ -183,15 +155,14 @@ ROLES = ("forward", "input", "weight")
 
 
 def _linear(inputs: int, outputs: int, *, tokens: int, dtype: str) -> Iterator[Probe]:
-    """The three products of a linear layer in a training step."""
-    for role, dims in zip(
-        ROLES, ((tokens, outputs, inputs), (tokens, inputs, outputs), (outputs, inputs, tokens)), strict=True
-    ):
+    """Yield the three matrix products of a linear layer in a training step."""
+    sizes = ((tokens, outputs, inputs), (tokens, inputs, outputs), (outputs, inputs, tokens))
+    for role, dims in zip(ROLES, sizes, strict=True):
         yield Probe(name="matmul", dtype=dtype, dims=dims, role=role)
 
 
 def _linears(*, widths: tuple[int, ...], tokens: tuple[int, ...], dtype: str) -> Iterator[Probe]:
-    """The four linear layers of a transformer block."""
+    """Yield the four linear layers of a transformer block."""
     for width in widths:
         for inputs, outputs in ((width, width), (width, 3 * width), (width, 4 * width), (4 * width, width)):
             for number in tokens:
@@ -214,10 +185,9 @@ def _attentions() -> Iterator[Probe]:
 
 
 def _memory_curve(*, largest: int, step: int = 4, dtype: str = "bf16") -> Iterator[Probe]:
-    """Copies and sums from 16 KiB on, of what is in the cache and of what is not."""
-    num_bytes = 2**14
+    """Yield copies and sums from 16 KiB up, of data that is in the cache and of data that is not."""
+    num_bytes, columns = 2**14, 1024
     while num_bytes <= largest:
-        columns = 1024
         dims = (max(num_bytes // columns // ELEMENT_BYTES[dtype], 1), columns)
         for name in ("copy", "add"):
             for cold in (True, False):
@@ -226,7 +196,7 @@ def _memory_curve(*, largest: int, step: int = 4, dtype: str = "bf16") -> Iterat
 
 
 def _rowwise(*, rows: int, columns: tuple[int, ...], dtype: str = "bf16") -> Iterator[Probe]:
-    """What stands between matrix products."""
+    """Yield the kernels between matrix products."""
     for number in columns:
         for name in ("layer_norm", "rms_norm", "gelu", "silu", "relu", "dropout", "embedding"):
             yield from _pair(name, dtype, (rows, number))
@@ -244,35 +214,16 @@ def _losses(*, rows: int, columns: int) -> Iterator[Probe]:
 
 
 def _convolutions(*, batches: tuple[int, ...]) -> Iterator[Probe]:
-    """Those of ResNet-50, with what comes after them."""
+    """Yield the convolutions, norms and pooling of ResNet-50, and the patches of a ViT."""
     for batch in batches:
         for shape in (
-            (3, 64, 7, 2, 224),
-            (64, 64, 1, 1, 56),
-            (64, 64, 3, 1, 56),
-            (64, 256, 1, 1, 56),
-            (256, 64, 1, 1, 56),
-            (128, 128, 3, 2, 56),
-            (128, 128, 3, 1, 28),
-            (128, 512, 1, 1, 28),
-            (512, 128, 1, 1, 28),
-            (512, 1024, 1, 2, 28),
-            (256, 256, 3, 1, 14),
-            (256, 1024, 1, 1, 14),
-            (1024, 256, 1, 1, 14),
-            (512, 512, 3, 1, 7),
-            (2048, 512, 1, 1, 7),
-        ):
-            inputs, outputs, kernel, stride, image = shape
-            yield from _convolution(batch, inputs, outputs, kernel, stride, image, dtype="bf16")
+            (3, 64, 7, 2, 224), (64, 64, 1, 1, 56), (64, 64, 3, 1, 56), (64, 256, 1, 1, 56), (256, 64, 1, 1, 56),
+            (128, 128, 3, 2, 56), (128, 128, 3, 1, 28), (128, 512, 1, 1, 28), (512, 128, 1, 1, 28),
+            (512, 1024, 1, 2, 28), (256, 256, 3, 1, 14), (256, 1024, 1, 1, 14), (1024, 256, 1, 1, 14),
+            (512, 512, 3, 1, 7), (2048, 512, 1, 1, 7),
+        ):  # fmt: skip
+            yield from _pair("convolution", "bf16", (batch, *shape))
         for channels, image in ((64, 112), (256, 56), (128, 28), (1024, 14), (512, 7)):
             yield from _pair("batch_norm", "bf16", (batch, channels, image))
         yield from _pair("max_pool", "bf16", (batch, 64, 112))
-    # A ViT's patches.
-    yield from _convolution(64, 3, 1024, 16, 16, 224, dtype="bf16")
-
-
-def _convolution(
-    batch: int, inputs: int, outputs: int, kernel: int, stride: int, image: int, *, dtype: str
-) -> Iterator[Probe]:
-    yield from _pair("convolution", dtype, (batch, inputs, outputs, kernel, stride, image))
+    yield from _pair("convolution", "bf16", (64, 3, 1024, 16, 16, 224))

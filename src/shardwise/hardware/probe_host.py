@@ -1,4 +1,4 @@
-"""Measures this host in about five seconds, most of which are torch's own start.
+"""Measures this host in about five seconds, most of which torch needs to start.
 
 python -m shardwise.hardware.probe_host [--device cuda|cpu]
 
@@ -20,15 +20,15 @@ from shardwise.hardware.measure_host import chain_seconds, layer_chains
 
 _PROBE_SECONDS = 3.0
 _NUM_CALLS = 300
-# Long against the turns in which an operating system gives a core to one program and to another.
+# Long compared with the time slices of an operating system.
 _SHARE_SECONDS = 0.02
 
 
 class HostWatch:
-    """Measures a host turn by turn: a shared one is not the same from one second to the next.
+    """Measures a host in turns, because the load of a shared host changes from second to second.
 
-    A turn takes some 40 ms and has all kinds of calls in it. Who times something else takes turns in between, so that
-    both meet the same seconds; `speed` is the mean of the middle half of turns.
+    A turn takes about 40 ms and contains all kinds of calls. To time something else on the same host, interleave it
+    with turns. `speed` is the mean over the middle half of the turns.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,12 +40,11 @@ class HostWatch:
         self.warm_up()
 
     def warm_up(self) -> None:
-        """A turn that does not count: kernels are loaded, and caches are filled again after something else ran."""
+        """Run one turn without measuring it: this loads kernels and fills caches after other work."""
         for _, chain, x in self._chains:
             chain_seconds(chain, x)
 
     def turn(self) -> None:
-        """Measure all kinds of calls once."""
         found = {"call": _seconds_of(self._call), "hook": _seconds_of(self._hooked)}
         for kind, chain, x in self._chains:
             found[f"{kind} forward"], found[f"{kind} backward"] = chain_seconds(chain, x)
@@ -54,7 +53,7 @@ class HostWatch:
         self._passed, self._used = self._passed + passed, self._used + used
 
     def speed(self) -> HostSpeed:
-        """Of all turns so far."""
+        """Return the speed over all turns so far."""
         middle = {name: _middle([turn[name] for turn in self._turns]) for name in self._turns[0]}
         on_gpu = self._device.type == "cuda"
         title = torch.cuda.get_device_name(self._device) if on_gpu else "cpu"
@@ -65,13 +64,13 @@ class HostWatch:
             dispatch_seconds={
                 kind: {way: middle[f"{kind} {way}"] for way in ("forward", "backward")} for kind, _, _ in self._chains
             },
-            # Other times are on the thread's own clock or leave the slowest out, and do not see who else uses the core.
+            # The other times use the thread's own clock or leave out the slowest, and so ignore the core's other users.
             share=max(self._passed / max(self._used, 1e-9), 1.0),
         )
 
 
 def probe_host(device: torch.device, *, seconds: float = _PROBE_SECONDS) -> HostSpeed:
-    """How fast the CPU of this process issues work to `device`."""
+    """Measure how fast the CPU of this process issues work to `device`."""
     watch = HostWatch(device)
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
@@ -80,7 +79,7 @@ def probe_host(device: torch.device, *, seconds: float = _PROBE_SECONDS) -> Host
 
 
 def seconds_on_core(seconds: float) -> tuple[float, float]:
-    """(seconds that pass, seconds of them that this thread was on a core)."""
+    """Keep a core busy; return (wall seconds, seconds that this thread was on a core)."""
     began, on_core = time.perf_counter(), time.thread_time()
     while time.perf_counter() - began < seconds:
         sum(range(1000))
@@ -88,7 +87,6 @@ def seconds_on_core(seconds: float) -> tuple[float, float]:
 
 
 def _middle(values: list[float]) -> float:
-    """The mean of the middle half."""
     ordered, quarter = sorted(values), len(values) // 4
     return statistics.fmean(ordered[quarter : len(values) - quarter])
 
@@ -114,7 +112,7 @@ def _hooked() -> Callable[[], object]:
 
 
 def _seconds_of(call: Callable[[], object]) -> float:
-    """Of one call, on the thread's own clock."""
+    """Return the seconds of one call, on the thread's own clock."""
     began = time.thread_time()
     for _ in range(_NUM_CALLS):
         call()

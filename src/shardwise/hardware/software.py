@@ -1,4 +1,4 @@
-"""Generations of software: how fast kernels of a year are relative to those that the calibration was measured with."""
+"""Generations of software: the speed of a year's kernels relative to those of the calibration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from shardwise.hardware.sourced import SOURCED_NUMBER, Sourced, shipped_table
 
 CURRENT = "current"
 MATMUL_PRECISIONS = ("highest", "high", "medium")
-"""What torch.set_float32_matmul_precision takes: anything but `highest` multiplies fp32 values as TF32."""
+"""Arguments of torch.set_float32_matmul_precision: all but `highest` multiply fp32 values as TF32."""
 
 _TABLES = ("matmul_reach", "fp32_matmul_reach", "attention_reach", "rms_norm_reach", "rms_norm_backward_reach")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """One generation. `reaches`: table → architecture → how fast, relative to the calibration."""
+    """One generation. `reaches`: table → architecture → speed relative to the calibration."""
 
     name: str
     title: str
     reaches: Mapping[str, Mapping[str, Sourced[float]]]
 
     def reach(self, table: str, *, architecture: str) -> float | None:
-        """None where the generation says nothing of it."""
+        """Return the relative speed; None if the generation has no value."""
         given = self.reaches.get(table, {})
         found = given.get(architecture, given.get("any"))
         return found.value if found is not None else None
@@ -32,12 +32,11 @@ class Software:
 
 @cache
 def generations() -> Mapping[str, Software]:
-    """All generations, by name."""
     return {name: _read(name, table) for name, table in shipped_table("software").items()}
 
 
 def software_of(name: object) -> Software:
-    """The generation of a name: 2023, 2024 or current."""
+    """Return a generation by name: 2023, 2024 or current."""
     found = generations().get(name) if isinstance(name, str) else None
     if found is None:
         raise UnknownName.of("software", str(name), known=generations())

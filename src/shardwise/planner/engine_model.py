@@ -1,4 +1,4 @@
-"""What the planner knows of an engine: one value each for ours, torch's DDP and torch's `fully_shard`."""
+"""Models of the engines: one value each for ours, torch's DDP and torch's `fully_shard`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ from shardwise.program.rules.ours import OURS
 class EngineModel:
     """An engine.
 
-    rules                  which operations a step has, and when
-    states                 what a rank holds of a unit
-    memory                 what its operations allocate and free
-    overhead               what they cost the CPU, and which copies go with them
-    keeps_program_order    all ranks issue the program's collectives in its order: one gathers what it does not call,
-                           and, where parameters are sharded, a unit that is ready early waits for its turn
-    grads_leave_at_once    each gradient is taken as soon as autograd has made it
-    autocasts              parameters stay in the optimizer's dtype, and autocast makes copies of them
-    num_communicators      of a process; `gather_communicators` more where parameters are sharded
-    error_band             how far a prediction of memory may be off: the goal, until validation gives its own
+    rules                  the operations of a step, and their order
+    states                 bytes of a unit on a rank
+    memory                 executor for what operations allocate and free
+    overhead               CPU time of operations, and the copies that belong to them
+    keeps_program_order    all ranks issue collectives in the program's order: a rank also gathers units that it does
+                           not call, and, if parameters are sharded, a unit with early gradients waits for its turn
+    grads_leave_at_once    each gradient is freed as soon as autograd has accumulated it
+    autocasts              parameters stay in the optimizer's dtype, and autocast copies them
+    num_communicators      of a process; `gather_communicators` more if parameters are sharded
+    error_band             error band of memory predictions: the goal, until validation replaces it
     """
 
     rules: Rules
@@ -55,7 +55,7 @@ _MODELS = (
         memory=OurMemory,
         overhead=OVERHEADS["shardwise"],
         keeps_program_order=True,
-        # The default group's, and the world's, gathers' and reduces' apart, so that none waits behind another.
+        # The default group, and separate ones for the world's, gathers' and reduces' collectives.
         num_communicators=3,
         gather_communicators=1,
         error_band=0.03,
@@ -78,9 +78,8 @@ _MODELS = (
     ),
 )
 ENGINE_MODELS: Mapping[str, EngineModel] = MappingProxyType({model.rules.name: model for model in _MODELS})
-"""By the name of their rules."""
+"""By the name of the rules."""
 
 
 def engine_model_of(plan: Plan) -> EngineModel:
-    """The engine that runs a plan."""
     return ENGINE_MODELS[rules_of(plan).name]

@@ -1,10 +1,9 @@
 """Many equal blocks → a few that stand for all, so that a plan of 126 layers is replayed as fast as one of 10.
 
-Between the ends of a row of equal units, what is held grows or shrinks by the same bytes from unit to unit, so peaks
-lie at its ends. One unit in the middle stands for those that are left out: it happens once, and what it leaves behind
-counts as often as it stands for a unit. Units are equal if the trace says so (a run), and if the plan places and
-recomputes them alike: a unit that differs splits its run. No unit is left out if a pattern of the plan would then
-match none.
+In a row of equal units, memory grows or shrinks by the same bytes from unit to unit, so peaks are at its ends. One unit
+in the middle stands for those that are left out: it is replayed once, and what it leaves behind counts once per unit.
+Units are equal if the trace says so (a run) and the plan places and recomputes them equally: a unit that differs splits
+its run. A unit stays if a pattern of the plan would otherwise match nothing.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +21,7 @@ _MARGIN = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Short:
-    """The units that are replayed: `spec` without the others, how often each counts, and those of each run."""
+    """A shortened model: `spec` with the replayed units, how many units each stands for, and those of each run."""
 
     spec: ModelSpec
     weights: Mapping[str, int]
@@ -30,13 +29,13 @@ class Short:
 
 
 def shorten(spec: ModelSpec, *, plan: Plan, runs: Sequence[Run]) -> Short:
-    """Leave out units whose neighbours are equal; one of them stands for all.
+    """Leave out units with equal neighbours; one unit stands for all of them.
 
-    None is left out where activations are offloaded: what comes back for a unit must not come back for many at once.
+    With offloaded activations none is left out: those of many units must not return at once.
     """
     if not runs or plan.offload_activations:
         return Short(spec=spec, weights={}, chosen={})
-    # Beyond the reach of what is gathered ahead and of what is being reduced.
+    # Longer than the reach of prefetched gathers and of reduces in flight.
     length = 2 * max(plan.prefetch, plan.reduces_in_flight) + _MARGIN
     groups = _equal_units(spec, plan=plan, runs=runs)
     left_out = _left_out(spec, plan=plan, groups=groups, length=length, before=length // 2 + 1)
@@ -50,7 +49,7 @@ def shorten(spec: ModelSpec, *, plan: Plan, runs: Sequence[Run]) -> Short:
 
 
 def cut(spec: ModelSpec, *, plan: Plan, runs: Sequence[Run], length: int) -> Short:
-    """A model with fewer units: the middle of each longer row of equal units goes, and nothing stands for it."""
+    """Remove the middle of each longer row of equal units; no unit stands for the removed ones."""
     groups = _equal_units(spec, plan=plan, runs=runs)
     left_out = _left_out(spec, plan=plan, groups=groups, length=length, before=length - length // 2)
     chosen = {
@@ -62,7 +61,7 @@ def cut(spec: ModelSpec, *, plan: Plan, runs: Sequence[Run], length: int) -> Sho
 
 
 def _equal_units(spec: ModelSpec, *, plan: Plan, runs: Sequence[Run]) -> list[list[str]]:
-    """Units of a run that follow on each other, and are placed and recomputed alike."""
+    """Return groups of consecutive units of a run that are placed and recomputed equally."""
     placements = plan.placements(unit.name for unit in spec.units)
     return [
         list(names)
@@ -74,7 +73,7 @@ def _equal_units(spec: ModelSpec, *, plan: Plan, runs: Sequence[Run]) -> list[li
 def _left_out(
     spec: ModelSpec, *, plan: Plan, groups: Sequence[Sequence[str]], length: int, before: int
 ) -> frozenset[str]:
-    """What of each group is too many for `length`, of which so many come `before` those that are left out."""
+    """Return the units of each group beyond `length`, after the first `before` ones."""
     left_out = {name for names in groups for name in names[before : before + max(len(names) - length, 0)]}
     if left_out:
         names = [unit.name for unit in spec.units]

@@ -1,4 +1,4 @@
-"""One plan of one model, ready for the replay: bytes of states, peaks of streams, and what its engine allocates."""
+"""`Job`: one plan of one model, prepared for the replay: bytes of states, peaks of streams, changes of the engine."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,6 +7,7 @@ from functools import cached_property
 from math import prod
 
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.planner.engine_model import EngineModel, engine_model_of
 from shardwise.planner.fold import Short, cut
@@ -15,7 +16,7 @@ from shardwise.planner.memory.constants import MemoryRules
 from shardwise.planner.memory.events import memory_rows
 from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
 from shardwise.planner.memory.replay import MemoryRow, Replayed, replay
-from shardwise.planner.memory.states import OptimizerRule, UnitStates, moment_bytes
+from shardwise.planner.memory.states import OptimizerRule, StateSetting, UnitStates
 from shardwise.planner.memory.stream_peak import StreamPeak, stream_peak
 from shardwise.planner.trace_order import Key
 from shardwise.planner.ways import memory_way
@@ -30,7 +31,7 @@ from shardwise.vocabulary.dtypes import PRECISIONS
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """A plan with a mesh, on a model shortened to the units that are replayed."""
+    """A plan with a mesh, on a model shortened to the units that are replayed (fold.py)."""
 
     spec: ModelSpec
     plan: Plan
@@ -38,20 +39,28 @@ class Job:
     traces: Mapping[str, StepTrace]
     optimizer: OptimizerRule
     rules: MemoryRules
-    # By the id of its stream; shared by jobs of one model.
+    # By the id of the stream; shared by the jobs of a model.
     known_peaks: dict[int, StreamPeak] = field(default_factory=dict)
     _cuts: "dict[int, Job]" = field(default_factory=dict)
 
-    def replay(self) -> Replayed:
+    @cached_property
+    def replayed(self) -> Replayed:
         return replay(self.memory_rows, at_rest=self.at_rest)
 
     def cut(self, length: int) -> "Job":
-        """The same plan on a model whose rows of equal units are no longer than `length`."""
+        """Return the same plan on a model with at most `length` equal units in a row."""
         if length not in self._cuts:
             runs = self.traces["none"].runs if self.traces else ()
             short = cut(self.spec, plan=self.plan, runs=runs, length=length)
             self._cuts[length] = replace(self, short=short, _cuts={})
         return self._cuts[length]
+
+    @property
+    def unshortened(self) -> "Job":
+        """The same plan on the model with all of its units."""
+        if not self.short.weights:
+            return self
+        return replace(self, short=Short(spec=self.spec, weights={}, chosen={}), _cuts={})
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -59,7 +68,6 @@ class Job:
 
     @cached_property
     def first_ledger(self) -> Ledger:
-        """That of a first step."""
         return self._ledger(self.first_rows) if self.in_order else self.ledger
 
     def _ledger(self, rows: Iterable[MemoryRow]) -> Ledger:
@@ -73,7 +81,7 @@ class Job:
 
     @cached_property
     def precision(self) -> str:
-        """What most of the model multiplies in: the plan's; under `native` that of most parameters."""
+        """The precision of most matrix products: the plan's; under `native` that of most parameters."""
         if self.plan.precision != "native":
             return self.plan.precision
         num_elements: Counter[str] = Counter()
@@ -87,35 +95,35 @@ class Job:
         return self.plan.placements(unit.name for unit in self.spec.units)
 
     @property
-    def num_slices(self) -> int:
+    def mesh(self) -> Mesh:
         assert self.plan.mesh is not None
-        return self.plan.mesh.shard
+        return self.plan.mesh
+
+    @property
+    def num_slices(self) -> int:
+        return self.mesh.shard
+
+    @property
+    def _state_setting(self) -> StateSetting:
+        return StateSetting(plan=self.plan, num_slices=self.num_slices, optimizer=self.optimizer, rules=self.rules)
 
     @cached_property
     def states(self) -> Mapping[str, UnitStates]:
+        setting = self._state_setting
         return {
-            unit.name: self.engine.states(
-                unit,
-                placement=self.placements[unit.name],
-                plan=self.plan,
-                num_slices=self.num_slices,
-                optimizer=self.optimizer,
-                rules=self.rules,
-            )
+            unit.name: self.engine.states(unit, placement=self.placements[unit.name], setting=setting)
             for unit in self.short.spec.units
         }
 
-    @cached_property
-    def owned_bytes(self) -> int:
-        """What the optimizer steps, and as much as its gradients take."""
-        weights = self.short.weights
-        return sum(states.owned * weights.get(name, 1) for name, states in self.states.items())
+    def weight(self, unit: str) -> int:
+        """Return how many units of the model a unit stands for."""
+        return self.short.weights.get(unit, 1)
 
     @cached_property
-    def whole(self) -> WholeMatrices:
-        """What is stepped whole."""
+    def matrices(self) -> WholeMatrices:
+        """The matrices that are stepped unsharded."""
         return whole_matrices(
-            ((unit, self.short.weights.get(unit.name, 1)) for unit in self.short.spec.units),
+            ((unit, self.weight(unit.name)) for unit in self.short.spec.units),
             plan=self.plan,
             placements=self.placements,
             optimizer=self.optimizer,
@@ -124,16 +132,17 @@ class Job:
 
     @cached_property
     def owned_moments(self) -> tuple[int, ...]:
-        """The single allocations of the state of what rank 0 owns."""
-        steps = [(matrix.param, matrix.num_bytes) for matrix in self.whole.owned[0]]
-        return moment_bytes(steps, optimizer=self.optimizer, rules=self.rules)
+        """Sizes of the allocations of optimizer state for the matrices that rank 0 owns."""
+        return self._state_setting.moments((matrix.param, matrix.num_bytes) for matrix in self.matrices.owned[0])
 
     @cached_property
     def update_bytes(self) -> int:
-        """What the optimizer makes for a while."""
-        largest = max(states.largest for states in self.states.values())
+        """Temporaries of the optimizer's step."""
         return update_bytes(
-            self.whole.on(0), optimizer=self.optimizer, in_slices=self.owned_bytes, largest_slice=largest
+            self.matrices.on(0),
+            optimizer=self.optimizer,
+            in_slices=sum(states.owned * self.weight(name) for name, states in self.states.items()),
+            largest_slice=max(states.largest for states in self.states.values()),
         )
 
     @cached_property
@@ -142,17 +151,17 @@ class Job:
         return self.build_program()
 
     def build_program(self, *, reduces: bool = True) -> StepProgram:
-        """With `reduces=False`, of a pass that keeps its gradients."""
+        """Build the program of a step or, with `reduces=False`, of a pass that keeps its gradients."""
         return build(self.short.spec, plan=self.plan, reduces=reduces)
 
     @cached_property
     def memory_rows(self) -> Sequence[MemoryRow]:
-        """The step, as the plan's engine runs it."""
+        """The rows of a step in the middle of training."""
         return self._memory_rows(self.program)
 
     @cached_property
     def first_rows(self) -> Sequence[MemoryRow]:
-        """The first step: our engine learns in it which units it gathers when."""
+        """The rows of the first step, in which our engine learns the order of gathers."""
         if not self.in_order:
             return self.memory_rows
         return self._memory_rows(build_first_step(self.short.spec, plan=self.plan))
@@ -161,7 +170,7 @@ class Job:
         found = memory_rows(
             program,
             self._memory(),
-            peaks=self.stream_peaks(),
+            peaks=[(key, self._stream_peak(stream)) for key, stream in self.memory_streams],
             in_order=self.in_order,
             plan=self.plan,
             weights=self.short.weights,
@@ -179,13 +188,13 @@ class Job:
             update_bytes=self.update_bytes,
             num_params=sum(len(unit.params) for unit in self.spec.units),
             num_slices=self.num_slices,
-            owned=self.whole.owned_bytes(0),
+            owned=self.matrices.owned_bytes(0),
         )
         return self.engine.memory(self.program, setting)
 
     @property
     def in_order(self) -> bool:
-        """Whether a unit whose gradients are ready early waits for its turn (Cursor.begin_backward)."""
+        """Whether a unit with early gradients waits for its turn (Cursor.begin_backward)."""
         return self.engine.keeps_program_order and self.gathers
 
     @cached_property
@@ -195,19 +204,18 @@ class Job:
 
     @property
     def num_communicators(self) -> int:
-        """Of a process. A second axis of the mesh has one of its own; a rank that gathers from itself needs none."""
-        assert self.plan.mesh is not None
-        of_gathers = self.engine.gather_communicators if self.gathers and self.plan.mesh.shard > 1 else 0
-        return self.engine.num_communicators + of_gathers + (self.plan.mesh.replicate > 1)
+        """Communicators of a process: one more for a second axis of the mesh, none to gather from oneself."""
+        of_gathers = self.engine.gather_communicators if self.gathers and self.mesh.shard > 1 else 0
+        return self.engine.num_communicators + of_gathers + (self.mesh.replicate > 1)
 
     @cached_property
     def streams(self) -> list[tuple[Key, Stream]]:
-        """The rows of the step, each from the trace that recomputes as the row's unit does."""
+        """The streams of the step's rows, each from the trace of its unit's recompute mode."""
         return self._streams(self.plan.recompute_of)
 
     @cached_property
     def memory_streams(self) -> list[tuple[Key, Stream]]:
-        """The same, each from the trace that allocates as the row's unit does, compiled or not."""
+        """The same for memory: for a compiled unit from the trace of compiled units, if there is one."""
 
         def way_of(unit: str) -> str:
             way = memory_way(self.plan, unit=unit)
@@ -216,7 +224,7 @@ class Job:
         return self._streams(way_of)
 
     def _streams(self, way_of: Callable[[str], str]) -> list[tuple[Key, Stream]]:
-        # How units run changes what happens at a row, never the order of rows.
+        # The ways of running units differ in the streams of rows, never in their order.
         none = self._by_way.get("none", {})
         return [(key, self._by_way[way_of(key[1])].get(key, stream)) for key, stream in none.items()]
 
@@ -228,20 +236,16 @@ class Job:
         }
 
     def _rows(self, trace: StepTrace) -> Iterable[StepRow]:
-        """Of a shortened model; the units that stand for others count for them."""
+        """Return the rows of the shortened model; a unit that stands for others counts for them."""
         chosen = {run.units: names for run, names in self.short.chosen.items()}
         names = {run: chosen[run.units] for run in trace.runs if run.units in chosen}
-        weights = self.short.weights
-        num_units = {run: sum(weights.get(name, 1) for name in names.get(run, run.units)) for run in trace.runs}
+        num_units = {run: sum(map(self.weight, names.get(run, run.units))) for run in trace.runs}
         return trace.expand(names, num_units=num_units)
-
-    def stream_peaks(self) -> list[tuple[Key, StreamPeak]]:
-        return [(key, self._stream_peak(stream)) for key, stream in self.memory_streams]
 
     def _stream_peak(self, stream: Stream) -> StreamPeak:
         found = self.known_peaks.get(id(stream))
         if found is None:
-            # A peak holds on to its stream, so that no other can get its id.
+            # A peak keeps a reference to its stream, so that the id stays unique.
             found = self.known_peaks[id(stream)] = stream_peak(
                 stream, seq=self.spec.seq, rules=self.rules, grads_leave_at_once=self.engine.grads_leave_at_once
             )
@@ -249,10 +253,10 @@ class Job:
 
     @cached_property
     def at_rest(self) -> tuple[Line, ...]:
-        """What a rank holds when a step begins, by category."""
+        """Bytes by category when a step begins."""
         totals = dict.fromkeys(CATEGORIES, 0)
         for name, states in self.states.items():
-            weight = self.short.weights.get(name, 1)
+            weight = self.weight(name)
             totals["params"] += weight * states.params
             totals["optim"] += weight * states.optim
             totals["other"] += weight * (states.buffers + sum(states.samples))
@@ -262,11 +266,11 @@ class Job:
             totals[name] += num_bytes
         batch = self.spec.batch_bytes.line(self.spec.seq) if self.spec.batch_bytes is not None else Line(0, 0)
         lines = {name: Line(total, 0) for name, total in totals.items()}
-        # A graph reads its batch from a place of its own.
+        # A CUDA graph reads a copy of the batch.
         copies = 2 if self.plan.captures else 1
         lines["activations"] = Line(copies * batch.const, copies * batch.per_sample)
         return tuple(lines[name] for name in CATEGORIES)
 
     def buffers_at_rest(self) -> list[int]:
-        """Of that, the single allocations for gradients."""
+        """Return the sizes of the allocations for gradients among those at rest."""
         return self._memory().buffers_at_rest()

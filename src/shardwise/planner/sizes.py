@@ -1,4 +1,4 @@
-"""How large a unit is, in elements and in bytes, as a plan computes with it."""
+"""The sizes of units under a plan, in elements and bytes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from shardwise.spec import ModelSpec, UnitSpec
 from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT
 
 MASTER_BYTES = 4
-"""Of an element that the optimizer steps."""
+"""Bytes per element that the optimizer steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSizes:
     """A unit.
 
-    elements            of all parameters; `trainable` of those that are trained, in `tensors` tensors
-    compute_bytes       of all parameters in the dtypes that compute
-    grad_bytes          of gradients as autograd makes them
-    reduce_bytes        of gradients as they are reduced
+    elements            of all parameters; `trainable`: of the trainable ones, in `tensors` tensors
+    compute_bytes       all parameters in their compute dtypes
+    grad_bytes          gradients in the dtypes of autograd
+    reduce_bytes        gradients in the reduce dtype
     """
 
     elements: int
@@ -32,12 +32,11 @@ class UnitSizes:
 
     @property
     def is_cast(self) -> bool:
-        """Whether parameters compute in another dtype than the optimizer's."""
+        """Whether the compute dtype differs from the optimizer's."""
         return self.compute_bytes != MASTER_BYTES * self.elements
 
 
 def sizes_of(spec: ModelSpec, *, plan: Plan) -> Mapping[str, UnitSizes]:
-    """By unit."""
     return _sizes(spec, plan.precision, plan.keep_fp32, plan.reduce_dtype)
 
 

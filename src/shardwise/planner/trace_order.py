@@ -1,4 +1,4 @@
-"""A program in the order of a trace: how the planner moves the cursor through a step that nobody runs."""
+"""Moves a program's cursor through a planned step, in the order of the trace."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
@@ -17,7 +17,7 @@ _ENDS: tuple[Key, ...] = ((Trigger.BACKWARD_DONE.value, ROOT, 0), (Trigger.AFTER
 
 
 def do_nothing() -> None:
-    """What an operation is to an executor that has nothing to do for it."""
+    """Stand in for an operation that an executor ignores."""
 
 
 class _Unit(NamedTuple):
@@ -27,19 +27,19 @@ class _Unit(NamedTuple):
 
 
 class PlannedExecutor(Executor, Protocol):
-    """An executor that is told which units' gradients are complete."""
+    """An executor with the set of units whose gradients are complete."""
 
     ready: set[str]
 
 
 def keys_in_order(traced: Iterable[Key], *, program: StepProgram) -> list[Key]:
-    """The rows of a step: those of the trace, or of the program where there is none, up to the update."""
+    """Return the rows of a step up to the update: those of the trace or, if there is none, of the program."""
     keys = list(traced) or [(row.trigger.value, row.unit, row.call) for row in program.rows]
     return keys + [key for key in _ENDS if key not in keys]
 
 
 class TracedStep:
-    """A step of a program, row by row. `in_order` is as of Cursor.begin_backward."""
+    """A step of a program, row by row. `in_order` as for Cursor.begin_backward."""
 
     def __init__(self, program: StepProgram, executor: PlannedExecutor, *, in_order: bool) -> None:
         self._executor = executor
@@ -49,7 +49,6 @@ class TracedStep:
         self._in_backward = False
 
     def reach(self, key: Key) -> None:
-        """Do what the engine does when this happens."""
         trigger, unit, call = _TRIGGERS[key[0]], key[1], key[2]
         if not self._in_backward and trigger not in _FORWARD:
             self._in_backward = True

@@ -1,7 +1,7 @@
-"""Matrices that are stepped whole: those that one rank each owns, and those that an optimizer has another rule for.
+"""Matrices that are stepped unsharded: those with an owner rank, and those with a matrix rule of the optimizer.
 
-An optimizer like Muon takes the matrices of blocks whole. Where every rank holds all state, each steps all of them;
-where state is sharded, each is OWNED: one rank steps it, and holds its state.
+An optimizer like Muon steps complete matrices of blocks. If every rank holds all state, each steps all of them; if
+state is sharded, each matrix is OWNED: one rank steps it and holds its state.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from shardwise.spec.block_matrices import block_matrices, is_block_matrix
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeMatrix:
-    """`num_bytes`: as it is stepped."""
+    """`num_bytes` in the dtype in which it is stepped."""
 
     unit: str
     param: TensorSpec
@@ -32,17 +32,17 @@ class WholeMatrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeMatrices:
-    """`on_all`: what every rank steps whole by a rule for matrices; `owned`: of each rank, what it alone steps."""
+    """`on_all`: matrices that every rank steps by a matrix rule; `owned`: by rank, those that it alone steps."""
 
     on_all: tuple[WholeMatrix, ...]
     owned: tuple[tuple[WholeMatrix, ...], ...]
 
     def on(self, rank: int) -> tuple[WholeMatrix, ...]:
-        """What a rank of the shard axis steps."""
+        """Return the matrices that a rank of the shard axis steps."""
         return (*self.on_all, *self.owned[rank])
 
     def owned_bytes(self, rank: int) -> Counter[str]:
-        """What a rank owns, by unit."""
+        """Return the bytes that a rank owns, by unit."""
         found: Counter[str] = Counter()
         for matrix in self.owned[rank]:
             found[matrix.unit] += matrix.num_bytes
@@ -50,7 +50,7 @@ class WholeMatrices:
 
 
 def with_owners(spec: ModelSpec, *, plan: Plan, optimizer: OptimizerRule) -> Plan:
-    """The plan that is run with an optimizer: `prepare` gives owners to the matrices that it needs whole."""
+    """Return the plan as `prepare` runs it: with owners for the matrices that the optimizer needs unsharded."""
     if optimizer.matrices is None:
         return plan
     if not block_matrices(spec):
@@ -72,7 +72,7 @@ def with_owners(spec: ModelSpec, *, plan: Plan, optimizer: OptimizerRule) -> Pla
 
 @lru_cache(maxsize=256)
 def _patterns(spec: ModelSpec, sharded: frozenset[str]) -> tuple[str, ...]:
-    """Of the matrices of these units."""
+    """Return patterns that match the block matrices of these units."""
     inside = {param.name for unit in spec.units if unit.name in sharded for param in unit.params}
     names = [name for name in block_matrices(spec) if name in inside]
     return short_patterns(names, among=[param.name for unit in spec.units for param in unit.params])
@@ -86,7 +86,7 @@ def whole_matrices(
     optimizer: OptimizerRule,
     num_slices: int,
 ) -> WholeMatrices:
-    """Of these units, each of which counts so many times."""
+    """Return the matrices of (unit, number of units that it stands for)."""
     on_all: list[WholeMatrix] = []
     to_own: list[WholeMatrix] = []
     if plan.owned or optimizer.matrices is not None:
@@ -117,7 +117,7 @@ def _trained(unit: UnitSpec, *, plan: Plan) -> list[WholeMatrix]:
 def update_bytes(
     matrices: Sequence[WholeMatrix], *, optimizer: OptimizerRule, in_slices: int, largest_slice: int
 ) -> int:
-    """What an optimizer makes for a while to step these, and what is in slices; first by its rule for matrices."""
+    """Return the temporaries of a step of these matrices and of slices; the matrix rule runs first."""
     by_own_rule = [matrix.num_bytes for matrix in matrices if optimizer.of(matrix.param) is optimizer]
     at_once = optimizer.copies * (in_slices + sum(by_own_rule))
     most = at_once + optimizer.largest * max(largest_slice, *by_own_rule, 0)
@@ -133,7 +133,7 @@ def _update_bytes(matrix: WholeMatrix, *, rule: OptimizerRule) -> int:
 
 
 def matrix_sizes(unit: UnitSpec, *, optimizer: OptimizerRule) -> tuple[int, int]:
-    """(elements, tensors) of what is trained of a unit by the rule for matrices."""
+    """Return (elements, tensors) of a unit that are trained by the matrix rule."""
     if optimizer.matrices is None:
         return 0, 0
     found = [p.num_elements for p in unit.params if p.trainable and is_block_matrix(p.name, p.shape)]

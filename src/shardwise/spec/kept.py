@@ -1,9 +1,9 @@
-"""Specs of models that were traced before, kept in the user's cache folder.
+"""A cache of traced specs in the user's cache folder.
 
-A spec is kept under all that it follows from: what was asked (reference, sizes, kernels, ways), the model's config, and
-the source of whatever makes and traces it. Sources count by version and by the size and time of every file, so that an
-edit in place is another key. That is sound for models of this package and of installed libraries; a `python:FILE.py`
-may depend on anything that its code reads, and is traced each time.
+The key covers everything a spec depends on: the request (reference, sizes, kernels, ways), the model's config, and the
+source code that makes and traces the model. Source code counts by version and by the size and time of every file, so
+that an edit in place changes the key. This is sound for models of this package and of installed libraries. A
+`python:FILE.py` may depend on anything its code reads, and is traced each time.
 """
 
 import json
@@ -19,20 +19,20 @@ from shardwise.spec.model import ModelSpec
 from shardwise.spec.store import decode_text, encode_text
 
 _KIND = "specs"
-# Kind of reference → the libraries that its models come from.
+# Kind of reference → the libraries of its models.
 _LIBRARIES = {
     "hf": ("transformers", "tokenizers", "accelerate", "kernels", "numpy"),
     "timm": ("timm", "torchvision", "numpy"),
     "torchvision": ("torchvision", "numpy"),
 }
-# Of which every file counts; torch's are tens of thousands, and nobody edits them in place.
+# Packages of which every file counts; torch has tens of thousands, which are not edited in place.
 _BY_FILE = ("shardwise", "transformers", "timm", "torchvision")
 
 
 def spec_key(
     reference: str, *, seq: int | None, image: int | None, kernels: str, ways: Collection[tuple[str, str]]
 ) -> str | None:
-    """What the spec of a MODEL follows from; None where that cannot be known."""
+    """Return the cache key of a MODEL's spec; None if its dependencies are unknown."""
     kind, colon, name = reference.partition(":")
     if colon and kind not in _LIBRARIES:
         return None
@@ -45,13 +45,13 @@ def spec_key(
 
 
 def config_folder(name: str) -> str:
-    """The folder of `hf:DIR` or `hf:DIR/config.json`."""
+    """Return the folder of `hf:DIR` or `hf:DIR/config.json`."""
     path = Path(name)
     return str(path.parent) if path.name == "config.json" else name
 
 
 def kept_spec(key: str | None) -> ModelSpec | None:
-    """The spec that was kept under `key`, if there is one that can be read."""
+    """Return the spec that was kept under `key`, if it exists and can be read."""
     text = cached_text(_KIND, key) if key is not None else None
     try:
         return decode_text(text, where=_KIND) if text is not None else None
@@ -60,7 +60,6 @@ def kept_spec(key: str | None) -> ModelSpec | None:
 
 
 def keep_spec(key: str | None, spec: ModelSpec) -> None:
-    """Keep it under `key`."""
     if key is not None:
         keep_text(_KIND, key, encode_text(spec))
 
@@ -73,7 +72,7 @@ def _text(path: Path) -> str | None:
 
 
 def _fingerprint(package: str) -> list[object]:
-    """Its version, and where it counts all of its files: path, size and time of change. Nothing is imported."""
+    """Return a package's version and, for _BY_FILE, path, size and time of its files, without importing it."""
     try:
         found: list[object] = [package, version(package)]
     except PackageNotFoundError:

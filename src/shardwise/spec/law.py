@@ -1,4 +1,4 @@
-"""How a number grows with the batch and with the length of a sample: the planner's laws."""
+"""Laws: a number of bytes, operations or elements as a function of the batch and of the length of a sample."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """const + per_sample · batch, in the length of sample that was asked for."""
+    """const + per_sample · batch, at a given length of sample."""
 
     const: int
     per_sample: int
@@ -19,32 +19,29 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """c₀ + c₁·s + c₂·s² + batch · (b₀ + b₁·s + b₂·s²), with s the length of a sample.
+    """c₀ + c₁·s + c₂·s² + batch · (b₀ + b₁·s + b₂·s²), where s is the length of a sample.
 
-    Where the length was not varied, all of it is in c₀ and b₀.
+    If only one length was traced, only c₀ and b₀ are nonzero.
     """
 
     terms: tuple[int, int, int, int, int, int]
 
     def line(self, seq: int | None = None) -> Line:
-        """The law at one length; None where the length plays no part."""
+        """Return the law at one length; None for models whose samples have no length."""
         c0, c1, c2, b0, b1, b2 = self.terms
         if seq is None:
             return Line(c0, b0)
         return Line(c0 + (c1 + c2 * seq) * seq, b0 + (b1 + b2 * seq) * seq)
 
     def at(self, *, batch: int, seq: int | None = None) -> int:
-        c0, c1, c2, b0, b1, b2 = self.terms
-        if seq is None:
-            return c0 + b0 * batch
-        return c0 + (c1 + c2 * seq) * seq + (b0 + (b1 + b2 * seq) * seq) * batch
+        return self.line(seq).at(batch)
 
 
 def fit(values: Mapping[tuple[int, int], int]) -> Law | None:
-    """The law through values at (batch, length): two batches, and one length or three; None where none passes.
+    """Return the law through values at (batch, length), for two batches and one length or three; None if none passes.
 
-    Further points are not fitted but checked. Coefficients are whole numbers, because bytes and operations are counted;
-    and what is there for an empty batch is not less than nothing, as it would be for what grows with the batch squared.
+    Further points are checked, not fitted. Coefficients must be integers, because bytes and operations are counted, and
+    the value at batch 0 must not be negative, as it would be for a number that grows with the square of the batch.
     """
     return _fit(tuple(values.items()))
 
@@ -71,7 +68,7 @@ def _fit(items: tuple[tuple[tuple[int, int], int], ...]) -> Law | None:
 
 
 def _parabola(points: Sequence[tuple[int, int]]) -> list[Fraction]:
-    """The coefficients of the polynomial through one point or three."""
+    """Return the coefficients of the polynomial through one point or three."""
     if len(points) == 1:
         return [Fraction(points[0][1]), Fraction(0), Fraction(0)]
     (x0, y0), (x1, y1), (x2, y2) = points

@@ -1,4 +1,4 @@
-"""Specs that come with the package: one for each model of the catalogue, so that planning it imports no torch.
+"""Specs that come with the package, one per catalogue model, so that planning it imports no torch.
 
 python -m shardwise.trace.ship     traces them again
 """
@@ -13,9 +13,6 @@ FOLDER = Path(__file__).parent / "ready"
 
 
 def ready_spec(name: str, *, ways: Collection[tuple[str, str]] | None = None) -> ModelSpec | None:
-    """The shipped spec of a model; None where there is none.
-
-    `ways`: (computes in, recompute) of the traces that are wanted; all of them, if not said.
-    """
+    """Return the shipped spec of a model, or None; with the traces of `ways` (computes in, recompute), or all."""
     path = FOLDER / f"{name}.json"
     return load_spec(path, ways=ways) if path.is_file() else None

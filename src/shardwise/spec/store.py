@@ -1,10 +1,10 @@
-"""Specs as JSON, compactly: n equal units are one entry, equal streams and equal laws are written once.
+"""Specs as compact JSON: n equal units are one entry; equal streams and equal laws are written once.
 
 units    {"names": ["blocks.", 0, 12], "class": "Block", "params": [["norm1.weight", [768]], …], …}
 laws     [[c₀, b₀], …], or all six terms
 streams  events and operations as words:
-           +a3.0    the unit's birth number 0, an activation of law 3       -a3.0   its death       -a3   another unit's
-           +g5.7:u  the gradient of a parameter of unit u                    =g5.7  it is in parameter.grad
+           +a3.0    allocation 0 of the unit, an activation of law 3    -a3.0   its release    -a3   one of another unit
+           +g5.7:u  the gradient of a parameter of unit u              =g5.7   it is in parameter.grad
            mm/8/9/1,2,4    an operation: name, law of its FLOPs, of its bytes, of its dimensions
 rows     [trigger, unit, call, stream]
 """
@@ -12,8 +12,10 @@ rows     [trigger, unit, call, stream]
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwise.errors import InvalidData, ShardwiseError
 from shardwise.files.atomic import atomic_write
@@ -22,23 +24,23 @@ from shardwise.spec.model import ANNOUNCED, ModelSpec, UnitSpec
 from shardwise.spec.step import Act, Op, Run, StepRow, StepTrace, StorageEvent, Stream, What
 from shardwise.spec.tensor import TensorSpec
 
+Item = TypeVar("Item")
+
 FORMAT = 1
-"""Raised when a file of before can no longer be read."""
+"""Increased when older files can no longer be read."""
 
 
 def save_spec(spec: ModelSpec, path: str | os.PathLike[str]) -> None:
-    """Write a spec; the file appears whole or not at all."""
     with atomic_write(path) as file:
         file.write(encode_text(spec).encode() + b"\n")
 
 
 def encode_text(spec: ModelSpec) -> str:
-    """A spec as JSON."""
     return json.dumps(encode(spec), separators=(",", ":"), ensure_ascii=False)
 
 
 def load_spec(path: str | os.PathLike[str], *, ways: Collection[tuple[str, str]] | None = None) -> ModelSpec:
-    """Read a spec; of its traces, those of `ways` (computes in, recompute), or all."""
+    """Read a spec with the traces of `ways` (computes in, recompute), or with all."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -49,7 +51,7 @@ def load_spec(path: str | os.PathLike[str], *, ways: Collection[tuple[str, str]]
 
 
 def decode_text(text: str, *, where: str, ways: Collection[tuple[str, str]] | None = None) -> ModelSpec:
-    """The spec of what `encode_text` gave, which `where` names in errors."""
+    """Return the spec of a text that `encode_text` made; `where` names it in errors."""
     try:
         return decode(json.loads(text), ways=ways)
     except ShardwiseError as error:
@@ -58,25 +60,17 @@ def decode_text(text: str, *, where: str, ways: Collection[tuple[str, str]] | No
         raise InvalidData(f"{where}: is not a spec of format {FORMAT} ({type(error).__name__}: {error})") from error
 
 
-class _Table:
-    """Values, each once, by number."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[Any, int] = {}
-
-    def number(self, value: Any) -> int:
-        return self.numbers.setdefault(value, len(self.numbers))
-
-
 def encode(spec: ModelSpec) -> dict[str, Any]:
-    """The spec in JSON's own types."""
-    laws, streams = _Table(), _Table()
+    laws: dict[Law, int] = {}
+    streams: dict[tuple[str, str], int] = {}
     traces = [
         {
             "computes_in": trace.computes_in,
             "recompute": trace.recompute,
             "runs": [_pack_names(run.units) for run in trace.runs],
-            "rows": [[row.trigger, row.unit, row.call, streams.number(_words(row.stream, laws))] for row in trace.rows],
+            "rows": [
+                [row.trigger, row.unit, row.call, _number(_words(row.stream, laws), streams)] for row in trace.rows
+            ],
         }
         for trace in spec.traces
     ]
@@ -85,25 +79,23 @@ def encode(spec: ModelSpec) -> dict[str, Any]:
         "name": spec.name,
         "seq": spec.seq,
         "batch_bytes": _terms(spec.batch_bytes) if spec.batch_bytes is not None else None,
-        "units": [_pack_units(group) for group in _equal(spec.units)],
-        "calls": [_pack_names(group) for group in _numbered(spec.call_order)],
-        "laws": [_terms(law) for law in laws.numbers],
-        "streams": [list(words) for words in streams.numbers],
+        "units": [_pack_units(group) for group in _grouped(spec.units, name=attrgetter("name"), body=_body)],
+        "calls": [_pack_names(group) for group in _grouped(spec.call_order)],
+        "laws": [_terms(law) for law in laws],
+        "streams": [list(words) for words in streams],
         "traces": traces,
     }
 
 
 def decode(data: Mapping[str, Any], *, ways: Collection[tuple[str, str]] | None = None) -> ModelSpec:
-    """The spec that `encode` gave."""
+    """Return the spec of what `encode` made."""
     if data["format"] != FORMAT:
         raise InvalidData(f"is a spec of format {data['format']}, not {FORMAT}")
     laws = [_law(terms) for terms in data["laws"]]
-    streams: dict[int, Stream] = {}
 
+    @cache
     def stream(number: int) -> Stream:
-        if number not in streams:
-            streams[number] = _stream(data["streams"][number], laws=laws)
-        return streams[number]
+        return _stream(data["streams"][number], laws=laws)
 
     return ModelSpec(
         name=data["name"],
@@ -146,17 +138,22 @@ def _law(terms: Sequence[int]) -> Law:
     return Law((c0, c1, c2, b0, b1, b2))
 
 
-def _words(stream: Stream, laws: _Table) -> tuple[str, str]:
+def _number(value: Item, table: dict[Item, int]) -> int:
+    """Return the number of a value in a table, which holds equal values once."""
+    return table.setdefault(value, len(table))
+
+
+def _words(stream: Stream, laws: dict[Law, int]) -> tuple[str, str]:
     events, ops = [], []
     for event in stream.events:
-        word = f"{event.act.value}{event.what.value}{laws.number(event.num_bytes)}"
+        word = f"{event.act.value}{event.what.value}{_number(event.num_bytes, laws)}"
         word += f"x{event.columns}" if event.columns else ""
         word += "" if event.ordinal is None else f".{event.ordinal}"
         word += f":{event.owner}" if event.owner else ""
         events.append(word + (f"@{event.each_of}" if event.each_of else ""))
     for op in stream.ops:
-        word = f"{op.name}/{laws.number(op.num_flops)}/{laws.number(op.num_bytes)}"
-        ops.append(word + ("/" + ",".join(str(laws.number(dim)) for dim in op.dims) if op.dims else ""))
+        word = f"{op.name}/{_number(op.num_flops, laws)}/{_number(op.num_bytes, laws)}"
+        ops.append(word + ("/" + ",".join(str(_number(dim, laws)) for dim in op.dims) if op.dims else ""))
     return " ".join(events), " ".join(ops)
 
 
@@ -202,24 +199,17 @@ def _op(word: str, *, laws: Sequence[Law]) -> Op:
 # Units
 
 
-def _equal(units: Sequence[UnitSpec]) -> list[list[UnitSpec]]:
-    """Consecutive units that differ in nothing but the number at the end of their name."""
-    groups: list[list[UnitSpec]] = []
-    for unit in units:
-        if groups and _follows(groups[-1][-1].name, unit.name) and _body(groups[-1][-1]) == _body(unit):
-            groups[-1].append(unit)
+def _grouped(
+    items: Sequence[Item], *, name: Callable[[Item], str] = str, body: Callable[[Item], object] = lambda item: None
+) -> list[list[Item]]:
+    """Group consecutive items of equal body whose names differ only in the number at their end."""
+    groups: list[list[Item]] = []
+    for item in items:
+        last = groups[-1][-1] if groups else None
+        if last is not None and _follows(name(last), name(item)) and body(last) == body(item):
+            groups[-1].append(item)
         else:
-            groups.append([unit])
-    return groups
-
-
-def _numbered(names: Sequence[str]) -> list[list[str]]:
-    groups: list[list[str]] = []
-    for name in names:
-        if groups and _follows(groups[-1][-1], name):
-            groups[-1].append(name)
-        else:
-            groups.append([name])
+            groups.append([item])
     return groups
 
 
@@ -234,7 +224,7 @@ def _split(name: str) -> tuple[str, int | None]:
 
 
 def _pack_names(names: Sequence[str]) -> list[Any]:
-    """[stem, first, count], or [name]."""
+    """Return [stem, first number, count], or [name]."""
     stem, number = _split(names[0])
     return [stem, number, len(names)] if number is not None else [names[0]]
 
@@ -273,21 +263,21 @@ def _unpack_units(data: Mapping[str, Any]) -> Iterable[UnitSpec]:
 
 
 def _pack_tensor(tensor: TensorSpec, *, prefix: str) -> list[Any]:
-    """[name within the unit, shape, and what is not usual]; a name that is not within it begins with a slash."""
+    """Return [name within the unit, shape, fields that differ from the default]; other names begin with a slash."""
     inside = tensor.name.startswith(prefix)
     packed: list[Any] = [tensor.name.removeprefix(prefix) if inside else "/" + tensor.name, list(tensor.shape)]
-    usual = TensorSpec(name="", shape=())
-    unusual = {
+    default = TensorSpec(name="", shape=())
+    options = {
         key: value
         for key in ("dtype", "trainable", "persistent", "keep_fp32", "aliases")
-        if (value := getattr(tensor, key)) != getattr(usual, key)
+        if (value := getattr(tensor, key)) != getattr(default, key)
     }
-    return [*packed, unusual] if unusual else packed
+    return [*packed, options] if options else packed
 
 
 def _unpack_tensor(packed: Sequence[Any], *, prefix: str) -> TensorSpec:
-    name, shape, *unusual = packed
-    options = dict(unusual[0]) if unusual else {}
+    name, shape, *rest = packed
+    options = dict(rest[0]) if rest else {}
     if "aliases" in options:
         options["aliases"] = tuple(options["aliases"])
     return TensorSpec(name=name[1:] if name.startswith("/") else prefix + name, shape=tuple(shape), **options)

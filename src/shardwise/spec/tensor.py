@@ -11,10 +11,11 @@ from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT
 class TensorSpec:
     """One parameter or buffer.
 
-    `name` is its full path in the model; `aliases` are the further paths of a tied one.
-    `trainable` is False for buffers and frozen parameters, `persistent` for buffers that are not saved.
-    `switched`: it was frozen or thawed after the model was prepared, and lies where it was put then.
-    `keep_fp32`: computes in fp32 whatever a plan's precision says (BatchNorm's, whose statistics are fp32).
+    name        full path in the model; `aliases`: the other paths of a tied tensor
+    trainable   False for buffers and frozen parameters
+    switched    frozen or thawed after the model was prepared; the tensor stays in the buffer it was put into then
+    persistent  False for buffers that are not saved
+    keep_fp32   computes in fp32 under every precision (BatchNorm, whose statistics are fp32)
     """
 
     name: str
@@ -34,11 +35,10 @@ class TensorSpec:
 
     @property
     def starts_trainable(self) -> bool:
-        """Whether it was trained when the model was prepared."""
+        """Return whether it was trainable when the model was prepared."""
         return self.trainable != self.switched
 
     def trained_now(self, trainable: bool) -> "TensorSpec":
-        """The same parameter, frozen or thawed."""
         return replace(self, trainable=trainable, switched=trainable != self.starts_trainable)
 
     @property

@@ -1,14 +1,15 @@
-"""Model → the trace of its step, on fake tensors: no weight is made, and a model of any size is traced on a laptop.
+"""Model → the trace of its step, on fake tensors: no weights are made, so a laptop can trace a model of any size.
 
-fake.py      parameters and batches without storage
-gpu_kernels.py  attention and norms as the fused kernels that a GPU runs
-compiled.py  units as torch.compile runs them
+fake.py         parameters and batches without storage
+gpu_kernels.py  attention, norms and dropout as the fused kernels of a GPU
+compiled.py     units as torch.compile runs them
 fused_graph.py  a compiled graph: which results get memory, and for how long
-cut.py       of many equal blocks, a few are traced
-recorder.py  every operation, every storage's birth and death
-observe.py   one forward, loss and backward under the recorder, with marks where the step program has its rows
-rows.py      the record → rows of the spec
-trace.py     several sizes → laws
+cut.py          traces only a few of many equal blocks
+values.py       values that follow from the batch alone
+recorder.py     every operation, every allocation and release of a storage
+observe.py      one forward, loss and backward under the recorder, with a mark at every row of the step program
+rows.py         the record → rows of the spec
+trace.py        several sizes → laws
 """
 
 from collections.abc import Collection
@@ -24,9 +25,9 @@ __all__ = ["Way", "trace_model", "trace_task"]
 def trace_task(
     task: Task, *, name: str, ways: Collection[tuple[str, str]], units: str = "auto", kernels: str = "cuda"
 ) -> ModelSpec:
-    """The spec of a task, with a trace for each of `ways`: (computes in, recompute, or COMPILED's word for it).
+    """Return the spec of a task with a trace for each of `ways`: (computes in, recompute or its COMPILED value).
 
-    `kernels`: whose run, cuda or cpu.
+    `kernels`: the device whose kernels are traced, cuda or cpu.
     """
     return trace_model(
         task.model,

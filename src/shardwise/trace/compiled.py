@@ -1,8 +1,8 @@
-"""Units as torch.compile runs them: what is kept for backward, and what forward and backward allocate on the way.
+"""Units as torch.compile runs them: what is saved for backward, and what forward and backward allocate.
 
-A unit's forward goes through torch's own AOTAutograd, with Inductor's decompositions, its passes over the graph of
-forward and backward, and its choice of what is kept (a minimal cut between the two), on fake tensors. No code is
-generated: fused_graph.py follows the two graphs as Inductor would run them.
+A unit's forward goes through torch's AOTAutograd on fake tensors, with Inductor's decompositions, its passes over the
+joint graph, and its choice of what is saved (a minimal cut between forward and backward). No code is generated:
+fused_graph.py follows the two graphs as Inductor would run them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ from shardwise.trace.recorder import OpRecorder
 
 Forward = Callable[..., Any]
 Compiled = Callable[[list[Tensor], list[Tensor]], Any]
-# The place of a tensor among the inputs of a call.
+# Marks the position of a tensor among the inputs of a call.
 _TENSOR = object()
 
 
@@ -31,9 +31,9 @@ _TENSOR = object()
 def compiled_units(
     units: Mapping[str, nn.Module], *, recorder: OpRecorder, kernels: Callable[[], AbstractContextManager[object]]
 ) -> Iterator[None]:
-    """Inside, every unit but the root runs compiled; `kernels`: within it, calls go to the kernels of the device.
+    """Inside, every unit but the root runs compiled; `kernels` is a context in which calls use the device's kernels.
 
-    A unit with units inside it runs as it is: torch.compile would compile the pieces around them.
+    A unit with units inside it runs uncompiled: torch.compile would compile the pieces around them.
     """
     compiler = _Compiler(recorder, kernels=kernels)
     with ExitStack() as stack:
@@ -49,7 +49,7 @@ class _Compiler:
     def __init__(self, recorder: OpRecorder, *, kernels: Callable[[], AbstractContextManager[object]]) -> None:
         self._recorder = recorder
         self._kernels = kernels
-        # What decides the code of a call → its code; None: torch.compile would not make one graph of it.
+        # Everything that determines the code of a call → its code; None if torch.compile cannot make one graph of it.
         self._known: dict[object, Compiled | None] = {}
 
     def wrapper_of(self, module: nn.Module) -> Callable[[Forward], Forward]:
@@ -94,10 +94,10 @@ class _Compiler:
         )
         before = len(self._recorder.entries)
         try:
-            # With other tensors: torch keeps those that it compiles for. What they save for backward does not count.
+            # With copies: torch keeps the tensors that it compiles for. What they save for backward does not count.
             with _disable_current_modes(), saved_tensors_hooks(_same, _same):
-                compiled(_others(call.state), _others(call.tensors))
-        except Exception:  # whatever the model, or torch about it, raises; uncompiled the model raises it once more
+                compiled(_empty_copies(call.state), _empty_copies(call.tensors))
+        except Exception:  # anything from the model or from torch; the uncompiled model raises it again
             if graphs:
                 raise
             return None
@@ -106,7 +106,7 @@ class _Compiler:
 
 
 class _Call:
-    """A call of a unit: its parameters and buffers, and the tensors and other things that it is given."""
+    """A call of a unit: its parameters and buffers, and its tensor and other inputs."""
 
     def __init__(self, module: nn.Module, forward: Forward, *, leaves: list[Any], tree: Any) -> None:
         named = dict((*module.named_parameters(), *module.named_buffers()))
@@ -117,7 +117,7 @@ class _Call:
         self.tree = tree
 
     def without_tensors(self, kernels: Callable[[], AbstractContextManager[object]]) -> Compiled:
-        """The call as a function of all of its tensors; it holds none of them."""
+        """Return the call as a function of all of its tensors, without holding any of them."""
         module, forward, names, others, tree = self.module, self.forward, self.names, self.others, self.tree
 
         def run(state: list[Tensor], tensors: list[Tensor]) -> Any:
@@ -129,7 +129,7 @@ class _Call:
         return run
 
 
-def _others(tensors: list[Tensor]) -> list[Tensor]:
+def _empty_copies(tensors: list[Tensor]) -> list[Tensor]:
     return [
         tensor.new_empty_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
         for tensor in tensors

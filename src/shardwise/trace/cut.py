@@ -1,4 +1,4 @@
-"""Of many equal blocks, a few are traced: the first three and the last. The others let their input pass."""
+"""Of many equal blocks, only the first three and the last are traced. The others return their input."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,14 +12,14 @@ from torch.utils._pytree import tree_leaves
 from shardwise.spec.step import Run
 from shardwise.trace.patch import replaced_forward
 
-# Five or more, so that a cut saves something.
+# A shorter run would save nothing.
 _LEAST = 5
-# Attributes that number a block and say nothing of what it computes.
+# Attributes that number a block and do not affect what it computes.
 _NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "index", "idx")
 
 
 def find_runs(units: Mapping[str, nn.Module]) -> tuple[Run, ...]:
-    """Runs of equal units in the order of their registration. A unit with units inside it is in none."""
+    """Return runs of equal units in the order of registration, without units that contain units."""
     names = list(units)
     plain = [name for name in names if not any(other.startswith(name + ".") for other in names)]
     kinds = {name: kind_of(units[name]) for name in plain}
@@ -32,7 +32,7 @@ def find_runs(units: Mapping[str, nn.Module]) -> tuple[Run, ...]:
 
 
 def kind_of(module: nn.Module) -> tuple[Any, ...]:
-    """Equal for modules that compute the same from other values: classes, shapes, and plain attributes."""
+    """Return a value that is equal for modules of equal computation: classes, shapes, and plain attributes."""
     parts = []
     for path, part in module.named_modules():
         tensors = tuple(
@@ -51,7 +51,7 @@ def kind_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 class CannotCutError(Exception):
-    """The units of a run do not give back what they are given, so none of them can be left out."""
+    """The output of a run's units does not look like their input, so none of them can be skipped."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run.units[0])
@@ -59,9 +59,9 @@ class CannotCutError(Exception):
 
 
 class Skipper:
-    """Makes the units of a run that are not traced return their input.
+    """Makes the untraced units of a run return their input.
 
-    They may where a unit's output is a tensor like its first input, alone or together with None alone.
+    This requires that a unit's output is a tensor like its first input, alone or in a tuple with None.
     """
 
     def __init__(self, units: Mapping[str, nn.Module], *, runs: Sequence[Run]) -> None:
@@ -108,5 +108,4 @@ class Skipper:
 
 
 def geometry(tensor: Tensor) -> tuple[Any, ...]:
-    """How a tensor lies."""
     return tuple(tensor.shape), tensor.dtype, tensor.stride()

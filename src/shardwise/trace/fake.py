@@ -1,4 +1,4 @@
-"""Parameters, buffers and batches without storage: the same shapes, strides and ties, on a `cpu` that holds nothing."""
+"""Parameters, buffers and batches without storage: the same shapes, strides and ties on a fake `cpu`."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -16,37 +16,33 @@ from shardwise.engine.guards.carried import carried_tensors
 COMPUTE_DTYPES: dict[str, torch.dtype | None] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
-    # Parameters stay as they are.
+    # Parameters keep their dtypes.
     "native": None,
     "autocast": torch.float32,
 }
-"""The dtype of parameters by the way of computing; float16 takes the bytes of bfloat16."""
+"""Way of computing → dtype of parameters; float16 needs as many bytes as bfloat16."""
 
 
 @contextmanager
 def fake_model(
     model: nn.Module, *, mode: FakeTensorMode, computes_in: str, without: Iterable[nn.Module] = ()
 ) -> Iterator[None]:
-    """Inside, the model's parameters and buffers are fake, and floating-point parameters as they compute. Ties stay.
+    """Inside, the model's parameters and buffers are fake, and floating-point parameters have their compute dtype.
 
-    BatchNorm's compute in fp32 whatever the others do. The parts of the modules `without` are left alone: nobody will
-    call them.
+    Ties are kept. BatchNorm always computes in fp32. Modules `without` are skipped with all of their parts: they will
+    not be called.
     """
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     fakes: dict[int, Tensor] = {}
-    left_alone = {id(part) for module in without for part in module.modules()}
+    skipped = {id(part) for module in without for part in module.modules()}
     try:
         for module in model.modules():
-            if id(module) in left_alone:
-                continue
             dtype = COMPUTE_DTYPES[computes_in]
             if dtype is not None and isinstance(module, _BatchNorm):
                 dtype = torch.float32
-            tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+            tables: list[dict[str, Any]] = [module._parameters, module._buffers] if id(module) not in skipped else []
             for table in tables:
-                for name, tensor in list(table.items()):
-                    if tensor is None:
-                        continue
+                for name, tensor in [(name, tensor) for name, tensor in table.items() if tensor is not None]:
                     if id(tensor) not in fakes:
                         fakes[id(tensor)] = _fake_of(tensor, mode=mode, dtype=dtype)
                     before.append((table, name, tensor))
@@ -67,13 +63,13 @@ def _fake_of(tensor: Tensor, *, mode: FakeTensorMode, dtype: torch.dtype | None)
             return fake
         parameter = nn.Parameter(fake, requires_grad=tensor.requires_grad)
         if carried_tensors(tensor):
-            # Of a quantised weight, what tells how to read it.
+            # The quantization state of a quantised weight.
             vars(parameter).update(_fake_inside(vars(tensor), mode=mode))
         return parameter
 
 
 def _fake_inside(attributes: dict[str, Any], *, mode: FakeTensorMode) -> dict[str, Any]:
-    """The same attributes, and those of objects in them, with fakes for tensors."""
+    """Return the attributes, and those of objects in them, with fake tensors."""
     found = {}
     for name, value in attributes.items():
         if isinstance(value, Tensor):
@@ -86,7 +82,7 @@ def _fake_inside(attributes: dict[str, Any], *, mode: FakeTensorMode) -> dict[st
 
 
 def fake_batch(batch: Any, *, mode: FakeTensorMode) -> Any:
-    """The batch without its values; tensors that lie in one storage still do."""
+    """Return the batch without its values; tensors of one storage still share one."""
     storages: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tasks of models from other libraries, on the meta device: Hugging Face, timm, torchvision."""
+"""Tasks of models of Hugging Face, timm and torchvision, on the meta device."""
 
 import importlib
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _DEFAULT_IMAGE = 224
 
 
 def task_of(reference: str, *, seq: int | None, image: int | None) -> Task:
-    """The task of any MODEL, with no weight made where that can be helped."""
+    """Return the task of any MODEL, if possible without making weights."""
     kind, colon, name = reference.partition(":")
     if colon and kind in _MAKERS:
         return _MAKERS[kind](name, seq=seq, image=image)
@@ -34,7 +34,7 @@ def _imported(package: str, *, needed_for: str, extra: str | None) -> Any:
 
 
 def hugging_face_task(folder: str, *, seq: int | None, image: int | None) -> Task:
-    """Next-token prediction with the model of a local config.json, named by itself or by its folder."""
+    """Return next-token prediction with the model of a local config.json, given by its path or its folder."""
     folder = config_folder(folder)
     if image is not None:
         raise InvalidModel(f"hf:{folder} reads tokens: --image has no meaning; use --seq")
@@ -64,7 +64,7 @@ def _own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _image_task(package: str, extra: str | None, name: str, *, seq: int | None, image: int | None) -> Task:
-    """Image classification."""
+    """Return image classification with a model of timm or torchvision."""
     if seq is not None:
         raise InvalidModel(f"{package}:{name} reads images: --seq has no meaning; use --image")
     make, size = _LIBRARIES[package](name, image, extra)

@@ -1,14 +1,14 @@
 """A graph of operations as Inductor's code runs it: which results get memory, and for how long.
 
-buffer   what has memory: an input, the result of a kernel that is called as it is (a product, attention), and what a
-         fused kernel writes
-inlined  what a fused kernel computes and does not write: whoever reads it reads the buffers that it comes from
-step     one kernel of either kind
+buffer   a value with memory: an input, the result of an external kernel (a matrix product, attention), or a value that
+         a fused kernel writes
+inlined  a value that a fused kernel computes without writing it; its readers read the buffers that it comes from
+step     one kernel, external or fused
 
-A fused kernel writes what the graph gives back, what a kernel called as it is reads, and what a later kernel would
-take too much to compute again (Inductor's limits: torch/_inductor/config.py, ir.py). Views have the memory of what
-they are of. What no later step reads is freed. A fused kernel writes a result over a buffer of the same size that no
-other of its results, and no later step, comes from (Inductor: `decide_inplace_update` in torch/_inductor/scheduler.py).
+A fused kernel writes the graph's outputs, the inputs of external kernels, and values that are too expensive to compute
+again in a later kernel (Inductor's limits: torch/_inductor/config.py, ir.py). Views share the memory of their base. A
+buffer is freed after its last reader. A fused kernel writes a result over a buffer of equal size if no other result of
+it and no later step reads that buffer (Inductor: `decide_inplace_update` in torch/_inductor/scheduler.py).
 """
 
 from collections import Counter
@@ -25,16 +25,17 @@ from torch.utils.flop_counter import flop_registry
 
 from shardwise.trace.recorder import OpRecorder
 
-# Inductor computes a value again for each of several readers as long as that reads no more (realize_reads_threshold).
+# Inductor recomputes a value for each of several readers if it reads no more buffers than this
+# (realize_reads_threshold).
 _MOST_READS = 4
-# Fused with nothing that follows, although generated: they write where their indices say.
+# Generated, but not fused with later operations: they write to the positions that their indices give.
 _SCATTERS = ("index_put", "_unsafe_index_put", "index_add", "scatter", "scatter_add", "scatter_reduce")
 
 
 class FusedGraph:
-    """Called with the graph's inputs, it makes the buffers of each step, under the recorder's eyes, and frees them."""
+    """Called with the graph's inputs, it allocates and frees the buffers of each step under the recorder."""
 
-    # AOTAutograd gives the inputs in a list, and leaves them to us.
+    # Tells AOTAutograd to pass the inputs as a list, which the callee clears.
     _boxed_call = True
 
     def __init__(self, graph: fx.Graph, *, recorder: OpRecorder) -> None:
@@ -66,7 +67,7 @@ class FusedGraph:
     def _call(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
         args, options = self._value((node.args, node.kwargs), values)
         out = values[node] = node.target(*args, **options)  # type: ignore[operator]
-        self._recorder.called(node.target, args, options, out)
+        self._recorder.record_call(node.target, args, options, out)
 
     def _write(self, step: "_Step", values: dict[fx.Node, Any], *, frees: Iterable[fx.Node]) -> None:
         before = len(self._recorder.entries)
@@ -74,12 +75,12 @@ class FusedGraph:
         values.update(zip(step.nodes, written, strict=True))
         read = [node for node in frees if node not in step.nodes]
         self._free(values, (node for node in read if node not in step.shared))
-        self._recorder.wrote(tree_leaves(written), since=before)
+        self._recorder.record_written(tree_leaves(written), since=before)
         del written
         self._free(values, (node for node in frees if node in step.nodes or node in step.shared))
 
     def _value(self, wanted: Any, values: Mapping[fx.Node, Any]) -> Any:
-        """The values of all nodes in `wanted`: buffers, and views of them."""
+        """Return the values of all nodes in `wanted`: buffers, and views of them."""
         return fx.node.map_arg(wanted, lambda node: self._value_of(node, values))
 
     def _value_of(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
@@ -98,9 +99,9 @@ def _like(tensor: Any) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """One kernel: the nodes whose results it writes, and the buffers that it reads.
+    """One kernel: the nodes that it writes, and the buffers that it reads.
 
-    Several of its results come from each of the `shared` buffers, so that none of them may be written over it.
+    `shared`: buffers that several of its results read, so that none of these may be written over them.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -111,14 +112,14 @@ class _Step:
 
 @dataclass(slots=True)
 class _Kernels:
-    """Which results of a graph have memory, and the steps that write them, in order."""
+    """The buffers of a graph, and the steps that write them, in order."""
 
     graph: fx.Graph
     buffers: set[fx.Node] = field(default_factory=set)
     steps: list[_Step] = field(default_factory=list)
     # Inlined value or view → the buffers that it comes from.
     _reads: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
-    # How many kernels that are called as they are come before, one after another; equals can be one fused kernel.
+    # The number of external kernels on the longest path to a node; only nodes of equal depth are fused.
     _depth: dict[fx.Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -132,7 +133,7 @@ class _Kernels:
         self.steps.extend(self._in_order())
 
     def buffers_of(self, node: fx.Node) -> frozenset[fx.Node]:
-        """What a reader of the node reads."""
+        """Return the buffers that a reader of the node reads."""
         return frozenset((node,)) if node in self.buffers else self._reads[node]
 
     def _is_written(self, node: fx.Node) -> bool:
@@ -155,7 +156,7 @@ class _Kernels:
             yield _Step(nodes=nodes, reads=frozenset(counts), shared=shared, is_fused=not _is_called(node))
 
     def _fused_with(self, first: fx.Node, *, done: set[fx.Node]) -> tuple[fx.Node, ...]:
-        """What one kernel writes: results that come from some of the same buffers, which are all there."""
+        """Return the nodes that one kernel writes: they share buffers that they read, all of which exist already."""
         found = [first]
         for node in self.graph.nodes:
             is_alike = node in self.buffers and not _is_called(node) and self._depth[node] == self._depth[first]
@@ -167,7 +168,7 @@ class _Kernels:
 
 
 def _last_reads(steps: Sequence[_Step], *, inputs: Iterable[fx.Node], kept: frozenset[fx.Node]) -> list[list[fx.Node]]:
-    """What is freed before the first step, and after each: what was read, or written, for the last time."""
+    """Return the nodes that are freed before the first step and after each step: those last used there."""
     last = dict.fromkeys(inputs, 0)
     for number, step in enumerate(steps, start=1):
         last.update(dict.fromkeys((*step.reads, *step.nodes), number))
@@ -179,7 +180,7 @@ def _last_reads(steps: Sequence[_Step], *, inputs: Iterable[fx.Node], kept: froz
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads a node's result, through views as well."""
+    """Yield the readers of a node's result, also those that read it through views."""
     for user in node.users:
         if _is_view(user):
             yield from _readers(user)
@@ -190,7 +191,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 def _is_view(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        # An item of a tuple.
+        # getitem of a tuple.
         return node.op == "call_function"
     return _name(node) == "_unsafe_view" or any(
         result.alias_info is not None and not result.alias_info.is_write for result in target._schema.returns
@@ -198,7 +199,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_called(node: fx.Node) -> bool:
-    """Whether it is a kernel of a library, or torch's own, which Inductor calls as it is."""
+    """Return whether it is an external kernel, of a library or of torch, which Inductor calls."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or _is_view(node):
         return False
@@ -210,7 +211,7 @@ def _is_fusible(node: fx.Node) -> bool:
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    """Whether it has fewer elements than what it comes from, and is no part of it."""
+    """Return whether it has fewer elements than its largest input."""
     sources = [source.meta.get("val") for source in node.all_input_nodes]
     most = max((source.numel() for source in sources if isinstance(source, Tensor)), default=0)
     return any(output.numel() < most for output in tree_leaves(node.meta["val"]))

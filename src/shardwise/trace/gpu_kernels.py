@@ -1,7 +1,7 @@
-"""Attention, norms and dropout as the fused kernels that a GPU runs, whatever the device of the trace.
+"""Attention, norms and dropout as the fused kernels of a GPU, although the trace runs on fake `cpu` tensors.
 
-On fake `cpu` tensors torch would choose a CPU's kernels, which save other things for backward. What an operation
-allocates for itself while it runs, and frees, stands in SCRATCH.
+On those torch would choose CPU kernels, which save other tensors for backward. SCRATCH holds what an operation
+allocates and frees while it runs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,15 +16,15 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.trace.recorder import OpRecorder, Scratch
 
-# Above this, flash attention has no kernel, and the memory-efficient one takes over.
+# Flash attention has no kernel for wider heads.
 _FLASH_MAX_HEAD_WIDTH = 256
-# Of cuDNN's convolutions: what one load brings, and how many pixels the smallest one does.
+# cuDNN's convolutions: bytes of one load, and pixels of the smallest load.
 _LOAD_BYTES = 16
 _PIXELS_PER_LOAD = 4
 
 
 class GpuKernels(TorchFunctionMode):
-    """Calls of these functions go to the kernels of a GPU."""
+    """Replaces calls of attention, dropout and norms by the kernels of a GPU."""
 
     def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class GpuKernels(TorchFunctionMode):
 
     @contextmanager
     def in_compiled_code(self) -> Iterator[None]:
-        """Inside, a norm is the operations of which a compiler makes a kernel."""
+        """Inside, norms are left to the compiler, which fuses their operations."""
         before, self._kernels = self._kernels, self._in_compiled
         try:
             yield
@@ -61,10 +61,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash attention where it can be; else the memory-efficient kernel; else plain matrix products.
+    """Run flash attention if possible, else the memory-efficient kernel, else plain matrix products.
 
-    Flash wants 16-bit floats and no mask; the memory-efficient one as many heads of keys as of queries
-    (sdp_utils.cpp of ATen's CUDA part).
+    Flash needs 16-bit floats and no mask; the memory-efficient kernel as many heads of keys as of queries
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
@@ -92,14 +92,14 @@ def _pad(tensor: Tensor, *, multiple: int) -> Tensor:
 
 
 def _bias(mask: Tensor, *, query: Tensor, key: Tensor) -> Tensor:
-    """The mask as something to add, for every head, without a copy for each."""
+    """Return the mask as a bias that is added to the scores, expanded to all heads without copying."""
     if mask.dtype == torch.bool:
         mask = torch.empty_like(mask, dtype=query.dtype).masked_fill_(mask, 0.0)
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
-    """Keeps one byte an element for backward."""
+    """Run the fused dropout, which saves one byte per element for backward."""
     if p == 0.0 or not training:
         return input
     out: Tensor = torch.ops.aten.native_dropout(input, p, training)[0]
@@ -118,7 +118,7 @@ def _rms_norm(
 
 
 class _RmsNorm(torch.autograd.Function):
-    """One kernel; for backward it keeps its input, its weight, and one float a row."""
+    """One kernel, which saves its input, its weight, and one float per row for backward."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor | None, num_dims: int, recorder: OpRecorder) -> Tensor:  # noqa: A002
@@ -139,7 +139,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _flash_backward(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """Gradients of queries are summed in float32; of shared keys and values, head by head first."""
+    """Return its scratch: query gradients are summed in float32; those of shared keys and values exist per head."""
     query, key = args[1], args[2]
     batch, heads, seq, width = query.shape
     scratch = batch * heads * seq * (width + 1) * 4
@@ -149,14 +149,14 @@ def _flash_backward(func: Any, args: tuple[Any, ...], out: Any) -> int:
 
 
 def _efficient_backward(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """One float a row; in float32 the product that it is the sum of; 16-bit gradients are summed in float32."""
+    """Return its scratch: one float per row and the float32 product that it sums; 16-bit gradients in float32."""
     query = args[1]
     sums = (3 if query.element_size() == 2 else 1) * query.numel() * 4
     return int(prod(query.shape[:-1]) * 4 + sums)
 
 
 def _softmax_backward(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """The product of gradient and output, before it is summed (SoftMax.cu)."""
+    """Return its scratch: the product of gradient and output before it is summed (SoftMax.cu)."""
     return int(out.numel() * out.element_size())
 
 
@@ -165,15 +165,15 @@ def _convolution(func: Any, args: tuple[Any, ...], out: Any) -> int:
 
 
 def _convolution_backward(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """As of forward; its two products take turns."""
+    """Return as much as in forward: the two products run one after the other."""
     return _channels_last_copies(args[1], args[0], weight=args[2], stride=args[4], groups=args[9])
 
 
 def _channels_last_copies(image: Tensor, result: Tensor, *, weight: Tensor, stride: Sequence[int], groups: int) -> int:
-    """What cuDNN copies: its kernels on tensor cores have channels last, in whole loads of 16 bytes.
+    """Return the bytes that cuDNN copies: its tensor-core kernels need channels last, in loads of 16 bytes.
 
-    Images that lie so already need no copy, and a kernel of one pixel is a matrix product, if whole loads fit into it.
-    As measured on an H200 with torch 2.11 (ResNet-50, bf16): input, result and weight of each of the others.
+    Images in that layout need no copy. A 1×1 kernel is a matrix product, if full loads divide its pixels. All others
+    copy input, result and weight, as measured on an H200 with torch 2.11 (ResNet-50, bf16).
     """
     if image.dim() != 4 or groups != 1 or image.is_contiguous(memory_format=torch.channels_last):
         return 0
@@ -194,10 +194,10 @@ SCRATCH: Mapping[str, Mapping[str, Scratch]] = {
         "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
         "_softmax_backward_data": _softmax_backward,
     },
-    # oneDNN copies tensors into layouts of its own, which depend on the processor.
+    # oneDNN's internal copies depend on the processor and are not modelled.
     "cpu": {},
 }
-"""Device → operation → the bytes that it allocates in addition to its results."""
+"""Device → operation → bytes that it allocates in addition to its results."""
 
 IN_FP32: Mapping[str, Mapping[str, tuple[int, ...]]] = {"cuda": {"native_layer_norm": (1, 2)}, "cpu": {}}
-"""Device → operation → its outputs that are in fp32 there, whatever the input's dtype: a norm's mean and deviation."""
+"""Device → operation → its outputs that are always fp32 there: the mean and deviation of a norm."""

@@ -1,4 +1,4 @@
-"""One forward, loss and backward under the recorder, with a mark wherever the step program has a row."""
+"""One forward, loss and backward under the recorder, with a mark at every row of the step program."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -37,7 +37,7 @@ from shardwise.trace.values import KnownValues, answers_as_eager
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedTask:
-    """What is traced: a model and its loss, cut into units."""
+    """A model, cut into units, and its loss."""
 
     name: str
     model: nn.Module
@@ -50,7 +50,7 @@ class TracedTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How it computes: dtype, recomputation (of compiled units: COMPILED), and whose kernels run ("cuda" or "cpu")."""
+    """A way of computing: dtype, recomputation (for compiled units: COMPILED), and kernels of "cuda" or "cpu"."""
 
     computes_in: str = "bf16"
     recompute: str = "none"
@@ -62,14 +62,14 @@ class Way:
 
     @property
     def eager(self) -> "Way":
-        """The same with units that are not compiled."""
+        """The same with uncompiled units."""
         back = {compiled: eager for eager, compiled in COMPILED.items()}
         return replace(self, recompute=back.get(self.recompute, self.recompute))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedStep:
-    """The record of a step, the order in which units were called, and how backward comes to each (spec.UnitSpec)."""
+    """The record of a step, the order in which units were called, and the `backward` of each (spec.UnitSpec)."""
 
     entries: list[TraceEntry]
     calls: tuple[str, ...]
@@ -78,7 +78,6 @@ class ObservedStep:
 
 
 def observe(task: TracedTask, *, way: Way, batch_size: int, runs: Sequence[Run]) -> ObservedStep:
-    """Run a step on fake tensors and record it."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = OpRecorder(scratch=SCRATCH[way.device], in_fp32=IN_FP32[way.device])
     kernels = GpuKernels(recorder) if way.device == "cuda" else None
@@ -90,7 +89,7 @@ def observe(task: TracedTask, *, way: Way, batch_size: int, runs: Sequence[Run])
         made = _made(task, batch_size)
         batch = fake_batch(made, mode=mode)
         values.know(batch, made)
-        batch_bytes = _ignore_what_is_there(task, batch, recorder=recorder)
+        batch_bytes = _ignore_existing(task, batch, recorder=recorder)
         if way.is_compiled:
             inside = kernels.in_compiled_code if kernels is not None else nullcontext
             stack.enter_context(compiled_units(task.units, recorder=recorder, kernels=inside))
@@ -103,7 +102,7 @@ def observe(task: TracedTask, *, way: Way, batch_size: int, runs: Sequence[Run])
         stack.enter_context(recorder)
         stack.enter_context(kernels or nullcontext())
         if way.recompute == "selective":
-            # The first step learns what need not be kept.
+            # The first step learns what need not be saved.
             _run(task, batch, recorder=recorder)
             recorder.entries.clear()
         stack.enter_context(_hooks(task, marks=marks))
@@ -118,7 +117,7 @@ def _made(task: TracedTask, batch_size: int) -> Any:
         return task.make_batch(batch_size)
     except ShardwiseError:
         raise
-    except Exception as error:  # whatever the user's own function raises
+    except Exception as error:  # anything from the user's function
         raise InvalidModel(f"{task.name}: make_batch({batch_size}): {_line(error)}") from error
 
 
@@ -134,7 +133,7 @@ def _run(task: TracedTask, batch: Any, *, recorder: OpRecorder) -> None:
         ) from error
     except (ShardwiseError, CannotCutError):
         raise
-    except Exception as error:  # whatever the user's own model raises
+    except Exception as error:  # anything from the user's model
         raise InvalidModel(f"{task.name} cannot be traced: {_line(error)}") from error
     recorder.in_backward = False
     recorder.mark(BACKWARD_DONE, ROOT)
@@ -143,9 +142,9 @@ def _run(task: TracedTask, batch: Any, *, recorder: OpRecorder) -> None:
 
 
 def _backward(loss: Tensor) -> None:
-    """loss.backward(), but with the kernels of a GPU also in what it computes again.
+    """Run loss.backward() with GPU kernels also in recomputation.
 
-    A function mode is off within the calls that it sees, and `backward` is one of them.
+    A function mode is disabled inside the calls that it intercepts, and `Tensor.backward` is one of them.
     """
     if loss.numel() != 1:
         raise ValueError(f"the loss must be a scalar; it has the shape {tuple(loss.shape)}")
@@ -159,8 +158,8 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def _ignore_what_is_there(task: TracedTask, batch: Any, *, recorder: OpRecorder) -> int:
-    """Parameters, buffers and the batch are not born in the step; the bytes of the batch."""
+def _ignore_existing(task: TracedTask, batch: Any, *, recorder: OpRecorder) -> int:
+    """Exclude parameters, buffers and the batch from the record; return the bytes of the batch."""
     for parameter in task.model.parameters():
         recorder.ignore(parameter, is_weight=True)
     for buffer in task.model.buffers():
@@ -174,13 +173,13 @@ def _ignore_what_is_there(task: TracedTask, batch: Any, *, recorder: OpRecorder)
 
 
 class _Marks:
-    """Marks the rows of a step as the hooks come by them. Units that are not traced are called, and have no rows."""
+    """Marks the rows of a step when hooks report them. Units that are not traced are called, but have no rows."""
 
     def __init__(self, recorder: OpRecorder, *, skipper: Skipper) -> None:
         self.recorder = recorder
         self.skipper = skipper
         self.calls: list[str] = []
-        # How backward comes to each unit that is traced.
+        # Traced unit → how it notices its backward.
         self.backward: dict[str, str] = {}
 
     def before_forward(self, unit: str) -> int:
@@ -235,7 +234,7 @@ def _hooks(task: TracedTask, *, marks: _Marks) -> Iterator[None]:
 
 @contextmanager
 def _casting(model: nn.Module, *, way: Way) -> Iterator[None]:
-    """Inputs in the dtype that computes, as the engine casts them; or the model, but not its loss, under autocast."""
+    """Cast inputs to the compute dtype as the engine does, or run the model (not its loss) under autocast."""
     dtype = COMPUTE_DTYPES[way.computes_in]
     context: Any = nullcontext()
     if way.computes_in == "autocast":
@@ -248,7 +247,7 @@ def _casting(model: nn.Module, *, way: Way) -> Iterator[None]:
 
 @contextmanager
 def _recomputing(task: TracedTask, *, how: str) -> Iterator[None]:
-    """Every unit but the root runs its forward again in backward."""
+    """Inside, every unit but the root recomputes its forward in backward."""
     with ExitStack() as stack:
         for name, module in task.units.items():
             if name != ROOT and how != "none":

@@ -1,4 +1,4 @@
-"""Another forward for a module, for a while."""
+"""A temporary forward for a module."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch import nn
 
 @contextmanager
 def replaced_forward(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, the module's forward is `wrap(its forward)`; afterwards it is its class's again, or its own."""
+    """Inside, the module's forward is `wrap(module.forward)`; afterwards the previous one is restored."""
     own = vars(module).get("forward")
     module.forward = wrap(module.forward)
     try:

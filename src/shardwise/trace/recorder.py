@@ -1,4 +1,4 @@
-"""Every operation of a step, and every storage's birth and death, in order."""
+"""Records every operation of a step, and the allocation and release of every storage, in order."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ class Died:
 
 @dataclass(slots=True)
 class Accumulated:
-    """The storage is now the gradient of a parameter of `unit`."""
+    """The storage became the gradient of a parameter of `unit`."""
 
     storage: int
     unit: str
@@ -36,10 +36,7 @@ class Accumulated:
 
 @dataclass(slots=True)
 class Did:
-    """An operation, with the bytes that it needs for itself while it runs.
-
-    `sums`: rows and columns of what is summed over its rows.
-    """
+    """An operation. `scratch_bytes`: allocated and freed while it runs. `sums`: (rows, columns) of a column sum."""
 
     name: str
     num_flops: int
@@ -60,18 +57,11 @@ TraceEntry = Born | Died | Accumulated | Did | RowMark
 Scratch = Callable[[Any, tuple[Any, ...], Any], int]
 
 
-@dataclass(slots=True)
-class _Fused:
-    name: str
-    scratch_bytes: int
-    num_bytes: int = 0
-
-
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what runs under it. Storages that are there before are not part of the record; `ignore` names them.
+    """Records the operations that run under it. Storages that exist before are excluded by `ignore`.
 
-    `scratch`: operation → what it needs for itself while it runs. `in_fp32`: operation → those of its outputs that are
-    in fp32 where the trace's own device has them in a narrower dtype.
+    `scratch`: operation → bytes that it allocates and frees while it runs. `in_fp32`: operation → outputs that are fp32
+    on the planned device, but narrower in the trace.
     """
 
     def __init__(self, *, scratch: Mapping[str, Scratch], in_fp32: Mapping[str, tuple[int, ...]]) -> None:
@@ -83,16 +73,17 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ids: dict[int, int] = {}
         self._watches: dict[int, weakref.ref[Any]] = {}
         self._num_storages = 0
-        # The sizes of storages that are no single row or column: those may be as large by chance, at one batch.
+        # Sizes of storages with two or more dimensions; single rows or columns may be equally large by chance.
         self._matrices: dict[int, int] = {}
         self._weights: set[int] = set()
-        self._fused: _Fused | None = None
-        # The sum of two gradients → the first of them, whose memory autograd takes for the sum.
+        # Bytes of the outputs inside `fused`; None outside.
+        self._fused_bytes: int | None = None
+        # The sum of two gradients → the first of them, whose memory autograd reuses for the sum.
         self._takes_over: dict[int, int] = {}
         self._alias: dict[int, int] = {}
 
     def ignore(self, tensor: Tensor, *, is_weight: bool = False) -> None:
-        """What is there already: parameters, buffers, the batch."""
+        """Exclude a storage that exists already: a parameter, a buffer, a part of the batch."""
         key = tensor.untyped_storage()._cdata
         self._ids[key] = -1
         if is_weight:
@@ -103,27 +94,26 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def accumulated(self, grad: Tensor, *, unit: str) -> None:
         if not grad.untyped_storage().nbytes():
-            # Of a parameter without elements: nothing was born.
+            # A parameter without elements: nothing was allocated.
             return
         storage = self._ids[grad.untyped_storage()._cdata]
         self.entries.append(Accumulated(self._alias.get(storage, storage), unit))
 
     @contextmanager
-    def fused(self, name: str, *, scratch_bytes: int = 0) -> Iterator[None]:
-        """What happens inside is one operation of that name."""
-        self._fused = _Fused(name, scratch_bytes)
+    def fused(self, name: str) -> Iterator[None]:
+        """Record everything inside as one operation."""
+        self._fused_bytes = 0
         try:
             yield
         finally:
-            done, self._fused = self._fused, None
-            self.entries.append(Did(done.name, num_flops=0, num_bytes=done.num_bytes, scratch_bytes=done.scratch_bytes))
+            self.entries.append(Did(name, num_flops=0, num_bytes=self._fused_bytes))
+            self._fused_bytes = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.namespace == "prim":
             return out
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         is_copy = func is torch.ops.aten._to_copy.default and inputs[0].untyped_storage()._cdata in self._weights
         before = len(self.entries)
         in_fp32 = self._in_fp32.get(func._overloadpacket.__name__, ())
@@ -131,32 +121,31 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = 4 if place in in_fp32 else tensor.element_size()
             self._watch(tensor, times=size // tensor.element_size(), is_weight_copy=is_copy)
         computes = len(self.entries) > before or func._schema.is_mutable
-        if self._fused is not None:
-            self._fused.num_bytes += _num_bytes(outputs)
+        if self._fused_bytes is not None:
+            self._fused_bytes += _num_bytes(outputs)
         elif computes:
-            # After the births: what an operation needs for itself, it needs in addition to its results.
+            # After its outputs: an operation needs its scratch memory in addition to them.
             self.entries.append(self._operation(func, args, kwargs, out, inputs, outputs))
         if self.in_backward and func is torch.ops.aten.add.Tensor and len(self.entries) == before + 2:
             self._sum_of_gradients(inputs, outputs)
         return out
 
-    def called(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
-        """An operation that compiled code calls, where this mode does not see it."""
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    def record_call(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
+        """Record an operation of compiled code, which this mode does not intercept."""
+        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         for tensor in outputs:
-            self._watch(tensor, times=1, is_weight_copy=False)
+            self._watch(tensor)
         self.entries.append(self._operation(func, args, kwargs, out, inputs, outputs))
 
-    def wrote(self, tensors: Iterable[Tensor], *, since: int) -> None:
-        """What one kernel of compiled code wrote; the entries `since` are what died with it.
+    def record_written(self, tensors: Iterable[Tensor], *, since: int) -> None:
+        """Record the outputs of one kernel of compiled code; the entries `since` are storages released with it.
 
-        A result takes the memory of something that died and is as large; for the others there is memory before.
+        An output reuses the memory of a released storage of equal size; all others are allocated before the releases.
         """
         died = self.entries[since:]
         del self.entries[since:]
         for tensor in tensors:
-            self._watch(tensor, times=1, is_weight_copy=False)
+            self._watch(tensor)
         free = [self._matrices.get(entry.storage) for entry in died if isinstance(entry, Died)]
         added, in_place = [], []
         for born in self.entries[since:]:
@@ -182,7 +171,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sums=_column_sum(func, args),
         )
 
-    def _watch(self, tensor: Tensor, *, times: int, is_weight_copy: bool) -> None:
+    def _watch(self, tensor: Tensor, *, times: int = 1, is_weight_copy: bool = False) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._ids or not storage.nbytes():
@@ -207,10 +196,10 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.entries.append(Died(self._alias.pop(number, number)))
 
     def _sum_of_gradients(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Where several uses of a tensor send a gradient each, autograd adds the later ones to the first in place.
+        """Note a sum of gradients, which autograd makes in place if a tensor has several uses.
 
-        Not so under a dispatch mode (input_buffer.cpp, can_accumulate_inplace): there it makes a new tensor and drops
-        the first at once. That is how such a sum is known. Nor, with or without one, where the first is a view.
+        Under a dispatch mode (input_buffer.cpp, can_accumulate_inplace) it makes a new tensor instead and drops the
+        first one immediately, which identifies such a sum. A first gradient that is a view is never reused.
         """
         if inputs[0]._is_view():
             return
@@ -219,7 +208,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._takes_over[self._ids[total._cdata]] = self._ids[first._cdata]
 
     def _continues(self, total: int) -> bool:
-        """Whether nothing happened since the sum was born; if so, forget that birth."""
+        """Return whether nothing happened since the sum was allocated; if so, drop that allocation."""
         *_, born, did = self.entries
         if isinstance(born, Born) and born.storage == total and isinstance(did, Did):
             del self.entries[-2]
@@ -227,19 +216,23 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _num_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """As torch counts them, but of causal attention the half that its kernels compute."""
+    """Count operations as torch does, but of causal attention only the half that its kernels compute."""
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return 0
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
     name = func._overloadpacket.__name__
     if name.startswith("_scaled_dot_product"):
-        # torch 2.11 refuses to count where several heads share their keys.
+        # torch 2.11 cannot count attention whose heads share keys.
         query, key, value = given["query"], given["key"], given["value"]
         num_flops = _attention_flops(query, key, value, is_backward=name.endswith("_backward"))
     else:
@@ -248,14 +241,14 @@ def _num_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out:
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, is_backward: bool) -> int:
-    """Queries × keys and scores × values; backward does the first again, and two more products for each."""
+    """Count queries × keys and scores × values; backward repeats the first, and has two more products for each."""
     batch, heads, num_queries, width = query.shape
     widths = 3 * width + 2 * value.shape[-1] if is_backward else width + value.shape[-1]
     return 2 * batch * heads * num_queries * key.shape[2] * widths
 
 
 def _column_sum(func: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:
-    """(rows, columns) where all dimensions but the last are summed: the gradient of a bias, or of a norm's weight."""
+    """Return (rows, columns) of a sum over all dimensions but the last, as of the gradient of a bias."""
     if func is not torch.ops.aten.sum.dim_IntList or args[0].dim() < 2:
         return None
     *rows, columns = args[0].shape
@@ -263,10 +256,7 @@ def _column_sum(func: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:
 
 
 def _dims(name: str, inputs: list[Tensor]) -> tuple[int, ...]:
-    """(m, n, k) of a matrix product, after the number of products where it is batched.
-
-    Of attention: the number of heads in the batch, queries, keys, and how wide a head is.
-    """
+    """Return the dimensions of a matrix product or of attention (spec.step.Op)."""
     if name.startswith("_scaled_dot_product"):
         query, key = inputs[1:3] if name.endswith("_backward") else inputs[:2]
         return (query.shape[0] * query.shape[1], query.shape[2], key.shape[2], query.shape[3])
@@ -277,17 +267,17 @@ def _dims(name: str, inputs: list[Tensor]) -> tuple[int, ...]:
 
 
 def _strided(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int, ...]:
-    """(elements,) of an elementwise operation whose kernel has to find the place of each element by itself.
+    """Return (elements,) of an elementwise operation whose kernel computes the address of each element.
 
-    Elsewhere all operands lie alike, without gaps, and a kernel reads several elements at a time.
+    If all operands have the same layout without gaps, the kernel reads several elements at a time: return ().
     """
     name = func._overloadpacket.__name__
     if name == "slice_backward":
-        # It fills zeros, and copies into a part of them.
+        # It fills zeros and copies into a part of them.
         return (outputs[0].numel(),)
     if name == "cat":
         return () if all(tensor.is_contiguous() for tensor in inputs) else (outputs[0].numel(),)
-    # A copy into another layout is a kernel of its own.
+    # A copy into another layout has its own kernel.
     if name == "clone" or torch.Tag.pointwise not in func.tags or not outputs:
         return ()
     layouts = {_layout(tensor) for tensor in (*inputs, *outputs) if tensor.dim()}
@@ -295,12 +285,12 @@ def _strided(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[in
 
 
 def _layout(tensor: Tensor) -> tuple[tuple[int, int], ...]:
-    """Size and stride of each dimension that has more than one place."""
+    """Return size and stride of each dimension with more than one element."""
     return tuple((size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
 
 
 def _is_dense(layout: tuple[tuple[int, int], ...]) -> bool:
-    """Whether there are no gaps, in whatever order the dimensions lie."""
+    """Return whether there are no gaps, in any order of the dimensions."""
     expected = 1
     for size, stride in sorted(layout, key=lambda place: place[1]):
         if stride != expected:

@@ -16,7 +16,7 @@ Size = tuple[int, int]
 
 @dataclass(slots=True)
 class _Storage:
-    """Where a storage was born, and as the how many-th of that unit."""
+    """The unit that allocated a storage, and its number among that unit's allocations."""
 
     unit: str
     ordinal: int
@@ -35,17 +35,17 @@ class _Draft:
     call: int
     events: list[StorageEvent] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
-    # By the place of a death among the events: the storage of another unit that it is of.
-    others: dict[int, _Storage] = field(default_factory=dict)
+    # Position among the events → storage of another unit that is released there.
+    foreign_releases: dict[int, _Storage] = field(default_factory=dict)
 
 
 def to_rows(
     records: Mapping[Size, Sequence[TraceEntry]], *, name: str, runs: Sequence[Run] = ()
 ) -> tuple[StepRow, ...]:
-    """The rows that all records agree on. The first is what happens before the root's forward, which is the loss's own.
+    """Return the rows that all records agree on. The first one, before the root's forward, belongs to the loss.
 
-    What dies in one row of the second unit of a run and of the third dies of each unit between its ends.
-    Refused: a model that does other operations for another size, and numbers that follow no law.
+    If a row releases the same storage of the second and third unit of a run, it does so for all between its ends.
+    Raises InvalidModel if the operations depend on the size, or a number follows no law.
     """
     sizes = list(records)
     lengths = {len(entries) for entries in records.values()}
@@ -56,7 +56,7 @@ def to_rows(
     for entries in zip(*records.values(), strict=True):
         maker.take(dict(zip(sizes, entries, strict=True)))
     for draft in maker.drafts:
-        draft.events = _of_others(draft, runs=runs)
+        draft.events = _resolved_events(draft, runs=runs)
     return tuple(
         StepRow(
             trigger=draft.trigger,
@@ -111,7 +111,7 @@ class _Maker:
         draft = self.drafts[-1]
         here = draft.unit
         if act is Act.DIED and storage.unit != here:
-            draft.others[len(draft.events)] = storage
+            draft.foreign_releases[len(draft.events)] = storage
         draft.events.append(
             StorageEvent(
                 act=act,
@@ -126,9 +126,10 @@ class _Maker:
         names = {other.name for other in entries.values() if isinstance(other, Did)}
         if len(names) > 1:
             _structure_differs(self.name)
-        dims = []
-        for index in range(len(entry.dims)):
-            dims.append(self._fit({size: did.dims[index] for size, did in _dids(entries)}, what=entry.name))
+        dims = (
+            self._fit({size: did.dims[index] for size, did in _dids(entries)}, what=entry.name)
+            for index in range(len(entry.dims))
+        )
         op = Op(
             name=entry.name,
             num_flops=self._law(entries, "num_flops", what=entry.name),
@@ -159,24 +160,24 @@ class _Maker:
         return law
 
 
-def _of_others(draft: _Draft, *, runs: Sequence[Run]) -> list[StorageEvent]:
-    """The draft's events, in which those of a run's second and third unit have become one.
+def _resolved_events(draft: _Draft, *, runs: Sequence[Run]) -> list[StorageEvent]:
+    """Return the draft's events, in which releases for a run's second and third unit are merged into one.
 
-    What the root bore is named, but not in a row that stands for others: each of them may let another one die.
+    Allocations of the root keep their owner's name, except in a row that stands for several units: each of those may
+    release another allocation.
     """
-    dead = {(storage.unit, storage.ordinal): place for place, storage in draft.others.items()}
+    places = {(storage.unit, storage.ordinal): place for place, storage in draft.foreign_releases.items()}
     events: list[StorageEvent | None] = list(draft.events)
     if not any(draft.unit in run.traced[1:3] for run in runs):
-        for (unit, ordinal), place in dead.items():
+        for (unit, ordinal), place in places.items():
             if unit == ROOT:
                 events[place] = replace(draft.events[place], ordinal=ordinal, owner=ROOT)
     for run in runs:
         _, second, third, _ = run.traced
-        for unit, ordinal in list(dead):
-            if unit == second and (third, ordinal) in dead and draft.unit not in (second, third):
-                place = dead[unit, ordinal]
+        for (unit, ordinal), place in places.items():
+            if unit == second and (third, ordinal) in places and draft.unit not in (second, third):
                 events[place] = replace(draft.events[place], each_of=second)
-                events[dead[third, ordinal]] = None
+                events[places[third, ordinal]] = None
     return [event for event in events if event is not None]
 
 

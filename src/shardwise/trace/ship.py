@@ -1,6 +1,6 @@
-"""Traces the models of the catalogue into the specs that come with the package.
+"""Traces the catalogue's models into the specs that come with the package.
 
-python -m shardwise.trace.ship [NAME …]     without names, all of them
+python -m shardwise.trace.ship [NAME …]     (default: all models)
 """
 
 import sys
@@ -19,14 +19,14 @@ from shardwise.trace.trace import trace_model
 
 WAYS = (
     *(Way(computes_in=dtype, recompute=how) for dtype in ("fp32", "bf16") for how in ("none", "full", "selective")),
-    # torch's own DDP; it does not recompute.
+    # torch's DDP, which does not recompute.
     Way(computes_in="autocast"),
     *(Way(recompute=how) for how in COMPILED.values()),
 )
 
 
 def make_ready_spec(name: str, *, ways: tuple[Way, ...] = WAYS) -> ModelSpec:
-    """The spec of a catalogue model; for models that read tokens, with laws for every length."""
+    """Return the spec of a catalogue model; for models that read tokens, with laws for every length."""
     shape = shape_of(name)
     task = load_task(name, device="meta")
     if not isinstance(shape, GPTShape | LlamaShape):

@@ -1,4 +1,4 @@
-"""A model, its loss and its batches → a spec with the trace of its step. Sizes are varied, and laws fitted."""
+"""A model, its loss and its batches → a spec with traces of its step. Laws are fitted to several sizes."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from shardwise.units import model_spec, unit_modules
 Loss = Callable[[nn.Module, Any], Tensor]
 MakeBatch = Callable[[int], Any]
 
-# Two make a law, whose signs tell whether it is one; a third would tell for sure, and takes half as long again.
+# Two determine a law, and its signs show whether it is plausible; a third would verify it and take half as long again.
 BATCHES = (2, 3)
 
 
@@ -33,40 +33,32 @@ def trace_model(
     name: str | None = None,
     policy: UnitPolicy | str = "auto",
     ways: Iterable[Way] = (Way(),),
-    batches: Sequence[int] = BATCHES,
 ) -> ModelSpec:
-    """The spec of a model with a trace of its step for each of `ways`.
+    """Return the spec of a model with a trace of its step for each of `ways`.
 
-    The model may be on the meta device; nothing is computed, and it is left as it was. `make_batch` may be given for
-    three lengths of sample; the laws then hold for other lengths too.
+    The model may be on the meta device; nothing is computed, and it is left as it was. With a `make_batch` for each of
+    three lengths of sample, the laws hold for other lengths too.
     """
-    task = _task(model, loss=loss, name=name, policy=policy)
-    spec = _with_carried(model_spec(model, policy=policy, name=task.name), model=model)
+    spec = model_spec(model, policy=policy, name=name)
+    task = _task(spec, model=model, loss=loss, policy=policy)
+    makers = make_batch if isinstance(make_batch, dict) else {0: make_batch}
+    spec = _with_carried(spec, model=model)
     for way in ways:
         try:
-            spec = trace_step(spec, task=task, make_batch=make_batch, way=way, batches=batches)
+            spec = _with_trace(spec, task=task, makers=makers, way=way)
         except InvalidModel:
             if not way.is_compiled:
                 raise
-            # What the compiler keeps follows no law, because it chooses otherwise for another batch: as uncompiled.
-            spec = trace_step(spec, task=task, make_batch=make_batch, way=way.eager, batches=batches)
+            # The compiler saves different tensors for different batches, so no law fits: use the uncompiled trace.
+            spec = _with_trace(spec, task=task, makers=makers, way=way.eager)
             like = replace(spec.traces[-1], recompute=way.recompute)
             spec = replace(spec, traces=(*spec.traces[:-1], like))
     return spec
 
 
-def trace_step(
-    spec: ModelSpec,
-    *,
-    task: TracedTask,
-    make_batch: MakeBatch | dict[int, MakeBatch],
-    way: Way,
-    batches: Sequence[int] = BATCHES,
-) -> ModelSpec:
-    """The spec with one more trace, and with the order of calls that was seen."""
-    makers = make_batch if isinstance(make_batch, dict) else {0: make_batch}
-    sizes = [(batch, length) for length in makers for batch in batches[:2]]
-    sizes += [(batch, next(iter(makers))) for batch in batches[2:]]
+def _with_trace(spec: ModelSpec, *, task: TracedTask, makers: dict[int, MakeBatch], way: Way) -> ModelSpec:
+    """Return the spec with one more trace and the observed order of calls."""
+    sizes = [(batch, length) for length in makers for batch in BATCHES]
     runs = find_runs(task.units)
 
     def observe_at(size: Size, runs: tuple[Run, ...]) -> ObservedStep:
@@ -91,7 +83,7 @@ def trace_step(
 
 
 def _backward(unit: str, observed: ObservedStep, *, runs: Sequence[Run]) -> str:
-    """How backward comes to a unit; to one that was not traced, as to those of its run that were."""
+    """Return how the unit notices its backward; a unit that was not traced, as the traced ones of its run."""
     like = next((run.traced[1] for run in runs if unit in run.units and unit not in run.traced), unit)
     return observed.backward.get(like, ANNOUNCED)
 
@@ -99,7 +91,7 @@ def _backward(unit: str, observed: ObservedStep, *, runs: Sequence[Run]) -> str:
 def _first_step(
     observe_with: Callable[[tuple[Run, ...]], ObservedStep], *, runs: tuple[Run, ...], name: str
 ) -> tuple[ObservedStep, tuple[Run, ...]]:
-    """A step with as many runs cut as can be: those that may, and whose second and third unit do the same."""
+    """Observe a step with as many runs cut as possible: those whose second and third unit do the same."""
     while True:
         try:
             observed = observe_with(runs)
@@ -121,7 +113,7 @@ def _is_periodic(rows: Sequence[StepRow], *, run: Run) -> bool:
 
 
 def _with_carried(spec: ModelSpec, *, model: nn.Module) -> ModelSpec:
-    """What parameters carry, such as the scales of quantised weights, is held whole, as buffers are."""
+    """Add tensors that parameters carry, such as the scales of quantised weights, to the (unsharded) buffers."""
     parameters = dict(model.named_parameters())
 
     def carried(unit: UnitSpec) -> tuple[TensorSpec, ...]:
@@ -140,8 +132,7 @@ def _with_carried(spec: ModelSpec, *, model: nn.Module) -> ModelSpec:
     return replace(spec, units=tuple(replace(unit, buffers=(*unit.buffers, *carried(unit))) for unit in spec.units))
 
 
-def _task(model: nn.Module, *, loss: Loss, name: str | None, policy: UnitPolicy | str) -> TracedTask:
-    spec = model_spec(model, policy=policy, name=name)
+def _task(spec: ModelSpec, *, model: nn.Module, loss: Loss, policy: UnitPolicy | str) -> TracedTask:
     if not any(param.trainable for unit in spec.units for param in unit.params):
         raise InvalidModel(f"{spec.name} has no trainable parameter: there is nothing to train")
     return TracedTask(

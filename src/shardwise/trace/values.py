@@ -1,8 +1,8 @@
-"""The values that a model looks at while it is traced.
+"""Values that a model reads while it is traced.
 
-Fake tensors have none, so that a model that asks `if mask.all():` could not be traced, or would take another way than
-in a real run. So what follows from the batch's own values alone (masks, positions, lengths) is computed alongside, and
-asked for, answered. What follows from weights is not known, and asking for it is refused as before.
+Fake tensors have no values, so a model with `if mask.all():` could not be traced, or would take another branch than in
+a real run. Therefore everything that follows from the batch alone (masks, positions, lengths) is also computed with
+real values. Values that depend on weights stay unknown, and reading them raises an error.
 """
 
 import sys
@@ -18,24 +18,24 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-# What a number that is drawn between 0 and 1 counts as.
+# The assumed value of a random number between 0 and 1.
 _DRAWN = 0.5
-# Larger tensors are data, which nobody looks at.
+# Larger tensors are data, whose values do not steer a model.
 _MOST_ELEMENTS = 1 << 22
 
 
 class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes with real values next to fake ones, as long as all inputs of an operation have them."""
+    """Computes real values along with fake ones, as long as all inputs of an operation have them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._real: Any = WeakIdKeyDictionary()
 
     def know(self, fakes: Any, reals: Any) -> None:
-        """The values of a structure of fake tensors."""
+        """Store the values of a structure of fake tensors."""
         for fake, real in zip(tree_leaves(fakes), tree_leaves(reals), strict=True):
             if isinstance(fake, Tensor) and not real.is_meta and real.numel() <= _MOST_ELEMENTS:
-                # A copy: what the model writes into its batch is not for the next run.
+                # A copy: the model may write into its batch, and the next run needs the original.
                 self._real[fake] = real.detach().cpu().clone()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -47,7 +47,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self._value(tensors[0]).item()
         out = func(*args, **options)
         if func is torch.ops.aten.rand.default and out.numel() == 1:
-            # Such as `if torch.rand([]) < layerdrop`: most layers are not dropped, and then a step takes the most.
+            # Such as `if torch.rand([]) < layerdrop`: most layers are kept, and that is the most expensive step.
             with _disable_current_modes():
                 self._real[out] = torch.full(out.shape, _DRAWN, dtype=out.dtype)
             return out
@@ -61,7 +61,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _is_known(self, tensor: Tensor) -> bool:
-        # A number that torch made a tensor of is not fake.
+        # A tensor that torch made from a Python number is not fake.
         return tensor in self._real or (not isinstance(tensor, FakeTensor) and tensor.numel() == 1)
 
     def _value(self, tensor: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._real[fake_leaf] = real_leaf
 
     def _forget(self, tensors: list[Tensor]) -> None:
-        """Something unknown may have been written into these, and so into all that share their memory."""
+        """Drop the values of tensors that were written to, and of all that share their memory."""
         storages = {self._real[tensor].untyped_storage()._cdata for tensor in tensors if tensor in self._real}
         if storages:
             for fake, real in list(self._real.items()):
@@ -89,14 +89,10 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def answers_as_eager() -> Iterator[None]:
-    """Inside, a model that asks whether it is traced hears no: Hugging Face's build explicit masks then."""
+    """Inside, Hugging Face models do not notice that they are traced; else they would build explicit masks."""
     asked = sys.modules.get("transformers.utils.import_utils")
     if asked is None or not hasattr(asked, "is_fake_tensor"):
         yield
         return
-    with patch.object(asked, "is_fake_tensor", _no):
+    with patch.object(asked, "is_fake_tensor", lambda tensor: False):
         yield
-
-
-def _no(tensor: Any) -> bool:
-    return False

@@ -15,9 +15,8 @@ from shardwise.cli.app import app
 from shardwise.errors import InvalidCluster, InvalidData
 from shardwise.hardware import cluster_of, device_of
 from shardwise.hardware.borrowed import kernel_model_of
-from shardwise.hardware.calibrate import with_missing
 from shardwise.hardware.calibration import read_calibration, shipped_calibration
-from shardwise.hardware.device_file import device_like, device_table, read_device_table, write_table
+from shardwise.hardware.device_file import device_like, device_table, write_table
 from shardwise.hardware.fit import fit_link, kernel_of_probe
 from shardwise.hardware.kernel_model import correction, product_seconds
 from shardwise.hardware.measure import Stopwatch
@@ -64,7 +63,7 @@ def measured(device: str = "cuda", title: str = "NVIDIA H200") -> dict[str, Any]
 def test_what_was_measured_is_predicted(tmp_path: Path) -> None:
     data = measured()
     write_table(device_table(data), tmp_path / "mine.toml")
-    model = kernel_model_of(read_device_table(tmp_path / "mine.toml"))
+    model = kernel_model_of(cluster_of(str(tmp_path / "mine.toml")).device)
     for row in data["rows"]:
         if "dims" in row:
             assert model.seconds(kernel_of_probe(probe_of(row))) == pytest.approx(row["seconds"], rel=0.02), row
@@ -88,7 +87,7 @@ def test_the_file_is_a_cluster_with_what_was_not_measured_from_the_tables(tmp_pa
 
 def test_a_cpu_has_the_peaks_that_were_measured(tmp_path: Path) -> None:
     write_table(device_table(measured("cpu", "x86_64")), tmp_path / "cpu.toml")
-    device = read_device_table(tmp_path / "cpu.toml")
+    device = cluster_of(str(tmp_path / "cpu.toml")).device
     assert device.name == "cpu"
     assert device.fp32_flops_per_s is not None
     assert device.fp32_flops_per_s.kind == "measured"
@@ -141,7 +140,7 @@ def test_the_drivers_title_tells_the_device(title: str, name: str) -> None:
 
 def test_a_device_of_no_table_has_the_peaks_that_were_measured(tmp_path: Path) -> None:
     write_table(device_table(measured(title="AMD Instinct MI250X")), tmp_path / "mine.toml")
-    device = read_device_table(tmp_path / "mine.toml")
+    device = cluster_of(str(tmp_path / "mine.toml")).device
     assert device.name == "amd-instinct-mi250x"
     assert device.bf16_flops_per_s is not None
     assert device.bf16_flops_per_s.kind == "measured"
@@ -231,13 +230,3 @@ def test_the_command_writes_nothing_of_what_is_no_measurement(tmp_path: Path, te
     assert result.exit_code != 0
     assert isinstance(result.exception, InvalidData)
     assert not (tmp_path / "o.toml").exists()
-
-
-def test_kernels_that_a_calibration_lacks_are_added_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    probes = [Probe(name=name, dtype="fp32", dims=(8, 8)) for name in ("add", "strided", "strided_cat")]
-    monkeypatch.setattr("shardwise.hardware.calibrate.cpu_probes", lambda: probes)
-    before = {"device": "cpu", "rows": [probes[0].row(seconds=1.0), {"name": "dispatch", "role": "add"}]}
-    rows = with_missing(before, device=torch.device("cpu"))["rows"]
-    assert rows[:2] == before["rows"]
-    assert [probe_of(row) for row in rows[2:]] == probes[1:]
-    assert all(row["seconds"] > 0 for row in rows[2:])

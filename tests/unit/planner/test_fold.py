@@ -10,7 +10,7 @@ from shardwise.errors import InvalidPlan
 from shardwise.hardware import cluster_of
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.planner.fold import Short, cut, shorten
+from shardwise.planner.fold import cut, shorten
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import estimate, job_of
 from shardwise.planner.search.candidates import candidates, cost
@@ -46,9 +46,9 @@ def run_of(found: Job) -> Run:
 @pytest.mark.parametrize("different", DIFFERENT, ids=str)
 def test_memory_is_that_of_all_units(different: dict[str, Any]) -> None:
     folded = job(replace(PLAN, **different))
-    whole = replace(folded, short=Short(spec=folded.spec, weights={}, chosen={}), _cuts={})
+    whole = folded.unshortened
     for batch in (1, 4, 32):
-        assert folded.replay().peak(batch).breakdown(batch) == whole.replay().peak(batch).breakdown(batch)
+        assert folded.replayed.peak(batch).breakdown(batch) == whole.replayed.peak(batch).breakdown(batch)
     assert [line.at(4) for line in folded.at_rest] == [line.at(4) for line in whole.at_rest]
 
 

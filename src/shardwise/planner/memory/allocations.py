@@ -1,10 +1,11 @@
-"""A step as single allocations and releases, in order: what the allocator's model runs.
+"""A step as single allocations and releases, in order, for the model of the caching allocator.
 
-Each allocation has a slot, a stream, and a line in the batch; who releases what is settled here once, for all batches.
+Each allocation has a slot, a stream, and a size that is a line in the batch. Releases are matched with allocations here
+once, for all batches.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shardwise.planner.memory.column_sum import ColumnSum
@@ -18,9 +19,9 @@ AllocationEntry = tuple[int, Line | ColumnSum | None, str]
 
 @dataclass(slots=True)
 class Ledger:
-    """The entries of a step, without those of the optimizer's first; `update_at` is where those would stand.
+    """The entries of a step without the optimizer's state; `update_at` is the position of the update.
 
-    `first_grad_at`: after the first gradient of a parameter, which is of the first product of backward as a rule.
+    `first_grad_at`: position after the first gradient of a parameter, usually from the first product of backward.
     """
 
     seq: int | None
@@ -31,7 +32,7 @@ class Ledger:
     _num_slots: int = 0
     # Buffers of the engine by category and size, oldest first.
     _buffers: dict[tuple[str, int, int], deque[list[int]]] = field(default_factory=lambda: defaultdict(deque))
-    # Storages of the model by unit and number; those that another unit may let die by their law.
+    # Slots of the model's storages by unit and number; storages by law, for releases by another unit.
     _storages: dict[tuple[str, int], int] = field(default_factory=dict)
     _by_law: dict[Law, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
     _grads: dict[str, dict[tuple[str, int], int]] = field(default_factory=lambda: defaultdict(dict))
@@ -48,7 +49,7 @@ class Ledger:
         self._zero_grad()
 
     def parts(self) -> tuple[list[AllocationEntry], list[AllocationEntry], list[AllocationEntry]]:
-        """The entries: up to the first gradient, up to the update, and those after it."""
+        """Return the entries up to the first gradient, up to the update, and after it."""
         first, update = self.first_grad_at, self.update_at
         return self.entries[:first], self.entries[first:update], self.entries[update:]
 
@@ -68,10 +69,8 @@ class Ledger:
             if held:
                 self._buffers[change.after, change.num_bytes, 0].append(held.popleft())
         elif change.const > 0 or change.per_sample > 0:
-            sizes: Sequence[Line] = [Line(piece, 0) for piece in change.pieces]
-            slots = [
-                self._allocate(size, stream=change.stream) for size in sizes or [Line(change.const, change.per_sample)]
-            ]
+            sizes = [Line(piece, 0) for piece in change.pieces] or [Line(change.const, change.per_sample)]
+            slots = [self._allocate(size, stream=change.stream) for size in sizes]
             self._buffers[change.category, change.const, change.per_sample].append(slots)
         elif change.const or change.per_sample:
             held = self._buffers[change.category, -change.const, -change.per_sample]
@@ -111,13 +110,10 @@ class Ledger:
         self._by_law[event.num_bytes].append(key)
 
     def _died(self, unit: str, event: StorageEvent) -> None:
-        bearer = event.owner or unit
-        key = (bearer, event.ordinal) if event.ordinal is not None else self._of_another(unit, event.num_bytes)
-        slot = self._storages.pop(key, None) if key is not None else None
-        if slot is not None and key is not None:
+        key = (event.owner or unit, event.ordinal) if event.ordinal is not None else None
+        if key is None:
+            # The latest one of that size from another unit: backward visits units in reverse.
+            key = next((one for one in reversed(self._by_law[event.num_bytes]) if one[0] != unit), None)
+        if key is not None and key in self._storages:
             self._by_law[event.num_bytes].remove(key)
-            self._release([slot])
-
-    def _of_another(self, unit: str, law: Law) -> tuple[str, int] | None:
-        """The last of that size, since backward goes back the way that forward came."""
-        return next((key for key in reversed(self._by_law[law]) if key[0] != unit), None)
+            self._release([self._storages.pop(key)])

@@ -1,11 +1,11 @@
 """A model of PyTorch's caching allocator (c10/cuda/CUDACachingAllocator.cpp), with its default settings.
 
-Requests are rounded up to 512 bytes. Up to 1 MiB they come from segments of 2 MiB; below 10 MiB from segments of 20
-MiB; above, from a segment of their own, a multiple of 2 MiB. The smallest free block that is large enough is taken, and
-split if enough is left over; of several that are equally large, the one at the lowest address, which is the newest
-segment's as a rule: the driver hands out addresses downwards. A freed block joins its free neighbours and stays
-reserved. Each stream has blocks of its own. When the device is full, segments that are all free are given back, and
-only then is it out of memory.
+Requests are rounded up to 512 bytes. Up to 1 MiB they are served from segments of 2 MiB; below 10 MiB from segments of
+20 MiB; larger ones get their own segment, a multiple of 2 MiB. The smallest free block that is large enough is used,
+and split if enough is left over; among equally large ones the one with the lowest address, usually in the newest
+segment, because the driver assigns addresses downwards. A freed block is merged with its free neighbours and stays
+reserved. Each stream has its own blocks. When the device is full, completely free segments are given back; only then
+the allocator is out of memory.
 """
 
 from bisect import bisect_left, insort
@@ -17,12 +17,12 @@ SMALL_SEGMENT_BYTES = 2 * _MIB
 _LARGE_SEGMENT = 20 * _MIB
 _LEAST_OWN_SEGMENT = 10 * _MIB
 _SEGMENT_ROUND = 2 * _MIB
-# Between the addresses of two segments: more than any of them has.
+# Distance between the addresses of two segments: larger than any segment.
 _SEGMENT_GAP = 2**40
 
 
 class MemoryBlock:
-    """A part of a segment; `before` and `after` are its neighbours there."""
+    """A part of a segment; `before` and `after` are its neighbours."""
 
     __slots__ = ("address", "after", "before", "is_free", "pool", "size")
 
@@ -36,7 +36,7 @@ class MemoryBlock:
 
 
 class CachingAllocator:
-    """Counts what is reserved, and what is handed out: whole blocks, which may be larger than was asked for."""
+    """Counts reserved and allocated bytes. A block may be larger than its request."""
 
     def __init__(self, *, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
@@ -64,13 +64,13 @@ class CachingAllocator:
         self.allocated_bytes -= block.size
         for other in (block.before, block.after):
             if other is not None and other.is_free:
-                self._forget(other)
-                self._join(block, other)
+                self._remove_free(other)
+                self._merge(block, other)
         block.is_free = True
         insort(self._free[block.pool], (block.size, block.address, block))
 
     def _segment(self, size: int, *, pool: tuple[str, bool]) -> MemoryBlock:
-        """A new one; beyond the limit too, if giving back what is free is not enough."""
+        """Reserve a new segment, if necessary beyond the limit after giving back free segments."""
         if self.limit_bytes is not None and self.reserved_bytes + size > self.limit_bytes:
             for name, free in self._free.items():
                 kept = [item for item in free if item[2].before is not None or item[2].after is not None]
@@ -91,12 +91,11 @@ class CachingAllocator:
         rest.is_free = True
         insort(self._free[block.pool], (rest.size, rest.address, rest))
 
-    def _forget(self, block: MemoryBlock) -> None:
+    def _remove_free(self, block: MemoryBlock) -> None:
         free = self._free[block.pool]
         del free[bisect_left(free, (block.size, block.address))]
 
-    def _join(self, block: MemoryBlock, other: MemoryBlock) -> None:
-        """`block` takes in its neighbour."""
+    def _merge(self, block: MemoryBlock, other: MemoryBlock) -> None:
         block.size += other.size
         if other is block.before:
             block.address = other.address
@@ -110,7 +109,7 @@ class CachingAllocator:
 
 
 def segment_bytes(size: int) -> int:
-    """What is reserved for a request that no free block can serve."""
+    """Return the size of the segment for a request that no free block can serve."""
     if size <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < _LEAST_OWN_SEGMENT:

@@ -1,11 +1,11 @@
-"""Memory that a kernel takes for itself, where it is not in proportion to the batch."""
+"""Scratch memory of a column sum, which is not proportional to the batch."""
 
 from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.spec.law import Line
 
-# Of an H100 and an H200, by the numbers that their programming guide gives: compute capability 9.0.
+# H100 and H200 (compute capability 9.0), from the CUDA programming guide.
 NUM_PROCESSORS = 132
 THREADS_PER_PROCESSOR = 2048
 
@@ -17,7 +17,7 @@ _ACCUMULATOR_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class ColumnSum:
-    """A matrix of `rows` (a line in the batch) summed into its columns, as the gradient of a bias is."""
+    """A matrix of `rows` (a line in the batch) summed into its columns, as for the gradient of a bias."""
 
     columns: int
     rows: Line
@@ -28,10 +28,10 @@ class ColumnSum:
 
 @lru_cache(maxsize=65536)
 def column_sum_bytes(rows: int, columns: int) -> int:
-    """What the sum of a matrix over its rows takes to put the sums of its thread blocks together.
+    """Return the scratch bytes in which the sums of thread blocks are combined.
 
-    One accumulator for each thread, of each of the blocks that share an output: so many blocks that the device is full,
-    and a thread adds up between 16 and 256 values (setReduceConfig of aten/src/ATen/native/cuda/Reduce.cuh).
+    One accumulator per thread of the blocks that share an output: as many blocks as fill the device, with 16 to 256
+    values per thread (setReduceConfig of aten/src/ATen/native/cuda/Reduce.cuh).
     """
     if not rows or not columns:
         return 0
@@ -50,5 +50,5 @@ def column_sum_bytes(rows: int, columns: int) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """The largest that is not larger."""
+    """Return the largest power of two up to a number."""
     return 1 << (number.bit_length() - 1)

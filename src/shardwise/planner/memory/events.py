@@ -1,4 +1,4 @@
-"""The rows of a step → what each allocates and frees: the engine's changes, by its executor, and the model's own."""
+"""Memory events: for each row of a step, the changes that the engine's executor makes, and the model's stream."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -22,7 +22,7 @@ def memory_rows(
     weights: Mapping[str, int],
     rules: MemoryRules,
 ) -> Iterator[MemoryRow]:
-    """In the order of the trace, whose streams have these peaks; without a trace, in that of the program."""
+    """Yield the rows in the order of the trace, whose streams have these peaks, or else in that of the program."""
     by_key = dict(peaks)
     offload = _Offload(peaks) if plan.offload_activations else None
     step = TracedStep(program, executor, in_order=in_order)
@@ -41,7 +41,7 @@ def memory_rows(
 
 
 def _random_state(trigger: str, num_bytes: int) -> Iterator[Change]:
-    """A recomputation brings back the random numbers of the forward."""
+    """Yield the change by the random state that is saved for recomputation."""
     if num_bytes and trigger == Trigger.BEFORE_FORWARD.value:
         yield Change("other", num_bytes)
     elif num_bytes and trigger == Trigger.GRADS_READY.value:
@@ -49,9 +49,9 @@ def _random_state(trigger: str, num_bytes: int) -> Iterator[Change]:
 
 
 class _Offload:
-    """What a unit saves leaves when the next one's forward ends, and is back when backward comes to the next one.
+    """A unit's saved activations leave when the next unit's forward ends, and return before the next unit's backward.
 
-    The unit that backward comes to first keeps its own (engine/activations/offload.py).
+    The first unit of backward keeps its own (engine/activations/offload.py).
     """
 
     def __init__(self, peaks: Sequence[tuple[Key, StreamPeak]]) -> None:

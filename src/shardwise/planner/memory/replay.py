@@ -1,4 +1,4 @@
-"""What a rank holds, row by row of a step, and the highest that it comes to: for every batch at once."""
+"""Replays the memory of a rank row by row through a step, and finds its peak, for every batch at once."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +15,11 @@ _ACTIVATIONS, _GATHERED, _REDUCE = _INDEX[ACTIVATIONS], _INDEX[GATHERED], _INDEX
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Bytes that come (or go) in a category.
+    """Bytes that are allocated (or freed) in a category.
 
-    pieces      the sizes of the single allocations, where there are several
-    stream      the stream whose memory it is; "" is the one that computes
-    is_left_out of units that a shortened model leaves out
+    pieces   sizes of the single allocations, if there are several
+    stream   stream that allocates; "" is the compute stream
+    others   bytes of the units that a shortened model leaves out (fold.py)
     """
 
     category: str
@@ -27,21 +27,22 @@ class Change:
     per_sample: int = 0
     pieces: tuple[int, ...] = ()
     stream: str = ""
-    is_left_out: bool = False
+    others: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recategorize:
-    """A buffer is from now on in another category."""
+    """A buffer changes its category. `others`: buffers of the units that a shortened model leaves out."""
 
     before: str
     after: str
     num_bytes: int
+    others: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeGrads:
-    """The engine takes the gradients that autograd made for a unit; they are freed."""
+    """The engine copies the gradients that autograd made for a unit, and frees them."""
 
     unit: str
 
@@ -51,10 +52,10 @@ MemoryChange = Change | TakeGrads | Recategorize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRow:
-    """A row of the step: what the engine does then, and what the model does after it, up to which `peak`.
+    """A row of the step: the engine's changes, and then the model's stream with its `peak`.
 
-    `repeats`: what is left behind counts as often, once all rows of the unit in this phase are over: what its backward
-    brings is there for one unit at a time.
+    `repeats`: the number of units that the unit stands for. What the stream leaves behind counts that often, but only
+    after the last row of the unit in this phase: temporaries exist for one unit at a time.
     """
 
     label: str
@@ -66,12 +67,12 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """A candidate for the highest point: by category, and where."""
+    """A candidate for the highest point: bytes by category, and the row."""
 
     const: tuple[int, ...]
     per_sample: tuple[int, ...]
     label: str
-    # Of all categories together.
+    # The sum of all categories.
     line: Line
     column_sum: ColumnSum | None = None
 
@@ -90,11 +91,9 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """The peaks of which one is the highest at any batch; the highest of each row; what is held at rest."""
+    """The peaks, one of which is the highest at any batch."""
 
     peaks: tuple[Peak, ...]
-    timeline: tuple[tuple[str, Line], ...]
-    at_rest: tuple[Line, ...]
 
     def peak(self, batch: int) -> Peak:
         return max(self.peaks, key=lambda peak: peak.total(batch))
@@ -105,16 +104,13 @@ class _Replay:
     const: list[int]
     per_sample: list[int]
     pending: dict[str, int] = field(default_factory=dict)
-    # (const, per sample, peak) with the same sum on top, or none, of which none is below another for every batch.
+    # By column sum (or None): (const, per sample, peak), none of which is below another for every batch.
     peaks: dict[ColumnSum | None, list[tuple[int, int, Peak]]] = field(default_factory=dict)
-    row_peak: tuple[int, int] = (0, 0)
 
     def see(
         self, label: str, const: Sequence[int], per_sample: Sequence[int], column_sum: ColumnSum | None = None
     ) -> None:
         total, slope = sum(const), sum(per_sample)
-        if total > self.row_peak[0] or slope > self.row_peak[1]:
-            self.row_peak = (max(total, self.row_peak[0]), max(slope, self.row_peak[1]))
         peaks = self.peaks.setdefault(column_sum, [])
         if any(c >= total and p >= slope for c, p, _ in peaks):
             return
@@ -122,6 +118,12 @@ class _Replay:
         line = Line(total, slope)
         peak = Peak(const=tuple(const), per_sample=tuple(per_sample), label=label, line=line, column_sum=column_sum)
         peaks.append((total, slope, peak))
+
+    def run(self, row: MemoryRow) -> None:
+        for change in row.changes:
+            self.change(row, change)
+        if row.peak is not None:
+            self.flow(row, row.peak)
 
     def change(self, row: MemoryRow, change: MemoryChange) -> None:
         if isinstance(change, TakeGrads):
@@ -138,11 +140,7 @@ class _Replay:
             self.see(row.label, self.const, self.per_sample)
 
     def flow(self, row: MemoryRow, peak: StreamPeak) -> None:
-        for point in peak.points:
-            const, per_sample = list(self.const), list(self.per_sample)
-            _add(const, per_sample, point)
-            self.see(row.label, const, per_sample)
-        for column_sum, point in peak.sums:
+        for column_sum, point in (*((None, point) for point in peak.points), *peak.sums):
             const, per_sample = list(self.const), list(self.per_sample)
             _add(const, per_sample, point)
             self.see(row.label, const, per_sample, column_sum)
@@ -151,22 +149,22 @@ class _Replay:
             unit = owner or row.unit
             self.pending[unit] = self.pending.get(unit, 0) + num_bytes
 
-    def follow(self, left_out: Iterable[Change | tuple[StreamPeak, int]]) -> None:
-        """The units that are left out come after the one that stands for them: what they leave behind.
+    def repeat(self, phase: Iterable[MemoryRow]) -> None:
+        """Add what the units leave behind that are left out of a phase.
 
-        No peak is taken in between: what each brings and what it takes away belong together.
+        No peak is taken in between: the changes of such a unit belong together.
         """
-        for one in left_out:
-            if isinstance(one, Change):
-                self.const[_INDEX[one.category]] += one.const
-                self.per_sample[_INDEX[one.category]] += one.per_sample
-                continue
-            # Of activations; gradients are the engine's business.
-            peak, times = one
-            self.const[_ACTIVATIONS] += times * peak.end[0]
-            self.per_sample[_ACTIVATIONS] += times * peak.end[1]
-            self.const[_GATHERED] += times * peak.end[2]
-            self.per_sample[_GATHERED] += times * peak.end[3]
+        for row in phase:
+            for change in row.changes:
+                if isinstance(change, Change):
+                    self.const[_INDEX[change.category]] += change.others
+                elif isinstance(change, Recategorize):
+                    self.const[_INDEX[change.before]] -= change.others
+                    self.const[_INDEX[change.after]] += change.others
+            if row.peak is not None:
+                # Without gradients, which are among the engine's changes.
+                end = [(row.repeats - 1) * size for size in row.peak.end[:4]]
+                _add(self.const, self.per_sample, (end[0], end[1], end[2], end[3], 0))
 
 
 def _add(const: list[int], per_sample: list[int], point: tuple[int, int, int, int, int]) -> None:
@@ -178,33 +176,22 @@ def _add(const: list[int], per_sample: list[int], point: tuple[int, int, int, in
 
 
 def replay(rows: Iterable[MemoryRow], *, at_rest: Sequence[Line]) -> Replayed:
-    """Go through a step that follows on a step, from what is held between steps."""
+    """Replay a step in the middle of training, starting with what is held between steps."""
     state = _Replay(const=[line.const for line in at_rest], per_sample=[line.per_sample for line in at_rest])
-    timeline = []
-    for _, phase in groupby(rows, key=lambda row: row.unit):
-        left_out: list[Change | tuple[StreamPeak, int]] = []
+    for _, group in groupby(rows, key=lambda row: row.unit):
+        phase = list(group)
         for row in phase:
-            state.row_peak = (sum(state.const), sum(state.per_sample))
-            for change in row.changes:
-                if isinstance(change, Change) and change.is_left_out:
-                    left_out.append(change)
-                else:
-                    state.change(row, change)
-            if row.peak is not None:
-                state.flow(row, row.peak)
-                left_out.append((row.peak, row.repeats - 1))
-            timeline.append((row.label, Line(*state.row_peak)))
-        state.follow(left_out)
+            state.run(row)
+        state.repeat(phase)
     if not state.peaks:
-        # Nothing is known to come on top.
+        # Nothing is known to be allocated in the step.
         state.see("at rest", state.const, state.per_sample)
-    peaks = tuple(peak for found in state.peaks.values() for _, _, peak in found)
-    return Replayed(peaks=peaks, timeline=tuple(timeline), at_rest=tuple(at_rest))
+    return Replayed(peaks=tuple(peak for found in state.peaks.values() for _, _, peak in found))
 
 
 @dataclass(slots=True)
 class _RowPeaks(_Replay):
-    """A replay at one batch, which remembers the highest point of the row that it is in."""
+    """A replay at one batch, which remembers the highest point of the current row."""
 
     batch: int = 1
     highest: dict[str, int] = field(default_factory=dict)
@@ -221,7 +208,7 @@ class _RowPeaks(_Replay):
 
 
 def row_peaks(rows: Iterable[MemoryRow], *, at_rest: Sequence[Line], batch: int) -> list[tuple[str, dict[str, int]]]:
-    """The highest point of each row of a step at one batch, by category."""
+    """Return the highest point of each row of a step at one batch, by category. The model must not be shortened."""
     state = _RowPeaks(
         const=[line.const for line in at_rest], per_sample=[line.per_sample for line in at_rest], batch=batch
     )
@@ -229,9 +216,6 @@ def row_peaks(rows: Iterable[MemoryRow], *, at_rest: Sequence[Line], batch: int)
     for row in rows:
         state.highest = {}
         state.see(row.label, state.const, state.per_sample)
-        for change in row.changes:
-            state.change(row, change)
-        if row.peak is not None:
-            state.flow(row, row.peak)
+        state.run(row)
         found.append((row.label, state.highest))
     return found

@@ -1,15 +1,15 @@
-"""What the caching allocator reserves for a plan: its steps, storage by storage, through the allocator's model.
+"""What the caching allocator reserves for a plan: runs its steps, storage by storage, through the allocator's model.
 
-The optimizer's state comes into being in the first step, in memory that the first backward has left; so three steps are
-run. The first one gathers in another order (program/rules/learning.py), which decides where that state comes to lie.
+The optimizer's state is allocated in the first step, in memory that the first backward has freed; so three steps are
+run. The first one gathers in another order (program/rules/learning.py), which decides where that state is placed.
 
-Of many equal units a moderate number is run, and what each further one adds is taken to be the same.
+Of many equal units a moderate number is run; each further one is assumed to add the same.
 
-A model that was made on the device, and not on the meta device or the host, leaves its parameters' memory when it is
-prepared; ordinary steps use that. What is captured does not: the allocator gives it back before.
+A model that was made on the device, not on the meta device or the host, frees its parameters' memory when it is
+prepared; ordinary steps reuse that. Captured steps do not: the allocator gives it back before the capture.
 
-Captured steps have a pool of their own, in which the optimizer's state comes into being too
-(engine/captured/step_memory.py); what is there before the first step lies outside, and so does what is kept for graphs.
+Captured steps have their own pool, in which the optimizer's state is allocated too (engine/captured/step_memory.py).
+What exists before the first step, and what is kept for graphs, is outside the pool.
 """
 
 from collections.abc import Sequence
@@ -21,31 +21,28 @@ from shardwise.planner.memory.allocator import SMALL_BYTES, SMALL_SEGMENT_BYTES,
 from shardwise.vocabulary.categories import CATEGORIES
 
 HeldBlocks = dict[int, tuple[MemoryBlock | None, int]]
-"""Slot → its block (None for what is small) and its size."""
+"""Slot → its block (None for small allocations) and its size."""
 
-# Runs of equal units are cut to these lengths where they are longer than the second.
+# Longer runs of equal units are cut to these lengths.
 _LENGTHS = (28, 40)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
-    """What is reserved in the end; and how much larger than asked for the blocks are when most is allocated."""
+    """The most reserved bytes; and the excess of blocks over their requests at the peak of allocated bytes."""
 
     reserved_bytes: int
     slack_bytes: int
 
 
 def reserved_jobs(job: Job) -> list[Job]:
-    """The jobs that are run: one with all units, or two cut ones, of which the second is longer."""
+    """Return the jobs that are run: one with all units, or a short and a longer cut one."""
     short, longer = (job.cut(length) for length in _LENGTHS)
     return [short, longer] if len(longer.short.spec.units) < len(job.spec.units) else [longer]
 
 
 def reserve(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device: bool = False) -> Reserved:
-    """Run a job at one batch, on a device that has no more than `limit_bytes` for tensors.
-
-    `made_on_device`: the model was, before it was prepared.
-    """
+    """Run a job at one batch on a device with `limit_bytes` for tensors; `made_on_device` as for `estimate`."""
     *shorter, longer = reserved_jobs(job)
     more = len(job.spec.units) - len(longer.short.spec.units)
     if not shorter:
@@ -56,7 +53,7 @@ def reserve(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_dev
     each = (at_longer.reserved_bytes - at_short.reserved_bytes) / num_units
     reserved = round(at_longer.reserved_bytes + more * each)
     if limit_bytes is not None and reserved > limit_bytes:
-        # On the shorter model, what the limit leaves when the others have theirs.
+        # The limit for the cut model: the units that it lacks need their part.
         left = limit_bytes - round(more * each)
         limited = _run(longer, batch=batch, limit_bytes=max(left, 0), made_on_device=made_on_device)
         reserved = limited.reserved_bytes + round(more * each)
@@ -69,45 +66,44 @@ def _run(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device
     if made_on_device and not job.plan.captures:
         sizes = [param.num_bytes for unit in job.short.spec.units for param in unit.params]
         made = {number: (run.allocate(size), size) for number, size in enumerate(sizes)}
-    for size in _first(job, batch=batch):
+    for size in _sizes_before(job, batch=batch):
         run.allocate(size, "first" if job.plan.captures else "")
-    run.end(made)
+    run.free_all(made)
     _first_step(run, job)
     entries = job.ledger.entries
-    run.end(run.go(entries, {}))
+    run.free_all(run.replay(entries, {}))
     for size in [size for states in job.states.values() for size in states.samples]:
         run.allocate(size, "samples")
     run.peak = 0
-    run.end(run.go(entries, {}))
+    run.free_all(run.replay(entries, {}))
     small = -(-run.most_small // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
     return Reserved(reserved_bytes=run.allocator.most_reserved_bytes + small, slack_bytes=run.slack_at_peak)
 
 
 def _first_step(run: "_Run", job: Job) -> None:
-    """What stays of it: a workspace for forward's thread, one for backward's at its first product, and the moments."""
-    ledger, workspace = job.first_ledger, job.rules.workspace_bytes // 2
-    forward, backward, after = ledger.parts()
+    """Run the first step, of which three things stay: the workspaces of forward's and backward's threads (the latter
+    from its first product on), and the moments.
+    """
+    workspace = job.rules.workspace_bytes // 2
+    forward, backward, after = job.first_ledger.parts()
     run.allocate(workspace)
-    held = run.go(forward, {})
+    held = run.replay(forward, {})
     run.allocate(workspace)
-    held = run.go(backward, held)
+    held = run.replay(backward, held)
     for size in [*(size for states in job.states.values() for size in states.moments), *job.owned_moments]:
         run.allocate(size)
-    run.end(run.go(after, held))
+    run.free_all(run.replay(after, held))
 
 
-def _first(job: Job, *, batch: int) -> list[int]:
-    """What is there before the first step, allocation by allocation."""
-    sizes = []
-    for states in job.states.values():
-        sizes += [*states.held, states.buffers]
-    sizes += job.buffers_at_rest()
-    sizes.append(job.at_rest[CATEGORIES.index("activations")].at(batch))
-    return [size for size in sizes if size]
+def _sizes_before(job: Job, *, batch: int) -> list[int]:
+    """Return the sizes of the allocations before the first step."""
+    sizes = [size for states in job.states.values() for size in (*states.held, states.buffers)]
+    batch_bytes = job.at_rest[CATEGORIES.index("activations")].at(batch)
+    return [size for size in (*sizes, *job.buffers_at_rest(), batch_bytes) if size]
 
 
 class _Run:
-    """The allocator at work. What is small is only counted: it shares segments and leaves no gaps to speak of."""
+    """A run of the allocator. Small allocations are only counted: they share segments and leave few gaps."""
 
     def __init__(self, batch: int, *, limit_bytes: int | None) -> None:
         self.batch = batch
@@ -128,8 +124,8 @@ class _Run:
             self.slack_at_peak = self.slack
         return block
 
-    def go(self, entries: Sequence[AllocationEntry], held: HeldBlocks) -> HeldBlocks:
-        """Run entries of a step, from what its earlier ones left; what these leave."""
+    def replay(self, entries: Sequence[AllocationEntry], held: HeldBlocks) -> HeldBlocks:
+        """Run entries of a step, starting with the blocks that earlier ones hold; return those held afterwards."""
         batch = self.batch
         for slot, size, stream in entries:
             if size is not None:
@@ -139,8 +135,7 @@ class _Run:
                 self._free(*held.pop(slot))
         return held
 
-    def end(self, held: HeldBlocks) -> None:
-        """Nothing of a step lasts."""
+    def free_all(self, held: HeldBlocks) -> None:
         for block, num_bytes in held.values():
             self._free(block, num_bytes)
 

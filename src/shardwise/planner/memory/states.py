@@ -1,4 +1,4 @@
-"""What a rank holds of a unit's parameters, gradients and optimizer state, by its placement.
+"""Bytes that a rank holds of a unit's parameters, gradients and optimizer state, by its placement.
 
 The flat buffers are those that the engine allocates (program/buffers.py).
 """
@@ -20,14 +20,14 @@ from shardwise.vocabulary.layout import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerRule:
-    """What an optimizer holds in addition to the parameters that it steps.
+    """The memory of an optimizer in addition to the parameters that it steps.
 
-    num_moments   numbers a parameter
-    has_steps     a counter for each parameter tensor
-    copies        what an update makes for a while, in copies of all parameters
+    num_moments   numbers per element
+    has_steps     a step counter for each parameter tensor
+    copies        temporaries of an update, in copies of all parameters
     largest       the same, in copies of the largest parameter
     squares       the same, in squares of that one's shorter side
-    matrices      the rule of the matrices inside blocks, where they have another one: these are stepped whole
+    matrices      the rule for matrices inside blocks, if they have another one: these are stepped unsharded
     """
 
     num_moments: int
@@ -38,34 +38,30 @@ class OptimizerRule:
     matrices: "OptimizerRule | None" = None
 
     def of(self, param: TensorSpec) -> "OptimizerRule":
-        """The rule of one parameter."""
-        takes = self.matrices is not None and is_block_matrix(param.name, param.shape)
-        return self.matrices if takes and self.matrices is not None else self
+        return self.matrices if self.matrices is not None and is_block_matrix(param.name, param.shape) else self
 
 
-# torch/optim/_muon.py: of a matrix, what is stepped in fp32, and two of the iteration in bf16; of what the iteration
-# squares, two in bf16.
+# torch/optim/_muon.py: per matrix one copy in fp32 and two of the iteration in bf16; per square two in bf16.
 _MUON = OptimizerRule(num_moments=1, largest=2, squares=1)
-
 
 OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
     {
         "adamw-fused": OptimizerRule(num_moments=2, has_steps=True),
-        # torch/optim/adam.py: _multi_tensor_adam takes the root of all second moments at once.
+        # torch/optim/adam.py: _multi_tensor_adam makes the root of all second moments at once.
         "adamw-foreach": OptimizerRule(num_moments=2, copies=1),
         # _single_tensor_adam: the root, and the root over the bias correction.
         "adamw-loop": OptimizerRule(num_moments=2, has_steps=True, largest=2),
         "adam-fused": OptimizerRule(num_moments=2, has_steps=True),
-        # As it is mostly used: with momentum.
+        # With momentum.
         "sgd": OptimizerRule(num_moments=1),
         "sgd-plain": OptimizerRule(num_moments=0),
-        # muon.py: AdamW but for the matrices of blocks.
+        # AdamW except for the matrices of blocks.
         "muon-fused": OptimizerRule(num_moments=2, has_steps=True, matrices=_MUON),
         "muon-foreach": OptimizerRule(num_moments=2, copies=1, matrices=_MUON),
         "muon-loop": OptimizerRule(num_moments=2, has_steps=True, largest=2, matrices=_MUON),
     }
 )
-"""By name; where several kernels do the same update, by kernel. An `-foreach` of Adam keeps its counters on the CPU."""
+"""By name and implementation of the update. Adam's `-foreach` keeps its step counters on the CPU."""
 
 _ALIASES = {"adamw": "adamw-fused", "adam": "adam-fused", "muon": "muon-fused"}
 
@@ -78,28 +74,54 @@ def optimizer_of(name: str) -> OptimizerRule:
 
 
 def needs_whole_matrices(name: str) -> bool:
-    """Whether an optimizer takes matrices whole, so that one rank owns each where state is sharded."""
+    """Return whether an optimizer steps unsharded matrices, so that one rank owns each if state is sharded."""
     return optimizer_of(name).matrices is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateSetting:
+    """What the states of a unit depend on in addition to its placement."""
+
+    plan: Plan
+    num_slices: int
+    optimizer: OptimizerRule
+    rules: MemoryRules
+
+    def rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.rules.block_bytes) * self.rules.block_bytes
+
+    def buffer_bytes(self, unit: UnitSpec) -> int:
+        return sum(self.rounded(buffer.num_bytes) for buffer in unit.buffers)
+
+    def moments(self, steps: Iterable[tuple[TensorSpec, int]]) -> tuple[int, ...]:
+        """Return the sizes of the optimizer's allocations for (parameter, bytes of it that are stepped)."""
+        found: list[int] = []
+        for param, size in steps:
+            rule = self.optimizer.of(param)
+            if rule.has_steps and self.rules.steps_on_device:
+                found.append(self.rounded(4))
+            found += [self.rounded(size)] * rule.num_moments
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnitStates:
-    """Bytes that one rank has for a unit.
+    """Bytes of a unit on one rank.
 
-    full      the parameters whole, as they compute: always there, or gathered
-    params    of that and of slices, what is always there
-    optim     the fp32 master where it is apart, and the moments
-    reduce    the buffer in which gradients are reduced; `reduce_slice` of it, what this rank gets
+    full      unsharded parameters in the compute dtype: always there, or gathered
+    params    of full parameters and slices, those that are always there
+    optim     the fp32 master if it is separate, and the moments
+    reduce    the buffer in which gradients are reduced; `reduce_slice`: this rank's part of it
     grads     gradients that the optimizer reads
-    owned     what the optimizer steps, less what it steps by a rule for matrices, or whole; `largest` of its tensors
-    buffers   the module's
-    moments   of `optim`, the single allocations of the optimizer's own state
-    held      the single allocations of the rest of `params` and `optim`
-    samples   of a captured step, what is kept of each gradient to compare it
+    owned     what the optimizer steps elementwise, in slices; `largest`: the largest tensor of it
+    buffers   the module's buffers
+    moments   sizes of the allocations of the optimizer's state, a part of `optim`
+    held      sizes of the other allocations of `params` and `optim`
+    samples   samples of the gradients that a captured step keeps for comparison
 
-    Where a gather is copied out of a buffer (fully_shard): `flat`, that buffer; `copy_in`, what it is filled from; and
-    `outputs`, the single allocations of `full`. Of torch's engines: `gradients`, whole and one by one, as DDP puts them
-    into buckets, and as fully_shard keeps them between the passes of a step.
+    Only for fully_shard, which copies gathered parameters out of a buffer: `flat`, that buffer; `copy_in`, its input;
+    `outputs`, sizes of the allocations of `full`. Only for torch's engines: `gradients`, unsharded and one by one, as
+    DDP puts them into buckets, and as fully_shard keeps them between the passes of a step.
     """
 
     full: int
@@ -120,101 +142,63 @@ class UnitStates:
     gradients: tuple[int, ...] = ()
 
 
-def unit_states(
-    unit: UnitSpec,
-    *,
-    placement: Placement,
-    plan: Plan,
-    num_slices: int,
-    optimizer: OptimizerRule,
-    rules: MemoryRules,
-) -> UnitStates:
-    """The bytes of rank 0, whose slices have the least padding."""
-    flats = [
-        _flat_states(flat, placement=placement, plan=plan, num_slices=num_slices, optimizer=optimizer, rules=rules)
-        for flat in flat_specs(unit, plan=plan)
-    ]
+def unit_states(unit: UnitSpec, *, placement: Placement, setting: StateSetting) -> UnitStates:
+    """Return the bytes of rank 0, whose slices have the least padding."""
+    flats = [_flat_states(flat, placement=placement, setting=setting) for flat in flat_specs(unit, plan=setting.plan)]
     sums = ("full", "params", "optim", "reduce", "reduce_slice", "grads", "owned")
     return UnitStates(
         **{name: sum(flat[name] for flat in flats) for name in sums},
         largest=max((flat["largest"] for flat in flats), default=0),
-        buffers=sum(rounded(buffer.num_bytes, rules=rules) for buffer in unit.buffers),
+        buffers=setting.buffer_bytes(unit),
         moments=tuple(size for flat in flats for size in flat["moments"]),
         held=tuple(size for flat in flats for size in flat["held"]),
-        samples=tuple(size for flat in flats for size in flat["samples"]) if plan.captures else (),
+        samples=tuple(size for flat in flats for size in flat["samples"]),
     )
 
 
-def rounded(num_bytes: int, *, rules: MemoryRules) -> int:
-    return -(-num_bytes // rules.block_bytes) * rules.block_bytes
-
-
-def _flat_states(
-    flat: FlatSpec,
-    *,
-    placement: Placement,
-    plan: Plan,
-    num_slices: int,
-    optimizer: OptimizerRule,
-    rules: MemoryRules,
-) -> dict[str, Any]:
-    computes, stepped, reduces = flat.compute_bytes, flat.master_bytes, flat.reduce_bytes
-    layout = flat.layout(num_slices=num_slices)
+def _flat_states(flat: FlatSpec, *, placement: Placement, setting: StateSetting) -> dict[str, Any]:
+    plan, rounded, num_slices = setting.plan, setting.rounded, setting.num_slices
+    layout, stepped = flat.layout(num_slices=num_slices), flat.master_bytes
     num_elements = layout.num_elements
-    optim_slice = layout.slice_elements if placement.optim is SHARDED else num_elements
-    full = rounded(num_elements * computes, rules=rules)
-    master = rounded(optim_slice * stepped, rules=rules)
-    params_sharded = placement.params is SHARDED
-    separate = params_sharded or flat.compute_dtype != flat.master_dtype
-    # A slice that computes as it is stepped is the parameter itself; a separate fp32 master is the optimizer's.
-    is_the_parameter = params_sharded and flat.compute_dtype == flat.master_dtype
-    sharded = placement.optim is SHARDED
-    steps = [(param, count) for param, count in _owned(flat, layout, sharded=sharded) if param.trainable]
-    trainable = [count for _, count in steps]
-    if sharded and plan.owned:
-        # What one rank owns, it has whole (whole_matrices.py).
+    params_sharded, optim_sharded = placement.params is SHARDED, placement.optim is SHARDED
+    full = rounded(num_elements * flat.compute_bytes)
+    master = rounded((layout.slice_elements if optim_sharded else num_elements) * stepped)
+    # A sharded parameter that computes in the master dtype is its own master; any other fp32 master is separate.
+    is_cast = flat.compute_dtype != flat.master_dtype
+    is_the_parameter = params_sharded and not is_cast
+    steps = [(param, count) for param, count in _stepped(flat, layout, sharded=optim_sharded) if param.trainable]
+    samples = [count for _, count in steps] if plan.captures else []
+    if optim_sharded and plan.owned:
+        # Matrices with an owner are not sharded (whole_matrices.py).
         steps = [(param, count) for param, count in steps if not plan.owns(param.name)]
-    moments = moment_bytes([(param, count * stepped) for param, count in steps], optimizer=optimizer, rules=rules)
-    elementwise = [count * stepped for param, count in steps if optimizer.of(param) is optimizer]
-    any_trainable = any(param.trainable for param in flat.params)
-    reduce = rounded(num_elements * reduces, rules=rules) if any_trainable else 0
-    reduce_slice = rounded(num_elements // num_slices * reduces, rules=rules) if any_trainable else 0
-    grads = rounded(num_elements // num_slices * stepped, rules=rules) if placement.grads is SHARDED else reduce
-    if placement.grads is not SHARDED and flat.reduce_dtype != flat.master_dtype:
-        grads = rounded(num_elements * stepped, rules=rules)
+    elementwise = [count * stepped for param, count in steps if setting.optimizer.of(param) is setting.optimizer]
+    is_trained = any(param.trainable for param in flat.params)
+    reduce = rounded(num_elements * flat.reduce_bytes) if is_trained else 0
+    reduce_slice = rounded(num_elements // num_slices * flat.reduce_bytes) if is_trained else 0
+    if placement.grads is SHARDED:
+        grads = rounded(num_elements // num_slices * stepped)
+    else:
+        grads = rounded(num_elements * stepped) if flat.reduce_dtype != flat.master_dtype else reduce
     on_host = plan.offload_states and placement.grads is SHARDED
-    moments = () if on_host else moments
-    held = 0 if on_host else master if separate else 0
+    moments = () if on_host else setting.moments((param, count * stepped) for param, count in steps)
+    held = master if (params_sharded or is_cast) and not on_host else 0
     return {
         "full": full,
         "params": (0 if params_sharded else full) + (held if is_the_parameter else 0),
         "optim": (0 if is_the_parameter else held) + sum(moments),
         "reduce": reduce,
         "reduce_slice": reduce_slice,
-        "grads": grads if any_trainable else 0,
+        "grads": grads if is_trained else 0,
         "owned": 0 if on_host else sum(elementwise),
         "largest": 0 if on_host else max(elementwise, default=0),
         "moments": moments,
         "held": tuple(size for size in (0 if params_sharded else full, held) if size),
-        "samples": tuple(rounded(-(-count // SAMPLED_EVERY) * stepped, rules=rules) for count in trainable),
+        "samples": tuple(rounded(-(-count // SAMPLED_EVERY) * stepped) for count in samples),
     }
 
 
-def moment_bytes(
-    steps: Iterable[tuple[TensorSpec, int]], *, optimizer: OptimizerRule, rules: MemoryRules
-) -> tuple[int, ...]:
-    """The optimizer's own state of so many bytes of each parameter, allocation by allocation."""
-    found: list[int] = []
-    for param, size in steps:
-        rule = optimizer.of(param)
-        if rule.has_steps and rules.steps_on_device:
-            found.append(rounded(4, rules=rules))
-        found += [rounded(size, rules=rules)] * rule.num_moments
-    return tuple(found)
-
-
-def _owned(flat: FlatSpec, layout: Layout, *, sharded: bool) -> list[tuple[TensorSpec, int]]:
-    """(parameter, how many of its elements) rank 0 steps."""
+def _stepped(flat: FlatSpec, layout: Layout, *, sharded: bool) -> list[tuple[TensorSpec, int]]:
+    """Return (parameter, number of its elements) that rank 0 steps."""
     if not sharded:
         return [(param, param.num_elements) for param in flat.params if param.num_elements]
     return [(flat.params[index], stop - start) for index, start, stop in layout.owned(0)]

@@ -1,4 +1,4 @@
-"""How far a stream of births and deaths rises, and where it ends: lines in the batch."""
+"""The peak of a stream of allocations and releases, and its end, as lines in the batch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ Point = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPeak:
-    """A stream in brief.
+    """A summary of a stream.
 
     points   the points that are the highest for some batch
-    sums     the same, where a sum over rows takes memory of its own on top
-    end      where it leaves things
-    grads    gradients that were born, by the unit whose parameters they are of; "": the row's own
+    sums     the same for points with the scratch memory of a column sum on top
+    end      the point at its end
+    grads    bytes of new gradients by the unit of their parameters; "": the row's own
     """
 
     stream: Stream
@@ -30,7 +30,7 @@ class StreamPeak:
 
 
 def stream_peak(stream: Stream, *, seq: int | None, rules: MemoryRules, grads_leave_at_once: bool) -> StreamPeak:
-    """Follow a stream. `grads_leave_at_once`: the engine takes each gradient as soon as it is there."""
+    """Follow a stream. `grads_leave_at_once`: the engine frees each gradient as soon as it is accumulated."""
     height = [0, 0, 0, 0, 0]
     points: list[Point] = []
     grads: dict[str, int] = {}
@@ -58,7 +58,7 @@ def _line(event: StorageEvent, *, seq: int | None, rules: MemoryRules) -> Line:
     line = event.num_bytes.line(seq)
     if line.per_sample == 0:
         return Line(-(-line.const // rules.block_bytes) * rules.block_bytes, 0)
-    # Rounding up of what depends on the batch is left out: it is within half a block of each storage.
+    # Sizes that depend on the batch are not rounded up: the error is half a block per storage.
     return line
 
 
@@ -76,7 +76,7 @@ def _apply(height: list[int], event: StorageEvent, line: Line, *, grads: dict[st
 
 
 def highest(points: Iterable[Point]) -> tuple[Point, ...]:
-    """The points of which no other is at least as high for every batch."""
+    """Return the points that are not below another one for every batch."""
     best: list[tuple[int, int, Point]] = []
     for point in points:
         const, per_sample = point[0] + point[2] + point[4], point[1] + point[3]

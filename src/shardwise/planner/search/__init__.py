@@ -1,1 +1,1 @@
-"""Plans for a cluster: candidates, which one to recommend, and how it scales. No torch."""
+"""Plans for a cluster: candidates, the recommended one, and its scaling. No torch."""

@@ -1,8 +1,6 @@
-"""`solve_plan`: the plan for `strategy = "auto"`: a model, a cluster and a memory budget → one plan with its cost."""
+"""`solve_plan`: finds the plan for `strategy = "auto"`: a model, a cluster and a memory budget → one plan."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from math import inf
 
 from shardwise.errors import ShardwiseError
@@ -24,11 +22,11 @@ from shardwise.planner.time.step_time import why_not_timed
 from shardwise.vocabulary.quantities import bytes_text
 
 RECOMPUTES = ("none", "selective", "full")
-# How often the search is repeated with less room, because the allocator needs more than the tensors.
+# How often the search is repeated with a lower limit, because the allocator needs more than the tensors.
 _REPEATS = 8
-# Dials that are looked at again with all the room: of those whose units are all alike (one per choice), and of others.
+# Dials that are tried again with the full limit: uniform ones (one per choice), and others.
 _LOOKS = {True: 6, False: 3}
-# A dial is only looked at if it would be so much faster with the batch that its tensors allow.
+# A dial is only tried again if it is this much faster at the batch that its tensors allow.
 _WORTH_A_LOOK = 1.02
 
 
@@ -38,14 +36,14 @@ class NoPlanFits(ShardwiseError):  # noqa: N818
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoRequest:
-    """What a plan is wanted for.
+    """A request for a plan.
 
-    plan          what is given: precision, engine, mesh and micro-batch if they are set, and so on. Its strategy, its
-                  recompute and their overrides are what is chosen, and its compile if that is auto
-    budget_bytes  of the device, what may be used; without it, all
-    global_batch  samples of a step on all ranks; without it as many as plan.accumulate passes have
-    rows          strategies that units may have; without them, all that the engine can run
-    quick         without the allocator's model
+    plan          the fixed settings: precision, engine, mesh and micro-batch if set, and so on. The solver chooses the
+                  strategy, recompute, their overrides, and compile if that is auto
+    budget_bytes  memory to use per device (default: all)
+    global_batch  samples per step over all ranks (default: plan.accumulate passes)
+    rows          strategies that units may have (default: all that the engine can run)
+    quick         skip the allocator's model
     """
 
     plan: Plan
@@ -61,23 +59,23 @@ class AutoRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """The plan and its cost, on a cluster whose devices have no more than the budget. `num_replays`: plans replayed."""
+    """The plan and its cost, on a cluster whose devices are limited to the budget. `num_replays`: replayed plans."""
 
     candidate: Candidate
     num_replays: int
 
 
 def solve_plan(spec_for: SpecFor, *, request: AutoRequest) -> Solved:
-    """The best plan that fits the budget, by the planner's own band; NoPlanFits if there is none.
+    """Return the best plan that fits the budget with the planner's error band; raises NoPlanFits if there is none.
 
-    Where time cannot be predicted, it is the simplest plan that fits, with the same choice for every unit. What is
-    offloaded to the host is only considered when nothing else fits: what that costs in time is not modelled.
+    If time cannot be predicted, return the simplest plan that fits, with the same choice for every unit. Offloading is
+    only considered if nothing else fits, because its time is not modelled.
     """
     return solve_for(costs_of(spec_for, request=request), request=request)
 
 
 def costs_of(spec_for: SpecFor, *, request: AutoRequest) -> DialCosts:
-    """What can be asked for any budget."""
+    """Return the costs of dials, which serve any budget."""
     plan = _given(request)
     for recompute in request.recomputes if _may_recompute(plan) else ("none",):
         spec = spec_for(replace(plan, recompute=recompute))
@@ -87,7 +85,7 @@ def costs_of(spec_for: SpecFor, *, request: AutoRequest) -> DialCosts:
 
 
 def _given(request: AutoRequest) -> Plan:
-    """What of a plan is not chosen for each unit."""
+    """Return the plan without the settings that are chosen per unit."""
     return replace(
         request.plan,
         strategy="fsdp",
@@ -99,21 +97,21 @@ def _given(request: AutoRequest) -> Plan:
 
 
 def solve_for(costs: DialCosts, *, request: AutoRequest) -> Solved:
-    """As `solve_plan`, with costs that serve for several budgets."""
-    found = _solved_with(costs, request=request)
+    """Solve like `solve_plan`, with costs that serve several budgets."""
+    found = _solve_with(costs, request=request)
     is_chosen = request.plan.compile == AUTO and costs.base.compile != "none"
     if is_chosen and not compiling_pays(found.candidate, spec=costs.spec, optimizer=costs.optimizer):
         plain = replace(costs.base, compile="none")
         others = DialCosts(spec=costs.spec, base=plain, cluster=costs.cluster, optimizer=costs.optimizer)
-        return _solved_with(others, request=request)
+        return _solve_with(others, request=request)
     return found
 
 
-def _solved_with(costs: DialCosts, *, request: AutoRequest) -> Solved:
-    """Units are compiled, or not, as the base of these costs has it."""
+def _solve_with(costs: DialCosts, *, request: AutoRequest) -> Solved:
+    """Solve with the `compile` of the costs' base plan."""
     request = replace(request, plan=costs.base)
     is_timed = why_not_timed(costs.spec, plan=costs.base, cluster=costs.cluster) is None
-    dial = _solved(costs, request=request) if is_timed else _first_fit(costs, request=request)
+    dial = _best_dial(costs, request=request) if is_timed else _first_fit(costs, request=request)
     if dial is not None:
         return Solved(candidate=_cost(costs, dial, request=request), num_replays=costs.num_replays)
     offloaded = _offloaded(costs, request=request)
@@ -123,7 +121,7 @@ def _solved_with(costs: DialCosts, *, request: AutoRequest) -> Solved:
 
 
 def with_budget(cluster: Cluster, *, budget_bytes: int | None) -> Cluster:
-    """The same devices, of which no more than the budget may be used."""
+    """Return the cluster with its devices limited to the budget."""
     capacity = capacity_bytes(cluster)
     if budget_bytes is None or (capacity is not None and capacity <= budget_bytes):
         return cluster
@@ -131,8 +129,8 @@ def with_budget(cluster: Cluster, *, budget_bytes: int | None) -> Cluster:
     return replace(cluster, device=replace(cluster.device, capacity_bytes=budget))
 
 
-def _solved(costs: DialCosts, *, request: AutoRequest) -> Dial | None:
-    """The best of both ways to accumulate, where there is more than one pass."""
+def _best_dial(costs: DialCosts, *, request: AutoRequest) -> Dial | None:
+    """Return the best dial; with several passes, the better of both ways to accumulate."""
     batches = _batches(request)
     ways = {request.plan.accumulate_reduced, batches.samples is not None or batches.passes > 1}
     found = []
@@ -145,7 +143,7 @@ def _solved(costs: DialCosts, *, request: AutoRequest) -> Dial | None:
             limit=_limit(costs, request=request),
             accumulate_reduced=reduced,
         )
-        dial = _allocated(solver, quick=request.quick)
+        dial = _solve_reserved(solver, quick=request.quick)
         found += [dial] if dial is not None else []
         if dial is not None and dial.accumulate == 1:
             break
@@ -153,8 +151,8 @@ def _solved(costs: DialCosts, *, request: AutoRequest) -> Dial | None:
     return min(found, key=lambda dial: sign * solver.costs.speed(dial), default=None)
 
 
-def _allocated(solver: Solver, *, quick: bool) -> Dial | None:
-    """The best dial by the allocator's model too: if it needs more, the search goes on with less room for tensors."""
+def _solve_reserved(solver: Solver, *, quick: bool) -> Dial | None:
+    """Return the best dial that also fits by the allocator's model: until then, repeat with a lower limit."""
     limit, costs = solver.limit, solver.costs
     dial = solver.best()
     if quick or dial is None:
@@ -171,9 +169,9 @@ def _allocated(solver: Solver, *, quick: bool) -> Dial | None:
 
 
 def _second_look(solver: Solver, *, found: Dial | None, limit: float) -> Dial | None:
-    """Less room for tensors may have been too little for dials of which the allocator asks less.
+    """Try dials again that the lower limit excluded, but for which the allocator needs less.
 
-    As long as nothing is found, every dial whose units are all alike is looked at: those leave the fewest holes.
+    As long as nothing is found, every uniform dial is tried: those cause the least fragmentation.
     """
     if found is not None and (solver.limit == limit or solver.goal == "memory"):
         return found
@@ -195,7 +193,7 @@ def _second_look(solver: Solver, *, found: Dial | None, limit: float) -> Dial | 
 
 
 def _shrunk(dial: Dial, *, solver: Solver, limit: float) -> Dial | None:
-    """The dial with about the largest batch at which the allocator's model fits too; None if there is none."""
+    """Return the dial with about the largest batch that fits by the allocator's model, or None."""
     costs = solver.costs
     needed = costs.device_bytes(dial, limit_bytes=limit)
     if needed <= limit:
@@ -215,13 +213,13 @@ def _shrunk(dial: Dial, *, solver: Solver, limit: float) -> Dial | None:
 
 
 def _limit(costs: DialCosts, *, request: AutoRequest) -> float:
-    """What a plan may need, so that it fits with its error band."""
+    """Return the bytes that a plan may need to fit with its error band."""
     capacity = capacity_bytes(with_budget(request.cluster, budget_bytes=request.budget_bytes))
     return inf if capacity is None else capacity / (1 + costs.band)
 
 
 def _options(request: AutoRequest) -> dict[Mesh, list[Choice]]:
-    """The choices that a unit has on each mesh; rows that shard nothing are only tried on one."""
+    """Return the choices of a unit on each mesh; rows that shard nothing are only tried on one."""
     found: dict[Mesh, list[Choice]] = {}
     ways = request.recomputes if _may_recompute(request.plan) else ("none",)
     for row in request.rows or strategies_of(request.plan.engine):
@@ -235,7 +233,7 @@ def _may_recompute(plan: Plan) -> bool:
 
 
 def _batches(request: AutoRequest) -> MicroBatches:
-    """The micro-batches that a request leaves open; 1 where nothing says how many fit."""
+    """Return the micro-batches that a request allows; only 1 if the capacity is unknown."""
     found = micro_batches_of(request.plan, global_batch=request.global_batch, num_ranks=request.cluster.num_ranks)
     is_bounded = request.budget_bytes is not None or capacity_bytes(request.cluster) is not None
     return found if is_bounded or not found.is_free else replace(found, micro_batch=1)
@@ -247,26 +245,25 @@ def _cost(costs: DialCosts, dial: Dial, *, request: AutoRequest) -> Candidate:
     return replace(found, label=AUTO)
 
 
-# Where time is not predicted, and where nothing fits
+# If time is not predicted, or nothing fits
 
 
 def _first_fit(costs: DialCosts, *, request: AutoRequest) -> Dial | None:
-    """The simplest that fits: without recomputation before with it, and what is sharded least before more."""
-    solver = Solver(costs=costs, options=_options(request), batches=_batches(request), goal="memory", limit=inf)
-    found = sorted(_uniform(solver), key=lambda dial: _simplicity(dial, request=request))
+    """Return the simplest uniform dial that fits: first without recomputation, and with the least sharding."""
+    found = sorted(_uniform_dials(costs, request=request), key=_simplicity)
     if request.goal == "memory":
         found.sort(key=costs.tensor_bytes)
     return next((dial for dial in found if _is_within(dial, costs=costs, request=request)), None)
 
 
-def _simplicity(dial: Dial, *, request: AutoRequest) -> tuple[int, int, int, int]:
+def _uniform_dials(costs: DialCosts, *, request: AutoRequest) -> list[Dial]:
+    options, batches = _options(request), _batches(request)
+    return Solver(costs=costs, options=options, batches=batches, goal="memory", limit=inf).uniform_dials()
+
+
+def _simplicity(dial: Dial) -> tuple[int, int, int, int]:
     choice = dial.choices[0] if dial.choices else Choice(dial.root, "none")
     return RECOMPUTES.index(choice.recompute), list(STRATEGIES).index(choice.row), dial.mesh.replicate, -dial.batch
-
-
-def _uniform(solver: Solver) -> Iterator[Dial]:
-    for (mesh, choices), batch in product(solver.options.items(), solver.batches.allowed()):
-        yield from (solver.uniform(mesh, choice, batch=batch) for choice in choices)
 
 
 def _is_within(dial: Dial, *, costs: DialCosts, request: AutoRequest) -> bool:
@@ -277,14 +274,14 @@ def _is_within(dial: Dial, *, costs: DialCosts, request: AutoRequest) -> bool:
 
 
 def _offloaded(costs: DialCosts, *, request: AutoRequest) -> Solved | None:
-    """The first that fits if activations, or states, or both live in host memory; all units recompute alike."""
+    """Return the first uniform dial that fits with activations, states, or both in host memory."""
     if not LIMITS[request.plan.engine].has("offload_states"):
         return None
     rows = request.rows or strategies_of(request.plan.engine)
     sharded = [row for row in rows if STRATEGIES[row].grads is SHARDED]
     for activations, states in ((True, False), (False, True), (True, True)):
-        whole = request.plan.owned or needs_whole_matrices(request.optimizer)
-        if states and (request.plan.captures or whole or not sharded):
+        has_owners = request.plan.owned or needs_whole_matrices(request.optimizer)
+        if states and (request.plan.captures or has_owners or not sharded):
             continue
         plan = replace(request.plan, offload_activations=activations, offload_states=states)
         own = replace(request, plan=plan, rows=tuple(sharded) if states else tuple(rows))
@@ -297,8 +294,7 @@ def _offloaded(costs: DialCosts, *, request: AutoRequest) -> Solved | None:
 
 
 def _nothing_fits(costs: DialCosts, *, request: AutoRequest) -> str:
-    solver = Solver(costs=costs, options=_options(request), batches=_batches(request), goal="memory", limit=inf)
-    least = min(map(costs.tensor_bytes, _uniform(solver)))
+    least = min(map(costs.tensor_bytes, _uniform_dials(costs, request=request)))
     capacity = capacity_bytes(with_budget(request.cluster, budget_bytes=request.budget_bytes)) or 0
     return (
         f"{costs.spec.name}: no plan for {request.cluster} fits into {bytes_text(capacity)} per device; the smallest "

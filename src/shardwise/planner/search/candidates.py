@@ -1,4 +1,4 @@
-"""Plans for a cluster, each at its best batch and mesh: what they cost, and what would fit if none does."""
+"""Plans for a cluster, each at its best batch and mesh, with their costs; and a way out if none fits."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,15 +18,14 @@ from shardwise.planner.traffic import sent_bytes
 from shardwise.spec import ModelSpec
 
 SpecFor = Callable[[Plan], ModelSpec]
-"""The spec with the traces that a plan needs; it may have to be traced first."""
+"""Returns the spec with the traces that a plan needs; may trace the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A plan with its cost on a cluster. `fits` is yes, tight (within the error band), no, or unknown.
 
-    `time` is None where it cannot be predicted (step_time.why_not_timed). `label`: its name, if it is not that of the
-    plan's strategy.
+    `time` is None if it cannot be predicted (step_time.why_not_timed). `label`: its name, if not the strategy's.
     """
 
     plan: Plan
@@ -41,12 +40,12 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """What it is called in tables: its label, or its strategy."""
+        """Its name in tables: its label, or its strategy."""
         return self.label or self.plan.strategy
 
     @property
     def global_batch(self) -> int:
-        """Samples of a step, of all ranks and passes."""
+        """Samples per step, over all ranks and passes."""
         return self.batch * self.plan.accumulate * self.cluster.num_ranks
 
     @property
@@ -75,15 +74,16 @@ def capacity_bytes(cluster: Cluster) -> int | None:
 def cost(
     spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False, foreign: str = ""
 ) -> Candidate:
-    """A plan whose micro-batch is set, on a cluster; with `quick`, without the allocator's model.
+    """Return a plan, whose micro-batch is set, with its cost on a cluster; `quick`: without the allocator's model.
 
-    `foreign`: an engine that is neither ours nor torch's; its time is predicted, its memory is that of the plan's own.
+    `foreign`: an engine that is neither ours nor torch's. Its time is predicted; its memory is that of the plan.
     """
     memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, quick=True)
     if not quick and _fits(memory.device_bytes, plan=plan, cluster=cluster) != "no":
         # If its tensors alone do not fit, the allocator's model need not be run.
         memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer)
-    job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=_kind(cluster))
+    device = cluster.device.torch_type
+    job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=device)
     return Candidate(
         plan=plan,
         cluster=cluster,
@@ -97,8 +97,16 @@ def cost(
 
 
 def _memory(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False) -> MemoryEstimate:
-    device = cluster.device
     capacity = capacity_bytes(cluster)
+    limit = round(capacity / (1 + engine_model_of(plan).error_band)) if capacity is not None else None
+    return cluster_memory(spec, plan=plan, cluster=cluster, optimizer=optimizer, limit_bytes=limit, quick=quick)
+
+
+def cluster_memory(
+    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, limit_bytes: int | None, quick: bool
+) -> MemoryEstimate:
+    """Return the memory of a plan, whose micro-batch is set, on a cluster (peak.estimate)."""
+    device = cluster.device
     assert plan.micro_batch is not None
     return estimate(
         spec,
@@ -106,16 +114,12 @@ def _memory(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, qu
         num_ranks=cluster.num_ranks,
         batch=plan.micro_batch,
         optimizer=optimizer,
-        device=_kind(cluster),
+        device=device.torch_type,
         context_bytes=device.context_bytes.value if device.context_bytes else None,
         communicator_bytes=device.communicator_bytes.value if device.communicator_bytes else None,
-        limit_bytes=round(capacity / (1 + engine_model_of(plan).error_band)) if capacity is not None else None,
+        limit_bytes=limit_bytes,
         quick=quick,
     )
-
-
-def _kind(cluster: Cluster) -> str:
-    return "cpu" if cluster.device.name == "cpu" else "cuda"
 
 
 def _fits(device_bytes: int, *, plan: Plan, cluster: Cluster) -> str:
@@ -128,30 +132,29 @@ def _fits(device_bytes: int, *, plan: Plan, cluster: Cluster) -> str:
 
 
 def largest_batch(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool = False) -> int:
-    """The largest micro-batch that fits; 1 where none does, or where nothing is known that grows with it.
+    """Return the largest micro-batch that fits; 1 if none does, or if activations are unknown.
 
-    Searched by what is allocated, which costs nothing; below that, unless `quick`, by what is reserved for it.
+    The search uses allocated bytes, which is cheap, and then, unless `quick`, the allocator's model.
     """
     if capacity_bytes(cluster) is None or not spec.traces:
         return 1
 
-    def memory(batch: int, *, quick: bool) -> MemoryEstimate:
-        return _memory(spec, plan=replace(plan, micro_batch=batch), cluster=cluster, optimizer=optimizer, quick=quick)
-
     def fits(batch: int, *, quick: bool) -> bool:
-        return _fits(memory(batch, quick=quick).device_bytes, plan=plan, cluster=cluster) == "yes"
+        sized = replace(plan, micro_batch=batch)
+        memory = _memory(spec, plan=sized, cluster=cluster, optimizer=optimizer, quick=quick)
+        return _fits(memory.device_bytes, plan=plan, cluster=cluster) == "yes"
 
     batch = largest_fitting(lambda batch: fits(batch, quick=True))
     return batch if batch == 1 or quick else _refined(batch, fits=lambda batch: fits(batch, quick=False))
 
 
 def _refined(most: int, *, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `most` that fits, to a fiftieth: each look runs the allocator's model."""
+    """Return the largest number up to `most` that fits, to a fiftieth: each test runs the allocator's model."""
     if fits(most):
         return most
     low, high = 1, most
     while high - low > max(1, low // 50):
-        # What the allocator adds is mostly a tenth, so the answer is likely to be near the upper end.
+        # The allocator usually adds a tenth, so the answer is likely near the upper end.
         middle = min(high - 1, max(low + 1, high - max(1, (high - low) // 8)))
         if not fits(middle):
             high = middle
@@ -175,12 +178,10 @@ def candidates(
     foreign: str = "",
     global_batch: int | None = None,
 ) -> list[Candidate]:
-    """Each strategy at the plan's micro-batch; without one, at the largest that fits, or with goal `memory` at 1.
+    """Return each strategy at the plan's micro-batch or, by default, at the largest that fits (1 for goal `memory`).
 
-    With a `global_batch` it is one that divides the samples of a rank, and a step has as many passes as that takes.
-
-    Over several nodes each is sharded over all ranks and, where that is promising, over fewer. `foreign`: the engine
-    whose time it is (`cost`).
+    With a `global_batch` the micro-batch divides the samples of a rank, and the passes follow from it. On several
+    nodes each strategy is sharded over all ranks and over the smaller groups of `meshes`. `foreign` as for `cost`.
     """
     found = []
     batches = micro_batches_of(plan, global_batch=global_batch, num_ranks=cluster.num_ranks)
@@ -203,7 +204,7 @@ def candidates(
 def _largest_divisor(
     spec: ModelSpec, batches: MicroBatches, *, plan: Plan, cluster: Cluster, optimizer: str, quick: bool
 ) -> int:
-    """The largest micro-batch that divides a rank's samples and fits; the smallest where none does."""
+    """Return the largest micro-batch that divides a rank's samples and fits, or else the smallest."""
     for batch in reversed(batches.allowed()):
         chosen = replace(plan, micro_batch=batch, accumulate=batches.accumulate(batch))
         # If its tensors alone do not fit, the allocator's model need not be run.
@@ -215,25 +216,25 @@ def _largest_divisor(
 
 
 def meshes(strategy: str, *, plan: Plan, cluster: Cluster) -> list[Mesh]:
-    """The plan's own; else all ranks on the shard axis and, over several nodes, shards of one node and of √nodes.
+    """Return the plan's mesh; else all ranks on the shard axis and, on several nodes, shards of one node and of √nodes.
 
-    A strategy that shards nothing is the same on any mesh.
+    A strategy that shards nothing is the same on every mesh.
     """
     if plan.mesh is not None:
         return [plan.mesh]
     num_ranks, per_node = cluster.num_ranks, cluster.devices_per_node
-    whole = Mesh(shard=num_ranks)
+    flat = Mesh(shard=num_ranks)
     if STRATEGIES[strategy].optim is not SHARDED:
-        return [whole]
+        return [flat]
     nodes = sorted({1, 2 ** round(log2(cluster.num_nodes) / 2)}, reverse=True)
     shards = [per_node * count for count in nodes if count < cluster.num_nodes and cluster.num_nodes % count == 0]
-    return [whole, *(Mesh(replicate=num_ranks // shard, shard=shard) for shard in shards)]
+    return [flat, *(Mesh(replicate=num_ranks // shard, shard=shard) for shard in shards)]
 
 
 def way_out(
     spec_for: SpecFor, *, plan: Plan, strategies: Sequence[str], cluster: Cluster, optimizer: str
 ) -> Candidate | None:
-    """The smallest change of the plan or the cluster that fits; None where nothing that is known helps."""
+    """Return the smallest change of the plan or the cluster that fits, or None."""
 
     def fitting(changes: Iterable[Changed]) -> Iterator[Candidate]:
         for changed, changed_strategies, changed_cluster in changes:
@@ -260,11 +261,11 @@ def way_out(
 
 
 Changed = tuple[Plan, Sequence[str], Cluster]
-"""A plan, the strategies to try with it, and a cluster. Without a micro-batch: the largest that fits."""
+"""A plan, the strategies to try with it, and a cluster. No micro-batch means the largest that fits."""
 
 
 def _changes(plan: Plan, *, strategies: Sequence[str], cluster: Cluster) -> list[Changed]:
-    """Other plans of the same batch, from the smallest change to the largest."""
+    """Return other plans of the same batch, from the smallest change to the largest."""
     at = replace(plan, micro_batch=plan.micro_batch or 1)
     every = strategies_of(plan.engine)
     found: list[Changed] = [(at, [name for name in every if name not in strategies], cluster)]
@@ -274,7 +275,7 @@ def _changes(plan: Plan, *, strategies: Sequence[str], cluster: Cluster) -> list
 
 
 def _smaller(plan: Plan, *, cluster: Cluster) -> list[Changed]:
-    """The same with a smaller batch, if there is one."""
+    """Return the same with a smaller batch, if there is one."""
     if (plan.micro_batch or 1) == 1:
         return []
     every = strategies_of(plan.engine)
@@ -284,14 +285,13 @@ def _smaller(plan: Plan, *, cluster: Cluster) -> list[Changed]:
 
 
 def _larger(plan: Plan, *, cluster: Cluster) -> list[Changed]:
-    """More devices, with the strategy that shards the most: the last one."""
+    """Return 2, 4, 8 … times as many devices with the last strategy, which shards the most; links are ignored."""
     return [
-        (replace(plan, micro_batch=1, recompute=recompute), strategies_of(plan.engine)[-1:], larger)
+        (
+            replace(plan, micro_batch=1, recompute=recompute),
+            strategies_of(plan.engine)[-1:],
+            replace(cluster, devices_per_node=cluster.devices_per_node * 2**power),
+        )
         for recompute in (plan.recompute, "full")
-        for larger in _doubles(cluster)
+        for power in range(1, 11)
     ]
-
-
-def _doubles(cluster: Cluster) -> list[Cluster]:
-    """The cluster with 2, 4, 8 … times as many devices; the links do not matter to memory."""
-    return [replace(cluster, devices_per_node=cluster.devices_per_node * 2**power) for power in range(1, 11)]

@@ -1,4 +1,4 @@
-"""What the solver chose, in one sentence. No torch."""
+"""The solver's choice in one sentence. No torch."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,7 @@ from shardwise.spec import ROOT
 
 
 def chosen_text(plan: Plan, *, names: Sequence[str]) -> str:
-    """A plan's choices for the units of these names: `fsdp; recompute full in blocks.0 to blocks.22, none in 9 …`."""
+    """Describe a plan's choices for the units of these names: `fsdp; recompute full in blocks.0 to blocks.22 …`."""
     parts = [_split(names, of=lambda name: strategy_of(plan.placement(name)), word="")]
     blocks = [name for name in names if name != ROOT]
     if any(plan.recompute_of(name) != "none" for name in blocks):
@@ -21,19 +21,15 @@ def chosen_text(plan: Plan, *, names: Sequence[str]) -> str:
     parts.append(f"prefetch {plan.prefetch}")
     if plan.compiler != "none":
         parts.append(f"units compiled by {plan.compiler}")
-    parts += [name for name, is_on in _offloads(plan) if is_on]
+    if plan.offload_activations:
+        parts.append("activations offloaded to the host")
+    if plan.offload_states:
+        parts.append("states offloaded to the host")
     return "; ".join(parts)
 
 
-def _offloads(plan: Plan) -> list[tuple[str, bool]]:
-    return [
-        ("activations offloaded to the host", plan.offload_activations),
-        ("states offloaded to the host", plan.offload_states),
-    ]
-
-
 def _split(names: Sequence[str], *, of: Callable[[str], str], word: str) -> str:
-    """Value by value: the most common one last, without its names."""
+    """Describe value by value; the most common one comes last, without names."""
     values = {value: [name for name in names if of(name) == value] for value in dict.fromkeys(map(of, names))}
     if len(values) == 1:
         return f"{word}{next(iter(values))} in all units" if word else f"{next(iter(values))} for all units"
@@ -44,7 +40,7 @@ def _split(names: Sequence[str], *, of: Callable[[str], str], word: str) -> str:
 
 
 def _named(chosen: Sequence[str], *, order: Sequence[str]) -> str:
-    """One or two by name, a row by its ends, others by their number."""
+    """Describe one or two units by name, consecutive ones by their ends, others by their number."""
     at = [order.index(name) for name in chosen]
     if len(chosen) <= 2:
         return " and ".join(chosen)

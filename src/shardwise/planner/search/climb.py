@@ -1,8 +1,8 @@
-"""A dial, changed in one thing or in two at a time, as long as that makes it better. No torch.
+"""Hill climbing: changes a dial in one thing or two at a time, as long as that improves it. No torch.
 
 Of a row of equal units with equal choices only the first and the last are changed: the others cost the same. In a small
-model every change is replayed. In a large one those are that promise the most, if one unit of n counts for an n-th of
-what it would be for all units.
+model every change is replayed. In a large one only the most promising are, assuming that changing one unit of n has an
+n-th of the effect of changing all.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,18 +17,18 @@ from shardwise.planner.search.dial import Choice, Dial
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches
 
-# A model of more units is large.
+# A model with more units is large.
 _FEW_UNITS = 10
-# Changes of one unit, and of two, that are replayed in a round.
+# Changes of one unit, and of two, that are replayed per round.
 _NUM_SINGLES, _NUM_PAIRS = 4, 6
-# Dials of a small model that are followed at once, and how many rounds in a row may find nothing better.
+# Small models: dials that are followed at once, and rounds in a row without improvement.
 _WIDTH, _PATIENCE = 6, 2
 _MOST_REPLAYS = 600
 _PREFETCHES = (0, 1, 2)
 
 
 class _Marginal(NamedTuple):
-    """A changed dial: what it needs more, and what it takes longer for a sample."""
+    """A changed dial, its additional bytes, and its additional seconds per sample."""
 
     dial: Dial
     more_bytes: float
@@ -37,7 +37,7 @@ class _Marginal(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Climb:
-    """`score`: what is to be as large as can be; -inf of a dial whose tensors are beyond `limit`."""
+    """`score`: the value to maximize; -inf for a dial whose tensors exceed `limit`."""
 
     costs: DialCosts
     options: dict[Mesh, list[Choice]]
@@ -46,9 +46,9 @@ class Climb:
     limit: float
 
     def climbed(self, starts: Sequence[Dial]) -> Dial:
-        """The best that is found from the best of `starts` on.
+        """Return the best dial found from the best of `starts`.
 
-        In a small model several dials are followed at once, also over changes that do not help by themselves.
+        In a small model several dials are followed at once, also through changes that do not help by themselves.
         """
         width, patience = (_WIDTH, _PATIENCE) if self._is_small else (1, 0)
         beam = sorted(starts, key=self.score, reverse=True)[:width]
@@ -67,7 +67,7 @@ class Climb:
         return best
 
     def shrunk(self, starts: Sequence[Dial]) -> Dial:
-        """The smallest that is found from the smallest of `starts` on, by changes of one thing; scores are of bytes."""
+        """Return the smallest dial found from the smallest of `starts` by single changes; `score` is -bytes."""
         best = max(starts, key=self.score)
         while True:
             units = [marginal.dial for marginal in sorted(self._marginals(best), key=lambda one: one.more_bytes)]
@@ -82,23 +82,23 @@ class Climb:
         return len(self.costs.names) <= _FEW_UNITS
 
     def _changes(self, dial: Dial) -> list[Dial]:
-        """Dials that differ from it in one thing."""
+        """Return dials that differ from it in one thing."""
         return [*self._of_job(dial), *self._singles(self._marginals(dial))]
 
     def _of_job(self, dial: Dial) -> Iterator[Dial]:
-        """Changes of what is no unit's own."""
+        """Yield changes that are not of a single unit."""
         for batch in self.batches.near(dial.batch):
             yield replace(dial, batch=batch, accumulate=self.batches.accumulate(batch))
         rows = dict.fromkeys(choice.row for choice in self.options[dial.mesh])
         for row in rows:
-            # The root's row, and that of all other units.
+            # The row of the root, and that of all other units.
             yield replace(dial, root=row)
             yield replace(dial, choices=tuple(Choice(row, choice.recompute) for choice in dial.choices))
         if any(STRATEGIES[choice.row].params is SHARDED for choice in dial.choices):
             yield from (replace(dial, prefetch=depth) for depth in _PREFETCHES if depth != dial.prefetch)
 
     def _marginals(self, dial: Dial) -> list[_Marginal]:
-        """Every change of one unit."""
+        """Return every change of one unit."""
         choices = self.options[dial.mesh] if self._is_small else self._useful(dial)
         return [
             self._marginal(dial, at=at, choice=choice)
@@ -122,14 +122,14 @@ class Climb:
 
     def _singles(self, marginals: list[_Marginal]) -> list[Dial]:
         if self._is_small:
-            # What is gathered ahead is a large part of a small model, so that less of it may pay for a change.
+            # Prefetched units are a large part of a small model, so that less prefetch may pay for a change.
             alone = [replace(marginal.dial, prefetch=0) for marginal in marginals]
             return [*(marginal.dial for marginal in marginals), *alone]
         faster = sorted((one for one in marginals if one.lost_seconds < 0), key=lambda one: one.lost_seconds)
         return [marginal.dial for marginal in faster[:_NUM_SINGLES]]
 
     def _pairs(self, dial: Dial, *, seen: set[Dial]) -> list[Dial]:
-        """Two changes at once, of which one pays for the other: those that promise the most, if they fit."""
+        """Return the most promising pairs of changes that fit, in which one change pays for the other."""
         marginals = self._marginals(dial)
         room = self.limit - self.costs.tensor_bytes(dial)
         promising: list[tuple[float, Dial]] = []
@@ -144,7 +144,7 @@ class Climb:
         return [both for both in found if self.score(both) > -inf]
 
     def _edges(self, dial: Dial) -> list[int]:
-        """The first and the last unit of each row of equal units with equal choices."""
+        """Return the first and the last unit of each row of equal units with equal choices."""
         choices = dial.choices
         return [
             at
@@ -154,7 +154,7 @@ class Climb:
         ]
 
     def _useful(self, dial: Dial) -> list[Choice]:
-        """Choices that are faster than all that need less, if all units had them."""
+        """Return the choices that, given to all units, are faster than all smaller ones."""
         alike = {choice: self.costs.uniform(choice, like=dial) for choice in self.options[dial.mesh]}
         costs = {choice: (self.costs.tensor_bytes(one), -self.costs.speed(one)) for choice, one in alike.items()}
         found: list[Choice] = []
@@ -165,7 +165,7 @@ class Climb:
 
 
 def _both(dial: Dial, one: Dial, other: Dial) -> Dial | None:
-    """Both changes of a unit; None if it is the same unit."""
+    """Combine the changes of two units; None if it is the same unit."""
     choices = []
     for before, first, second in zip(dial.choices, one.choices, other.choices, strict=True):
         if first != before and second != before:

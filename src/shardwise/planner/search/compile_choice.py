@@ -1,7 +1,7 @@
-"""Whether the solver compiles units, where `compile = "auto"` leaves that to it. No torch.
+"""The solver's choice whether to compile units, for `compile = "auto"`. No torch.
 
-Compiled units are predicted to be at least as fast and to need no more memory, so they are tried first; they are taken
-if they make a step clearly faster, because compiling takes time too.
+Compiled units are predicted to be at least as fast and to need no more memory, so they are tried first. They are chosen
+only if they make a step clearly faster, because compilation takes time too.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ _WORTH_COMPILING = 1.02
 
 
 def tried_first(plan: Plan, *, cluster: Cluster) -> str:
-    """The backend to solve with first: that of the plan, or what is tried where it leaves that open."""
+    """Return the plan's backend or, for auto, the one to try first."""
     if plan.compile != AUTO:
         return plan.compile
     # The time of compiled code on a CPU is not modelled.
@@ -26,7 +26,7 @@ def tried_first(plan: Plan, *, cluster: Cluster) -> str:
 
 
 def compiling_pays(candidate: Candidate, *, spec: ModelSpec, optimizer: str) -> bool:
-    """Whether the plan is clearly faster than the same without compiled units."""
+    """Return whether the plan is clearly faster than the same without compiled units."""
     plain = replace(candidate.plan, compile="none")
     time = estimate_time(spec, plan=plain, cluster=candidate.cluster, optimizer=optimizer)
     if time is None or candidate.time is None:

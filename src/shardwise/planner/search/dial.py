@@ -1,9 +1,9 @@
-"""The dial of every unit as one value, and the plan that says the same in a few patterns. No torch.
+"""The choices of all units as one value, and the plan that expresses them in a few patterns. No torch.
 
-    Choice    one unit: a row of the placement table, and what backward computes again
-    Dial      all units of a model, and what the job has besides: mesh, prefetch, micro-batch, passes
+    Choice    of one unit: a row of the placement table, and its recompute mode
+    Dial      the choices of all units, and the settings of the job: mesh, prefetch, micro-batch, passes
 
-The search turns dials; the planner's replay, the engine and a TOML file know plans.
+The search changes dials; the planner's replay, the engine and TOML files use plans.
 """
 
 import re
@@ -22,7 +22,7 @@ _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
 class Choice(NamedTuple):
-    """A row of the placement table, and what is recomputed."""
+    """A row of the placement table, and a recompute mode."""
 
     row: str
     recompute: str
@@ -30,7 +30,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dial:
-    """`choices`: of the units that are called, in the order of calls. `root`: the row of what no other unit holds."""
+    """`choices`: of the units of `turned_units`. `root`: the row of the root unit."""
 
     root: str
     choices: tuple[Choice, ...]
@@ -41,19 +41,19 @@ class Dial:
     accumulate_reduced: bool = False
 
     def turned(self, positions: Collection[int], choice: Choice) -> "Dial":
-        """With another choice at some positions."""
+        """Return the dial with another choice at some positions."""
         chosen = set(positions)
         return replace(self, choices=tuple(choice if at in chosen else c for at, c in enumerate(self.choices)))
 
 
 def turned_units(spec: ModelSpec) -> tuple[str, ...]:
-    """The units that have a choice of their own, in the order of calls; those that are never called come last."""
+    """Return the units with a choice, in the order of calls; units that are never called come last."""
     every = (*spec.call_order, *(unit.name for unit in spec.units))
     return tuple(name for name in dict.fromkeys(every) if name != ROOT)
 
 
 def equal_units(spec: ModelSpec) -> list[range]:
-    """Positions in `turned_units` of units that follow on each other and hold the same: one class after another."""
+    """Return classes of consecutive equal units, as positions in `turned_units`."""
     units = {unit.name: unit for unit in spec.units}
     names = turned_units(spec)
     found = []
@@ -68,7 +68,7 @@ def _likeness(unit: UnitSpec) -> tuple[object, ...]:
 
 
 def plan_of(dial: Dial, *, names: Sequence[str], base: Plan) -> Plan:
-    """The plan that gives each unit its choice; all else is the base's."""
+    """Return the plan that gives each unit its choice, with all other settings of `base`."""
     rows = {ROOT: dial.root} | {name: choice.row for name, choice in zip(names, dial.choices, strict=True)}
     ways = {name: choice.recompute for name, choice in zip(names, dial.choices, strict=True)}
     row, way = _usual(rows.values()), _usual(ways.values()) if ways else "none"
@@ -91,7 +91,7 @@ def _usual(values: Iterable[str]) -> str:
 
 
 def _patterns(values: Mapping[str, str], *, usual: str) -> dict[str, str]:
-    """Pattern → value of all names whose value is not the usual one."""
+    """Return pattern → value for all names whose value is not the usual one."""
     found: dict[str, str] = {}
     for value in dict.fromkeys(values.values()):
         if value != usual:
@@ -101,7 +101,7 @@ def _patterns(values: Mapping[str, str], *, usual: str) -> dict[str, str]:
 
 
 def name_patterns(names: Sequence[str], *, among: Iterable[str]) -> list[str]:
-    """Patterns that match these names and no other: `blocks.[0-8]` for blocks.0 to blocks.8."""
+    """Return patterns that match only these names: `blocks.[0-8]` for blocks.0 to blocks.8."""
     by_prefix: dict[str, list[int]] = {}
     found = []
     for name in names:
@@ -118,16 +118,16 @@ def name_patterns(names: Sequence[str], *, among: Iterable[str]) -> list[str]:
 
 
 def _digit_patterns(numbers: Sequence[int]) -> Iterator[str]:
-    """Patterns of the decimal digits of increasing numbers, by their last digit: 9, 10, 11, 12 → `9`, `1[0-2]`."""
+    """Yield patterns for increasing numbers, grouped by decade: 9, 10, 11, 12 → `9`, `1[0-2]`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1 and number // 10 == runs[-1][0] // 10:
             runs[-1].append(number)
         else:
             runs.append([number])
-    # Whole decades that follow on each other are one pattern: 10 to 29 → `[1-2][0-9]`.
-    for whole, group in groupby(runs, key=lambda run: len(run) == 10 and run[0] >= 10):
-        if whole:
+    # Consecutive complete decades are one pattern: 10 to 29 → `[1-2][0-9]`.
+    for is_complete, group in groupby(runs, key=lambda run: len(run) == 10 and run[0] >= 10):
+        if is_complete:
             yield from (f"{tens}[0-9]" for tens in _digit_patterns([run[0] // 10 for run in group]))
         else:
             for run in group:

@@ -1,4 +1,4 @@
-"""The frontier: the best speed for every memory budget, of the solver's plan and of the fixed strategies. No torch."""
+"""The frontier: the best speed for every memory budget, by the solver and by fixed strategies. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,9 +13,9 @@ from shardwise.vocabulary.quantities import SIZE_EXAMPLE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """At one budget: the solver's plan, and of each strategy that fits the fastest with one recompute for all units.
+    """One budget: the solver's plan, and the fastest plan of each strategy with one recompute mode for all units.
 
-    `auto` is None where nothing fits, or only with offloading, whose time is not predicted.
+    `auto` is None if nothing fits, or only with offloading, whose time is not predicted.
     """
 
     budget_bytes: int
@@ -24,12 +24,12 @@ class FrontierPoint:
 
     @property
     def fixed(self) -> Candidate | None:
-        """The fastest that has one strategy."""
+        """The fastest plan with one strategy."""
         return max(self.by_strategy.values(), key=_speed, default=None)
 
 
 def frontier(spec_for: SpecFor, *, request: AutoRequest, num_budgets: int = 8) -> list[FrontierPoint]:
-    """Points at equal distances up to the budget, or to what the device has; with tensors alone, as `--scale`."""
+    """Return points at equal distances up to the budget or the device's capacity, without the allocator's model."""
     capacity = capacity_bytes(with_budget(request.cluster, budget_bytes=request.budget_bytes))
     if capacity is None:
         raise InvalidPlan(
@@ -72,7 +72,7 @@ def _by_strategy(spec_for: SpecFor, *, request: AutoRequest) -> dict[str, Candid
         )
         if one.fits == "yes" and one.time is not None
     ]
-    # The fastest of each comes last, and stays.
+    # The fastest of each strategy comes last and replaces the others.
     return {one.plan.strategy: one for one in sorted(found, key=_speed)}
 
 

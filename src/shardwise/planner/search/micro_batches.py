@@ -1,4 +1,4 @@
-"""Which micro-batches a search may try, and how many passes a step has with each. No torch."""
+"""The micro-batches that a search may try, and the passes of a step with each. No torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan
 
 MOST_BATCH = 2**16
-"""No search goes beyond this."""
-# A free batch is compared with so many smaller and larger ones: kernels like some sizes better than their neighbours.
+"""The largest micro-batch of any search."""
+# A free batch is compared with this many smaller and larger ones: some sizes suit kernels better than others.
 _NEAR = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatches:
-    """`micro_batch` is fixed; or `samples`, those of a rank and step, of which any divisor will do; or it is free.
+    """A fixed `micro_batch`; or any divisor of `samples`, those of a rank and step; or a free one.
 
-    `passes` of a step, unless `samples` decide.
+    `passes` per step, unless they follow from `samples`.
     """
 
     micro_batch: int | None = None
@@ -31,13 +31,13 @@ class MicroBatches:
         return self.passes if self.samples is None else self.samples // batch
 
     def allowed(self) -> list[int]:
-        """All of them; of free ones only 1, which is the least."""
+        """Return all of them; if free, only 1."""
         if self.samples is None:
             return [self.micro_batch or 1]
         return [batch for batch in range(1, self.samples + 1) if self.samples % batch == 0]
 
     def near(self, batch: int) -> list[int]:
-        """Others that are not far away."""
+        """Return other batches close to one."""
         if self.is_free:
             close = range(max(1, batch - _NEAR), min(MOST_BATCH, batch + _NEAR) + 1)
             return [other for other in close if other != batch]
@@ -47,7 +47,7 @@ class MicroBatches:
 
 
 def micro_batches_of(plan: Plan, *, global_batch: int | None, num_ranks: int) -> MicroBatches:
-    """Those that a plan and a global batch leave open. Without one, a step has as many passes as the plan says."""
+    """Return the micro-batches that a plan and a global batch allow; without one the plan sets the passes."""
     if global_batch is None:
         return MicroBatches(micro_batch=plan.micro_batch, passes=plan.accumulate)
     samples, left = divmod(global_batch, num_ranks)
@@ -68,7 +68,7 @@ def micro_batches_of(plan: Plan, *, global_batch: int | None, num_ranks: int) ->
 
 
 def largest_fitting(fits: Callable[[int], bool]) -> int:
-    """The largest batch that fits, if all below it do; at least 1."""
+    """Return the largest batch that fits, if all smaller ones do; at least 1."""
     low, high = 1, 2
     while high <= MOST_BATCH and fits(high):
         low, high = high, 2 * high

@@ -1,4 +1,4 @@
-"""A plan that ran out of memory → the smallest change of it that fits on the same devices. No torch."""
+"""The smallest change of a plan that ran out of memory so that it fits on the same devices. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,17 +10,17 @@ from shardwise.plan.limits import LIMITS, strategies_of
 from shardwise.planner.memory.states import needs_whole_matrices
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost
 
-# What a plan that has failed although it should fit must at least be undercut by.
+# If a plan failed although it should fit, the new one may need at most this share of it.
 _LESS = 0.9
 
 
 def nearest_fit(
     spec_for: SpecFor, *, plan: Plan, cluster: Cluster, optimizer: str
 ) -> tuple[Candidate, Candidate | None]:
-    """(The plan itself, the first plan of `changes` that fits; None if none does).
+    """Return the plan itself, and the first of its `changes` that fits, or None.
 
-    A plan that should have fitted has shown that less memory is free than the device has. Then what fits is what needs
-    a tenth less.
+    A plan that should have fitted shows that less memory is free than the device has. Then a plan fits if it needs a
+    tenth less.
     """
     this = cost(spec_for(plan), plan=plan, cluster=cluster, optimizer=optimizer)
     most = _LESS * this.memory.device_bytes if this.fits in ("yes", "unknown") else inf
@@ -38,9 +38,9 @@ def nearest_fit(
 
 
 def changes(plan: Plan) -> Iterator[Plan]:
-    """Plans that need less memory: those with one changed setting first, and those first that keep all results.
+    """Yield plans that need less memory: single changes before several, and changes that keep all results first.
 
-    A smaller micro-batch is made up for by more passes, so that a step sees as many samples.
+    A smaller micro-batch comes with more passes, so that a step has as many samples.
     """
     every = strategies_of(plan.engine)
     sharded = [replace(plan, strategy=name) for name in every[every.index(plan.strategy) + 1 :]]
@@ -58,13 +58,13 @@ def changes(plan: Plan) -> Iterator[Plan]:
 
 
 def _recomputed(plan: Plan) -> list[Plan]:
-    """The ways of recomputing that keep less."""
+    """Return the plan with the recompute modes that save less."""
     ways = ("none", "selective", "full")
     return [replace(plan, recompute=way) for way in ways[ways.index(plan.recompute) + 1 :]]
 
 
 def _smaller(plan: Plan) -> list[Plan]:
-    """A half, a quarter … of the micro-batch, down to 1; then the same with each pass's gradients reduced at once."""
+    """Return plans with 1/2, 1/4 … of the micro-batch, down to 1; then the same with gradients reduced in each pass."""
     assert plan.micro_batch is not None
     halves = [2**power for power in range(1, plan.micro_batch.bit_length())]
     smaller = [
@@ -76,6 +76,6 @@ def _smaller(plan: Plan) -> list[Plan]:
 
 
 def changed_settings(plan: Plan, *, of: Plan) -> dict[str, object]:
-    """Key → new value, as a config has them under [plan]."""
+    """Return key → new value of the settings under [plan] that differ."""
     before, after = of.to_dict(), plan.to_dict()
     return {name: value for name, value in after.items() if before.get(name) != value}

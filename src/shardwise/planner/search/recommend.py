@@ -1,4 +1,4 @@
-"""Which candidate to take, why, and what would have to change for another: as values, which report/text words."""
+"""The recommended candidate, the reason, and the condition for another, as values for report/text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,9 +10,9 @@ from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import Candidate, SpecFor, cost, largest_batch
 
 PAIR_BAND = 0.05
-"""How far two predictions on the same cluster may be off each other: most of what one is off, the other is too."""
+"""The error band of the ratio of two predictions on one cluster: most of their errors are common to both."""
 
-# Verdicts on candidates that can be taken, the best first.
+# Verdicts on candidates that can be recommended, the best first.
 _VERDICTS = ("yes", "tight", "unknown")
 _ORDER = list(STRATEGIES)
 
@@ -31,7 +31,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """A candidate that was not taken. `speed`: its samples per second, relative to the recommended candidate's."""
+    """A candidate that is not recommended. `speed`: its samples per second relative to the recommended one."""
 
     candidate: Candidate
     speed: float
@@ -39,13 +39,13 @@ class Rival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simpler(Rival):
-    """The simplest strategy that lost: because it does not fit, or because it is slower."""
+    """The simplest strategy that is not recommended, because it does not fit or is slower."""
 
     is_too_large: bool
 
 
 class Condition(Enum):
-    """What would have to be different for the runner-up."""
+    """The condition for recommending the runner-up."""
 
     PLAN = "with RunnerUp.plan it fits"
     CAPACITY = "on a device of RunnerUp.capacity_bytes it fits"
@@ -57,7 +57,7 @@ class Condition(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerUp(Rival):
-    """The simplest candidate that does not fit, or the fastest that lost."""
+    """The simplest candidate that does not fit, or the fastest other one."""
 
     condition: Condition
     plan: Plan | None = None
@@ -66,11 +66,11 @@ class RunnerUp(Rival):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """`index` of the candidate to take, None where none can be taken.
+    """`index` of the recommended candidate; None if there is none.
 
-    fastest     where `reason` is NEARLY_FASTEST: the fastest
-    simpler     what a simpler strategy lost by
-    runner_up   what would have to be different for another
+    fastest     the fastest candidate, if `reason` is NEARLY_FASTEST
+    simpler     the simplest strategy, if it is not recommended
+    runner_up   another candidate, and its condition
     """
 
     index: int | None
@@ -82,9 +82,9 @@ class Recommendation:
 
 
 def recommend(found: Sequence[Candidate], *, goal: str, spec_for: SpecFor, optimizer: str) -> Recommendation:
-    """The fastest that fits; of those that cannot be told apart the simplest. With goal `memory`, the smallest.
+    """Recommend the fastest that fits, or the simplest of those as fast; with goal `memory` the smallest.
 
-    Where time cannot be predicted: the simplest that fits.
+    If time cannot be predicted, recommend the simplest that fits.
     """
     for verdict in _VERDICTS:
         fitting = [candidate for candidate in found if candidate.fits == verdict]
@@ -107,13 +107,13 @@ def recommend(found: Sequence[Candidate], *, goal: str, spec_for: SpecFor, optim
 
 
 def fastest(fitting: Sequence[Candidate]) -> Candidate | None:
-    """The fastest; of those within PAIR_BAND of it the simplest."""
+    """Return the simplest candidate within PAIR_BAND of the fastest."""
     if not fitting:
         return None
     most = max(map(_speed, fitting))
     as_fast = [one for one in fitting if _speed(one) * (1 + PAIR_BAND) >= most]
     simplest = min(map(_simplicity, as_fast))[0]
-    # Of one strategy on several meshes, the faster.
+    # Of one strategy on several meshes, the fastest.
     return max((one for one in as_fast if _simplicity(one)[0] == simplest), key=_speed)
 
 
@@ -156,7 +156,7 @@ def _simpler(best: Candidate, found: Sequence[Candidate]) -> Simpler | None:
 
 
 def _runner_up(best: Candidate, found: Sequence[Candidate], *, spec_for: SpecFor, optimizer: str) -> RunnerUp | None:
-    """The simplest candidate that does not fit, or else the fastest that lost."""
+    """Return the simplest candidate that does not fit, or else the fastest other one."""
     too_large = [one for one in found if one.fits == "no" and _simplicity(one) < _simplicity(best)]
     if too_large:
         return _to_fit(too_large[0], best, spec_for=spec_for, optimizer=optimizer)
@@ -184,7 +184,7 @@ def _to_fit(one: Candidate, best: Candidate, *, spec_for: SpecFor, optimizer: st
 def _to_win(one: Candidate, best: Candidate) -> RunnerUp | None:
     if one.time is None or best.time is None:
         return None
-    # What it would do if communication took no time.
+    # Its speed if communication took no time.
     ideal = _speed(one) * one.time.step_seconds / (one.time.step_seconds - one.time.exposed_comm_seconds)
     if _speed(one) > _speed(best):
         condition = Condition.PREFERENCE

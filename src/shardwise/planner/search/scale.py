@@ -1,4 +1,4 @@
-"""The same training on more and more devices: 8 to 16,384, with the best plan for each."""
+"""The same training on 8 to 16,384 devices, with the best plan for each number."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ SIZES = tuple(2**power for power in range(3, 15))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled:
-    """The best plan on so many devices. `efficiency`: samples per second per device, relative to the smallest size."""
+    """The best plan on a number of devices. `efficiency`: samples per second per device, relative to the smallest."""
 
     candidate: Candidate
     efficiency: float
@@ -26,16 +26,16 @@ class Scaled:
 
     @property
     def global_batch(self) -> int:
-        """Samples of a step, of all ranks and passes."""
         return self.candidate.global_batch
 
 
 def scaling(
     spec_for: SpecFor, *, plan: Plan, found: Sequence[Candidate], cluster: Cluster, optimizer: str
 ) -> list[Scaled]:
-    """The fastest plan that fits on each size, with the cluster's nodes and links; sizes that nothing fits on are left
-    out. A strategy keeps the micro-batch that it has among `found`, so that the global batch grows with the devices;
-    one that did not fit there gets the largest that does.
+    """Return the fastest plan on each size where one fits, with the cluster's nodes and links.
+
+    A strategy keeps its micro-batch in `found`, so that the global batch grows with the devices; one that did not fit
+    there gets the largest that fits.
     """
     batches = {one.plan.strategy: one.batch for one in reversed(found) if one.fits in ("yes", "tight")}
     rows: list[Scaled] = []
@@ -57,13 +57,13 @@ def scaling(
             )
         best = fastest([one for one in options if one.fits == "yes" and one.time is not None])
         if best is not None:
-            each = _each(best)
-            rows.append(Scaled(candidate=best, efficiency=each / _each(rows[0].candidate) if rows else 1.0))
+            efficiency = _device_speed(best) / _device_speed(rows[0].candidate) if rows else 1.0
+            rows.append(Scaled(candidate=best, efficiency=efficiency))
     return rows
 
 
-def _each(candidate: Candidate) -> float:
-    """Samples per second per device."""
+def _device_speed(candidate: Candidate) -> float:
+    """Return samples per second per device."""
     assert candidate.time is not None
     return candidate.time.samples_per_s / candidate.cluster.num_ranks
 

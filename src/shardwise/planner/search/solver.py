@@ -1,15 +1,15 @@
-"""`Solver`: the best dial within a memory limit, from the replayed costs of whole steps. No torch.
+"""`Solver`: finds the best dial within a memory limit, from the costs of replayed steps. No torch.
 
-1. Every dial whose units are all alike is costed: its bytes and its speed at several batches.
-2. Of two such dials, a fast one that is too large and a slow one that fits, the mixture that just fits is predicted;
-   the best of these mixtures are replayed, and the number of units that take the slow choice is found by bisection.
-3. The best one is changed unit by unit as long as that helps (climb.py).
+1. Cost every uniform dial (one choice for all units): its bytes and its speed at several batches.
+2. Of two uniform dials, a fast one that is too large and a slow one that fits, predict the mixture that just fits;
+   replay the best of these mixtures, and find the number of units with the slow choice by bisection.
+3. Change the best one unit by unit as long as that helps (climb.py).
 
 Costs are those of a replayed step, never a sum over units: the peak moves as choices change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
 
@@ -19,17 +19,17 @@ from shardwise.planner.search.dial import Choice, Dial
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches, largest_fitting
 
-# Batches that are tried before the search looks closer are so far apart.
+# Ratio between the batches of mixtures, and their number.
 _BATCH_RATIO, _NUM_BATCHES = 1.5, 6
-# Mixtures that are replayed, and what a predicted one may lose to the best at most: predictions are too low.
+# Mixtures that are replayed, and their least predicted speed relative to the best: predictions are too low.
 _NUM_MIXTURES, _WORTH_REPLAYING = 8, 0.96
-# Dials that are as good as the best; the one with the fewest different choices is taken.
+# Dials of at least this relative speed count as equally fast; the one with the fewest different choices wins.
 _AS_FAST = 0.998
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """Units of two choices, of which `fast` is too large for all of them; and the speed that is predicted for it."""
+    """Units with two choices, where `fast` is too large for all units; and the predicted speed."""
 
     mesh: Mesh
     fast: Choice
@@ -40,7 +40,7 @@ class Mixture:
 
 @dataclass(slots=True, kw_only=True)
 class Solver:
-    """`options`: the choices that a unit has on each mesh. `limit`: bytes on the device, of tensors."""
+    """`options`: the choices of a unit on each mesh. `limit`: bytes of tensors on the device."""
 
     costs: DialCosts
     options: dict[Mesh, list[Choice]]
@@ -51,12 +51,12 @@ class Solver:
     _orders: dict[tuple[Mesh, Choice, Choice], list[int]] = field(default_factory=dict)
 
     def best(self) -> Dial | None:
-        """The best dial whose tensors fit; None if none does."""
+        """Return the best dial whose tensors fit, or None."""
         if self.goal == "memory":
             return self._smallest()
         starts = self._starts()
         if not starts:
-            # Where nothing fits whose units are all alike, something else may.
+            # If no uniform dial fits, a mixture may.
             smallest = self._smallest()
             starts = [smallest] if smallest is not None else []
         return self._simplest(self._climb(self.score).climbed(starts)) if starts else None
@@ -65,17 +65,11 @@ class Solver:
         return Climb(costs=self.costs, options=self.options, batches=self.batches, score=score, limit=self.limit)
 
     def _smallest(self) -> Dial | None:
-        """What needs the least, if that fits."""
-        allowed = self.batches.allowed()
-        every = [
-            (mesh, choice, batch) for mesh, choices in self.options.items() for choice in choices for batch in allowed
-        ]
-        starts = [self.uniform(mesh, choice, batch=batch) for mesh, choice, batch in every]
-        found = self._climb(lambda dial: -float(self.costs.tensor_bytes(dial))).shrunk(starts)
+        """Return the smallest dial, if it fits."""
+        found = self._climb(lambda dial: -float(self.costs.tensor_bytes(dial))).shrunk(self.uniform_dials())
         return found if self.fits(found) else None
 
     def score(self, dial: Dial) -> float:
-        """What is to be as large as can be."""
         return self.costs.speed(dial) if self.fits(dial) else -inf
 
     def fits(self, dial: Dial) -> bool:
@@ -92,14 +86,23 @@ class Solver:
             accumulate_reduced=self.accumulate_reduced and self.batches.accumulate(batch) > 1,
         )
 
-    # 1. Dials whose units are all alike
+    def uniform_dials(self) -> list[Dial]:
+        """Return each choice for all units, on each mesh, at each allowed batch."""
+        return [
+            self.uniform(mesh, choice, batch=batch)
+            for mesh, choices in self.options.items()
+            for choice in choices
+            for batch in self.batches.allowed()
+        ]
+
+    # 1. Uniform dials
 
     def _starts(self) -> list[Dial]:
-        """Dials that fit: those whose units are all alike, and the most promising mixtures of two."""
-        alike = list(self._alike())
-        found = [dial for dial in alike if self.fits(dial)]
+        """Return dials that fit: uniform ones, and the most promising mixtures of two."""
+        uniform = self._largest_dials() if self.batches.is_free else self.uniform_dials()
+        found = [dial for dial in uniform if self.fits(dial)]
         best = max(map(self.costs.speed, found), default=0.0)
-        mixtures = sorted(self._mixtures(self._tried(alike)), key=lambda mixture: -mixture.speed)
+        mixtures = sorted(self._mixtures(self._mixture_batches(uniform)), key=lambda mixture: -mixture.speed)
         for mixture in mixtures[:_NUM_MIXTURES]:
             if mixture.speed < _WORTH_REPLAYING * best:
                 break
@@ -109,31 +112,29 @@ class Solver:
                 best = max(best, self.costs.speed(dial))
         return found
 
-    def _alike(self) -> Iterator[Dial]:
-        """Each choice for all units, at each batch that is allowed; of free ones, at the largest that fits."""
-        for mesh, choices in self.options.items():
-            for choice in choices:
-                if self.batches.is_free:
-                    batch = self._largest(mesh, choice)
-                    close = [other for other in self.batches.near(batch) if other <= batch]
-                    yield from (self.uniform(mesh, choice, batch=other) for other in (batch, *close))
-                else:
-                    yield from (self.uniform(mesh, choice, batch=batch) for batch in self.batches.allowed())
+    def _largest_dials(self) -> list[Dial]:
+        """Return uniform dials at the largest batch that fits, and at slightly smaller ones."""
+        found = []
+        for dial in self.uniform_dials():
+            batch = self._largest_batch(dial)
+            close = [other for other in self.batches.near(batch) if other <= batch]
+            found += [replace(dial, batch=other) for other in (batch, *close)]
+        return found
 
-    def _largest(self, mesh: Mesh, choice: Choice) -> int:
-        return largest_fitting(lambda batch: self.fits(self.uniform(mesh, choice, batch=batch)))
+    def _largest_batch(self, dial: Dial) -> int:
+        return largest_fitting(lambda batch: self.fits(replace(dial, batch=batch)))
 
-    def _tried(self, alike: Sequence[Dial]) -> list[int]:
-        """The batches at which mixtures are looked for: up to the largest that anything fits at."""
+    def _mixture_batches(self, uniform: Sequence[Dial]) -> list[int]:
+        """Return the batches of mixtures, up to the largest that any uniform dial fits at."""
         if not self.batches.is_free:
             return self.batches.allowed()
-        most = max(dial.batch for dial in alike)
+        most = max(dial.batch for dial in uniform)
         return sorted({max(1, round(most / _BATCH_RATIO**power)) for power in range(_NUM_BATCHES)})
 
     # 2. Mixtures of two choices
 
     def _mixtures(self, batches: Sequence[int]) -> Iterator[Mixture]:
-        """Pairs of a choice that is too large for all units and a slower one that fits, with the speed of a mixture."""
+        """Yield pairs of a choice that is too large for all units and a slower one that fits, with their speed."""
         for mesh, choices in self.options.items():
             for batch in batches:
                 dials = {choice: self.uniform(mesh, choice, batch=batch) for choice in choices}
@@ -145,10 +146,9 @@ class Solver:
                             yield Mixture(mesh=mesh, fast=fast, slow=slow, batch=batch, speed=speed)
 
     def _mixed_speed(self, fast: Dial, slow: Dial) -> float | None:
-        """If bytes and seconds change evenly from one to the other; None where nothing is won.
+        """Predict the speed of a mixture, if bytes and seconds change linearly; None if `fast` is not faster.
 
-        The peak is the highest of several points, each of which changes evenly, so it lies below: the mixture that is
-        found by replaying is faster than this.
+        The real peak is a maximum of linear functions and so lies below the line: the replayed mixture is faster.
         """
         one, other = self.costs.speed(fast), self.costs.speed(slow)
         if one <= other:
@@ -158,13 +158,13 @@ class Solver:
         return 1 / (share / one + (1 - share) / other)
 
     def _mixed(self, mixture: Mixture) -> Dial | None:
-        """The mixture with as few slow units as fit."""
+        """Return the mixture with the fewest slow units that fits."""
         uniform = self.uniform(mixture.mesh, mixture.fast, batch=mixture.batch)
         order = self._order(uniform, slow=mixture.slow)
         return self._fewest(lambda count: uniform.turned(order[:count], mixture.slow), most=len(order))
 
     def _fewest(self, dial_of: Callable[[int], Dial], *, most: int) -> Dial | None:
-        """The dial with the fewest slow units that fits, if more slow units never need more."""
+        """Return the dial with the fewest slow units that fits, if more slow units never need more memory."""
         if not self.fits(dial_of(most)):
             return None
         low, high = 0, most
@@ -174,9 +174,10 @@ class Solver:
         return dial_of(high)
 
     def _order(self, uniform: Dial, *, slow: Choice) -> list[int]:
-        """Units in the order in which they should take the slow choice: of the class that frees most per second lost
-        first; within a class from its first unit on, because backward starts at the last: what the last units keep is
-        gone when the first ones compute again.
+        """Return the order in which units should take the slow choice: first the class that frees most per second lost.
+
+        Within a class from its first unit on: backward starts at the last, so what the last units keep is already freed
+        when the first ones recompute.
         """
         key = (uniform.mesh, uniform.choices[0], slow)
         if key not in self._orders:
@@ -187,30 +188,30 @@ class Solver:
         return self._orders[key]
 
     def _freed(self, uniform: Dial, members: range, *, slow: Choice) -> float:
-        """Bytes freed at the peak per second lost, if a class takes the slow choice."""
+        """Return the bytes freed at the peak per second lost if a class takes the slow choice."""
         dial = uniform.turned(members, slow)
         freed = self.costs.tensor_bytes(uniform) - self.costs.tensor_bytes(dial)
         lost = self.costs.step_seconds(dial) - self.costs.step_seconds(uniform)
         return freed / lost if lost > 0 else inf if freed >= 0 else -inf
 
     def _simplest(self, best: Dial) -> Dial:
-        """Of the dials that were seen and are as good as the best, the one with the fewest different choices."""
+        """Return the dial with the fewest different choices among those that are as fast as the best."""
         enough = _AS_FAST * self.score(best)
-        alike = [dial for dial in self.costs.timed() if self._is_own(dial) and self.score(dial) >= enough]
-        return min(alike, key=lambda dial: (self._num_oddities(dial), -self.costs.speed(dial)))
+        as_fast = [dial for dial in self.costs.timed() if self._is_requested(dial) and self.score(dial) >= enough]
+        return min(as_fast, key=lambda dial: (self._num_exceptions(dial), -self.costs.speed(dial)))
 
     def is_better(self, dial: Dial, other: Dial | None) -> bool:
-        """Whether it is to be preferred, if it fits: it is faster, or as good and simpler."""
-        if other is None or not self._is_own(dial):
-            return self._is_own(dial)
-        one, two = self._num_oddities(dial), self._num_oddities(other)
+        """Return whether a dial is preferable, if it fits: it is faster, or as fast and simpler."""
+        if other is None or not self._is_requested(dial):
+            return self._is_requested(dial)
+        one, two = self._num_exceptions(dial), self._num_exceptions(other)
         speed, rival = self.costs.speed(dial), self.costs.speed(other)
         if one == two:
             return speed > rival
         return speed * _AS_FAST > rival if one > two else speed >= _AS_FAST * rival
 
-    def _num_oddities(self, dial: Dial) -> int:
-        """How often a unit's choice is not that of the unit before it, and what else is unlike the usual."""
+    def _num_exceptions(self, dial: Dial) -> int:
+        """Return how many choices differ from the previous unit's, plus an unusual root and an unusual prefetch."""
         edges = sum(one != other for one, other in pairwise(dial.choices))
         return (
             edges
@@ -218,6 +219,6 @@ class Solver:
             + (dial.prefetch != self.costs.base.prefetch)
         )
 
-    def _is_own(self, dial: Dial) -> bool:
-        """Whether it has the passes that were asked for: others were costed to tell what a pass takes."""
+    def _is_requested(self, dial: Dial) -> bool:
+        """Return whether it has the requested passes; other dials were only costed to time a pass."""
         return dial.accumulate == self.batches.accumulate(dial.batch)

@@ -1,4 +1,4 @@
-"""A whole training at the speed of a plan: how many days, GPU-hours and how much money. No torch."""
+"""The days, GPU-hours and money of a training at the speed of a plan. No torch."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ _DAY_SECONDS = 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCost:
-    """`cost` in the currency of the price, None without one. `global_batch` in samples; `mfu` of the device's peak."""
+    """`cost` in the currency of the price, if there is one. `global_batch` in samples; `mfu` of the device's peak."""
 
     candidate: Candidate
     tokens_per_day: float
@@ -23,7 +23,7 @@ class TrainingCost:
 
 
 def training_cost(candidate: Candidate, *, num_tokens: float, price_per_gpu_hour: float | None) -> TrainingCost | None:
-    """Of a plan whose time is predicted; None where it is not. No time is counted for failures and evaluations."""
+    """Return the cost of a training, without failures and evaluations; None if the plan's time is not predicted."""
     time = candidate.time
     if candidate.seq is None:
         raise InvalidPlan("--tokens: this model's samples are not counted in tokens")

@@ -1,1 +1,1 @@
-"""Time of a plan: the program as instructions for four queues, and how long each takes. No torch."""
+"""Time of a plan: the step program as instructions for four queues, with the seconds of each. No torch."""

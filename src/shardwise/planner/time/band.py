@@ -1,6 +1,6 @@
-"""How far a prediction of time may be off, from what is known of the case. No torch here.
+"""The error band of a time prediction, by the facts of the case. No torch here.
 
-Each part is what nine of ten rows of that kind were within, beyond the parts before it, on the rows that constants were
+A fact's part contains nine of ten rows of its kind, beyond the parts before it, among the rows that constants were
 fitted to (benchmarks/validate_time.py --published DIR prints how many of the held-out rows are inside). Parts are
 independent of each other: the band is the root of the sum of their squares.
 """
@@ -17,7 +17,7 @@ from shardwise.plan import Plan
 CALIBRATED = "kernels calibrated"
 BORROWED = "kernels of an H200 on the same architecture"
 BORROWED_FAR = "kernels of an H200 on another architecture"
-BORROWED_NEW = "kernels of an H200 on a kind of device that was never checked"
+BORROWED_NEW = "extrapolated from an H200, not validated"
 NODES = "across nodes"
 COMPILED = "compiled"
 HOST_MEASURED = "bound by the host"
@@ -35,18 +35,18 @@ PARTS = {
     HOST: 0.35,
     FOREIGN: 0.2,
 }
-"""Fact → share of the time. Those of a host, and of engines, are wide: hosts differ by a factor of two."""
+"""Fact → share of the time. Those of hosts and engines are wide: hosts differ by a factor of two."""
 
 CHECKED = ("h200", "h100-80gb", "a100-40gb", "a100-80gb", "v100-32gb")
-"""Kinds of device of which there were enough rows to fit constants to, or to check them."""
+"""Devices with enough rows to fit or validate constants."""
 
 HOST_BOUND = 0.9
-"""Where the CPU takes this share of a step, a slower one would bound it."""
+"""If the CPU takes this share of a step, a slower CPU would bound it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeBand:
-    """`facts`: what it follows from, the widest part first."""
+    """`facts`: its parts, the widest first."""
 
     facts: tuple[str, ...]
 
@@ -59,9 +59,9 @@ class TimeBand:
 
 
 def time_band(*, plan: Plan, cluster: Cluster, host_share: float, foreign: str = "") -> TimeBand:
-    """The band of a plan on a cluster.
+    """Return the band of a plan on a cluster.
 
-    host_share   of the step, what the CPU needs to issue it
+    host_share   the CPU's time to issue the step, as a share of the step
     foreign      the engine that runs it, if it is neither ours nor torch's
     """
     facts = [kernels_fact(cluster.device)]
@@ -70,7 +70,7 @@ def time_band(*, plan: Plan, cluster: Cluster, host_share: float, foreign: str =
     if plan.compiler == "inductor":
         facts.append(COMPILED)
     if host_share > HOST_BOUND and cluster.device.name != "cpu":
-        # Probed, or with a calibration in the user's own file, which was measured on the user's own host.
+        # Probed, or calibrated in the user's own file, and so on the user's own host.
         is_known = cluster.device.host is not None or cluster.device.calibration is not None
         facts.append(HOST_MEASURED if is_known else HOST)
     if foreign:
@@ -79,7 +79,6 @@ def time_band(*, plan: Plan, cluster: Cluster, host_share: float, foreign: str =
 
 
 def kernels_fact(device: Device) -> str:
-    """What is known of a device's kernels."""
     if device.calibration is not None or shipped_calibration(device.name) is not None:
         return CALIBRATED
     if device.name not in CHECKED:

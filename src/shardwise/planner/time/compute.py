@@ -1,21 +1,21 @@
-"""How long one operation takes on one device: on the device itself, and on the CPU that issues it. No torch here."""
+"""The time of one operation on a device, and on the CPU that issues it. No torch here."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
 from shardwise.hardware import Device
 from shardwise.hardware.borrowed import kernel_model_of
 from shardwise.hardware.kernel_model import Kernel, attention, product, strided
+from shardwise.planner.time.queues import Work
 from shardwise.spec.step import Op, Stream
 
 KERNELS: Mapping[str, str] = MappingProxyType(
     {
-        "mm": "matmul",
-        "addmm": "matmul",
-        "bmm": "matmul",
-        "baddbmm": "matmul",
+        **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), "matmul"),
+        **dict.fromkeys(("_log_softmax", "_softmax", "_safe_softmax"), "log_softmax"),
+        **dict.fromkeys(("_log_softmax_backward_data", "_softmax_backward_data"), "log_softmax_backward"),
+        **dict.fromkeys(("zeros", "ones", "zeros_like", "ones_like"), "fill"),
         "native_layer_norm": "layer_norm",
         "native_layer_norm_backward": "layer_norm_backward",
         "_fused_rms_norm": "rms_norm",
@@ -25,11 +25,6 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "native_batch_norm_backward": "batch_norm_backward",
         "max_pool2d_with_indices": "max_pool",
         "max_pool2d_with_indices_backward": "max_pool_backward",
-        "_log_softmax": "log_softmax",
-        "_log_softmax_backward_data": "log_softmax_backward",
-        "_softmax": "log_softmax",
-        "_safe_softmax": "log_softmax",
-        "_softmax_backward_data": "log_softmax_backward",
         "nll_loss_forward": "nll_loss",
         "embedding_dense_backward": "embedding_backward",
         "native_dropout": "dropout",
@@ -37,25 +32,21 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "_to_copy": "cast",
         "clone": "transpose",
         "sum": "column_sum",
-        "zeros": "fill",
-        "ones": "fill",
-        "zeros_like": "fill",
-        "ones_like": "fill",
     }
 )
-"""Operation → the kernel that calibrate measures for it, where the names differ."""
+"""Operation → the kernel that calibrate measures for it, if the names differ."""
 
 MOVED: Mapping[str, float] = MappingProxyType(
     {
-        # The trace counts what they write; they read as much, and twice as much.
+        # The trace counts only what they write; forward reads as much, backward twice as much.
         "_fused_rms_norm": 2.0,
         "_fused_rms_norm_backward": 3.0,
-        # One value a row is read of what is given; all of the gradient is written.
+        # Forward reads one value per row of its input; backward writes the complete gradient.
         "nll_loss_forward": 0.0,
         "nll_loss_backward": 0.5,
     }
 )
-"""Operation → bytes that move, for each that the trace counts, where that is not 1."""
+"""Operation → bytes that it moves per byte that the trace counts (default 1)."""
 
 COLUMN_BYTES: Mapping[str, float] = MappingProxyType(
     {
@@ -67,52 +58,22 @@ COLUMN_BYTES: Mapping[str, float] = MappingProxyType(
         "batch_norm_backward": 24.0,
     }
 )
-"""Kernel → bytes that it reads and writes for each column (or channel) whatever the batch: in 16 bits its weight, bias
-and their gradients, in fp32 a batch norm's weight, bias and statistics."""
+"""Kernel → bytes that it reads and writes per column (or channel) at any batch: weight, bias and their gradients in 16
+bits; for a batch norm weight, bias and statistics in fp32."""
 
 _ALONE = ("matmul", "embedding", "embedding_backward", "column_sum", "max_pool", "max_pool_backward")
-"""Kernels that a compiler does not fuse with what comes before or after; nor does it those that count operations."""
+"""Kernels that a compiler does not fuse with their neighbours, in addition to those with floating-point operations."""
 
 RECOMPUTE_ISSUES = 85.0
-"""What recomputing a unit costs the CPU in addition to its operations (so many more to issue): hooks on what is saved,
-and states of random numbers. Fitted to benchmarks/results/step_times_h200.json: 1.8 ms per unit with our engine, 1.0
-with torch's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamSeconds:
-    """A stream of operations, issued by a CPU to a device that works through them in order.
-
-    launch   the CPU has issued all of them
-    kernel   the device has done all of them, if the CPU was far ahead
-    span     from the issue of the first to the end of the last, on a device that had nothing to do
-    """
-
-    launch: float = 0.0
-    kernel: float = 0.0
-    span: float = 0.0
-
-    def then(self, other: "StreamSeconds") -> "StreamSeconds":
-        """Both, one after the other."""
-        return StreamSeconds(
-            launch=self.launch + other.launch,
-            kernel=self.kernel + other.kernel,
-            span=max(self.span + other.kernel, self.launch + other.span),
-        )
+"""CPU time of recomputing a unit in addition to its operations, in issued operations: hooks on saved tensors, random
+states. Fitted to benchmarks/results/step_times_h200.json: 1.8 ms per unit with our engine, 1.0 with torch's."""
 
 
 def can_time(device: Device) -> bool:
-    """Whether enough is known of a device."""
     return device.memory_bytes_per_s is not None and device.fp32_flops_per_s is not None
 
 
-def op_seconds(op: Op, *, batch: int, seq: int | None, precision: str, device: Device, backward: bool = False) -> float:
-    """Time of one operation on the device."""
-    return kernel_model_of(device).seconds(kernel_of(op, batch=batch, seq=seq, precision=precision, backward=backward))
-
-
 def kernel_of(op: Op, *, batch: int, seq: int | None, precision: str, backward: bool = False) -> Kernel:
-    """The kernel that does an operation."""
     num_flops, line = float(op.num_flops.at(batch=batch, seq=seq)), op.num_bytes.line(seq)
     num_bytes = float(line.at(batch))
     name = KERNELS.get(op.name, op.name)
@@ -129,21 +90,21 @@ def kernel_of(op: Op, *, batch: int, seq: int | None, precision: str, backward: 
         return strided(name, dims[0], num_bytes=num_bytes)
     columns = 1.0
     if name in COLUMN_BYTES:
-        # What does not grow with the batch is there once a column.
+        # The bytes that do not grow with the batch exist once per column.
         columns = max(line.const / COLUMN_BYTES[name], 1.0)
     if name in ("embedding", "embedding_backward") and line.per_sample:
-        # Of the table, which counts as a whole, only the rows that are looked up are read, or added to.
+        # The trace counts the complete table, but only the rows that are looked up are read, or added to.
         num_bytes = 2.0 * line.per_sample * batch
     num_bytes *= MOVED.get(op.name, 1.0)
-    # A batch norm is bound by its elements, and found among those that were measured by their bytes in 16 bits.
+    # A batch norm is bound by its elements; its calibrated points are in bytes of 16-bit elements.
     size = num_bytes / 2 if name.startswith("batch_norm") and precision == "fp32" else num_bytes
     return Kernel(name, precision if num_flops else "", num_flops, num_bytes, (max(size, 1.0), columns))
 
 
 def _convolution(name: str, dtype: str, *, num_flops: float, num_bytes: float, weight_bytes: float) -> Kernel:
-    """Its sizes: pixels of the output in the batch, elements of the weight, bytes a pixel.
+    """Return a convolution of sizes (pixels of the output in the batch, elements of the weight, bytes per pixel).
 
-    Its weight is what does not grow with the batch; in backward its gradient as well.
+    The bytes that do not grow with the batch are its weight and, in backward, the weight's gradient.
     """
     is_backward = name.endswith("_backward")
     weight = max(weight_bytes, 1.0) / (2 if dtype != "fp32" else 4) / (2 if is_backward else 1)
@@ -157,9 +118,9 @@ def _issue_seconds(device: Device) -> Mapping[str, tuple[float, float]]:
 
 
 def launch_seconds(op: Op, *, backward: bool, device: Device, nodes_per_op: float = 1.0) -> float:
-    """Time of the CPU to issue one operation: in forward by Python, in backward by autograd.
+    """Return the CPU's time to issue one operation: in forward from Python, in backward from autograd.
 
-    `nodes_per_op`: of autograd's graph, in backward; a node that issues several operations is paid for once.
+    `nodes_per_op`: nodes of the autograd graph per operation of backward; the cost of a node counts once.
     """
     known = _issue_seconds(device)
     if op.name in known:
@@ -180,11 +141,10 @@ def stream_seconds(
     recomputed: int = 0,
     fuses: bool = False,
     nodes_per_op: float = 1.0,
-) -> StreamSeconds:
-    """All operations of a stream; its first `recomputed` ones are issued by Python also in backward.
+) -> Work:
+    """Return the time of a stream's operations; the first `recomputed` ones are issued from Python in backward too.
 
-    `nodes_per_op`: as for launch_seconds.
-    `fuses`: they are compiled, so that a chain of operations that memory bounds is one kernel.
+    `nodes_per_op`: as for launch_seconds. `fuses`: compiled, so that a chain of memory-bound operations is one kernel.
     """
     launch = kernel = span = 0.0
     model, other = kernel_model_of(device), _issue_seconds(device)["other"]
@@ -205,15 +165,15 @@ def stream_seconds(
         again = RECOMPUTE_ISSUES * other[0]
         launch, span = launch + again, span + again
     if device.name == "cpu":
-        # One after the other: there is nothing that works while the CPU issues.
-        return StreamSeconds(launch=launch + kernel, kernel=0.0, span=launch + kernel)
-    return StreamSeconds(launch=launch, kernel=kernel, span=span)
+        # One after the other: the CPU issues and computes.
+        return Work(launch + kernel, 0.0, launch + kernel)
+    return Work(launch, kernel, span)
 
 
 def _fused(works: Iterable[tuple[float, Kernel]], *, issue_seconds: float) -> Iterator[tuple[float, Kernel]]:
-    """The same, compiled: each chain of kernels that memory bounds is one pass over the memory of its largest.
+    """Yield the compiled kernels: each chain of memory-bound kernels is one pass over the memory of its largest.
 
-    What calls the kernels is generated code, in backward too, so each costs the CPU what one call in forward does.
+    Generated code calls them, also in backward, so each takes the CPU as long as one call in forward.
     """
     largest: Kernel | None = None
     for _, kernel in works:
@@ -233,7 +193,7 @@ def _one_pass(kernel: Kernel) -> Kernel:
 
 
 def num_recomputed(forward: Stream, backward: Stream) -> int:
-    """How many operations at the beginning of a unit's backward are its forward once more."""
+    """Return how many operations at the start of a unit's backward repeat its forward."""
     count = 0
     for one, other in zip(forward.ops, backward.ops, strict=False):
         if one != other:
@@ -243,7 +203,7 @@ def num_recomputed(forward: Stream, backward: Stream) -> int:
 
 
 def update_seconds(*, num_elements: int, num_tensors: int, optimizer: str, device: Device) -> tuple[float, float]:
-    """(launch, kernel) of an optimizer's step over so many elements in so many tensors."""
+    """Return (launch, kernel) of an optimizer's step."""
     model = kernel_model_of(device)
     known = model.calibration.update
     issue, more, bytes_each, reach = known.get(optimizer, known["adamw-fused"])
@@ -253,6 +213,6 @@ def update_seconds(*, num_elements: int, num_tensors: int, optimizer: str, devic
 
 
 def copy_seconds(num_bytes_read_and_written: float, *, device: Device) -> float:
-    """Time of a copy, cast or memset on the device."""
+    """Return the time of a copy, cast or memset on the device."""
     num_bytes = max(float(num_bytes_read_and_written), 1.0)
     return kernel_model_of(device).seconds(Kernel("copy", "", 0.0, num_bytes, (num_bytes, 1.0)))

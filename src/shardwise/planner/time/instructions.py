@@ -1,4 +1,4 @@
-"""One plan of one model on a cluster → the instructions of a step for its queues, for every batch at once."""
+"""One plan of one model on a cluster → the instructions of a step for the queues, for every batch at once."""
 
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -9,20 +9,19 @@ from shardwise.planner.job import Job
 from shardwise.planner.overhead import CAPTURED, Overhead
 from shardwise.planner.sizes import sizes_of
 from shardwise.planner.time.collective import rings_of
-from shardwise.planner.time.pieces import FORWARD
 from shardwise.planner.time.queues import COMPUTE, MARK, SEND, Instruction, Work
 from shardwise.planner.time.time_executor import TimeExecutor
 from shardwise.planner.trace_order import Key, TracedStep, keys_in_order
 from shardwise.program import StepProgram, Trigger
-from shardwise.spec.step import Stream
+from shardwise.spec.step import FORWARD, Stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A step: passes before the last one, which may leave their gradients to it, and the last one with the update.
+    """A step: `first`, a pass before the last one, which may keep its gradients; `last`, the last pass with the update.
 
-    Work is numbered: first the model's own pieces (pieces.py), then `works`, which do not depend on the batch.
-    `update`, the end of `last`, is given again where it leaves something on the wire for the next step to wait for.
+    Work is numbered: first the model's pieces (pieces.py), then `works`, which do not depend on the batch. `update`:
+    the end of `last`, if it leaves something on the wire that the next step waits for.
     """
 
     first: tuple[Instruction, ...]
@@ -32,12 +31,11 @@ class Schedule:
 
 
 def schedule_of(job: Job, *, cluster: Cluster, optimizer: str, clips: bool = False) -> Schedule:
-    """The step of a job, whose model may be shortened; `clips`: the gradients by their norm, before the update."""
-    assert job.plan.mesh is not None
+    """Return the schedule of a job, whose model may be shortened; `clips`: clip the gradients by their norm."""
     executor = TimeExecutor(
         job=job,
         cluster=cluster,
-        rings=rings_of(job.plan.mesh, cluster=cluster),
+        rings=rings_of(job.mesh, cluster=cluster),
         optimizer=optimizer,
         clips=clips,
         sizes=sizes_of(job.spec, plan=job.plan),
@@ -49,7 +47,6 @@ def schedule_of(job: Job, *, cluster: Cluster, optimizer: str, clips: bool = Fal
 
 
 def schedule_by(executor: TimeExecutor) -> Schedule:
-    """The step that an executor writes."""
     job = executor.job
     last, update = _pass(job.program, executor)
     first = last
@@ -64,14 +61,14 @@ def schedule_by(executor: TimeExecutor) -> Schedule:
 
 
 def overhead_of(job: Job, *, cluster: Cluster) -> Overhead:
-    """What the job's engine costs on the cluster's CPUs; a captured step is issued all at once."""
+    """Return the overhead of the job's engine on the cluster's CPUs; a captured step is one launch."""
     if job.plan.captures:
         return CAPTURED
     return job.engine.overhead.on(host_factor(cluster.device))
 
 
 def _pass(program: StepProgram, executor: TimeExecutor) -> tuple[list[Instruction], list[Instruction]]:
-    """(A pass, the update)."""
+    """Return the instructions of a pass and of the update."""
     job = executor.job
     found = executor.begin()
     step = TracedStep(program, executor, in_order=job.in_order)
@@ -85,7 +82,7 @@ def _pass(program: StepProgram, executor: TimeExecutor) -> tuple[list[Instructio
                 piece += 1
         if unit in marks[is_forward]:
             found.append(marks[is_forward][unit])
-    # What the trace does not come by.
+    # The rows that are not in the trace.
     update: list[Instruction] = []
     for key in keys_in_order((key for key, _ in job.streams), program=program)[len(job.streams) :]:
         if key[0] == Trigger.AFTER_STEP.value:
@@ -95,19 +92,18 @@ def _pass(program: StepProgram, executor: TimeExecutor) -> tuple[list[Instructio
 
 
 def _marks(job: Job, *, is_forward: bool) -> dict[str, Instruction]:
-    """After each unit that stands for others, in the order of the phase, and after the one before it."""
+    """Return marks for the ends of each unit that stands for others and of its predecessor in the phase."""
     found = {}
     for names in job.short.chosen.values():
         order = names if is_forward else names[::-1]
         for before, name in pairwise(order):
-            weight = job.short.weights.get(name, 1)
-            if weight > 1:
+            if job.weight(name) > 1:
                 found[before] = Instruction(MARK, before)
-                found[name] = Instruction(MARK, name, 1, 0.0, float(weight))
+                found[name] = Instruction(MARK, name, 1, 0.0, float(job.weight(name)))
     return found
 
 
 def _phase(item: tuple[Key, Stream]) -> tuple[bool, str]:
-    """(Whether a row is of forward, its unit)."""
+    """Return whether a row is of forward, and its unit."""
     (trigger, unit, _), _ = item
     return trigger in FORWARD, unit

@@ -1,8 +1,8 @@
-"""How long Muon's update of a matrix takes: a few passes over its memory, and products of matrices. No torch here.
+"""The time of Muon's update of a matrix: a few passes over its memory, and matrix products. No torch here.
 
-The update is the momentum's nearest orthogonal matrix, by a Newton–Schulz iteration in bf16. Each iteration of a matrix
-X of m × n elements, m the shorter side, is A = X·Xᵀ, B = b·A + c·A², X ← a·X + B·X (Jordan et al. 2024): products of
-2·m²·n, 2·m³ and 2·m²·n operations.
+The update is the orthogonal matrix closest to the momentum, by a Newton–Schulz iteration in bf16. Each iteration of a
+matrix X of m × n elements, m the shorter side, is A = X·Xᵀ, B = b·A + c·A², X ← a·X + B·X (Jordan et al. 2024):
+products of 2·m²·n, 2·m³ and 2·m²·n operations.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from shardwise.planner.whole_matrices import WholeMatrix
 _ITERATIONS = 5
 # Momentum, its average with the gradient, a cast, a norm and its bound, a division; decay and the step itself.
 _NUM_PASSES = 8
-# What these read and write of an element in fp32 and bf16: 12 + 12 + 6 + 2 + 4, 8 + 10.
+# Bytes that these read and write per element in fp32 and bf16: 12 + 12 + 6 + 2 + 4, 8 + 10.
 _BYTES_PER_ELEMENT = 54
 _BF16_BYTES = 2
 
 
 def muon_seconds(matrices: Sequence[WholeMatrix], *, device: Device) -> tuple[float, float]:
-    """(launch, kernel) of the update of these matrices, one after the other."""
+    """Return (launch, kernel) of the update of these matrices, one after the other."""
     issue = kernel_model_of(device).calibration.launch_seconds["other"][0]
     launch = len(matrices) * (_NUM_PASSES + 3 * _ITERATIONS) * issue
     kernel = sum(_kernel_seconds(matrix.param.shape, device=device) for matrix in matrices)
@@ -32,17 +32,14 @@ def muon_seconds(matrices: Sequence[WholeMatrix], *, device: Device) -> tuple[fl
 
 def _kernel_seconds(shape: tuple[int, ...], *, device: Device) -> float:
     short, long = min(shape), max(shape)
-    products = sum(_product_seconds(*sides, device=device) for sides in _products(short, long))
-    # What is added to a product is copied to where the sum goes, before it.
+    # Rows, columns and inner side of an iteration's products.
+    sides = (short, short, long), (short, short, short), (short, long, short)
+    products = sum(_product_seconds(*one, device=device) for one in sides)
+    # The summand of a product is first copied into the result.
     added = 2 * _BF16_BYTES * (short * short + short * long)
     moved = _BYTES_PER_ELEMENT * short * long + _ITERATIONS * added
     start = (_NUM_PASSES - 1) * kernel_model_of(device).calibration.kernel_seconds
     return _ITERATIONS * products + copy_seconds(moved, device=device) + start
-
-
-def _products(short: int, long: int) -> tuple[tuple[int, int, int], ...]:
-    """Rows, columns and inner side of an iteration's products."""
-    return (short, short, long), (short, short, short), (short, long, short)
 
 
 def _product_seconds(rows: int, columns: int, inner: int, *, device: Device) -> float:

@@ -1,4 +1,4 @@
-"""What a model computes in a step, piece by piece: the streams of its trace, and how long each takes at a batch."""
+"""The computation of a step, piece by piece: the streams of the trace, and the time of each at a batch."""
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -11,19 +11,19 @@ from shardwise.planner.time.queues import Work
 from shardwise.planner.ways import is_compiled
 from shardwise.spec import ModelSpec
 from shardwise.spec.law import Line
-from shardwise.spec.step import AFTER_FORWARD, BEFORE_FORWARD, Stream
-
-FORWARD = (BEFORE_FORWARD, AFTER_FORWARD)
+from shardwise.spec.step import BEFORE_FORWARD, FORWARD, Stream
 
 PieceKey = tuple[int, bool, int, int, bool, float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComputePiece:
-    """Operations that are computed in a row: a stream that holds any.
+    """A stream with operations.
 
-    `recomputed`: so many at its beginning are forward's once more. `num_units`: it stands for those of so many units.
-    `is_fused`: a compiler makes one kernel of several operations. `nodes_per_op`: of autograd's graph, in backward.
+    recomputed     number of operations at its start that repeat the forward
+    num_units      number of units that it stands for
+    is_fused       a compiler makes one kernel of several operations
+    nodes_per_op   nodes of the autograd graph per operation, in backward
     """
 
     stream: Stream
@@ -41,15 +41,14 @@ class ComputePiece:
 
     @property
     def num_others(self) -> int:
-        """Operations of all its units whose issue is not measured by itself; in backward those that autograd issues."""
+        """Operations of all its units without a measured issue time; in backward only those that autograd issues."""
         ops = self.stream.ops[self.recomputed :]
         return self.num_units * sum(op.name not in ISSUED_BY_ITSELF for op in ops)
 
 
 def pieces_of(job: Job) -> list[ComputePiece]:
-    """In the order of `job.streams`, those without operations left out."""
+    """Return the pieces in the order of `job.streams`."""
     forwards = {unit: stream for (trigger, unit, _), stream in job.streams if trigger == BEFORE_FORWARD}
-    weights = job.short.weights
     found = []
     for (trigger, unit, _), stream in job.streams:
         if stream.ops:
@@ -57,22 +56,22 @@ def pieces_of(job: Job) -> list[ComputePiece]:
             if is_backward and unit in forwards and job.plan.recompute_of(unit) != "none":
                 recomputed = num_recomputed(forwards[unit], stream)
             is_fused = is_compiled(job.plan, unit=unit)
-            found.append(ComputePiece(stream, is_backward, recomputed, weights.get(unit, 1), is_fused))
+            found.append(ComputePiece(stream, is_backward, recomputed, job.weight(unit), is_fused))
     forward, backward = (sum(piece.num_others for piece in found if piece.is_backward is way) for way in (False, True))
-    # Each operation of forward is a node of autograd's graph.
+    # Each operation of forward is a node of the autograd graph.
     nodes_per_op = min(forward / max(backward, 1), 1.0)
     return [replace(piece, nodes_per_op=nodes_per_op) for piece in found]
 
 
 @dataclass(slots=True, eq=False)
 class Pieces:
-    """The pieces of jobs that compute alike, whatever they communicate, and their seconds by batch."""
+    """The pieces of jobs with equal computation, and their seconds by batch."""
 
     pieces: list[ComputePiece]
     seq: int | None
     precision: str
     device: Device
-    # Seconds of single streams, which other jobs of the model share.
+    # Seconds of single streams, shared by all jobs of the model.
     seen: dict[PieceKey, Work]
     _works: dict[int, list[Work]] = field(default_factory=dict)
     _flops: Line | None = None
@@ -86,26 +85,22 @@ class Pieces:
     def _work(self, piece: ComputePiece, batch: int) -> Work:
         key = (id(piece.stream), piece.is_backward, piece.recomputed, batch, piece.is_fused, piece.nodes_per_op)
         if key not in self.seen:
-            self.seen[key] = self._timed(piece, batch)
+            self.seen[key] = stream_seconds(
+                piece.stream,
+                batch=batch,
+                seq=self.seq,
+                precision=self.precision,
+                device=self.device,
+                backward=piece.is_backward,
+                recomputed=piece.recomputed,
+                fuses=piece.is_fused,
+                nodes_per_op=piece.nodes_per_op,
+            )
         return self.seen[key]
-
-    def _timed(self, piece: ComputePiece, batch: int) -> Work:
-        seconds = stream_seconds(
-            piece.stream,
-            batch=batch,
-            seq=self.seq,
-            precision=self.precision,
-            device=self.device,
-            backward=piece.is_backward,
-            recomputed=piece.recomputed,
-            fuses=piece.is_fused,
-            nodes_per_op=piece.nodes_per_op,
-        )
-        return seconds.launch, seconds.kernel, seconds.span
 
     @property
     def forward_flops(self) -> Line:
-        """What forward computes, as a line in the batch."""
+        """Operations of forward, as a line in the batch."""
         if self._flops is None:
             lines = [
                 (piece.num_units, op.num_flops.line(self.seq))
@@ -118,23 +113,19 @@ class Pieces:
         return self._flops
 
 
-@dataclass(slots=True, eq=False)
-class _Known:
-    """What is known of a model's computations in one precision on one device."""
-
-    pieces: dict[tuple[PieceKey, ...], Pieces] = field(default_factory=dict)
-    seen: dict[PieceKey, Work] = field(default_factory=dict)
-
-
 @lru_cache(maxsize=64)
-def _known(spec: ModelSpec, precision: str, device: Device) -> _Known:
-    return _Known()
+def _known(
+    spec: ModelSpec, precision: str, device: Device
+) -> tuple[dict[tuple[PieceKey, ...], Pieces], dict[PieceKey, Work]]:
+    """Return the caches of pieces and of the seconds of single streams."""
+    return {}, {}
 
 
 def timed_pieces(job: Job, *, device: Device) -> Pieces:
-    """Those of a job; the same for jobs whose streams are the same (they hold on to them, so that ids stay unique)."""
+    """Return the pieces of a job, shared by jobs of equal streams (to which they refer, so that ids stay unique)."""
     pieces = pieces_of(job)
-    known, key = _known(job.spec, job.precision, device), tuple(piece.key for piece in pieces)
-    if key not in known.pieces:
-        known.pieces[key] = Pieces(pieces, job.spec.seq, job.precision, device, known.seen)
-    return known.pieces[key]
+    known, seen = _known(job.spec, job.precision, device)
+    key = tuple(piece.key for piece in pieces)
+    if key not in known:
+        known[key] = Pieces(pieces, job.spec.seq, job.precision, device, seen)
+    return known[key]

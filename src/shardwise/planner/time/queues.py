@@ -1,9 +1,9 @@
 """Four queues and their waits: the CPU issues, the device computes, and gathers and reduces share the wires.
 
 A collective begins when the CPU has issued it, the device has computed what was issued before it, and its wire is free:
-the links within a node, or the fabric between nodes. Of two that are under way at once each would take longer by what
-the other takes of the wire, so one after the other ends as late. What is computed while something is on a wire is
-slowed down: the collective's kernels take processors and memory bandwidth.
+the links within a node, or the fabric between nodes. Two concurrent collectives would slow each other down, so running
+them one after the other ends at the same time. Computation is slower while a wire is busy: the collective's kernels use
+processors and memory bandwidth.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from typing import NamedTuple
 from shardwise.vocabulary.span import Span
 
 COMPUTE, CALL, SEND, WAIT, MARK = range(5)
-"""What is done: compute; let the CPU do something else; send; let the device wait for it; stand for other units."""
+"""Kinds of instructions."""
 
 
 class Instruction(NamedTuple):
-    """`what` is done, by name.
+    """An instruction of kind `what`.
 
-    COMPUTE   piece `number` of the work
-    CALL      the CPU is busy for `launch` seconds
-    SEND      on the wire for `seconds` (on the fabric if `number` is 1), once the CPU has spent `launch` to issue it
-    WAIT      until what was sent by that name has arrived
-    MARK      the end of a unit, which if `number` is 1 stands for `seconds` units like the one before it
+    COMPUTE   run piece `number` of the work
+    CALL      keep the CPU busy for `launch` seconds
+    SEND      use the wire for `seconds` (the fabric if `number` is 1), after `launch` seconds of the CPU
+    WAIT      wait until the collective of that name has arrived
+    MARK      end a unit; if `number` is 1, it stands for `seconds` units like the one before it
     """
 
     what: int
@@ -33,8 +33,18 @@ class Instruction(NamedTuple):
     seconds: float = 0.0
 
 
-Work = tuple[float, float, float]
-"""Seconds of a piece of work: (launch, kernel, span), as compute.StreamSeconds has them."""
+class Work(NamedTuple):
+    """Seconds of operations that a CPU issues to a device, which runs them in order.
+
+    launch   the CPU's time to issue them
+    kernel   the device's time, if the CPU is far ahead
+    span     from the issue of the first to the end of the last, on an idle device
+    """
+
+    launch: float
+    kernel: float
+    span: float
+
 
 _ROUNDING = 1e-6
 
@@ -44,13 +54,13 @@ QueueTimes = tuple[float, float, float, float, float, float, float]
 
 @dataclass(slots=True, kw_only=True)
 class Queues:
-    """When each queue will have done what it has been given.
+    """The time at which each queue is finished.
 
-    exposed     seconds that the device stood still only because it waited for the wire
-    sent        seconds that the wire was busy
-    slowed      seconds that the device took longer because the wire was busy
-    slowdown    by how much, of its own time, what is computed takes longer while the wire is busy
-    is_host     the device is the CPU itself
+    exposed     seconds in which the device was idle only because it waited for the wire
+    sent        seconds in which the wire was busy
+    slowed      additional seconds of the device because the wire was busy
+    slowdown    relative increase of compute time while the wire is busy
+    is_host     the CPU is the device
     """
 
     slowdown: float
@@ -67,15 +77,14 @@ class Queues:
     spans: list[Span] | None = None
 
     def run(self, instructions: Sequence[Instruction], works: Sequence[Work]) -> None:
-        """Issue all instructions, in order."""
-        # In local names: this loop is the planner's hottest.
+        # Local variables, because this is the planner's hottest loop.
         cpu, compute, wire, fabric, exposed, sent, slowed = self.now()
         slowdown, is_host, ends, spans = self.slowdown, self.is_host, self.ends, self.spans
         for what, name, number, launch, seconds in instructions:
             if what == COMPUTE:
                 launch, kernel, span = works[number]
                 if is_host:
-                    # The CPU is the device: it issues and computes in turn.
+                    # The CPU issues and computes, one after the other.
                     compute, launch, kernel, span = cpu, 0.0, launch + kernel, 0.0
                 start = compute if compute > cpu else cpu
                 end = compute + kernel
@@ -106,7 +115,7 @@ class Queues:
                     spans.append(Span(name.partition(" ")[0], name, start, end))
             elif what == WAIT:
                 cpu += launch
-                # In the first step, what a step before it would have sent is there.
+                # In the first step there was no previous step to send it.
                 end = ends.pop(name, 0.0)
                 if end > compute:
                     exposed += end - (compute if compute > cpu else cpu) if end > cpu else 0.0
@@ -123,7 +132,7 @@ class Queues:
         self.set(cpu, compute, wire, fabric, exposed, sent, slowed)
 
     def restart(self, *, cpu: float) -> None:
-        """Count from the end of what has been computed; what is on the wires stays."""
+        """Count time from the end of the device's queue; keep what is on the wires."""
         end = self.compute
         self.ends = {name: arrival - end for name, arrival in self.ends.items()}
         self.set(cpu, 0.0, self.wire - end, self.fabric - end, 0.0, 0.0, 0.0)
@@ -138,10 +147,10 @@ class Queues:
         self.exposed, self.sent, self.slowed = exposed, sent, slowed
 
     def skip(self, before: QueueTimes, *, times: float) -> None:
-        """Repeat what happened since `before`, so many times: equal units advance every queue by the same seconds.
+        """Repeat everything since `before` so many times: equal units advance every queue by the same seconds.
 
-        Where one queue catches up with another on the way, whatever comes next still waits for the later of the two.
-        Only what slows the device down does not come back by itself: it ends when the wires have been caught up with.
+        If one queue catches up with another on the way, the next instruction still waits for the later of the two. Only
+        the slowdown of the device needs care: it ends when the device has caught up with the wires.
         """
         now = self.now()
         rates = [one - other for one, other in zip(now, before, strict=True)]

@@ -1,12 +1,11 @@
-"""`estimate_time`: how long a step of a plan takes on a cluster, without running it."""
+"""`estimate_time`: predicts the time of a step of a plan on a cluster, without running it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.errors import UnknownName
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
-from shardwise.planner.fold import Short
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.overhead import FOREIGN_TENSOR_SECONDS, GRAPH_LAUNCH_SECONDS, HOST_SLOWDOWN, SLOWDOWN
@@ -28,13 +27,14 @@ class TimeEstimate:
     """A step in the middle of training.
 
     step_seconds              from the end of a step to the end of the next
-    samples_per_s             of all ranks together; `tokens_per_s_per_gpu` of one, None where samples have no length
-    mfu                       of the device's peak, what the model alone needs: three times its forward
-    exposed_comm_seconds      that the device stood still for communication
-    comm_seconds              that the wire was busy
-    cpu_seconds               that the CPU needed to issue the step
-    straggler_seconds         that ranks wait for the slowest node
-    sent_bytes                that a rank sent
+    samples_per_s             of all ranks together
+    tokens_per_s_per_gpu      of one rank; None if samples have no length
+    mfu                       three times the operations of forward, as a share of the device's peak
+    exposed_comm_seconds      idle time of the device because of communication
+    comm_seconds              time in which the wire is busy
+    cpu_seconds               time that the CPU needs to issue the step
+    straggler_seconds         wait for the slowest node
+    sent_bytes                bytes that a rank sends
     """
 
     step_seconds: float
@@ -49,7 +49,7 @@ class TimeEstimate:
 
 
 def why_not_timed(spec: ModelSpec, *, plan: Plan, cluster: Cluster) -> str | None:
-    """Why there is no prediction of time; None where there is one."""
+    """Return why there is no prediction of time; None if there is one."""
     if not spec.traces:
         return "nothing is known of the model but its parameters"
     if plan.offload_activations or plan.offload_states or plan.dynamic:
@@ -64,9 +64,9 @@ def why_not_timed(spec: ModelSpec, *, plan: Plan, cluster: Cluster) -> str | Non
 def estimate_time(
     spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str = "adamw", clips: bool = False, foreign: str = ""
 ) -> TimeEstimate | None:
-    """The time of a step of `plan`, whose micro-batch is set; None where `why_not_timed` says why.
+    """Return the time of a step of `plan`, whose micro-batch is set; None where `why_not_timed` gives a reason.
 
-    `clips`: it also takes the norm of the gradients and scales them by it.
+    `clips`: the step also clips the gradients by their norm.
     `foreign`: the engine that runs the same strategy, if it is neither ours nor torch's (FOREIGN_TENSOR_SECONDS).
     """
     assert plan.micro_batch is not None
@@ -103,9 +103,9 @@ def _foreign_seconds(spec: ModelSpec, *, plan: Plan, foreign: str) -> float:
 def timeline(
     spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str = "adamw", clips: bool = False
 ) -> list[Span]:
-    """What each queue does in one step, from its beginning."""
+    """Return the spans of each queue in one step, from its beginning."""
     assert plan.micro_batch is not None
-    prepared = _lengthened(_prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips))
+    prepared = _prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer, clips=clips, shortened=False)
     queues, _, _ = _steady(prepared, batch=plan.micro_batch, records=True)
     assert queues.spans is not None
     start = min((span.start for span in queues.spans), default=0.0)
@@ -113,23 +113,20 @@ def timeline(
 
 
 def block_seconds(spec: ModelSpec, *, plan: Plan, cluster: Cluster, num_steps: int, optimizer: str = "adamw") -> float:
-    """The mean of steps that come after a pause, as benchmarks measure them: in the first the CPU is not yet ahead."""
+    """Return the mean of steps after a pause, as benchmarks measure them: in the first the CPU is not yet ahead."""
     assert plan.micro_batch is not None
     prepared = _prepare(spec, plan=plan, cluster=cluster, optimizer=optimizer)
-    works = _works(prepared, batch=plan.micro_batch)
-    queues = _Run(prepared, works).queues(cpu=0.0, records=False)
+    queues = _queues(prepared, _works(prepared, batch=plan.micro_batch), cpu=0.0)
     _, step_seconds, _ = _steady(prepared, batch=plan.micro_batch)
     return (max(queues.compute, queues.cpu) + (num_steps - 1) * step_seconds) / num_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Prepared:
-    """All that does not depend on the batch."""
+    """Everything that does not depend on the batch."""
 
     job: Job
     cluster: Cluster
-    optimizer: str
-    clips: bool
     schedule: Schedule
     pieces: Pieces
     straggler_share: float
@@ -137,107 +134,78 @@ class _Prepared:
 
 
 @lru_cache(maxsize=4096)
-def _known(job: Job) -> dict[tuple[int, str, bool], _Prepared]:
-    """What was prepared of a job, by the id of its cluster (which it holds on to, and which is slow to hash)."""
+def _known(job: Job) -> dict[tuple[int, str, bool, bool], _Prepared]:
+    """Return the cache of a job, by the id of the cluster, which is slow to hash; the values refer to it."""
     return {}
 
 
-def _prepare(spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, clips: bool = False) -> _Prepared:
-    device = "cpu" if _is_host(cluster) else "cuda"
+def _prepare(
+    spec: ModelSpec, *, plan: Plan, cluster: Cluster, optimizer: str, clips: bool = False, shortened: bool = True
+) -> _Prepared:
+    device = cluster.device.torch_type
     job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=device)
-    known, key = _known(job), (id(cluster), optimizer, clips)
+    known, key = _known(job), (id(cluster), optimizer, clips, shortened)
     if key not in known:
-        known[key] = _scheduled(timed_job(job), cluster=cluster, optimizer=optimizer, clips=clips)
+        job = timed_job(job) if shortened else job.unshortened
+        rings = rings_of(job.mesh, cluster=cluster)
+        known[key] = _Prepared(
+            job=job,
+            cluster=cluster,
+            schedule=schedule_of(job, cluster=cluster, optimizer=optimizer, clips=clips),
+            pieces=timed_pieces(job, device=cluster.device),
+            straggler_share=straggler_share(rings, cluster=cluster, gathers=job.gathers),
+            sent_bytes=sent_bytes(job),
+        )
     return known[key]
 
 
-def _scheduled(job: Job, *, cluster: Cluster, optimizer: str, clips: bool) -> _Prepared:
-    return _Prepared(
-        job=job,
-        cluster=cluster,
-        optimizer=optimizer,
-        clips=clips,
-        schedule=schedule_of(job, cluster=cluster, optimizer=optimizer, clips=clips),
-        pieces=timed_pieces(job, device=cluster.device),
-        straggler_share=_straggler_share(job, cluster=cluster),
-        sent_bytes=sent_bytes(job),
-    )
-
-
-def _straggler_share(job: Job, *, cluster: Cluster) -> float:
-    assert job.plan.mesh is not None
-    return straggler_share(rings_of(job.plan.mesh, cluster=cluster), cluster=cluster, gathers=job.gathers)
-
-
 def timed_job(job: Job) -> Job:
-    """The job whose step is timed: the shortened one where its units repeat, else that of all units."""
-    return job if _units_repeat(job) else _whole(job)
+    """Return the job whose step is timed: the shortened one only if each of its units is reduced by itself.
 
-
-def _units_repeat(job: Job) -> bool:
-    """Whether units that stand for others are reduced one by one, so that each does what the one before it did."""
-    return not any(len(bucket.units) > 1 and job.short.weights for bucket in job.program.buckets)
-
-
-def _whole(job: Job) -> Job:
-    """The same, of the model with all of its units."""
-    return replace(job, short=Short(spec=job.spec, weights={}, chosen={}), _cuts={}) if job.short.weights else job
-
-
-def _lengthened(prepared: _Prepared) -> _Prepared:
-    whole = _whole(prepared.job)
-    return _scheduled(whole, cluster=prepared.cluster, optimizer=prepared.optimizer, clips=prepared.clips)
+    Otherwise a unit does not do the same as the one before it, and cannot stand for others.
+    """
+    return job.unshortened if any(len(bucket.units) > 1 for bucket in job.program.buckets) else job
 
 
 def _works(prepared: _Prepared, *, batch: int) -> list[Work]:
     pieces = prepared.pieces.works(batch)
     if prepared.job.plan.captures:
-        pieces = [(0.0, kernel, kernel) for _, kernel, _ in pieces]
+        pieces = [Work(0.0, kernel, kernel) for _, kernel, _ in pieces]
     return [*pieces, *prepared.schedule.works]
 
 
 def _steady(prepared: _Prepared, *, batch: int, records: bool = False) -> tuple[Queues, float, float]:
-    """A step among many: (its queues, its seconds, its seconds of the CPU).
+    """Return (queues, seconds, CPU seconds) of a step in the middle of training.
 
     Nothing that the CPU issues waits for the device, so over many steps the CPU gets ahead as far as it can, and a step
-    takes as long as the slower of the two: the device, whose CPU is far ahead, or the CPU.
+    takes as long as the slower of the two: the device with a CPU far ahead, or the CPU.
     """
     works = _works(prepared, batch=batch)
-    if _is_host(prepared.cluster):
-        queues = _Run(prepared, works).queues(cpu=0.0, records=records)
+    if prepared.cluster.device.torch_type == "cpu":
+        queues = _queues(prepared, works, cpu=0.0, records=records)
         return queues, queues.cpu, queues.cpu
-    queues = _Run(prepared, works).queues(cpu=-_FAR_AHEAD, records=records)
+    queues = _queues(prepared, works, cpu=-_FAR_AHEAD, records=records)
     device_seconds, cpu_seconds = queues.compute, queues.cpu + _FAR_AHEAD
     if cpu_seconds > device_seconds:
-        # What the wire does is hidden behind the CPU too.
-        queues = _Run(prepared, works).queues(cpu=0.0, records=records)
+        # Communication is hidden behind the CPU's time too.
+        queues = _queues(prepared, works, cpu=0.0, records=records)
     return queues, max(device_seconds, cpu_seconds), cpu_seconds
 
 
-def _is_host(cluster: Cluster) -> bool:
-    """Whether the ranks compute on CPUs."""
-    return cluster.device.name == "cpu"
+def _queues(prepared: _Prepared, works: list[Work], *, cpu: float, records: bool = False) -> Queues:
+    """Run one step from time 0, with what the previous step left on the wire."""
+    is_host = prepared.cluster.device.torch_type == "cpu"
+    queues = Queues(slowdown=HOST_SLOWDOWN if is_host else SLOWDOWN, is_host=is_host, cpu=cpu)
+    if prepared.schedule.update:
+        queues.run(prepared.schedule.update, works)
+        queues.restart(cpu=cpu)
+    queues.spans = [] if records else None
+    _run_step(queues, schedule=prepared.schedule, works=works, plan=prepared.job.plan)
+    return queues
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    prepared: _Prepared
-    works: list[Work]
-
-    def queues(self, *, cpu: float, records: bool) -> Queues:
-        """One step from time 0 on, which finds what the step before it left on the wire."""
-        is_host = _is_host(self.prepared.cluster)
-        queues = Queues(slowdown=HOST_SLOWDOWN if is_host else SLOWDOWN, is_host=is_host, cpu=cpu)
-        if self.prepared.schedule.update:
-            queues.run(self.prepared.schedule.update, self.works)
-            queues.restart(cpu=cpu)
-        queues.spans = [] if records else None
-        _step(queues, schedule=self.prepared.schedule, works=self.works, plan=self.prepared.job.plan)
-        return queues
-
-
-def _step(queues: Queues, *, schedule: Schedule, works: list[Work], plan: Plan) -> None:
-    """All passes, of which those between the second and the last take as long as the second."""
+def _run_step(queues: Queues, *, schedule: Schedule, works: list[Work], plan: Plan) -> None:
+    """Run all passes; those between the second and the last take as long as the second."""
     if plan.captures:
         queues.cpu += GRAPH_LAUNCH_SECONDS
     for number in range(min(plan.accumulate - 1, 2)):
@@ -249,7 +217,7 @@ def _step(queues: Queues, *, schedule: Schedule, works: list[Work], plan: Plan) 
 
 
 def _mfu(prepared: _Prepared, *, samples: int, step_seconds: float) -> float | None:
-    """Three times the operations of forward, over what the device could have done; nothing is counted twice."""
+    """Return three times the operations of forward (without recomputation) as a share of the device's peak."""
     peak = prepared.cluster.device.flops_per_s(prepared.job.precision)
     if peak is None:
         return None

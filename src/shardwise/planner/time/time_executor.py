@@ -1,11 +1,11 @@
-"""The operations of a step program on seconds: what each tells the queues to do."""
+"""The executor on seconds: the operations of a step program → instructions for the queues."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import assert_never
 
-from shardwise.hardware import Cluster, Device
+from shardwise.hardware import Cluster
 from shardwise.plan.placement import SHARDED
 from shardwise.planner.job import Job
 from shardwise.planner.overhead import Overhead
@@ -21,7 +21,7 @@ from shardwise.program.compiled_program import Action
 # A float64.
 _NORM_BYTES = 8
 
-# Rows in which operations of all units follow on each other.
+# Rows with the operations of all units, one after the other.
 _ALL_UNITS = (Trigger.BACKWARD_DONE, Trigger.AFTER_STEP)
 
 
@@ -29,8 +29,8 @@ _ALL_UNITS = (Trigger.BACKWARD_DONE, Trigger.AFTER_STEP)
 class TimeExecutor:
     """Writes the instructions of one job.
 
-    works        what they compute in addition to the model's own pieces
-    num_pieces   how many those are; they come before `works`
+    works        work in addition to the model's pieces
+    num_pieces   number of those pieces; they are numbered before `works`
     members      the units of each bucket
     """
 
@@ -47,11 +47,11 @@ class TimeExecutor:
     instructions: list[Instruction] = field(default_factory=list)
     ready: set[str] = field(default_factory=set)
     _called: set[str] = field(default_factory=set)
-    # Where the last wait for a gather stands, by its row's trigger.
+    # Position of the last wait for a gather, by the trigger of its row.
     _last_wait: dict[Trigger, int] = field(default_factory=dict)
 
     def begin(self) -> list[Instruction]:
-        """The instructions of a new pass."""
+        """Start a new pass and return its list of instructions."""
         self.instructions, self._last_wait = [], {}
         self.ready.clear()
         self._called.clear()
@@ -61,9 +61,7 @@ class TimeExecutor:
         return partial(self._issue, operation, row)
 
     def skipped(self, operation: Operation, row: Row) -> Action | None:
-        """Where all ranks keep the program's order, one takes part in the gathers of what it does not call, and frees
-        what it does not need.
-        """
+        """If all ranks keep the program's order, gather units that are not called, and free what is not needed."""
         if not self.job.engine.keeps_program_order:
             return None
         if operation.kind is Kind.GATHER:
@@ -76,8 +74,10 @@ class TimeExecutor:
         return unit in self.ready
 
     def _issue(self, operation: Operation, row: Row) -> None:
-        """Where gathers wait for nothing that computes, one begins on the device while the unit before computes: its
-        instructions stand before the last wait for another.
+        """Append the instructions of an operation.
+
+        If gathers do not wait for computation, one begins while the previous unit computes: its instructions are
+        inserted before the last wait for another gather.
         """
         found = self.instructions
         if operation.kind is Kind.WAIT_GATHER:
@@ -88,7 +88,7 @@ class TimeExecutor:
             return
         found += self._operation(operation, row)
         if row.trigger in _ALL_UNITS:
-            found += self._of_others(operation, row)
+            found += self._repeated(operation, row)
 
     def _free_unused(self, operation: Operation, row: Row) -> None:
         if operation.subject not in self._called:
@@ -99,7 +99,7 @@ class TimeExecutor:
         kind = operation.kind
         match kind:
             case Kind.GATHER:
-                # An update changes only what is trained.
+                # An update changes only trainable parameters.
                 elements = (
                     self.sizes[name].trainable if row.trigger is Trigger.AFTER_STEP else self.sizes[name].elements
                 )
@@ -108,7 +108,7 @@ class TimeExecutor:
                 if not operation.is_local:
                     yield self._send(f"gather {name}", rings.shard, rings.shard.gather_seconds(num_bytes))
             case Kind.WAIT_GATHER if row.trigger is Trigger.AFTER_FORWARD:
-                # fully_shard lets the buffer go that it has copied out.
+                # fully_shard frees the buffer that it has copied out.
                 pass
             case Kind.WAIT_GATHER:
                 yield Instruction(WAIT, f"gather {name}", 0, overhead.wait)
@@ -139,17 +139,17 @@ class TimeExecutor:
             case Kind.UPDATE:
                 yield from self._update()
             case Kind.FORWARD:
-                # What the model computes is in its trace (pieces.py).
+                # The model's computation is in its trace (pieces.py).
                 self._called.add(name)
             case Kind.BACKWARD:
                 pass
             case _:
                 assert_never(kind)
 
-    def _of_others(self, operation: Operation, row: Row) -> Iterator[Instruction]:
-        """Where operations of all units follow on each other, what a unit stands for follows on its own."""
+    def _repeated(self, operation: Operation, row: Row) -> Iterator[Instruction]:
+        """Yield the same operation for the units that its unit stands for."""
         unit = self.members.get(operation.subject, (operation.subject,))[0]
-        others = self.job.short.weights.get(unit, 1) - 1
+        others = self.job.weight(unit) - 1
         for one in self._operation(operation, row) if others else ():
             if one.what == COMPUTE:
                 launch, kernel, _ = self.works[one.number - self.num_pieces]
@@ -169,7 +169,7 @@ class TimeExecutor:
         yield Instruction(WAIT, "reduce buffers", 0, self.overhead.wait)
 
     def _move_owned(self, name: str, operation: Operation) -> Iterator[Instruction]:
-        """Copied into one piece for each owner, sent, and copied to where it is stepped, or back into slices."""
+        """Copy into one piece per owner, send, and copy into the unsharded matrix or back into slices."""
         ring, copied = self.rings.shard, 4 * operation.num_bytes / self.job.num_slices
         yield self._copy(name.removeprefix("gather "), copied, launch=self.overhead.gather)
         if not operation.is_local:
@@ -177,33 +177,33 @@ class TimeExecutor:
             yield Instruction(WAIT, name, 0, self.overhead.wait)
 
     def _send(self, name: str, ring: Ring, seconds: float) -> Instruction:
-        kind = self.overhead.gather / 2 if name.startswith("gather") else self.overhead.reduce
-        return Instruction(SEND, name, int(ring.num_nodes > 1), kind, seconds)
+        launch = self.overhead.gather / 2 if name.startswith("gather") else self.overhead.reduce
+        return Instruction(SEND, name, int(ring.num_nodes > 1), launch, seconds)
 
     def _copy(self, name: str, num_bytes: float, *, launch: float = 0.0) -> Instruction:
-        """A copy, in bytes read and written."""
-        kernel = _copy_seconds(num_bytes, self.cluster.device) if num_bytes else 0.0
+        """Copy memory; `num_bytes` counts reads and writes."""
+        kernel = copy_seconds(num_bytes, device=self.cluster.device) if num_bytes else 0.0
         return self._work(name, launch, kernel)
 
     def _work(self, name: str, launch: float, kernel: float) -> Instruction:
         if self.job.plan.captures:
             launch = 0.0
         if self.cluster.device.name == "cpu":
-            # What issues is what computes.
+            # The CPU issues and computes.
             launch, kernel = launch + kernel, 0.0
-        self.works.append((launch, kernel, launch + kernel))
+        self.works.append(Work(launch, kernel, launch + kernel))
         return Instruction(COMPUTE, name, self.num_pieces + len(self.works) - 1)
 
     def _slice_copied(self, name: str, num_bytes: int, *, elements: int) -> float:
-        """A rank's slice goes from the master into its place, unless the one is the other."""
+        """Return the bytes of copying a rank's slice from the master into the buffer, unless they are the same."""
         if self.job.placements[name].params is not SHARDED and not self.sizes[name].is_cast:
             return 0.0
         return (num_bytes + MASTER_BYTES * elements) / self.job.num_slices
 
     def _take(self, name: str) -> Instruction:
-        """Gradients as autograd made them go into the buffer that is reduced."""
+        """Copy autograd's gradients into the buffer that is reduced."""
         sizes = self.sizes[name]
-        # Under autocast parameters, and so their gradients, are fp32: its copies are the model's own business.
+        # Under autocast, parameters and their gradients are fp32; autocast's copies are in the trace.
         made = MASTER_BYTES * sizes.trainable if self.job.engine.autocasts else sizes.grad_bytes
         divided = 2 * sizes.reduce_bytes if self.overhead.divides else 0
         return self._copy(f"take {name}", made + sizes.reduce_bytes + divided, launch=self.overhead.take)
@@ -214,25 +214,25 @@ class TimeExecutor:
             return self._send(f"reduce {name}", rings.world, rings.world.all_reduce_seconds(num_bytes))
         seconds = rings.shard.gather_seconds(num_bytes)
         if self.cluster.device.name == "cpu":
-            # Gloo's reduce-scatter is slower than its all-reduce, which takes its place (comm/collectives.py).
+            # Gloo's reduce-scatter is slower than its all-reduce, which is used instead (comm/collectives.py).
             seconds = rings.shard.all_reduce_seconds(num_bytes)
         return self._send(f"reduce {name}", rings.shard, seconds)
 
     def _reduce_slice(self, name: str, num_bytes: int) -> Iterator[Instruction]:
-        """Over a second axis of the mesh the slices are summed too."""
+        """Sum the slices over the replicate axis of the mesh."""
         if self.overhead.copies_slices:
             yield self._copy(f"copy slice {name}", 2 * num_bytes // self.job.num_slices)
         ring = self.rings.replicate
         yield self._send(f"reduce slice {name}", ring, ring.all_reduce_seconds(num_bytes / self.job.num_slices))
 
     def _wait_reduce(self, name: str, *, units: Sequence[str]) -> Iterator[Instruction]:
-        """Wait, and take the average; of slices that cross a second axis, when they have (WAIT_SLICE)."""
+        """Wait, and average the gradients; slices that cross the replicate axis are averaged later (WAIT_SLICE)."""
         yield Instruction(WAIT, f"reduce {name}", 0, self.overhead.wait)
         if self.job.placements[units[0]].grads is not SHARDED or self.rings.replicate.num_ranks == 1:
             yield from self._deliver(name, units=units)
 
     def _deliver(self, name: str, *, units: Sequence[str]) -> Iterator[Instruction]:
-        """Take the average of what this rank gets."""
+        """Average the gradients of this rank."""
         num_bytes = self._reduced_bytes(units)
         if self.job.placements[units[0]].grads is SHARDED:
             num_bytes //= self.job.num_slices
@@ -245,14 +245,14 @@ class TimeExecutor:
     def _update(self) -> Iterator[Instruction]:
         job, num_elements, num_tensors, refreshed, clipped = self.job, 0, 0, 0, 0
         for unit in job.short.spec.units:
-            sizes, weight = self.sizes[unit.name], job.short.weights.get(unit.name, 1)
+            sizes, weight = self.sizes[unit.name], job.weight(unit.name)
             in_matrices, num_matrices = matrix_sizes(unit, optimizer=job.optimizer)
             elements, tensors, grads = sizes.trainable - in_matrices, sizes.tensors - num_matrices, sizes.trainable
             if job.placements[unit.name].optim is SHARDED:
                 elements, tensors = elements // job.num_slices, min(tensors, tensors // job.num_slices + 1)
                 grads //= job.num_slices
             elif self.overhead.refreshes and sizes.is_cast:
-                # The parameters in the dtype that computes are made again.
+                # The parameters are cast to the compute dtype again.
                 refreshed += weight * (sizes.grad_bytes + MASTER_BYTES * sizes.trainable)
             num_elements, num_tensors = num_elements + weight * elements, num_tensors + weight * tensors
             clipped += weight * grads
@@ -269,25 +269,20 @@ class TimeExecutor:
         return update_seconds(
             num_elements=num_elements,
             num_tensors=num_tensors,
-            # What is in no matrix is AdamW's.
+            # Muon steps everything but matrices with AdamW.
             optimizer=self.optimizer.replace("muon", "adamw"),
             device=self.cluster.device,
         )
 
     def _matrices_seconds(self) -> tuple[float, float]:
-        """Of what is stepped by a rule for matrices, on the rank that takes the longest: all wait for it."""
-        ranks = (self.job.whole.on(rank) for rank in range(self.job.num_slices))
+        """Return (launch, kernel) of the matrices on the slowest rank, for which all others wait."""
+        ranks = (self.job.matrices.on(rank) for rank in range(self.job.num_slices))
         return max((muon_seconds(matrices, device=self.cluster.device) for matrices in ranks), key=sum)
 
     def _clip(self, num_bytes: int) -> Iterator[Instruction]:
-        """The norm reads the rank's gradients, is summed over what is sharded, and scales them."""
+        """Compute the norm of the rank's gradients, sum it over the shard axis, and scale the gradients."""
         yield self._copy("norm", num_bytes)
         if any(placement.optim is SHARDED for placement in self.job.placements.values()):
             yield self._send("reduce norm", self.rings.shard, self.rings.shard.all_reduce_seconds(_NORM_BYTES))
             yield Instruction(WAIT, "reduce norm", 0, self.overhead.wait)
         yield self._copy("clip", 2 * num_bytes)
-
-
-@lru_cache(maxsize=4096)
-def _copy_seconds(num_bytes: float, device: Device) -> float:
-    return copy_seconds(num_bytes, device=device)

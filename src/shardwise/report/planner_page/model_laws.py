@@ -16,7 +16,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.planner.job import Job
 from shardwise.planner.memory.peak import job_of
-from shardwise.planner.memory.replay import Change, MemoryChange, Recategorize
+from shardwise.planner.memory.replay import Change, MemoryChange, MemoryRow, Recategorize
 from shardwise.planner.memory.reserved import reserved_jobs
 from shardwise.planner.search.candidates import SpecFor
 from shardwise.planner.time.compute import COLUMN_BYTES, KERNELS, MOVED
@@ -215,7 +215,7 @@ def _step(spec: ModelSpec, plan: Plan, mesh: Mesh, *, cluster: Cluster, tables: 
         "is_whole": timed is not job,
         "communicators": job.num_communicators - 1,
         "at_rest": [step.note(line.const) for line in job.at_rest],
-        "changes": [[_change(one, step, tables) for one in row.changes] for row in job.memory_rows],
+        "changes": [_changes(row, step, tables) for row in job.memory_rows],
         "cuts": [_cut_step(cut, step, tables) for cut in reserved_jobs(job)],
         "instructions": instructions,
         "num_update": num_update,
@@ -234,9 +234,9 @@ def _cut_step(job: Job, step: NumberedStep, tables: _Tables) -> dict[str, Any]:
     states = [(tuple(size for size in (*one.held, one.buffers) if size), one.moments) for one in job.states.values()]
     groups = [(key, len(list(group))) for key, group in groupby(states)]
     return {
-        "changes": [[_change(one, step, tables) for one in row.changes] for row in job.memory_rows],
+        "changes": [_changes(row, step, tables) for row in job.memory_rows],
         "first_changes": [
-            [index, [_change(one, step, tables) for one in row.changes]]
+            [index, _changes(row, step, tables)]
             for index, (row, later) in enumerate(zip(job.first_rows, job.memory_rows, strict=True))
             if row.changes != later.changes
         ],
@@ -248,12 +248,24 @@ def _cut_step(job: Job, step: NumberedStep, tables: _Tables) -> dict[str, Any]:
     }
 
 
-def _change(change: MemoryChange, step: NumberedStep, tables: _Tables) -> list[Any]:
+def _changes(row: MemoryRow, step: NumberedStep, tables: _Tables) -> list[list[Any]]:
+    return [noted for change in row.changes for noted in _change(change, step, tables)]
+
+
+def _change(change: MemoryChange, step: NumberedStep, tables: _Tables) -> Iterator[list[Any]]:
+    """A change of units that are left out is one of its own, with a 1 at its end."""
     if isinstance(change, Change):
         assert change.per_sample == 0
-        noted = [_CHANGE, CATEGORIES.index(change.category), step.note(change.const)]
-        return [*noted, 1] if change.is_left_out else noted
-    if isinstance(change, Recategorize):
-        places = CATEGORIES.index(change.before), CATEGORIES.index(change.after)
-        return [_MOVE, *places, step.note(change.num_bytes)]
-    return [_TAKE, tables.number("units", change.unit)]
+        category = CATEGORIES.index(change.category)
+        if change.const:
+            yield [_CHANGE, category, step.note(change.const)]
+        if change.others:
+            yield [_CHANGE, category, step.note(change.others), 1]
+    elif isinstance(change, Recategorize):
+        before, after = CATEGORIES.index(change.before), CATEGORIES.index(change.after)
+        yield [_MOVE, before, after, step.note(change.num_bytes)]
+        if change.others:
+            yield [_CHANGE, before, step.note(-change.others), 1]
+            yield [_CHANGE, after, step.note(change.others), 1]
+    else:
+        yield [_TAKE, tables.number("units", change.unit)]

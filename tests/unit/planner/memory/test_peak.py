@@ -55,7 +55,7 @@ def peaks_of(spec: ModelSpec, *, plan: Plan) -> list[list[int]]:
         job = Job(
             spec=spec, plan=plan, short=short, traces=traces, optimizer=optimizer_of("adamw"), rules=RULES["cuda"]
         )
-        peaks.append([job.replay().peak(batch).total(batch) for batch in (1, 4, 32)])
+        peaks.append([job.replayed.peak(batch).total(batch) for batch in (1, 4, 32)])
     return peaks
 
 
@@ -89,7 +89,6 @@ def test_the_categories_add_up_to_what_is_allocated(strategy: str) -> None:
     assert tuple(found.breakdown_bytes) == CATEGORIES
     assert sum(found.breakdown_bytes.values()) == found.allocated_bytes <= found.reserved_bytes < found.device_bytes
     assert all(num_bytes >= 0 for num_bytes in found.breakdown_bytes.values())
-    assert max(num_bytes for _, num_bytes in found.timeline) >= found.allocated_bytes * 0.99
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

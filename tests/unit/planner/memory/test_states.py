@@ -6,7 +6,7 @@ from shardwise.errors import UnknownName
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.planner.memory.constants import RULES
-from shardwise.planner.memory.states import OPTIMIZERS, optimizer_of, unit_states
+from shardwise.planner.memory.states import OPTIMIZERS, StateSetting, optimizer_of, unit_states
 from shardwise.spec import TensorSpec, UnitSpec
 from shardwise.vocabulary.layout import lay_out
 
@@ -24,10 +24,12 @@ def test_each_state_is_whole_or_a_slice(strategy: str, precision: str) -> None:
     held = unit_states(
         UNIT,
         placement=placement,
-        plan=Plan(strategy=strategy, precision=precision),
-        num_slices=4,
-        optimizer=OPTIMIZERS["adamw-foreach"],
-        rules=RULES["cpu"],
+        setting=StateSetting(
+            plan=Plan(strategy=strategy, precision=precision),
+            num_slices=4,
+            optimizer=OPTIMIZERS["adamw-foreach"],
+            rules=RULES["cpu"],
+        ),
     )
     whole = 4 * lay_out([(1000, 64), (7,)], num_slices=4).num_elements
     computes = whole if precision == "fp32" else whole // 2
@@ -48,10 +50,7 @@ def test_states_in_host_memory_take_nothing() -> None:
     held = unit_states(
         UNIT,
         placement=STRATEGIES["fsdp"],
-        plan=plan,
-        num_slices=4,
-        optimizer=OPTIMIZERS["adamw-fused"],
-        rules=RULES["cuda"],
+        setting=StateSetting(plan=plan, num_slices=4, optimizer=OPTIMIZERS["adamw-fused"], rules=RULES["cuda"]),
     )
     assert held.params == held.optim == 0
     assert held.full > 0

@@ -6,15 +6,14 @@ import pytest
 from planned_specs import spec_for
 
 from shardwise.hardware import cluster_of, device_of, devices
+from shardwise.hardware.borrowed import kernel_model_of
 from shardwise.plan import Plan
 from shardwise.planner.time.compute import (
-    StreamSeconds,
     can_time,
     copy_seconds,
     kernel_of,
     launch_seconds,
     num_recomputed,
-    op_seconds,
     stream_seconds,
     update_seconds,
 )
@@ -41,6 +40,10 @@ def ops_of(name: str, *, trigger: str, recompute: str = "none") -> Stream:
 
 def kernels(stream: Stream, *, seq: int | None, backward: bool = False) -> list[str]:
     return [kernel_of(op, batch=2, seq=seq, precision="bf16", backward=backward).key for op in stream.ops]
+
+
+def op_seconds(op: Op, *, batch: int = 1, seq: int | None = None, backward: bool = False) -> float:
+    return kernel_model_of(H200).seconds(kernel_of(op, batch=batch, seq=seq, precision="bf16", backward=backward))
 
 
 def law(constant: int) -> Law:
@@ -136,12 +139,7 @@ def test_products_of_rows_that_begin_at_odd_places_are_slower() -> None:
                 num_flops=law(2 * 4096 * vocab * 768),
                 num_bytes=law(1),
                 dims=tuple(map(law, (4096, vocab, 768))),
-            ),
-            batch=1,
-            seq=None,
-            precision="bf16",
-            device=H200,
-            backward=False,
+            )
         )
         for vocab in (50_264, 50_260, 50_258, 50_257)
     ]
@@ -154,10 +152,7 @@ def test_an_elementwise_kernel_that_looks_for_each_element_goes_with_their_numbe
     alike = Op(name="mul", num_flops=law(0), num_bytes=law(6 * 2**24))
     broadcast = Op(name="mul", num_flops=law(0), num_bytes=law(4 * 2**24), dims=(law(2**24),))
     in_fp32 = Op(name="mul", num_flops=law(0), num_bytes=law(8 * 2**24), dims=(law(2**24),))
-    fast, slow, as_slow = (
-        op_seconds(op, batch=1, seq=None, precision="bf16", device=H200, backward=False)
-        for op in (alike, broadcast, in_fp32)
-    )
+    fast, slow, as_slow = (op_seconds(op) for op in (alike, broadcast, in_fp32))
     # 2.6 times as long for each byte.
     assert slow > 1.5 * fast
     assert slow == as_slow
@@ -175,30 +170,18 @@ def test_a_stream_is_its_operations_one_after_the_other() -> None:
     stream = ops_of("gpt2-124m", trigger="before backward")
     total = stream_seconds(stream, batch=4, seq=1024, precision="bf16", device=H200, backward=True)
     issued = [launch_seconds(op, backward=True, device=H200) for op in stream.ops]
-    done = [op_seconds(op, batch=4, seq=1024, precision="bf16", device=H200, backward=True) for op in stream.ops]
+    done = [op_seconds(op, batch=4, seq=1024, backward=True) for op in stream.ops]
     assert total.launch == pytest.approx(sum(issued))
     assert total.kernel == pytest.approx(sum(done))
     ends = [sum(issued[: k + 1]) + sum(done[k:]) for k in range(len(done))]
     assert total.span == pytest.approx(max(ends))
 
 
-def test_streams_add_up_to_one_stream() -> None:
-    ops = ops_of("gpt2-124m", trigger="before backward").ops
-
-    def seconds(part: tuple[Op, ...]) -> StreamSeconds:
-        return stream_seconds(Stream(ops=part), batch=4, seq=1024, precision="bf16", device=H200, backward=True)
-
-    both, whole = seconds(ops[:7]).then(seconds(ops[7:])), seconds(ops)
-    assert (both.launch, both.kernel, both.span) == pytest.approx((whole.launch, whole.kernel, whole.span))
-
-
 def test_an_operation_that_nobody_measured_takes_the_time_of_its_bytes() -> None:
     def op(name: str) -> Op:
         return Op(name=name, num_flops=Law((0,) * 6), num_bytes=Law((0, 0, 0, 2**30, 0, 0)))
 
-    added, other = (
-        op_seconds(op(name), batch=1, seq=None, precision="bf16", device=H200) for name in ("add", "erfinv")
-    )
+    added, other = (op_seconds(op(name)) for name in ("add", "erfinv"))
     assert other == pytest.approx(added, rel=0.2)
 
 

@@ -14,7 +14,6 @@ from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.memory.peak import job_of
 from shardwise.planner.time.step_time import (
     TimeEstimate,
-    _lengthened,
     _prepare,
     _steady,
     block_seconds,
@@ -55,9 +54,10 @@ def test_few_units_take_as_long_as_all_that_they_stand_for(
     ):
         plan = plan_of(strategy, engine=engine, **options)
         short = _prepare(SPEC, plan=plan, cluster=cluster_of(cluster), optimizer="adamw")
+        full = _prepare(SPEC, plan=plan, cluster=cluster_of(cluster), optimizer="adamw", shortened=False)
         assert short.job.short.weights
         queues, seconds, cpu_seconds = _steady(short, batch=batch)
-        whole, whole_seconds, whole_cpu_seconds = _steady(_lengthened(short), batch=batch)
+        whole, whole_seconds, whole_cpu_seconds = _steady(full, batch=batch)
         assert seconds == pytest.approx(whole_seconds, rel=0.002)
         assert cpu_seconds == pytest.approx(whole_cpu_seconds, rel=1e-6)
         assert queues.sent == pytest.approx(whole.sent, rel=1e-6)

@@ -193,7 +193,7 @@ def test_the_outline_of_a_model_has_the_units_of_the_model(name: str) -> None:
         return {
             unit.name: (
                 unit.num_params,
-                unit.param_bytes,
+                sum(param.num_bytes for param in unit.params),
                 sum(buffer.num_bytes for buffer in unit.buffers if buffer.persistent),
             )
             for unit in spec.units

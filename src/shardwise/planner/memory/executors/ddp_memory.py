@@ -1,26 +1,22 @@
-"""What torch's DistributedDataParallel allocates and frees for each operation of a step: nothing but kept gradients.
+"""What torch's DistributedDataParallel allocates and frees for each operation of a step: only kept gradients.
 
-Parameters and their gradients' buckets are there all the time. A gradient is copied into its bucket as soon as autograd
-has made it, and freed (gradient_as_bucket_view). The passes of a step that do not reduce (no_sync) keep theirs outside
-of the buckets: zero_grad has set them to None, so that autograd makes new ones.
+Parameters and gradient buckets exist all the time. A gradient is copied into its bucket as soon as autograd has made
+it, and freed (gradient_as_bucket_view). Passes that do not reduce (no_sync) keep their gradients outside the buckets:
+zero_grad has set them to None, so that autograd makes new ones.
 """
 
 from collections.abc import Mapping
 from functools import partial
 from typing import assert_never
 
-from shardwise.planner.memory.executors.setting import MemorySetting, update_changes
-from shardwise.planner.memory.replay import Change, MemoryChange
+from shardwise.planner.memory.executors.setting import MemoryExecutor
 from shardwise.planner.trace_order import do_nothing
-from shardwise.program import Kind, Operation, Row, StepProgram
+from shardwise.program import Kind, Operation, Row
 from shardwise.program.compiled_program import Action
 
 
-class DdpMemory:
-    def __init__(self, program: StepProgram, setting: MemorySetting) -> None:
-        self.setting = setting
-        self.changes: list[MemoryChange] = []
-        self.ready: set[str] = set()
+class DdpMemory(MemoryExecutor):
+    """The gradients of earlier passes."""
 
     def action(self, operation: Operation, row: Row) -> Action:
         kind = operation.kind
@@ -45,23 +41,12 @@ class DdpMemory:
             case _:
                 assert_never(kind)
 
-    def skipped(self, operation: Operation, row: Row) -> Action | None:
-        return None
-
-    def is_ready(self, unit: str) -> bool:
-        return unit in self.ready
-
     def at_rest(self) -> Mapping[str, int]:
-        setting = self.setting
-        return {
-            "grads": sum(
-                setting.weight(unit) * (states.grads + self._kept_grads(unit))
-                for unit, states in setting.states.items()
-            )
-        }
+        states = self.setting.states
+        return {"grads": sum(self.setting.weight(unit) * (states[unit].grads + self._kept(unit)) for unit in states)}
 
     def buffers_at_rest(self) -> list[int]:
-        """Buckets: gradients, last first, until one is full; and those of earlier passes, one by one."""
+        """Return the buckets, filled from the last gradient on, and the kept gradients one by one."""
         sizes = [size for states in self.setting.states.values() for size in states.gradients]
         buckets = [0]
         for size in reversed(sizes):
@@ -70,17 +55,9 @@ class DdpMemory:
             buckets[-1] += size
         return buckets + (sizes if self.setting.plan.accumulate > 1 else [])
 
-    def _kept_grads(self, unit: str) -> int:
-        """Gradients of earlier passes."""
+    def _kept(self, unit: str) -> int:
+        """Return the bytes of gradients of earlier passes."""
         return sum(self.setting.states[unit].gradients) if self.setting.plan.accumulate > 1 else 0
 
     def _take_grads(self, unit: str) -> None:
-        kept = self._kept_grads(unit)
-        if kept:
-            self.changes += (
-                Change("grads", -kept),
-                Change("grads", -self.setting.left_out(unit) * kept, is_left_out=True),
-            )
-
-    def _update(self) -> None:
-        self.changes += update_changes(self.setting.update_bytes)
+        self._change("grads", *self.setting.with_others(-self._kept(unit), unit))

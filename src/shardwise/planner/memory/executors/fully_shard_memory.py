@@ -1,41 +1,36 @@
 """What torch's `fully_shard` allocates and frees for each operation of a step.
 
 A gather fills one flat buffer, which is then copied out, parameter by parameter. In forward the flat buffer stays until
-the next unit's has come; in backward it goes at once. Gradients are copied into one buffer in the reduce dtype, which
-stays until the next unit's are there. Between the passes of a step they are kept whole, each by itself, in the reduce
-dtype; if every pass reduces, as slices. One rank gathers nothing.
+the next unit's has arrived; in backward it is freed immediately. Gradients are copied into one buffer in the reduce
+dtype, which stays until the next unit's are complete. Between the passes of a step unsharded gradients are kept, each
+by itself, in the reduce dtype; if every pass reduces, slices are kept. One rank gathers nothing.
 """
 
 from collections.abc import Mapping
 from functools import partial
 from typing import assert_never
 
-from shardwise.planner.memory.executors.setting import MemorySetting, update_changes
-from shardwise.planner.memory.replay import Change, MemoryChange, TakeGrads
+from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
+from shardwise.planner.memory.replay import TakeGrads
 from shardwise.planner.trace_order import do_nothing
 from shardwise.program import Kind, Operation, Row, StepProgram, Trigger
 from shardwise.program.compiled_program import Action
-from shardwise.spec import ROOT
 
-# Streams with memory of their own.
+# Streams with their own memory.
 _GATHER, _REDUCE = "gather", "reduce"
 
 
-class FullyShardMemory:
-    """Which units are whole, and which flat buffers are there."""
+class FullyShardMemory(MemoryExecutor):
+    """The gathered units and the flat buffers."""
 
     def __init__(self, program: StepProgram, setting: MemorySetting) -> None:
-        self.setting = setting
-        self.changes: list[MemoryChange] = []
-        self.ready: set[str] = set()
-        self._members = {bucket.name: bucket.units for bucket in program.buckets}
-        plan = setting.plan
-        self._keeps_whole = plan.accumulate > 1 and not plan.accumulate_reduced
-        self._keeps_slices = plan.accumulate > 1 and plan.accumulate_reduced
+        super().__init__(program, setting)
+        accumulates = setting.plan.accumulate > 1
+        self._keeps_unsharded = accumulates and not setting.plan.accumulate_reduced
+        self._keeps_slices = accumulates and setting.plan.accumulate_reduced
         self._filled: set[str] = set()
-        self._whole: set[str] = set()
-        # The unit whose flat buffer forward has left.
-        self._left: str | None = None
+        # The unit whose flat buffer remains in forward.
+        self._last: str | None = None
 
     def action(self, operation: Operation, row: Row) -> Action:
         name, kind = operation.subject, operation.kind
@@ -57,118 +52,89 @@ class FullyShardMemory:
             case (
                 Kind.FORWARD | Kind.BACKWARD | Kind.REDUCE_SLICE | Kind.WAIT_SLICE | Kind.REDUCE_FLAGS | Kind.BROADCAST
             ):
-                # A slice is summed in place, where it is the gradient.
+                # A slice, which is the gradient, is summed in place.
                 return do_nothing
             case Kind.TO_OWNERS | Kind.FROM_OWNERS:
-                # Which its rules do not have.
+                # Not in its rules.
                 return do_nothing
             case _:
                 assert_never(kind)
 
-    def skipped(self, operation: Operation, row: Row) -> Action | None:
-        """A unit that is not called is not gathered."""
-        return None
-
-    def is_ready(self, unit: str) -> bool:
-        return unit in self.ready
-
     def at_rest(self) -> Mapping[str, int]:
-        setting = self.setting
-        return {"grads": sum(setting.weight(unit) * self._kept_grads(unit) for unit in setting.states)}
+        return {"grads": sum(self.setting.weight(unit) * self._kept(unit) for unit in self.setting.states)}
 
     def buffers_at_rest(self) -> list[int]:
-        states = self.setting.states
-        if self._keeps_whole:
-            return [size for unit in states for size in states[unit].gradients]
-        return [states[unit].grads for unit in states] if self._keeps_slices else []
+        states = self.setting.states.values()
+        if self._keeps_unsharded:
+            return [size for one in states for size in one.gradients]
+        return [one.grads for one in states] if self._keeps_slices else []
 
-    def _kept_grads(self, unit: str) -> int:
-        """Gradients of earlier passes."""
+    def _kept(self, unit: str) -> int:
+        """Return the bytes of gradients of earlier passes."""
         states = self.setting.states[unit]
-        return sum(states.gradients) if self._keeps_whole else states.grads if self._keeps_slices else 0
+        return sum(states.gradients) if self._keeps_unsharded else states.grads if self._keeps_slices else 0
 
     # Parameters
 
     def _fill_flat(self, unit: str) -> None:
-        if unit in self._filled or unit in self._whole:
+        if unit in self._filled or unit in self._gathered:
             return
         self._filled.add(unit)
         states = self.setting.states[unit]
-        self._change(states.copy_in, stream=_GATHER)
-        self._change(states.flat, stream=_GATHER)
-        self._change(-states.copy_in)
+        self._change("gathered", states.copy_in, stream=_GATHER)
+        self._change("gathered", states.flat, stream=_GATHER)
+        self._change("gathered", -states.copy_in)
 
     def _wait_gather(self, unit: str, trigger: Trigger) -> Action:
-        """Copy the parameters out; in forward the flat buffer takes the place of that of the unit before."""
+        """Copy the parameters out; in forward the flat buffer replaces that of the previous unit."""
         if trigger is Trigger.BEFORE_FORWARD:
             return partial(self._arrive_in_forward, unit)
         if trigger is Trigger.AFTER_FORWARD:
-            return self._drop_left
+            return self._drop_last
         return partial(self._arrive_in_backward, unit)
 
     def _arrive_in_forward(self, unit: str) -> None:
         self._fill_flat(unit)
-        self._drop_left()
-        self._copy_out(unit)
-        self._change(self._kept_of_others(unit), is_left_out=True)
-        self._left = unit
+        self._drop_last()
+        self._copy_out(unit, others=self._gathered_bytes(unit)[1])
+        self._last = unit
 
     def _arrive_in_backward(self, unit: str) -> None:
         self._fill_flat(unit)
         self._copy_out(unit)
-        self._change(-self.setting.states[unit].flat)
+        self._change("gathered", -self.setting.states[unit].flat)
 
-    def _copy_out(self, unit: str) -> None:
+    def _copy_out(self, unit: str, *, others: int = 0) -> None:
         self._filled.discard(unit)
-        self._whole.add(unit)
+        self._gathered.add(unit)
         states = self.setting.states[unit]
-        self.changes.append(Change("gathered", states.full, pieces=states.outputs))
+        self._change("gathered", states.full, others, pieces=states.outputs)
 
-    def _drop_left(self) -> None:
-        if self._left is not None:
-            self._change(-self.setting.states[self._left].flat)
-        self._left = None
-
-    def _free(self, unit: str) -> None:
-        if unit in self._whole:
-            self._whole.remove(unit)
-            self._change(-self.setting.states[unit].full)
-            self._change(-self._kept_of_others(unit), is_left_out=True)
-
-    def _kept_of_others(self, unit: str) -> int:
-        """What units that are left out keep gathered between forward and backward."""
-        kept = unit != ROOT and not self.setting.placements[unit].reshard_after_forward
-        return self.setting.left_out(unit) * self.setting.states[unit].full if kept else 0
-
-    def _change(self, num_bytes: int, *, stream: str = "", is_left_out: bool = False) -> None:
-        if num_bytes:
-            self.changes.append(Change("gathered", num_bytes, stream=stream, is_left_out=is_left_out))
+    def _drop_last(self) -> None:
+        if self._last is not None:
+            self._change("gathered", -self.setting.states[self._last].flat)
+        self._last = None
 
     # Gradients
 
     def _take_grads(self, unit: str) -> None:
-        kept, buffer = self._kept_grads(unit), Change("reduce", self.setting.states[unit].reduce)
-        if not self._keeps_whole:
-            self.changes += (buffer, TakeGrads(unit=unit))
-            return
-        # Added to those of earlier passes, which go into the buffer.
-        self.changes += (TakeGrads(unit=unit), buffer, Change("grads", -kept))
-        self.changes.append(Change("grads", -self.setting.left_out(unit) * kept, is_left_out=True))
+        reduce = self.setting.states[unit].reduce
+        if self._keeps_unsharded:
+            # Added to those of earlier passes, which are copied into the buffer.
+            self.changes.append(TakeGrads(unit=unit))
+            self._change("reduce", reduce)
+            self._change("grads", *self.setting.with_others(-self._kept(unit), unit))
+        else:
+            self._change("reduce", reduce)
+            self.changes.append(TakeGrads(unit=unit))
 
     def _reduce(self, bucket: str) -> None:
         for unit in self._members[bucket]:
-            num_bytes = self.setting.states[unit].grads
-            more = self.setting.left_out(unit) * num_bytes
-            self.changes.append(Change("grads", num_bytes, stream=_REDUCE))
+            grads, others = self._bytes("grads", (unit,))
+            self._change("grads", grads, 0 if self._keeps_slices else others, stream=_REDUCE)
             if self._keeps_slices:
-                # Added to those of earlier passes, and let go.
-                self.changes.append(Change("grads", -num_bytes))
-            else:
-                self.changes.append(Change("grads", more, is_left_out=True))
+                # Added to those of earlier passes, and freed.
+                self._change("grads", -grads)
 
     def _wait_reduce(self, bucket: str) -> None:
-        num_bytes = sum(self.setting.states[unit].reduce for unit in self._members[bucket])
-        self.changes.append(Change("reduce", -num_bytes))
-
-    def _update(self) -> None:
-        self.changes += update_changes(self.setting.update_bytes)
+        self._change("reduce", -self._bytes("reduce", self._members[bucket])[0])
