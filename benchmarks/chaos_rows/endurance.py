@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from held import held_now
 from ranks import run_ranks
-from scorecard import Asked, Row, Tally
+from scorecard import Asked, Fault, Tally
 from torch import Tensor, nn
 
 import shardwise
@@ -118,9 +118,9 @@ def check_growth(ran: Ran, *, rank: int) -> None:
 
 
 ROWS = [
-    Row(
-        number=20,
-        test="2,000 steps of 300 units with 2,100 parameters under ddp, 200 under fsdp (short: 200 steps of 30 units)",
+    Fault(
+        name="20",
+        shows="2,000 steps of 300 units with 2,100 parameters under ddp, 200 under fsdp (short: 200 steps of 30 units)",
         must_be="no growth of memory or descriptors; step time linear in units",
         run=endurance,
     )

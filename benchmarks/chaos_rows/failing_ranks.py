@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import shown_points
 import test_launch_train as in_training
-from scorecard import Asked, Row, Tally
+from scorecard import Asked, Fault, Tally
 
 
 @contextmanager
@@ -53,9 +53,9 @@ def _folder(asked: Asked, name: object) -> Path:
 
 
 ROWS = [
-    Row(
-        number=12,
-        test="one rank raises, exits or is killed at 32 points (short: 30)",
+    Fault(
+        name="12",
+        shows="one rank raises, exits or is killed at 32 points (short: 30)",
         must_be="all end in < 10 s, the true cause shown, no orphans",
         run=one_rank_raises,
     )

@@ -11,7 +11,7 @@ from typing import Any
 from chaos_rows.commands import Accepted, command
 from chaos_rows.hostile_objects import SPARSE_BYTES, TAGS, all_cases
 from chaos_rows.hostile_records import records
-from scorecard import Asked, Row, Tally
+from scorecard import Asked, Fault, Tally
 
 # What a command may take beyond what the process has when it starts; each bomb here asks for far more.
 _SPARE_BYTES = 2 * 2**30
@@ -108,9 +108,9 @@ def hostile(asked: Asked) -> Tally:
 
 
 ROWS = [
-    Row(
-        number=16,
-        test="hostile checkpoints, configs, results, records and names",
+    Fault(
+        name="16",
+        shows="hostile checkpoints, configs, results, records and names",
         must_be="nothing runs, nothing written outside, no memory bomb, no traceback",
         run=hostile,
     )

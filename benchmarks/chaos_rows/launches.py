@@ -6,7 +6,7 @@ from pathlib import Path
 import joins
 from processes import LOOPBACK
 from ranks import run_ranks
-from scorecard import Asked, Row, Tally
+from scorecard import Asked, Fault, Tally
 
 from shardwise.launch.launch import launch
 
@@ -40,9 +40,9 @@ def ten_at_once(asked: Asked) -> Tally:
 
 
 ROWS = [
-    Row(
-        number=17,
-        test="ten launches of 2 ranks at once (long: three times)",
+    Fault(
+        name="17",
+        shows="ten launches of 2 ranks at once (long: three times)",
         must_be="no port failure, no listener beyond loopback",
         run=ten_at_once,
     )

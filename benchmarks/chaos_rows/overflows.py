@@ -3,7 +3,7 @@
 import test_nonfinite as nonfinite
 import test_precision as precision
 from ranks import run_ranks
-from scorecard import Asked, Row, Tally
+from scorecard import Asked, Fault, Tally
 
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
@@ -47,9 +47,9 @@ def one_ranks_overflow(asked: Asked) -> Tally:
 
 
 ROWS = [
-    Row(
-        number=14,
-        test="Inf or NaN on one rank, or in a shard that others do not have",
+    Fault(
+        name="14",
+        shows="Inf or NaN on one rank, or in a shard that others do not have",
         must_be="all ranks skip, scales equal",
         run=one_ranks_overflow,
     )

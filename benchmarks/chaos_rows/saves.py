@@ -15,7 +15,7 @@ from broken_disks import FailingDisk, FullDisk
 from cases import GPT, adamw, make_tokens
 from checkpoint.test_crash import crash_at, crashed_past, effects_of_a_save
 from ranks import RankFailed, run_ranks
-from scorecard import Asked, Row, Tally
+from scorecard import Asked, Fault, Tally
 from torch import Tensor
 from training import line
 
@@ -224,22 +224,22 @@ def every_pair(asked: Asked) -> Tally:
 
 
 ROWS = [
-    Row(
-        number=4,
-        test="crash at every write, fsync and rename of a save, on each rank (short: of 2 ranks at 10 of them)",
+    Fault(
+        name="4",
+        shows="crash at every write, fsync and rename of a save, on each rank (short: of 2 ranks at 10 of them)",
         must_be="last good loads, never a mixed step",
         run=crashes,
     ),
-    Row(
-        number=5,
-        test="one byte changed, or the rest cut off, at 200 places of a checkpoint",
+    Fault(
+        name="5",
+        shows="one byte changed, or the rest cut off, at 200 places of a checkpoint",
         must_be="refused, file named; resume falls back to the last good one and says so",
         run=damages,
     ),
-    Row(number=6, test="disk full at 20 points", must_be="previous checkpoint intact, clear error", run=full_disks),
-    Row(
-        number=7,
-        test="every strategy's checkpoint into every strategy (short: into two, drawn), from and to 1, 2, 3, 4 ranks, "
+    Fault(name="6", shows="disk full at 20 points", must_be="previous checkpoint intact, clear error", run=full_disks),
+    Fault(
+        name="7",
+        shows="every strategy's checkpoint into every strategy (short: into two, drawn), from and to 1, 2, 3, 4 ranks, "
         "sizes that do not divide",
         must_be="state bit-equal, also after two more steps",
         run=every_pair,

@@ -4,8 +4,10 @@ import re
 import subprocess
 import sys
 
-from scorecard import PAGE, ROOT, Asked, CannotRun, Row, Tally
+from rows import ROOT
+from scorecard import Asked, CannotRun, Fault, Tally
 
+_PAGE = ROOT / "docs" / "reliability.md"
 _LEDGER = ROOT / "tests" / "reliability"
 _SUMMARY = re.compile(r"\*\*(\d+) cases: (\d+) right, (\d+) refused, (\d+) warned, (\d+) not tested, (\d+) failed")
 
@@ -21,9 +23,9 @@ def known_cases(asked: Asked) -> Tally:
         text=True,
         check=False,
     )
-    found = _SUMMARY.search(PAGE.read_text())
+    found = _SUMMARY.search(_PAGE.read_text())
     if found is None:
-        raise AssertionError(f"no summary in {PAGE.name}: {done.stdout[-500:]}{done.stderr[-500:]}")
+        raise AssertionError(f"no summary in {_PAGE.name}: {done.stdout[-500:]}{done.stderr[-500:]}")
     cases, right, refused, warned, untested, failed = map(int, found.groups())
     # A case may be right under one strategy and refused under another, so that its outcomes are more than the cases.
     tally = Tally(tried=cases, held=cases - untested - failed)
@@ -34,9 +36,9 @@ def known_cases(asked: Asked) -> Tally:
 
 
 ROWS = [
-    Row(
-        number=19,
-        test='the cases of "right, or refused" (`make reliability`)',
+    Fault(
+        name="19",
+        shows='the cases of "right, or refused" (`make reliability`)',
         must_be="0 silent",
         run=known_cases,
     )

@@ -8,7 +8,7 @@ import test_same_order as order
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from scorecard import Asked, Row, Tally
+from scorecard import Asked, Fault, Tally
 from test_watch import WATCH_SECONDS, started
 from training import line
 
@@ -157,21 +157,21 @@ def flips(asked: Asked) -> Tally:
 
 
 ROWS = [
-    Row(
-        number=10,
-        test="a stopped rank, one that is late with its data or in evaluation; a skipped or an extra collective",
+    Fault(
+        name="10",
+        shows="a stopped rank, one that is late with its data or in evaluation; a skipped or an extra collective",
         must_be="rank and operation named in < 5 s after the limit",
         run=hangs,
     ),
-    Row(
-        number=11,
-        test="swapped collectives of equal size, also under the late backend",
+    Fault(
+        name="11",
+        shows="swapped collectives of equal size, also under the late backend",
         must_be="caught before the optimizer step",
         run=swaps,
     ),
-    Row(
-        number=13,
-        test="one bit flipped in one replica",
+    Fault(
+        name="13",
+        shows="one bit flipped in one replica",
         must_be="found within N steps, parameter and rank named",
         run=flips,
     ),
