@@ -1,80 +1,63 @@
-"""What the planner predicts for the trainings of captured_models.py: `python benchmarks/captured_predictions.py`.
+"""Predicted memory of the trainings of captured_models.py: `python benchmarks/captured_predictions.py`.
 
-A line for each training whose memory was measured (benchmarks/results/captured_models_h200.json): allocated and
-reserved bytes, predicted against measured. Runs without a GPU.
+A line for each training whose memory was measured (benchmarks/results/captured_models_h200.json), eager and captured,
+and eager with compiled units: allocated and reserved bytes, predicted compared with measured. Runs without a GPU.
 """
 
 import argparse
 import json
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from captured_models import CONFIGS, MODELS
-from torch import Tensor, nn
+from hugging_face_models import samples_of, task_of
+from measuring import RESULTS as FOLDER
 
 from shardwise.plan import Plan
 from shardwise.planner import MemoryEstimate, estimate
-from shardwise.sources import Source
+from shardwise.planner.ways import traced_ways
 from shardwise.spec import ModelSpec
-from shardwise.tasks import Task
+from shardwise.trace import trace_task
 
-RESULTS = Path(__file__).parent / "results" / "captured_models_h200.json"
-
-
-def task(name: str) -> Task:
-    """A model on the meta device, trained as captured_models.py does."""
-    kind, _, seq, config = MODELS[name]
-    made = getattr(transformers, CONFIGS[kind])(**config)
-    with torch.device("meta"):
-        model = getattr(transformers, kind)._from_config(made, attn_implementation="sdpa").float().train()
-
-    def make_batch(size: int) -> dict[str, Tensor]:
-        ids = torch.zeros(size, seq, dtype=torch.int64)
-        return {"ids": ids, "mask": torch.ones_like(ids)}
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        found: Tensor = model(input_ids=batch["ids"], labels=batch["ids"]).loss
-        return found
-
-    return Task(model=model, loss=loss, make_batch=make_batch)
-
-
-# For `python:` below.
-qwen, gemma, bert, llama = (partial(task, name) for name in MODELS)
-_FUNCTIONS = dict(zip(MODELS, ("qwen", "gemma", "bert", "llama"), strict=True))
+RESULTS = FOLDER / "captured_models_h200.json"
 
 
 @cache
-def spec_of(name: str) -> ModelSpec:
-    return Source(f"python:{__file__}:{_FUNCTIONS[name]}").spec_for(Plan(precision="bf16"))
+def spec_of(name: str, backend: str) -> ModelSpec:
+    task, plan = task_of(name, device="meta"), Plan(precision="bf16", compile=backend)
+    bare = trace_task(task, name=name, ways=[])
+    return trace_task(task, name=name, ways=[("bf16", way) for way in traced_ways(bare, plan=plan)])
 
 
-def predict(name: str, *, capture: str) -> MemoryEstimate:
-    plan = Plan(precision="bf16", capture=capture)
+def predict(name: str, *, capture: str, backend: str = "none") -> MemoryEstimate:
+    plan = Plan(precision="bf16", capture=capture, compile=backend)
     # captured_models.py makes its models on the GPU.
-    return estimate(spec_of(name), plan=plan, num_ranks=1, batch=MODELS[name][1], made_on_device=True)
+    return estimate(spec_of(name, backend), plan=plan, num_ranks=1, batch=samples_of(name), made_on_device=True)
+
+
+def measured(path: Path = RESULTS) -> list[dict[str, Any]]:
+    """Return the rows that are predicted: captured steps of compiled units are not."""
+    rows = json.loads(path.read_text())["rows"]
+    return [row for row in rows if row["compile"] == "none" or row["capture"] == "off"]
 
 
 def compare(row: dict[str, Any]) -> dict[str, float]:
-    """Predicted / measured - 1, by total."""
+    """Return predicted / measured - 1, by total."""
     # Whether `auto` captures is not known before; here it did.
-    predicted = predict(row["model"], capture="off" if row["capture"] == "off" else "on")
+    predicted = predict(row["model"], capture="off" if row["capture"] == "off" else "on", backend=row["compile"])
     return {
         total: getattr(predicted, f"{total}_bytes") / row[f"{total}_bytes"] - 1 for total in ("allocated", "reserved")
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    for row in json.loads(arguments.measured.read_text())["rows"]:
+    for row in measured(parser.parse_args().measured):
         errors = "  ".join(f"{total} {100 * error:+.2f}%" for total, error in compare(row).items())
-        measured = "  ".join(f"{row[f'{total}_bytes'] / 2**20:.0f}" for total in ("allocated", "reserved"))
-        print(f"{row['model']:12} {'eager' if row['capture'] == 'off' else 'captured':9} {measured} MiB  {errors}")
+        sizes = "  ".join(f"{row[f'{total}_bytes'] / 2**20:.0f}" for total in ("allocated", "reserved"))
+        how = ("eager" if row["capture"] == "off" else "captured") + ("" if row["compile"] == "none" else ", compiled")
+        print(f"{row['model']:12} {how:15} {sizes} MiB  {errors}", flush=True)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ REPORT = Report(
 
 
 def main() -> int:
-    asked = arguments(__doc__, limit_seconds=300.0).parse_args()
+    asked = arguments(__doc__, limit_seconds=120.0).parse_args()
     known = REPORT.read()["rows"] if asked.rest else ()
     rows = rows_of("Architectures", engines=ENGINES, limit_seconds=asked.limit)
     try:

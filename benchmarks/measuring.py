@@ -100,6 +100,12 @@ def used_bytes() -> int:
     return total - available
 
 
+def resident_bytes(key: str) -> int:
+    """Return the host memory of this process: VmRSS is now, VmHWM the most so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
 # Time
 
 
@@ -147,8 +153,12 @@ def torchrun(num_ranks: int) -> list[str]:
     return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
 
 
+class ProcessFailed(SystemExit):
+    """A process that was started here has failed; its last words."""
+
+
 def output_of(*arguments: str, limit_seconds: float = 600.0, **options: Any) -> str:
-    """Run Python with these arguments and return its standard output; exit with its words if it fails."""
+    """Run Python with these arguments and return its standard output."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
         stdout=subprocess.PIPE,
@@ -165,7 +175,7 @@ def output_of(*arguments: str, limit_seconds: float = 600.0, **options: Any) -> 
         process.wait()
         raise
     if process.returncode:
-        sys.exit(f"{' '.join(arguments)} failed:\n{output[-2000:]}{errors[-4000:]}")
+        raise ProcessFailed(f"{' '.join(arguments)} failed:\n{output[-2000:]}{errors[-4000:]}")
     return output
 
 

@@ -1,8 +1,8 @@
 """What small memsets cost inside CUDA graphs, on one GPU: `PYTHONPATH=src python benchmarks/memset_cost.py bert-large`.
 
-A model of captured_models.py is captured twice: with its memsets as they were recorded, and with kernels in their place
-(engine/captured/graph_fills.py). Blocks of steps alternate between both. Prints how many memsets were replaced, the
-milliseconds per step, and how long the device did nothing between two of its events, in all and after memsets.
+A model of hugging_face_models.py is captured twice: with its memsets as they were recorded, and with kernels in their
+place (engine/captured/graph_fills.py). Blocks of steps alternate between both. Prints how many memsets were replaced,
+the milliseconds per step, and how long the device did nothing between two of its events, in all and around memsets.
 """
 
 import statistics
@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from captured_models import training
-from hugging_face_peers import in_turn, join_alone
-from torch.profiler import ProfilerActivity, profile
+from captured_models import device_events
+from hugging_face_models import build
+from hugging_face_peers import WARM_UP, step_of
+from measuring import in_turn, join_alone
 
 from shardwise.engine.captured import step_graphs
 from shardwise.engine.captured.graph_fills import fill_by_kernels
 
-_WARM_UP, _BLOCKS = 16, 7
 _FILLS = ("Memset", "shardwise_fill")
 
 
 def captured(name: str, *, by_kernels: bool) -> tuple[Callable[[], Any], int]:
-    """A step that is replayed, and how many of its memsets were replaced."""
+    """Return a step that is replayed, and how many of its memsets were replaced."""
     replaced = []
 
     def fill(graph: torch.cuda.CUDAGraph) -> int:
@@ -32,22 +32,16 @@ def captured(name: str, *, by_kernels: bool) -> tuple[Callable[[], Any], int]:
         return replaced[-1]
 
     step_graphs.fill_by_kernels = fill
-    _, step, batch = training(name, capture="auto", backend="none", tell=print)
-    for _ in range(_WARM_UP):
+    model, *batch = build(name)
+    step = step_of("default", model, say=print)
+    for _ in range(1 + WARM_UP):
         step(*batch)
     return lambda: step(*batch), sum(replaced)
 
 
 def idle_seconds(step: Callable[[], Any]) -> tuple[float, float]:
-    """Between events of the device in one step: in all, and around fills."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        step()
-        torch.cuda.synchronize()
-    events = sorted(
-        (event.time_range.start, event.time_range.end, event.name.startswith(_FILLS))
-        for event in profiled.events()
-        if event.device_type.name == "CUDA"
-    )
+    """Return the idle time between events of the device in one step: in all, and around fills."""
+    events = [(start, end, name.startswith(_FILLS)) for start, end, name in device_events(step)]
     idle, around, (_, end, was_fill) = 0.0, 0.0, events[0]
     for start, stop, is_fill in events[1:]:
         gap = max(0.0, start - end)
@@ -58,10 +52,10 @@ def idle_seconds(step: Callable[[], Any]) -> tuple[float, float]:
 
 
 def main() -> None:
-    join_alone(device="cuda")
+    join_alone("cuda")
     for name in sys.argv[1:] or ("bert-large", "gemma3-1b", "qwen3-0.6b"):
         found = {way: captured(name, by_kernels=way == "kernels") for way in ("memsets", "kernels")}
-        seconds = in_turn({way: step for way, (step, _) in found.items()}, blocks=_BLOCKS)
+        seconds = in_turn({way: step for way, (step, _) in found.items()}, blocks=7)
         for way, (step, replaced) in found.items():
             idle, around = idle_seconds(step)
             print(

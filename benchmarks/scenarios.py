@@ -40,7 +40,7 @@ REPORT = Report(
 
 
 def main() -> int:
-    asked = arguments(__doc__, limit_seconds=300.0).parse_args()
+    asked = arguments(__doc__, limit_seconds=120.0).parse_args()
     rows = [row for group in SHOWN for row in rows_of(group, engines=ENGINES, limit_seconds=asked.limit)]
     known = REPORT.read()["rows"] if asked.rest else ()
     try:
