@@ -128,6 +128,7 @@ def in_turn(steps: Mapping[str, Step], *, blocks: int, block_seconds: float = BL
     for _ in range(blocks):
         for name, step in steps.items():
             seconds[name].append(seconds_per_step(step, num_steps=counts[name]))
+    gc.unfreeze()
     return seconds
 
 

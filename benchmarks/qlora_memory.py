@@ -10,8 +10,6 @@ benchmarks/results/qlora_memory_h200.json; `--tiny` tries small models out on th
 
 import argparse
 import copy
-import gc
-import json
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,8 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from captured_models import machine
-from hugging_face_peers import join_alone
+from measuring import RESULTS, circumstances, free, join_alone, peaks, write
 from torch import Tensor, nn
 
 import shardwise
@@ -29,7 +26,6 @@ from shardwise.comm.absent import AbsentCollectives, absent_group
 from shardwise.planner.memory.peak import estimate
 from shardwise.trace import Way, trace_model
 
-RESULTS = Path(__file__).parent / "results" / "qlora_memory_h200.json"
 _COMMON = {"vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128, "use_cache": False, "rms_norm_eps": 1e-5}
 SHAPES = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -91,9 +87,7 @@ def loss(model: nn.Module, ids: Tensor) -> Tensor:
 def measure(name: str, num_ranks: int, samples: int, tokens: int, recompute: str, *, device: str) -> dict[str, Any]:
     shape = SHAPES[name] if device == "cuda" else _TINY
     tokens = tokens if device == "cuda" else 16
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    free()
     plan = Plan(strategy="fsdp", precision="bf16", micro_batch=samples, recompute=recompute, capture="off")
     with absent_group(num_ranks) if num_ranks > 1 else nullcontext():
         model = build(shape, device=device)
@@ -109,10 +103,7 @@ def measure(name: str, num_ranks: int, samples: int, tokens: int, recompute: str
         predicted = estimate(spec, plan=plan, num_ranks=num_ranks, batch=samples, optimizer="adamw-fused")
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
         shardwise.prepare(model, optimizer, plan, collectives=AbsentCollectives() if num_ranks > 1 else None)
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        free()
         batch = torch.randint(5, _COMMON["vocab_size"], (samples, tokens), device=device)
         for _ in range(STEPS):
             value = loss(model, batch)
@@ -130,8 +121,8 @@ def measure(name: str, num_ranks: int, samples: int, tokens: int, recompute: str
             "at_rest_bytes": predicted.at_rest_bytes,
         }
         for kind in ("allocated", "reserved"):
-            real = getattr(torch.cuda, f"max_memory_{kind}")() if device == "cuda" else 0
-            row[kind] = {"predicted_bytes": getattr(predicted, f"{kind}_bytes"), "measured_bytes": real}
+            key = f"{kind}_bytes"
+            row[kind] = {"predicted_bytes": getattr(predicted, key), "measured_bytes": peaks()[key]}
     return row
 
 
@@ -153,14 +144,13 @@ def main() -> None:
     device = "cpu" if asked.tiny else "cuda"
     # Rehearsals come first: each is a group of its own.
     rows = [measure(*case, device=device) for case in CASES if case[1] > 1]
-    join_alone(device=device)
+    join_alone(device)
     rows = [measure(*case, device=device) for case in CASES if case[1] == 1] + rows
     dist.destroy_process_group()
     for row in rows:
         print(told(row), flush=True)
-    out = asked.out or (None if asked.tiny else RESULTS)
-    if out is not None:
-        out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    out = asked.out or (None if asked.tiny else RESULTS / "qlora_memory_h200.json")
+    write(out, {**circumstances(), "rows": rows})
 
 
 if __name__ == "__main__":
