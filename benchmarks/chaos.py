@@ -18,10 +18,7 @@ from pathlib import Path
 from rows import ROOT, Outcome, Report, arguments, chosen, run
 
 TESTS = ROOT / "tests"
-GROUPS = (
-    *("modules", "interruptions", "saves", "resumes", "watched", "failing_ranks", "overflows"),
-    *("malformed", "hostile", "launches", "silent", "endurance"),
-)
+GROUPS = ("modules", "interruptions", "saves", "resumes", "malformed", "hostile", "suite", "endurance")
 # What all rows of the short and of the long version may take, and what a row gets that comes too late.
 _BUDGET_SECONDS = (14.5 * 60, 58.0 * 60)
 _LEAST_SECONDS = 30.0
