@@ -4,6 +4,8 @@ For each: the median time of a step, the time in which the GPU was busy with ker
 `capture = "auto"` decided. Weights are random; bf16, fused AdamW, `fsdp` on one NCCL rank. Each model runs in a process
 of its own, first eager, then captured; with `--compile inductor` units are compiled in both. Writes
 benchmarks/results/captured_models_h200.json; rows of other models, and of the other way to compile, are kept.
+`--memsets` leaves the small memsets of CUDA graphs as they are (engine/captured/graph_fills.py replaces them by
+kernels), and writes nothing.
 
     allocated_bytes, reserved_bytes   peaks of the training: warm-up, comparisons and replays
     mixed_…                           peaks of all that, and then of steps with a padded batch (a guard fails), of half
@@ -11,33 +13,20 @@ benchmarks/results/captured_models_h200.json; rows of other models, and of the o
     other_device_bytes                in use on the device at the end besides what is reserved: context, graphs
 """
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import measuring
 import torch
 import torch.distributed as dist
 from hugging_face_models import MODELS, build
 from hugging_face_peers import WARM_UP, step_of
-from measuring import (
-    RESULTS,
-    ProcessFailed,
-    circumstances,
-    free,
-    join_alone,
-    output_of,
-    peaks,
-    results_of,
-    seconds_per_step,
-    tell,
-    used_bytes,
-    write,
-)
+from measuring import RESULTS, peaks
 from torch.profiler import ProfilerActivity, profile
 
+from shardwise.engine.captured import step_graphs
 from shardwise.engine.captured.compile_clock import CompileClock
 
 
@@ -51,7 +40,7 @@ def measure(name: str, *, capture: str, backend: str, num_steps: int) -> dict[st
     with CompileClock() as clock:
         for _ in range(WARM_UP):
             loss = taken(ids, mask)
-    seconds = [seconds_per_step(lambda: taken(ids, mask), num_steps=num_steps) for _ in range(5)]
+    seconds = [measuring.seconds_per_step(lambda: taken(ids, mask), num_steps=num_steps) for _ in range(5)]
     steady = peaks()
     busy = busy_seconds(lambda: taken(ids, mask))
     mix(model, taken, ids, mask)
@@ -66,7 +55,7 @@ def measure(name: str, *, capture: str, backend: str, num_steps: int) -> dict[st
         "gpu_busy_seconds": busy,
         **steady,
         **{f"mixed_{key}": value for key, value in peaks().items()},
-        "other_device_bytes": used_bytes() - torch.cuda.memory_reserved(),
+        "other_device_bytes": measuring.used_bytes() - torch.cuda.memory_reserved(),
         "loss": loss.item(),
         "told": lines,
     }
@@ -92,66 +81,46 @@ def mix(model: Any, taken: Any, ids: Any, mask: Any) -> None:
     assert torch.stack(losses).isfinite().all()
 
 
-def device_events(step: Callable[[], Any]) -> list[tuple[float, float, str]]:
-    """Return (start, end, name) of what the device did in one step, in microseconds, in order."""
+def busy_seconds(step: Callable[[], Any]) -> float:
+    """Return the time in which at least one kernel or copy ran, in one step."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         step()
         torch.cuda.synchronize()
-    return sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profiled.events()
-        if event.device_type.name == "CUDA"
-    )
-
-
-def busy_seconds(step: Callable[[], Any]) -> float:
-    """Return the time in which at least one kernel or copy ran, in one step."""
+    events = [event for event in profiled.events() if event.device_type.name == "CUDA"]
     busy, end = 0.0, 0.0
-    for start, stop, _ in device_events(step):
+    for start, stop in sorted((event.time_range.start, event.time_range.end) for event in events):
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return busy * 1e-6
 
 
-def line(eager: dict[str, Any], captured: dict[str, Any]) -> str:
-    def both(key: str, *, unit: float) -> str:
-        return f"{eager[key] / unit:.2f} and {captured[key] / unit:.2f}"
-
-    return (
-        f"eager and captured: {both('step_seconds', unit=1e-3)} ms, GPU busy {both('gpu_busy_seconds', unit=1e-3)}; "
-        f"captured / busy eager {captured['step_seconds'] / eager['gpu_busy_seconds']:.3f}; reserved "
-        f"{both('reserved_bytes', unit=2**30)} GiB, mixed {both('mixed_reserved_bytes', unit=2**30)}; compiled "
-        f"{both('compile_seconds', unit=1)} s {captured['told']}"
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
-    parser.add_argument("--steps", type=int, default=8, help="steps per block")
-    parser.add_argument("--compile", choices=("none", "inductor"), default="none")
-    parser.add_argument("--out", type=Path, default=RESULTS / "captured_models_h200.json")
-    parser.add_argument("--here", default="", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    out = RESULTS / "captured_models_h200.json"
+    asked = measuring.options(__doc__, models=list(MODELS), steps=8, compile="none", memsets=False, out=out, here="")
     if asked.here:
-        join_alone("cuda")
+        measuring.join_alone("cuda")
+        if asked.memsets:
+            step_graphs.fill_by_kernels = lambda graph: 0
         for capture in ("off", "auto"):
-            tell(measure(asked.here, capture=capture, backend=asked.compile, num_steps=asked.steps))
-            free()
+            measuring.tell(measure(asked.here, capture=capture, backend=asked.compile, num_steps=asked.steps))
+            measuring.free()
         dist.destroy_process_group()
         return
     rows = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
     for name in asked.models:
-        options = ("--here", name, "--steps", str(asked.steps), "--compile", asked.compile)
+        words = ["--here", name, "--steps", str(asked.steps), "--compile", asked.compile]
+        words += ["--memsets"] if asked.memsets else []
         try:
-            found = results_of(output_of(__file__, *options, limit_seconds=150))
-        except ProcessFailed as error:
+            found = measuring.results_of(measuring.output_of(__file__, *words, limit_seconds=150))
+        except measuring.ProcessFailed as error:
             print(error, flush=True)
             continue
-        print(f"{name}: {line(*found)}", flush=True)
-        rows = [row for row in rows if (row["model"], row["compile"]) != (name, asked.compile)] + found
-        # After each: what was measured is kept when time runs out.
-        write(asked.out, {**circumstances(), "rows": rows})
+        for row in found:
+            measuring.show(name, row)
+        if not asked.memsets:
+            rows = [row for row in rows if (row["model"], row["compile"]) != (name, asked.compile)] + found
+            # After each: what was measured is kept when time runs out.
+            measuring.write(asked.out, {**measuring.circumstances(), "rows": rows})
 
 
 if __name__ == "__main__":

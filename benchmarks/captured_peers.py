@@ -9,18 +9,16 @@ installed, or fails, is listed with the reason. Writes benchmarks/results/captur
     python benchmarks/captured_peers.py --ours compiled --peers torch-compiled --workloads "GPT-124M 4×1024" --append
 """
 
-import argparse
 import itertools
 import json
 import statistics
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
+import measuring
 import torch
 import torch.distributed as dist
-from measuring import RESULTS, circumstances, free, in_turn, join_alone, median_ratio, one_line, peaks, write
 
 from shardwise.bench.contestants import plan_for, why_not
 from shardwise.bench.run_files import BenchRun
@@ -61,7 +59,7 @@ class Contender:
         reason = why_not(engine, "fsdp", config)
         if reason:
             raise RuntimeError(reason)
-        free()
+        measuring.free()
         held, began = torch.cuda.memory_allocated(), time.perf_counter()
         self._subject = start(BenchRun(config=config, engine=engine), place=place)
         torch.manual_seed(0)
@@ -73,7 +71,7 @@ class Contender:
             "engine": engine,
             "captured": bool(taken.captured) or type(self._subject.training.update).__name__ == "GraphUpdate",
             "set_up_seconds": time.perf_counter() - began,
-            "peak_bytes": peaks()["allocated_bytes"] - held,
+            "peak_bytes": measuring.peaks()["allocated_bytes"] - held,
             "loss_after_warm_up": taken.loss.item(),
         }
 
@@ -104,52 +102,42 @@ def pair(ours: Contender, peer: str, workload: str, *, place: Any, blocks: int, 
         theirs = Contender(peer, workload, place=place)
     except Exception as error:
         traceback.print_exc()
-        return {**row, "why_not": one_line(error)}
+        return {**row, "why_not": measuring.one_line(error)}
     steps = {"ours": ours.step, "theirs": theirs.step}
-    seconds = in_turn(steps, blocks=blocks, block_seconds=block_seconds)
+    seconds = measuring.in_turn(steps, blocks=blocks, block_seconds=block_seconds)
     rows = {"ours": ours.row(seconds["ours"]), "theirs": theirs.row(seconds["theirs"])}
-    return {**row, **rows, "ours_is_times_as_fast": median_ratio(seconds["theirs"], seconds["ours"])}
+    return {**row, **rows, "ours_is_times_as_fast": measuring.median_ratio(seconds["theirs"], seconds["ours"])}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ours", default="captured")
-    parser.add_argument("--peers", default="torch-captured,megatron-fsdp-captured")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument("--block-seconds", type=float, default=0.4, help="about how long a block of steps is")
-    parser.add_argument("--append", action="store_true", help="keep the rows that the file has")
-    parser.add_argument("--out", type=Path, default=RESULTS / "captured_peers_h200.json")
-    asked = parser.parse_args()
+    asked = measuring.options(
+        __doc__,
+        ours="captured",
+        peers="torch-captured,megatron-fsdp-captured",
+        workloads=",".join(WORKLOADS),
+        blocks=5,
+        block_seconds=0.4,
+        append=False,
+        out=measuring.RESULTS / "captured_peers_h200.json",
+    )
     # Or a class that was compiled for one workload would be compiled for any size at the next one, which is slower.
     torch._dynamo.config.automatic_dynamic_shapes = False
-    join_alone("cuda")
+    measuring.join_alone("cuda")
     rows = json.loads(asked.out.read_text())["rows"] if asked.append and asked.out.exists() else []
     with joined(torch.device("cuda", 0)) as place:
         for workload in asked.workloads.split(","):
             ours = Contender(asked.ours, workload, place=place)
             for peer in asked.peers.split(","):
-                row = pair(ours, peer, workload, place=place, blocks=asked.blocks, block_seconds=asked.block_seconds)
-                free()
-                rows.append(row)
-                write(asked.out, {**circumstances(), "rows": rows})
-                print(_line(row), flush=True)
+                turns = {"blocks": asked.blocks, "block_seconds": asked.block_seconds}
+                rows.append(pair(ours, peer, workload, place=place, **turns))
+                measuring.free()
+                measuring.write(asked.out, {**measuring.circumstances(), "rows": rows})
+                for name in ("ours", "theirs"):
+                    measuring.show(f"{workload}, {peer}, {name}", rows[-1].get(name, {}))
+                measuring.show(workload, rows[-1])
             del ours
-            free()
+            measuring.free()
     dist.destroy_process_group()
-
-
-def _line(row: dict[str, Any]) -> str:
-    what = f"{row['workload']:18} {row['peer']:24}"
-    if "why_not" in row:
-        return f"{what} did not run: {row['why_not']}"
-    parts = (
-        f"{name} {1000 * one['step_seconds']:7.2f} ms, peak {one['peak_bytes'] / 2**30:.1f} GiB, loss "
-        f"{one['loss_after_warm_up']:.4f}, captured {one['captured']}"
-        for name, one in row.items()
-        if name in ("ours", "theirs")
-    )
-    return f"{what} {'; '.join(parts)}; ours is {row['ours_is_times_as_fast']:.3f} times as fast"
 
 
 if __name__ == "__main__":

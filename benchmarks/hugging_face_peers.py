@@ -13,30 +13,16 @@ is a row of its own there.
     accelerate       Accelerate's FSDP2 (transformer_based_wrap), without gradient checkpointing
 """
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+import measuring
 import torch
 import torch.distributed as dist
 from hugging_face_models import MODELS, build
-from measuring import (
-    RESULTS,
-    circumstances,
-    free,
-    in_turn,
-    join_alone,
-    median_ratio,
-    one_line,
-    output_of,
-    peaks,
-    results_of,
-    tell,
-    write,
-)
+from measuring import RESULTS
 
 import shardwise
 from shardwise import Plan
@@ -112,24 +98,24 @@ def measure(make: Callable[[], tuple[Any, Any, Any]], *, engines: Sequence[str],
     said: list[str] = []
     steps, losses, most, failed = {}, {}, {}, {}
     for engine in engines:
-        free()
+        measuring.free()
         held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         try:
             model, *batch = make()
             step = step_of(engine, model, say=said.append)
             losses[engine] = [step(*batch).item() for _ in range(WARM_UP)]
         except Exception as error:
-            failed[engine] = one_line(error)
+            failed[engine] = measuring.one_line(error)
             continue
         steps[engine] = lambda step=step, batch=batch: step(*batch)
-        most[engine] = peaks()["allocated_bytes"] - held
-    seconds = in_turn(steps, blocks=blocks)
+        most[engine] = measuring.peaks()["allocated_bytes"] - held
+    seconds = measuring.in_turn(steps, blocks=blocks)
     return {
         "step_seconds": {engine: statistics.median(times) for engine, times in seconds.items()},
         "block_seconds": seconds,
         "peak_bytes": most,
         "ratios": {
-            f"{ours} / {theirs}": median_ratio(seconds[ours], seconds[theirs])
+            f"{ours} / {theirs}": measuring.median_ratio(seconds[ours], seconds[theirs])
             for ours, theirs in RATIOS
             if ours in seconds and theirs in seconds
         },
@@ -140,37 +126,33 @@ def measure(make: Callable[[], tuple[Any, Any, Any]], *, engines: Sequence[str],
     }
 
 
-def line(row: dict[str, Any]) -> str:
-    times = ", ".join(f"{engine} {1e3 * seconds:.1f}" for engine, seconds in row["step_seconds"].items())
-    ratios = ", ".join(f"{names} {ratio:.3f}" for names, ratio in row["ratios"].items())
-    return f"{times} ms; {ratios} {row['told']} {row['failed'] or ''}"
-
-
 def _measured_as(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["model"], list(row["block_seconds"]), *{len(blocks) for blocks in row["block_seconds"].values()}
 
 
+def show(what: str, row: dict[str, Any]) -> None:
+    times = {engine: f"{1e3 * seconds:.1f} ms" for engine, seconds in row["step_seconds"].items()}
+    sizes = {engine: f"{size / 2**30:.2f} GiB" for engine, size in row["peak_bytes"].items()}
+    print(what, times, sizes, row["ratios"], row["told"], row["failed"], flush=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
-    parser.add_argument("--engines", nargs="*", default=[])
-    parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULTS / "hugging_face_peers_h200.json")
-    parser.add_argument("--here", default="", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    out = RESULTS / "hugging_face_peers_h200.json"
+    asked = measuring.options(__doc__, models=list(MODELS), engines=[], blocks=5, out=out, here="")
     if asked.here:
-        join_alone("cuda")
+        measuring.join_alone("cuda")
         engines = asked.engines or ENGINES[asked.here]
-        tell({"model": asked.here, **measure(lambda: build(asked.here), engines=engines, blocks=asked.blocks)})
+        row = measure(lambda: build(asked.here), engines=engines, blocks=asked.blocks)
+        measuring.tell({"model": asked.here, **row})
         dist.destroy_process_group()
         return
     rows = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
     for name in asked.models:
-        options = ("--here", name, "--blocks", str(asked.blocks), "--engines", *asked.engines)
-        (row,) = results_of(output_of(__file__, *options, limit_seconds=180))
-        print(f"{name}: {line(row)}", flush=True)
+        words = ("--here", name, "--blocks", str(asked.blocks), "--engines", *asked.engines)
+        (row,) = measuring.results_of(measuring.output_of(__file__, *words, limit_seconds=180))
+        show(name, row)
         rows = [one for one in rows if _measured_as(one) != _measured_as(row)] + [row]
-        write(asked.out, {**circumstances(), "rows": rows})
+        measuring.write(asked.out, {**measuring.circumstances(), "rows": rows})
 
 
 if __name__ == "__main__":

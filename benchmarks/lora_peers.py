@@ -8,15 +8,13 @@ a small model on the CPU, to try this out.
     peak_bytes     the most that an engine had allocated, besides what those before it hold
 """
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from hugging_face_models import TINY, make_model
-from hugging_face_peers import line, measure
-from measuring import RESULTS, circumstances, join_alone, write
+from hugging_face_peers import measure, show
+from measuring import RESULTS, circumstances, join_alone, options, write
 
 _CAPTURED = ("default", "default ddp", "default lean", "default ddp lean", "default ddp lean compiled")
 ENGINES = (*_CAPTURED, "fsdp", "ddp", "accelerate", "torch_ddp")
@@ -38,18 +36,12 @@ def build(*, tiny: bool) -> tuple[Any, Any, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="*", default=ENGINES)
-    parser.add_argument("--blocks", type=int, default=7)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+    asked = options(__doc__, engines=ENGINES, blocks=7, tiny=False, out=RESULTS / "lora_peers_h200.json")
     join_alone("cpu" if asked.tiny else "cuda")
     row = measure(lambda: build(tiny=asked.tiny), engines=asked.engines, blocks=asked.blocks)
     dist.destroy_process_group()
-    print(line(row), {engine: f"{size / 2**30:.2f} GiB" for engine, size in row["peak_bytes"].items()})
-    out = asked.out or (None if asked.tiny else RESULTS / "lora_peers_h200.json")
-    write(out, {**circumstances(), "rows": [row]})
+    show("llama-1b with adapters", row)
+    write(None if asked.tiny else asked.out, {**circumstances(), "rows": [row]})
 
 
 if __name__ == "__main__":

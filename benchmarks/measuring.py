@@ -1,5 +1,6 @@
 """What measuring benchmarks share: the machine, a job of one rank, blocks of steps in turn, processes, files."""
 
+import argparse
 import gc
 import json
 import multiprocessing
@@ -27,6 +28,35 @@ RESULTS = Path(__file__).resolve().parent / "results"
 BLOCK_SECONDS = 0.4
 
 Step = Callable[[], Any]
+
+
+def options(description: str | None, **defaults: Any) -> argparse.Namespace:
+    """Parse the command line. Each option takes the type of its default: a flag, numbers, words, or a path (None)."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(default, bool):
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, list | tuple):
+            parser.add_argument(flag, nargs="*", default=default, metavar="NAME")
+        else:
+            kind = Path if default is None else type(default)
+            parser.add_argument(flag, type=kind, default=default, metavar=kind.__name__.upper())
+    return parser.parse_args()
+
+
+def show(what: str, row: Mapping[str, Any]) -> None:
+    """Print the numbers of a row: seconds in ms, bytes in GiB; what is nested or empty is left out."""
+    units = {"_seconds": (1e3, "ms"), "_bytes": (2**-30, "GiB")}
+    parts = []
+    for name, value in row.items():
+        end = next((end for end in units if name.endswith(end)), "")
+        if end and isinstance(value, int | float):
+            factor, unit = units[end]
+            parts.append(f"{name.removesuffix(end)} {factor * value:.2f} {unit}")
+        elif value and not isinstance(value, Mapping):
+            parts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    print(f"{what}: {', '.join(parts)}", flush=True)
 
 
 # The machine
@@ -181,9 +211,12 @@ def output_of(*arguments: str, limit_seconds: float = 600.0, **options: Any) -> 
 
 
 def on_ranks(
-    body: Callable[..., Any], *args: Any, num_ranks: int, device: str = "cpu", limit_seconds: float = 200.0
+    body: Callable[..., Any], *args: Any, num_ranks: int, device: str | None = "cpu", limit_seconds: float = 200.0
 ) -> list[Any]:
-    """Return what `body(rank, *args)` returns on each rank of a job. Ranks are fresh processes; results go as JSON."""
+    """Return what `body(rank, *args)` returns on each rank of a job. Ranks are fresh processes; results go as JSON.
+
+    `device` = None: the body itself joins the job.
+    """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
@@ -202,23 +235,26 @@ def on_ranks(
             process.join()
         missing = [rank for rank in range(num_ranks) if not Path(folder, f"{rank}.json").exists()]
         if missing:
-            sys.exit(f"ranks {missing} of {num_ranks} failed, or took longer than {limit_seconds:.0f} s")
+            raise ProcessFailed(f"ranks {missing} of {num_ranks} failed, or took longer than {limit_seconds:.0f} s")
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
 def _rank(
     rank: int,
     num_ranks: int,
-    device: str,
+    device: str | None,
     limit_seconds: float,
     folder: str,
     body: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    if device == "cuda":
-        torch.cuda.set_device(rank)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    if device is None:
+        Path(folder, f"{rank}.json").write_text(json.dumps(body(rank, *args)))
+        return
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     store, limit = dist.FileStore(str(Path(folder, "store")), num_ranks), timedelta(seconds=limit_seconds)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)

@@ -4,12 +4,13 @@ It is one rank of a real job, or rank 0 of a rehearsal. Between cases everything
 model was made, and what is left after it, stand in its row.
 """
 
+import json
 import os
+import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,45 +25,58 @@ from shardwise.profile.cpu_allocations import LiveBytes
 # Our engine learns the order of units in the first step, and all have made their states after it.
 WARM_UP_STEPS = 2
 MEASURED_STEPS = 2
+CASE_SECONDS = 60
+# With this much left of a case, the next ones are measured in other processes.
+LEFT_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Which rank of what. `absent`: the others do not exist. `folder`: where ranks that do exist meet."""
+    """What a process is a rank of. `absent`: the other ranks do not exist. `folder`: where they meet, and rows go."""
 
     device: str
-    rank: int = 0
-    num_ranks: int = 1
-    absent: bool = False
-    folder: str = ""
+    num_ranks: int
+    absent: bool
+    folder: str
+    seconds: float
 
     @property
     def is_cuda(self) -> bool:
         return self.device == "cuda"
 
 
-def serve(connection: Connection, job: Job) -> None:
-    """Send what the process itself takes, then a row for each case that is asked for; None is the end."""
-    os.environ.update(NCCL_HOSTID=f"host{job.rank}", NCCL_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
+def serve(rank: int, job: Job, cases: Sequence[Case]) -> None:
+    """Append to rows.jsonl what the process itself takes, then a row for each case, until the time is over."""
+    deadline = time.monotonic() + job.seconds
+    os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
     if job.is_cuda:
         torch.cuda.set_device(0)
     own = used_bytes() if job.is_cuda else None
-    with absent_group(job.num_ranks) if job.absent else _real_group(job):
-        connection.send({**_circumstances(job), "context_bytes": own, "communicator_bytes": _communicators(job)})
-        while (case := connection.recv()) is not None:
-            connection.send(measure(case, job=job))
+    if not job.absent:
+        store = dist.FileStore(str(Path(job.folder, "store")), job.num_ranks)
+        dist.init_process_group("nccl" if job.is_cuda else "gloo", store=store, rank=rank, world_size=job.num_ranks)
+    with absent_group(job.num_ranks) if job.absent else nullcontext():
+        _append({**_circumstances(rank, job), "context_bytes": own, "communicator_bytes": _communicators(job)}, job=job)
+        for case in cases:
+            if time.monotonic() > deadline:
+                break
+            # Ends the process where a case hangs.
+            signal.alarm(CASE_SECONDS)
+            row = measure(case, job=job)
+            everyone: list[Any] = [row]
+            if job.num_ranks > 1 and not job.absent:
+                everyone = [None] * job.num_ranks
+                dist.all_gather_object(everyone, row)
+            if rank == 0:
+                _append(row | {"other_ranks": [other.get("allocated_bytes") for other in everyone[1:]]}, job=job)
+            if any(one["left_bytes"] > LEFT_BYTES for one in everyone):
+                break
+        signal.alarm(0)
 
 
-@contextmanager
-def _real_group(job: Job) -> Iterator[None]:
-    store = dist.FileStore(str(Path(job.folder, "store")), job.num_ranks)
-    backend = "nccl" if job.is_cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.num_ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+def _append(row: dict[str, Any], *, job: Job) -> None:
+    with Path(job.folder, "rows.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def _communicators(job: Job) -> list[int]:
@@ -78,10 +92,10 @@ def _communicators(job: Job) -> list[int]:
     return found
 
 
-def _circumstances(job: Job) -> dict[str, Any]:
+def _circumstances(rank: int, job: Job) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(0) if job.is_cuda else None
     return {
-        "rank": job.rank,
+        "rank": rank,
         "num_ranks": job.num_ranks,
         "absent": job.absent,
         "torch": torch.__version__,

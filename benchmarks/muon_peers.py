@@ -9,7 +9,6 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from shardwise import Plan
 from shardwise.comm.absent import AbsentCollectives, absent_group
 from shardwise.tasks import Task, load_task
 
+OUT = RESULTS / "muon_peers.json"
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 NUM_RANKS = (1, 2, 4, 8)
 WARM_UP = 6
@@ -99,17 +99,15 @@ def main() -> None:
     parser.add_argument("action", nargs="?", choices=("states", "steps", "both"), default="both")
     parser.add_argument("--blocks", type=int, default=7)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    out = asked.out or (None if asked.tiny else RESULTS / "muon_peers.json")
     model = "gpt-tiny" if asked.tiny else "gpt2-124m"
-    found = json.loads(out.read_text()) if out is not None and out.exists() else {}
+    found: dict[str, Any] = {} if asked.tiny else json.loads(OUT.read_text())
     if asked.action != "steps":
         found["states"] = measure_states(model)
     if asked.action != "states":
         size = {"seq": 16, "samples": 2} if asked.tiny else {"seq": 1024, "samples": 4}
         found["steps"] = measure_steps(model, **size, device="cpu" if asked.tiny else "cuda", blocks=asked.blocks)
-    write(out, {**found, **circumstances()})
+    write(None if asked.tiny else OUT, {**found, **circumstances()})
 
 
 if __name__ == "__main__":

@@ -8,16 +8,14 @@ benchmarks/results/qlora_memory_h200.json; `--tiny` tries small models out on th
     allocated_bytes, reserved_bytes   peaks of three steps, predicted and measured
 """
 
-import argparse
 import copy
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import RESULTS, circumstances, free, join_alone, peaks, write
+from measuring import RESULTS, circumstances, free, join_alone, options, peaks, show, write
 from torch import Tensor, nn
 
 import shardwise
@@ -41,6 +39,7 @@ CASES = (
     ("70B", 4, 4, 2048, "full"),
 )
 STEPS = 3
+KINDS = ("allocated", "reserved")
 
 
 def quantised(linear: nn.Linear) -> nn.Module:
@@ -120,27 +119,14 @@ def measure(name: str, num_ranks: int, samples: int, tokens: int, recompute: str
             "loss": value.item(),
             "at_rest_bytes": predicted.at_rest_bytes,
         }
-        for kind in ("allocated", "reserved"):
+        for kind in KINDS:
             key = f"{kind}_bytes"
             row[kind] = {"predicted_bytes": getattr(predicted, key), "measured_bytes": peaks()[key]}
     return row
 
 
-def told(row: dict[str, Any]) -> str:
-    parts = []
-    for kind in ("allocated", "reserved"):
-        predicted, real = row[kind]["predicted_bytes"], row[kind]["measured_bytes"]
-        error = f" ({predicted / real - 1:+.2%})" if real else ""
-        parts.append(f"{kind} {predicted / 2**30:.2f} GiB predicted, {real / 2**30:.2f} measured{error}")
-    what = f"{row['model']}, rank 0 of {row['num_ranks']}, {row['samples']} × {row['tokens']}"
-    return f"{what}, recompute {row['recompute']}: {'; '.join(parts)}; traced in {row['trace_seconds']:.1f} s"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+    asked = options(__doc__, tiny=False, out=RESULTS / "qlora_memory_h200.json")
     device = "cpu" if asked.tiny else "cuda"
     # Rehearsals come first: each is a group of its own.
     rows = [measure(*case, device=device) for case in CASES if case[1] > 1]
@@ -148,9 +134,8 @@ def main() -> None:
     rows = [measure(*case, device=device) for case in CASES if case[1] == 1] + rows
     dist.destroy_process_group()
     for row in rows:
-        print(told(row), flush=True)
-    out = asked.out or (None if asked.tiny else RESULTS / "qlora_memory_h200.json")
-    write(out, {**circumstances(), "rows": rows})
+        show(row["model"], row | {f"{kind}_{key}": size for kind in KINDS for key, size in row[kind].items()})
+    write(None if asked.tiny else asked.out, {**circumstances(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The scorecard of benchmarks/chaos.py: how a row is asked to run, what it counts, and how the counts are shown."""
 
-import os
 import random
 import time
 import traceback
@@ -94,7 +93,7 @@ class Fault(Row):
 
 def run_fault(fault: Fault, *, long: bool, seed: int, folder: Path, most_seconds: float = inf) -> Outcome:
     """Run a row. `most_seconds`: what is left for rows that try as many as fit."""
-    begun, on_cpu = time.monotonic(), sum(os.times()[:4])
+    begun = time.monotonic()
     most_seconds = min(fault.seconds[long] if fault.seconds is not None else inf, most_seconds)
     chance = random.Random(f"{seed}/{fault.name}")
     why_not = None
@@ -119,7 +118,6 @@ def run_fault(fault: Fault, *, long: bool, seed: int, folder: Path, most_seconds
         "not_run": why_not,
         "found": tally.found,
         "seconds": round(time.monotonic() - begun, 1),
-        "cpu_seconds": round(sum(os.times()[:4]) - on_cpu, 1),
         "long": long,
         "seed": seed,
     }
@@ -132,7 +130,7 @@ def held(outcome: Outcome) -> bool:
 
 def line(outcome: Outcome) -> str:
     shown = outcome["not_run"] or f"{outcome['held']:,} of {outcome['tried']:,} held"
-    return f"{shown}, {outcome['seconds']:.0f} s, CPU {outcome['cpu_seconds']:.0f} s"
+    return f"{shown}, {outcome['seconds']:.0f} s"
 
 
 def section(found: dict[str, Any]) -> str:

@@ -12,7 +12,6 @@ Samples per second are medians over turns of several steps, timed from one on_st
 waited for. Writes benchmarks/results/trainer_hf_h200.json. `--tiny` runs a small model on the CPU, to try this out.
 """
 
-import argparse
 import os
 import statistics
 import sys
@@ -20,24 +19,12 @@ import tempfile
 import time
 import warnings
 from itertools import pairwise
-from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
+import measuring
 import torch
 from hugging_face_models import MODELS, TINY, make_model
-from measuring import (
-    RESULTS,
-    ProcessFailed,
-    circumstances,
-    output_of,
-    peaks,
-    results_of,
-    settle,
-    tell,
-    torchrun,
-    write,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 CONTESTANTS = ("shardwise", "fsdp2", "ddp", "shardwise-eager")
@@ -74,7 +61,7 @@ def measure(contestant: str, *, steps: int, tiny: bool) -> dict[str, Any]:
         "fastest_seconds": min(per_step),
         "slowest_seconds": max(per_step),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "peak_bytes": peaks()["allocated_bytes"],
+        "peak_bytes": measuring.peaks()["allocated_bytes"],
         "told": [str(one.message) for one in caught if str(one.message).startswith("capture: ")],
     }
 
@@ -90,7 +77,7 @@ def make_clock(*, steps: int) -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
             if state.global_step >= WARM_UP and (state.global_step - WARM_UP) % steps == 0:
-                settle()
+                measuring.settle()
                 self.times.append(time.perf_counter())
 
     return Clock()
@@ -121,27 +108,22 @@ def make_trainer(contestant: str, args: dict[str, Any], **given: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--one", choices=CONTESTANTS, help=argparse.SUPPRESS)
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
-    parser.add_argument("--steps", type=int, default=8, help="steps per turn")
-    parser.add_argument("--limit", type=float, default=70, help="seconds per contestant")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+    out = measuring.RESULTS / "trainer_hf_h200.json"
+    asked = measuring.options(__doc__, one="", contestants=CONTESTANTS, steps=8, limit=70.0, tiny=False, out=out)
     if asked.one:
-        return tell(measure(asked.one, steps=asked.steps, tiny=asked.tiny))
+        return measuring.tell(measure(asked.one, steps=asked.steps, tiny=asked.tiny))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    out = asked.out or (None if asked.tiny else RESULTS / "trainer_hf_h200.json")
     runs: list[dict[str, Any]] = []
     for contestant in asked.contestants:
         options = ["--one", contestant, "--steps", str(asked.steps), *(["--tiny"] if asked.tiny else [])]
         try:
-            runs += results_of(output_of(*torchrun(1), __file__, *options, limit_seconds=asked.limit))
-        except (ProcessFailed, TimeoutExpired) as error:
+            runs += measuring.results_of(
+                measuring.output_of(*measuring.torchrun(1), __file__, *options, limit_seconds=asked.limit)
+            )
+        except (measuring.ProcessFailed, TimeoutExpired) as error:
             runs.append({"contestant": contestant, "failed": str(error)[-2500:]})
         print(runs[-1], flush=True)
-        write(out, {**circumstances(), "runs": runs})
+        measuring.write(None if asked.tiny else asked.out, {**measuring.circumstances(), "runs": runs})
     sys.exit(1 if any("failed" in run for run in runs) else 0)
 
 

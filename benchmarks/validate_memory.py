@@ -21,90 +21,22 @@ device_bytes are those of the whole device. A row has
 
 import argparse
 import json
-import multiprocessing
 import tempfile
 import time
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from measuring import circumstances, one_line, write
+from measuring import ProcessFailed, circumstances, on_ranks, write
 from memory_cases import LARGE, SMALL, all_cases, two_rank_cases
 from memory_predictions import compare, report
 from memory_worker import Job, serve
 from training_case import Case
 
 START_SECONDS = 120.0
-CASE_SECONDS = 60.0
-# What is left of a case is in its row and the next one's; with this much a process is replaced.
-LEFT_BYTES = 64 * 2**20
 
 Row = dict[str, Any]
-
-
-class Gone(Exception):  # noqa: N818
-    """A process that does not answer any more."""
-
-
-class Crew:
-    """The processes of a job: all of its ranks, or the one that rehearses. They start when they are first needed."""
-
-    def __init__(self, num_ranks: int, *, device: str, absent: bool) -> None:
-        self.started: list[Row] = []
-        self._folder = tempfile.TemporaryDirectory()
-        common = {"device": device, "num_ranks": num_ranks, "absent": absent, "folder": self._folder.name}
-        self._jobs = [Job(rank=rank, **common) for rank in range(1 if absent else num_ranks)]
-        self._members: list[tuple[Any, Any]] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._dismiss()
-        self._folder.cleanup()
-
-    def measure(self, case: Case) -> Row:
-        """Return rank 0's row, with the peaks of the others."""
-        try:
-            if not self._members:
-                self._gather()
-            for _, connection in self._members:
-                connection.send(case)
-            rows: list[Row] = [self._answer(rank, within_seconds=CASE_SECONDS) for rank in range(len(self._jobs))]
-        except (Gone, BrokenPipeError) as error:
-            self._dismiss(kill=True)
-            return case.as_data() | {"error": one_line(error), "seconds": None}
-        if any(row["left_bytes"] > LEFT_BYTES for row in rows):
-            self._dismiss()
-        return rows[0] | {"other_ranks": [row.get("allocated_bytes") for row in rows[1:]]}
-
-    def _gather(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        for job in self._jobs:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, job), daemon=True)
-            process.start()
-            theirs.close()
-            self._members.append((process, ours))
-        self.started += [self._answer(rank, within_seconds=START_SECONDS) for rank in range(len(self._jobs))]
-
-    def _answer(self, rank: int, *, within_seconds: float) -> Any:
-        connection = self._members[rank][1]
-        try:
-            if connection.poll(within_seconds):
-                return connection.recv()
-        except (EOFError, ConnectionResetError):
-            raise Gone(f"the process of rank {rank} died") from None
-        raise Gone(f"rank {rank} took longer than {within_seconds:.0f} s")
-
-    def _dismiss(self, *, kill: bool = False) -> None:
-        for process, connection in self._members:
-            if not kill and process.is_alive():
-                connection.send(None)
-                process.join(20)
-            process.kill()
-            process.join()
-        self._members.clear()
 
 
 def _line(row: Row) -> str:
@@ -118,21 +50,40 @@ def _line(row: Row) -> str:
 
 
 def measure(cases: list[tuple[Case, bool]], *, device: str, limit_seconds: float, out: Path | None) -> list[Row]:
-    """Measure cases, each real or with absent ranks, as far as time goes. The file is written after each."""
+    """Measure cases, each real or with absent ranks, as far as time goes."""
     data: dict[str, Any] = {**circumstances(), "workers": [], "rows": []}
     deadline = time.monotonic() + limit_seconds
     for (num_ranks, absent), group in groupby(cases, key=lambda item: (item[0].num_ranks, item[1])):
-        with Crew(num_ranks, device=device, absent=absent) as crew:
-            for case, _ in group:
-                if time.monotonic() > deadline:
-                    print(f"{limit_seconds:.0f} s are over: {len(cases) - len(data['rows'])} cases are not measured")
-                    return data["rows"]
-                data["rows"].append(crew.measure(case))
-                write(out, data)
-                print(f"{len(data['rows']):3}/{len(cases)} {case} {_line(data['rows'][-1])}", flush=True)
-            data["workers"] += crew.started
-    write(out, data)
+        waiting = [case for case, _ in group]
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            started, rows = _in_processes(waiting, num_ranks, absent=absent, device=device, seconds=left)
+            data["workers"] += started
+            data["rows"] += rows
+            for case, row in zip(waiting, rows, strict=False):
+                print(f"{case} {_line(row)}", flush=True)
+            waiting = waiting[len(rows) :]
+            write(out, data)
+    print(f"{len(data['rows'])} of {len(cases)} cases were measured")
     return data["rows"]
+
+
+def _in_processes(
+    cases: list[Case], num_ranks: int, *, absent: bool, device: str, seconds: float
+) -> tuple[list[Row], list[Row]]:
+    """Measure cases in fresh processes; return what these say of themselves, and a row for each case."""
+    num_processes = 1 if absent else num_ranks
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(device=device, num_ranks=num_ranks, absent=absent, folder=folder, seconds=seconds)
+        died = True
+        with suppress(ProcessFailed):
+            on_ranks(serve, job, cases, num_ranks=num_processes, device=None, limit_seconds=seconds + START_SECONDS)
+            died = False
+        path = Path(folder, "rows.jsonl")
+        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = [row for row in found if "error" in row]
+    if died and len(rows) < len(cases):
+        rows.append(cases[len(rows)].as_data() | {"error": "its process died, or took too long", "seconds": None})
+    return [row for row in found if "error" not in row], rows
 
 
 def measure_two_ranks(*, device: str, out: Path | None) -> None:
