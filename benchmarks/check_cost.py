@@ -1,7 +1,7 @@
 """What the checks against silent mistakes cost: their share of an eager training step.
 
     PYTHONPATH=src python benchmarks/check_cost.py --case cpu                    all cases of a device, or one by name
-    PYTHONPATH=src python benchmarks/check_cost.py --case cpu --out benchmarks/results/check_cost_cpu.json
+    PYTHONPATH=src python benchmarks/check_cost.py --case cpu --out benchmarks/results/check_cost.json
 
 One process holds one model and runs blocks of steps in turn, with the checks and without: on, off, off, on … "Without"
 means that the functions in CHECKS do nothing. The share is the ratio of neighbouring blocks, less 1: its median, and
@@ -27,7 +27,7 @@ from unittest.mock import patch
 import torch
 from engine_step import CASES as STEP_CASES
 from engine_step import WARM_UP_STEPS, Case, make_step, on_ranks_of
-from measuring import circumstances, settle, spread, write
+from measuring import circumstances, settle, spread, write_part
 
 from shardwise.engine.core import unit
 from shardwise.engine.engine import engine_of
@@ -193,7 +193,7 @@ def main() -> None:
             result = summary(rank_0)
             report(name, result)
             results["cases"][name] = {"case": asdict(case), **result}
-    write(options.out, results)
+    write_part(options.out, CASES[options.case].device if options.case in CASES else options.case, results)
 
 
 if __name__ == "__main__":

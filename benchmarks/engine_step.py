@@ -1,7 +1,7 @@
 """A training step of our engine against torch's own, on the same plan, in one run.
 
     python benchmarks/engine_step.py --case fsdp-small            one case; `cpu` and `cuda`: all of a device
-    python benchmarks/engine_step.py --case cpu --memory --out benchmarks/results/engine_step_cpu.json
+    python benchmarks/engine_step.py --case cpu --memory --out benchmarks/results/engine_step.json
 
 Each rank is one process that holds both engines' models, made from one seed, and runs blocks of steps in turn: ours,
 torch's, torch's, ours … A machine whose load drifts then slows both alike, and the ratio of neighbouring blocks stays
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measuring import circumstances, on_ranks, settle, spread, write
+from measuring import circumstances, on_ranks, settle, spread, write_part
 
 from shardwise.engines import clip_grad_norm_, prepare
 from shardwise.models.make import build_model
@@ -241,7 +241,7 @@ def main() -> None:
             found["memory"] = measure_memory(case)
         results["cases"][name] = found
         report(name, found)
-    write(options.out, results)
+    write_part(options.out, CASES[options.case].device if options.case in CASES else options.case, results)
 
 
 if __name__ == "__main__":

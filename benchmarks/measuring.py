@@ -82,6 +82,12 @@ def write(path: Path | None, data: Any) -> None:
         path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
+def write_part(path: Path | None, part: str, data: Any) -> None:
+    """Write one part of a file, by its name; the others stay."""
+    known = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    write(path, {**known, part: data})
+
+
 def join_alone(device: str) -> None:
     """Join a job of one rank. Accelerate takes the group that there is, if a launcher's variables are there too."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}

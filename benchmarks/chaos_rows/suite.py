@@ -16,7 +16,7 @@ _SUMMARY = re.compile(r"\*\*(\d+) cases: (\d+) right, (\d+) refused, (\d+) warne
 
 def _pytest(*arguments: str) -> str:
     """Run pytest in a process of its own; return what it wrote."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "timeout=600", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
 
