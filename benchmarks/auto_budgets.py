@@ -28,12 +28,10 @@ one model share a process and have the whole device: of these only the speed cou
 """
 
 import argparse
-import gc
 import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -42,21 +40,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from budget_plans import BATCHES, solve, task_of
-from captured_models import machine, used_bytes
-from hugging_face_peers import join_alone, on_accelerate
+from hugging_face_peers import on_accelerate
+from measuring import (
+    RESULTS,
+    circumstances,
+    free,
+    join_alone,
+    one_line,
+    peaks,
+    results_of,
+    seconds_per_step,
+    used_bytes,
+    write,
+)
+from measuring import tell as hand_over
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+import shardwise
 from shardwise.comm.absent import AbsentCollectives, absent_group
 from shardwise.plan import Plan
 from shardwise.tasks import Task
 
-RESULTS = Path(__file__).parent / "results"
 _SECONDS, _MOST_STEPS = 0.8, 12
 # Ordinary steps, the one that is captured, and a replay.
 _WARM_UP = 6
 KINDS = {"fixed": ("best", "random"), "accelerate": ("accelerate",)}
 ALONE = ("auto", "accelerate")
+_POINT = ("model", "num_ranks", "share")
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
@@ -76,18 +87,16 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         said: list[str] = []
         step = prepare(task, plan, num_ranks=num_ranks, tell=said.append)
         # What was there before it was prepared.
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        free()
         batch = tree_map_only(Tensor, _drawn, task.make_batch(plan.micro_batch))
         seconds = _timed(lambda: step(batch))
+    found = peaks()
+    outside = used_bytes() - torch.cuda.memory_reserved()
     return {
         "samples_per_s": plan.micro_batch * num_ranks / seconds,
-        "device_bytes": torch.cuda.max_memory_reserved() + used_bytes() - torch.cuda.memory_reserved(),
-        "allocated_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "device_bytes": found["reserved_bytes"] + outside,
+        **found,
         "said": said,
-        "machine": machine(),
     }
 
 
@@ -96,15 +105,13 @@ def _join(kind: str) -> None:
     if dist.is_initialized():
         return
     if kind == "accelerate":
-        join_alone(device="cuda")
+        join_alone("cuda")
     else:
         torch.cuda.set_device(0)
         dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
 
 
 def _on_ours(task: Task, plan: Plan, *, num_ranks: int, tell: Callable[[str], None]) -> Callable[[Any], object]:
-    import shardwise
-
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-4, fused=True)
     collectives = AbsentCollectives() if num_ranks > 1 else None
     model, optimizer = shardwise.prepare(task.model, optimizer, plan, device="cuda:0", collectives=collectives)
@@ -137,21 +144,20 @@ def waiting() -> subprocess.Popen[str]:
 
 
 def measure_all() -> None:
-    """The cases on standard input, one after the other; a line for each."""
+    """Measure the cases on standard input, one after the other."""
     for case in json.loads(sys.stdin.read()):
         try:
             found = measure(case)
         except Exception as error:
-            found = {"failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
-        print("RESULT " + json.dumps({**case, **found}), flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
+            found = {"failed": one_line(error)}
+        hand_over({**case, **found})
+        free()
 
 
 def measured_by(process: subprocess.Popen[str], cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What kernels and libraries leave on the device is these cases' own."""
+    """Return rows. What kernels and libraries leave on the device is these cases' own."""
     output, errors = process.communicate(json.dumps(cases))
-    found = [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
+    found = results_of(output)
     last = (errors.strip() or "no output").splitlines()[-1][-300:]
     return found + [{**case, "failed": last} for case in cases[len(found) :]]
 
@@ -159,13 +165,9 @@ def measured_by(process: subprocess.Popen[str], cases: list[dict[str, Any]]) -> 
 def _timed(step: Callable[[], object]) -> float:
     for _ in range(_WARM_UP):
         step()
-    torch.cuda.synchronize()
     seconds: list[float] = []
     while len(seconds) < 3 or (len(seconds) < _MOST_STEPS and sum(seconds) < _SECONDS):
-        began = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(seconds_per_step(step, num_steps=1))
     return statistics.median(seconds)
 
 
@@ -178,24 +180,26 @@ def batches_of(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return [*([case] for case in cases if case["kind"] in ALONE), *shared.values()]
 
 
+def points(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """Return rows by model, ranks and budget."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in _POINT), []).append(row)
+    return found
+
+
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each model and budget: the auto plan's speed over the best of each kind, and its peak over the budget."""
     found = []
-    for key in dict.fromkeys((row["model"], row["num_ranks"], row["share"]) for row in rows):
-        own = [row for row in rows if (row["model"], row["num_ranks"], row["share"]) == key]
-        best = {kind: _fastest(own, kinds=kinds) for kind, kinds in KINDS.items()}
+    for key, own in points(rows).items():
         for auto in (row for row in own if row["kind"] == "auto"):
-            point = {**dict(zip(("model", "num_ranks", "share"), key, strict=True)), "failed": auto.get("failed", "")}
+            point = {**dict(zip(_POINT, key, strict=True)), "failed": auto.get("failed", "")}
             if not point["failed"]:
-                point |= {
-                    "speed_ratios": {
-                        kind: auto["samples_per_s"] / row["samples_per_s"]
-                        for kind, row in best.items()
-                        if row is not None
-                    },
-                    "num_fixed": sum("samples_per_s" in row and row["kind"] in KINDS["fixed"] for row in own),
-                    "peak_of_budget": auto["device_bytes"] / auto["budget_bytes"],
-                }
+                best = {kind: _fastest(own, kinds=kinds) for kind, kinds in KINDS.items()}
+                speeds = {kind: row["samples_per_s"] for kind, row in best.items() if row is not None}
+                point["speed_ratios"] = {kind: auto["samples_per_s"] / speed for kind, speed in speeds.items()}
+                point["num_fixed"] = sum("samples_per_s" in row and row["kind"] in KINDS["fixed"] for row in own)
+                point["peak_of_budget"] = auto["device_bytes"] / auto["budget_bytes"]
             found.append(point)
     return found
 
@@ -212,8 +216,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         "| auto / Accelerate | device, GiB |",
         "|---|---:|---|---:|---:|---|---:|---:|---:|---:|",
     ]
-    for point in summary(rows):
-        own = [row for row in rows if all(row[key] == point[key] for key in ("model", "num_ranks", "share"))]
+    for point, own in zip(summary(rows), points(rows).values(), strict=True):
         (auto,) = (row for row in own if row["kind"] == "auto")
         fixed, ratios = _fastest(own, kinds=KINDS["fixed"]), point.get("speed_ratios", {})
         ranks = f", rank 0 of {auto['num_ranks']}" if auto["num_ranks"] > 1 else ""
@@ -253,10 +256,23 @@ def _tell(row: dict[str, Any]) -> None:
     )
 
 
+def run_all(wanted: list[dict[str, Any]], rows: list[dict[str, Any]], *, out: Path) -> None:
+    """Measure cases; the rows of others stay."""
+    ahead = waiting()
+    for cases in batches_of(wanted):
+        process, ahead = ahead, waiting()
+        for row in measured_by(process, cases):
+            rows = [one for one in rows if _what(one) != _what(row)] + [row]
+            _tell(row)
+        write(out, {**circumstances(), "summary": summary(rows), "rows": rows})
+    ahead.kill()
+    print(json.dumps(summary(rows), indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("solve", "measure", "table", "cases"))
-    parser.add_argument("file", help="of plans, or of what was measured")
+    parser.add_argument("file", type=Path, help="of plans, or of what was measured")
     parser.add_argument("--kinds", default="auto,accelerate,best,random")
     parser.add_argument("--append", action="store_true", help="keep the rows of the file that are not measured again")
     parser.add_argument("--models", default=",".join(dict.fromkeys(name for name, _ in BATCHES)))
@@ -267,35 +283,17 @@ def main() -> None:
         import transformers  # noqa: F401
 
         measure_all()
-        return
-    file = Path(asked.file)
-    if asked.action == "table":
-        print(*table(json.loads(file.read_text())["rows"]), sep="\n")
-        return
-    if asked.action == "solve":
-        cases: list[dict[str, Any]] = []
-        for name, num_ranks in BATCHES:
-            cases += solve(name, num_ranks=num_ranks) if name in asked.models.split(",") else []
-            file.write_text(json.dumps(cases, indent=1) + "\n")
-        return
-    kinds = asked.kinds.split(",")
-    wanted = sorted(
-        (case for case in json.loads(file.read_text()) if case["kind"] in kinds),
-        key=lambda case: kinds.index(case["kind"]),
-    )
-    rows = json.loads(asked.out.read_text())["rows"] if asked.append else []
-    used: dict[str, Any] = {}
-    ahead = waiting()
-    for cases in batches_of(wanted):
-        process, ahead = ahead, waiting()
-        for row in measured_by(process, cases):
-            used = row.pop("machine", used)
-            rows = [one for one in rows if _what(one) != _what(row)] + [row]
-            _tell(row)
-        data = {"machine": used, "summary": summary(rows), "rows": rows}
-        asked.out.write_text(json.dumps(data, indent=1) + "\n")
-    ahead.kill()
-    print(json.dumps(summary(rows), indent=1))
+    elif asked.action == "table":
+        print(*table(json.loads(asked.file.read_text())["rows"]), sep="\n")
+    elif asked.action == "solve":
+        asked_for = [(name, num_ranks) for name, num_ranks in BATCHES if name in asked.models.split(",")]
+        write(asked.file, [case for name, num_ranks in asked_for for case in solve(name, num_ranks=num_ranks)])
+    else:
+        kinds = asked.kinds.split(",")
+        wanted = [case for case in json.loads(asked.file.read_text()) if case["kind"] in kinds]
+        wanted.sort(key=lambda case: kinds.index(case["kind"]))
+        rows = json.loads(asked.out.read_text())["rows"] if asked.append else []
+        run_all(wanted, rows, out=asked.out)
 
 
 if __name__ == "__main__":

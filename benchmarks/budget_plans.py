@@ -1,13 +1,11 @@
 """The plans that auto_budgets.py runs: models, memory budgets, and what is solved or costed within them. No GPU."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from captured_models import CONFIGS, MODELS
-from torch import Tensor, nn
+import hugging_face_models
 
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.link import Fabric, Link
@@ -25,34 +23,21 @@ SHARES = (0.4, 0.6, 0.8)
 # (model, ranks) → the batch at which the peak without recompute is taken. Rehearsals come before a job is joined.
 BATCHES = {("llama-8b", 8): 4, ("llama-8b", 64): 4, ("llama-1b", 1): 8, ("vit-large", 1): 128, ("bert-large", 1): 64}
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+LLAMA_8B |= {"head_dim": 128, "tie_word_embeddings": False}
 BASE = Plan(precision="bf16", capture="on")
 OPTIMIZER = "adamw-fused"
 
 
 def task_of(name: str, *, device: str) -> Task:
-    if name not in (*MODELS, "llama-8b"):
-        return load_task(name, device=device)
-    import transformers
-
-    kind, _, seq, config = MODELS["llama-1b" if name == "llama-8b" else name]
     if name == "llama-8b":
-        config = {**config, **LLAMA_8B, "head_dim": 128, "tie_word_embeddings": False}
-    made = getattr(transformers, CONFIGS[kind])(**config)
-    with torch.device(device):
-        model = getattr(transformers, kind)._from_config(made, attn_implementation="sdpa").float().train()
-
-    def make_batch(size: int) -> Tensor:
-        return torch.randint(5, config["vocab_size"], (size, seq), device=device)
-
-    def loss(model: nn.Module, ids: Tensor) -> Tensor:
-        found: Tensor = model(input_ids=ids, labels=ids).loss
-        return found
-
-    return Task(model=model, loss=loss, make_batch=make_batch)
+        return hugging_face_models.task_of("llama-1b", device=device, **LLAMA_8B)
+    if name in hugging_face_models.MODELS:
+        return hugging_face_models.task_of(name, device=device)
+    return load_task(name, device=device)
 
 
 def cluster_for(num_ranks: int) -> Cluster:
-    """H200s; several are linked by links that cost nothing."""
+    """Return H200s; several are linked by links that cost nothing."""
     cluster = cluster_of(f"{min(num_ranks, 8)}xh200")
     if num_ranks == 1:
         return cluster
@@ -64,44 +49,44 @@ def cluster_for(num_ranks: int) -> Cluster:
     return replace(cluster, link=free, num_nodes=num_ranks // 8, fabric=fabric)
 
 
-def solve(name: str, *, num_ranks: int) -> list[dict[str, Any]]:
-    """The plans of one model at each budget."""
+def solve(name: str, *, num_ranks: int) -> Iterator[dict[str, Any]]:
+    """Yield the plans of one model at each budget."""
     cluster = cluster_for(num_ranks)
     ways = [("bf16", way) for way in (*RECOMPUTES, *COMPILED.values())]
     spec = trace_task(task_of(name, device="meta"), name=name, ways=ways)
     largest = replace(BASE, strategy="ddp" if num_ranks == 1 else "fsdp", micro_batch=BATCHES[name, num_ranks])
     whole = cost(spec, plan=largest, cluster=cluster, optimizer=OPTIMIZER).memory.device_bytes
-    draw, cases = random.Random(0), []
+    draw = random.Random(0)
     for share in SHARES:
         budget = round(share * whole)
-        chosen = replace(BASE, compile="auto")
-        request = AutoRequest(plan=chosen, cluster=cluster, optimizer=OPTIMIZER, budget_bytes=budget)
-        auto = solve_plan(lambda plan: spec, request=request).candidate
+        request = AutoRequest(
+            plan=replace(BASE, compile="auto"), cluster=cluster, optimizer=OPTIMIZER, budget_bytes=budget
+        )
         within = with_budget(cluster, budget_bytes=budget)
         fixed = _fixed(spec, BASE, cluster=within)
-        others = draw.sample(fixed[3:], min(2, len(fixed[3:])))
-        rows = [("auto", auto), *(("best", one) for one in fixed[:3]), *(("random", one) for one in others)]
-        if name in MODELS and num_ranks == 1:
+        chosen = {
+            "auto": [solve_plan(lambda plan: spec, request=request).candidate],
+            "best": fixed[:3],
+            "random": draw.sample(fixed[3:], min(2, len(fixed[3:]))),
+        }
+        if name in hugging_face_models.MODELS and num_ranks == 1:
             checkpointed = replace(BASE, engine="torch", recompute="full", capture="off")
-            theirs = _fixed(spec, checkpointed, cluster=within, strategies=("fsdp",), recomputes=("full",))
-            rows += [("accelerate", one) for one in theirs]
-        cases += [
-            {
-                "model": name,
-                "num_ranks": num_ranks,
-                "share": share,
-                "budget_bytes": budget,
-                "kind": kind,
-                "predicted_samples_per_s": _speed(one),
-                "predicted_allocated_bytes": one.memory.allocated_bytes,
-                "predicted_device_bytes": one.memory.device_bytes,
-                "predicted_outside_bytes": one.memory.device_bytes - one.memory.reserved_bytes,
-                "plan": one.plan.to_dict(),
-            }
-            for kind, one in rows
-        ]
-        print(f"{name}, {num_ranks} ranks, {share:.0%} of {whole / 2**30:.1f} GiB: {auto.plan.to_dict()}", flush=True)
-    return cases
+            chosen["accelerate"] = _fixed(
+                spec, checkpointed, cluster=within, strategies=("fsdp",), recomputes=("full",)
+            )
+        what = {"model": name, "num_ranks": num_ranks, "share": share, "budget_bytes": budget}
+        print(what, chosen["auto"][0].plan.to_dict(), flush=True)
+        for kind, found in chosen.items():
+            yield from ({**what, "kind": kind, **_predicted(one), "plan": one.plan.to_dict()} for one in found)
+
+
+def _predicted(one: Candidate) -> dict[str, Any]:
+    return {
+        "predicted_samples_per_s": _speed(one),
+        "predicted_allocated_bytes": one.memory.allocated_bytes,
+        "predicted_device_bytes": one.memory.device_bytes,
+        "predicted_outside_bytes": one.memory.device_bytes - one.memory.reserved_bytes,
+    }
 
 
 def _fixed(
@@ -112,18 +97,12 @@ def _fixed(
     strategies: Sequence[str] = tuple(STRATEGIES),
     recomputes: Sequence[str] = RECOMPUTES,
 ) -> list[Candidate]:
-    """Plans of one strategy and one recompute that fit, the fastest first."""
+    """Return plans of one strategy and one recompute that fit, the fastest first."""
+    common = {"strategies": strategies, "cluster": cluster, "optimizer": OPTIMIZER, "goal": "throughput"}
     found = [
         one
         for recompute in recomputes
-        for one in candidates(
-            lambda plan: spec,
-            plan=replace(plan, recompute=recompute),
-            strategies=strategies,
-            cluster=cluster,
-            optimizer=OPTIMIZER,
-            goal="throughput",
-        )
+        for one in candidates(lambda plan: spec, plan=replace(plan, recompute=recompute), **common)
         if one.fits == "yes"
     ]
     return sorted(found, key=lambda one: -_speed(one))

@@ -8,76 +8,56 @@ Results go to benchmarks/results/chaos.json and docs/reliability.md. The exit co
 Rows are in benchmarks/chaos_rows/; most of what they run is in tests/, where the suite tries a few of the same.
 """
 
-import argparse
 import importlib
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1] / "tests"
-GROUPS = (
-    *("modules", "interruptions", "saves", "resumes", "watched", "failing_ranks", "overflows"),
-    *("malformed", "hostile", "launches", "silent", "endurance"),
-)
+from rows import ROOT, Outcome, Report, arguments, chosen, run
+
+TESTS = ROOT / "tests"
+GROUPS = ("modules", "interruptions", "saves", "resumes", "malformed", "hostile", "suite", "endurance")
 # What all rows of the short and of the long version may take, and what a row gets that comes too late.
 _BUDGET_SECONDS = (14.5 * 60, 58.0 * 60)
 _LEAST_SECONDS = 30.0
 
 
-def find_rows() -> list["Row"]:
-    found = [row for group in GROUPS for row in importlib.import_module(f"chaos_rows.{group}").ROWS]
-    return sorted(found, key=lambda row: row.number)
-
-
-def run_rows(rows: Iterable["Row"], *, long: bool, seed: int) -> bool:
-    """Whether all of them held. Results are written after each, so that an interrupt loses one."""
-    ok = True
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--long", action="store_true", help="the full numbers: up to 60 minutes")
+    parser.add_argument("--seed", type=int, default=0, help="seed from which faults are drawn (default: 0)")
+    asked = parser.parse_args()
+    faults = [fault for group in GROUPS for fault in importlib.import_module(f"chaos_rows.{group}").ROWS]
+    names = sorted((fault.name for fault in faults), key=int)
+    report = Report(
+        name="chaos",
+        page=ROOT / "docs" / "reliability.md",
+        section="chaos",
+        text=section,
+        order=names,
+    )
+    faults = chosen(faults, only=asked.only, known=report.read()["rows"] if asked.rest else ())
+    if not faults:
+        parser.error("--only: no such row")
     # The rows that try as many as fit come last, and share what the others have left.
-    ordered = sorted(rows, key=lambda row: (row.seconds is not None, -row.number if row.seconds else row.number))
-    deadline = time.monotonic() + _BUDGET_SECONDS[long]
+    faults.sort(key=lambda fault: (fault.seconds is not None, (-1 if fault.seconds else 1) * int(fault.name)))
+    deadline = time.monotonic() + _BUDGET_SECONDS[asked.long]
+    print(f"seed {asked.seed}, {'long' if asked.long else 'short'}", flush=True)
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        for row in ordered:
-            print(f"{row.number:2} {row.test} …", flush=True)
-            folder = Path(name, str(row.number))
+
+        def each(fault: "Fault") -> Outcome:
+            folder = Path(name, fault.name)
             folder.mkdir()
-            cpu_before = cpu_seconds()
+            left = max(_LEAST_SECONDS, deadline - time.monotonic())
             try:
-                left = max(_LEAST_SECONDS, deadline - time.monotonic())
-                result = run_row(row, long=long, seed=seed, folder=folder, most_seconds=left)
+                return run_fault(fault, long=asked.long, seed=asked.seed, folder=folder, most_seconds=left)
             finally:
                 # Ranks that a row has used hold memory and time that the next one's should not be charged for.
                 shut_down()
-            result["cpu_seconds"] = round(cpu_seconds() - cpu_before, 1)
-            write_results(read_results() | {row.number: result})
-            ok = ok and held(result)
-            shown = result["not_run"] or f"{result['held']:,} of {result['tried']:,} held"
-            took = f"{result['seconds']:.0f} s, CPU {result['cpu_seconds']:.0f} s"
-            print(f"   {'ok   ' if held(result) else 'WRONG'} {shown}, {took}", flush=True)
-    return ok
 
-
-def numbers(text: str) -> set[int]:
-    return {int(word) for word in text.split(",")}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--long", action="store_true", help="the full numbers: up to 60 minutes")
-    parser.add_argument("--only", type=numbers, metavar="3,4", help="the numbers of the rows to run (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="what faults are drawn from (default: 0)")
-    args = parser.parse_args()
-    rows = [row for row in find_rows() if args.only is None or row.number in args.only]
-    if not rows:
-        parser.error("--only: no such row")
-    print(f"seed {args.seed}, {'long' if args.long else 'short'}", flush=True)
-    begun = time.monotonic()
-    ok = run_rows(rows, long=args.long, seed=args.seed)
-    print(f"{(time.monotonic() - begun) / 60:.1f} minutes")
-    print("every row held" if ok else "NOT every row held: see docs/reliability.md")
-    return 0 if ok else 1
+        return run(faults, report=report, held=held, line=line, each=each)
 
 
 if __name__ == "__main__":
@@ -87,8 +67,7 @@ if __name__ == "__main__":
     paths = [str(TESTS / "dist"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from cpu_time import cpu_seconds
     from ranks import shut_down
-    from scorecard import Row, held, read_results, run_row, write_results
+    from scorecard import Fault, held, line, run_fault, section
 
     sys.exit(main())

@@ -1,7 +1,7 @@
 """What the checks against silent mistakes cost: their share of an eager training step.
 
     PYTHONPATH=src python benchmarks/check_cost.py --case cpu                    all cases of a device, or one by name
-    PYTHONPATH=src python benchmarks/check_cost.py --case cpu --out benchmarks/results/check_cost_cpu.json
+    PYTHONPATH=src python benchmarks/check_cost.py --case cpu --out benchmarks/results/check_cost.json
 
 One process holds one model and runs blocks of steps in turn, with the checks and without: on, off, off, on … "Without"
 means that the functions in CHECKS do nothing. The share is the ratio of neighbouring blocks, less 1: its median, and
@@ -13,7 +13,6 @@ runs no Python, so there no check costs anything.
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import time
@@ -27,7 +26,8 @@ from unittest.mock import patch
 
 import torch
 from engine_step import CASES as STEP_CASES
-from engine_step import WARM_UP_STEPS, Case, circumstances, make_step, on_ranks, spread
+from engine_step import WARM_UP_STEPS, Case, make_step, on_ranks_of
+from measuring import circumstances, settle, spread, write_part
 
 from shardwise.engine.core import unit
 from shardwise.engine.engine import engine_of
@@ -112,16 +112,14 @@ def timed_checks(seconds: dict[str, float]) -> Iterator[None]:
         yield
 
 
-def measured(case: Case, rank: int, device: torch.device) -> dict[str, Any]:
-    """Seconds per step of each block with and without checks, and of the checks themselves."""
+def measured(rank: int, case: Case) -> dict[str, Any]:
+    """Return the seconds per step of each block with and without checks, and of the checks themselves."""
     models: list[torch.nn.Module] = []
-    step = make_step(
-        case, engine="shardwise", rank=rank, device=device, arrange=lambda model, plan: models.append(model) or plan
-    )
+    step = make_step(case, engine="shardwise", rank=rank, arrange=lambda model, plan: models.append(model) or plan)
     for _ in range(2 * WARM_UP_STEPS):
         step()
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
-    block = partial(_block_seconds, step, num_steps=case.steps_per_block, device=device, clock=clock)
+    clock = time.perf_counter if case.device == "cuda" else time.process_time
+    block = partial(_block_seconds, step, num_steps=case.steps_per_block, clock=clock)
     found: dict[str, Any] = {"on": [], "off": [], "inside": {name: [] for name in CHECKS}}
     gc.disable()
     deadline = time.monotonic() + MOST_SECONDS
@@ -142,15 +140,12 @@ def measured(case: Case, rank: int, device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _block_seconds(
-    step: Callable[[], Any], *, num_steps: int, device: torch.device, clock: Callable[[], float]
-) -> float:
-    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    finish()
+def _block_seconds(step: Callable[[], Any], *, num_steps: int, clock: Callable[[], float]) -> float:
+    settle()
     started = clock()
     for _ in range(num_steps):
         step()
-    finish()
+    settle()
     return (clock() - started) / num_steps
 
 
@@ -194,12 +189,11 @@ def main() -> None:
     results: dict[str, Any] = {**circumstances(), "goal": GOAL, "cases": {}}
     for name, case in CASES.items():
         if options.case in (name, case.device):
-            (rank_0,) = on_ranks(measured, case)
+            (rank_0,) = on_ranks_of(measured, case)
             result = summary(rank_0)
             report(name, result)
             results["cases"][name] = {"case": asdict(case), **result}
-    if options.out is not None:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    write_part(options.out, CASES[options.case].device if options.case in CASES else options.case, results)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ export   1 GB of weights in two ranks' files → one .safetensors file, in a fre
 """
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import tempfile
@@ -22,7 +21,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from engine_step import Case, circumstances, on_ranks
+from engine_step import Case, on_ranks_of
+from measuring import circumstances, resident_bytes, write
 
 from shardwise.checkpoint import Checkpoints
 from shardwise.checkpoint.export import export_weights
@@ -38,12 +38,12 @@ STALL_GOAL_SECONDS = 1.0
 EXPORT_GOAL_BYTES = 300e6
 
 
-def trained(case: Case, rank: int, device: torch.device) -> Any:
+def trained(case: Case) -> Any:
     """A step of a prepared model, to be called."""
     torch.manual_seed(0)
     model = build_model(case.shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    prepare(model, optimizer, Plan(strategy=case.strategy), device=device)
+    prepare(model, optimizer, Plan(strategy=case.strategy))
     tokens = torch.randint(case.shape.vocab_size, (case.batch, case.seq + 1))
 
     def step() -> float:
@@ -57,8 +57,8 @@ def trained(case: Case, rank: int, device: torch.device) -> Any:
     return model, optimizer, step
 
 
-def saves(case: Case, rank: int, device: torch.device, folder: str, num_saves: int) -> dict[str, Any]:
-    model, optimizer, step = trained(case, rank, device)
+def saves(rank: int, case: Case, folder: str, num_saves: int) -> dict[str, Any]:
+    model, optimizer, step = trained(case)
     quiet = [step() for _ in range(3)][1:]
     checkpoints = Checkpoints(folder, keep=1)
     stalls, on_cpu, busy, writes, num_bytes = [], [], [], [], 0
@@ -79,7 +79,7 @@ def saves(case: Case, rank: int, device: torch.device, folder: str, num_saves: i
 
 def measure_stall(case: Case, *, num_saves: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        ranks = on_ranks(saves, case, folder, num_saves)
+        ranks = on_ranks_of(saves, case, folder, num_saves)
 
     def slowest(key: str) -> list[float]:
         return [max(times) for times in zip(*(rank[key] for rank in ranks), strict=True)]
@@ -94,34 +94,28 @@ def measure_stall(case: Case, *, num_saves: int) -> dict[str, Any]:
     }
 
 
-def save_weights(case: Case, rank: int, device: torch.device, folder: str) -> dict[str, Any]:
+def save_weights(rank: int, case: Case, folder: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = build_model(case.shape, device="meta")
-    prepare(model, None, Plan(strategy=case.strategy), device=device)
+    prepare(model, None, Plan(strategy=case.strategy), device="cpu")
     checkpoints = Checkpoints(folder, asynchronous=False)
     checkpoints.save(model, step=0)
     checkpoints.close()
     return {}
 
 
-def resident(key: str) -> int:
-    """VmRSS: now; VmHWM: the most so far."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
 def export(path: str, out: str, answer: Any) -> None:
-    before = resident("VmRSS")
+    before = resident_bytes("VmRSS")
     begun = time.perf_counter()
     (file,) = export_weights(Path(path), Path(out))
     seconds = time.perf_counter() - begun
-    answer.put({"above_bytes": resident("VmHWM") - before, "seconds": seconds, "file_bytes": file.stat().st_size})
+    answer.put({"above_bytes": resident_bytes("VmHWM") - before, "seconds": seconds, "file_bytes": file.stat().st_size})
 
 
 def measure_export(case: Case) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        on_ranks(save_weights, case, folder)
+        on_ranks_of(save_weights, case, folder)
         answer: Any = context.Queue()
         arguments = (str(Path(folder, "step-00000000")), str(Path(folder, "out.safetensors")), answer)
         process = context.Process(target=export, args=arguments)
@@ -172,8 +166,7 @@ def main() -> None:
     if options.only in (None, "export"):
         results["export"] = measure_export(Case(strategy="fsdp", shape=EXPORTED, batch=1, seq=16))
         report_export(results["export"])
-    if options.out is not None:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    write(options.out, results)
 
 
 if __name__ == "__main__":

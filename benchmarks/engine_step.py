@@ -1,7 +1,7 @@
 """A training step of our engine against torch's own, on the same plan, in one run.
 
     python benchmarks/engine_step.py --case fsdp-small            one case; `cpu` and `cuda`: all of a device
-    python benchmarks/engine_step.py --case cpu --memory --out benchmarks/results/engine_step_cpu.json
+    python benchmarks/engine_step.py --case cpu --memory --out benchmarks/results/engine_step.json
 
 Each rank is one process that holds both engines' models, made from one seed, and runs blocks of steps in turn: ours,
 torch's, torch's, ours … A machine whose load drifts then slows both alike, and the ratio of neighbouring blocks stays
@@ -16,18 +16,9 @@ holds at rest × ranks / plain's is 1 where nothing is held twice.
 
 import argparse
 import gc
-import json
-import multiprocessing
-import os
-import platform
-import shlex
-import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from measuring import circumstances, on_ranks, settle, spread, write_part
 
 from shardwise.engines import clip_grad_norm_, prepare
 from shardwise.models.make import build_model
@@ -45,10 +37,8 @@ from shardwise.profile.cpu_allocations import LiveBytes
 ENGINES = ("shardwise", "torch")
 WARM_UP_STEPS = 4
 MEMORY_STEPS = 4
-LIMIT_SECONDS = 200.0
 
 Step = Callable[[], torch.Tensor]
-Body = Callable[..., dict[str, Any]]
 # (model, plan) → plan: what another benchmark changes before an engine gets them.
 Arrange = Callable[[torch.nn.Module, Plan], Plan]
 MakeStep = Callable[..., Step]
@@ -97,13 +87,11 @@ CASES = {
 }
 
 
-def make_step(
-    case: Case, *, engine: str, rank: int, device: torch.device, arrange: Arrange = lambda model, plan: plan
-) -> Step:
-    """A model on an engine ("plain": on none), and a function that trains one step and gives the loss."""
+def make_step(case: Case, *, engine: str, rank: int, arrange: Arrange = lambda model, plan: plan) -> Step:
+    """Make a model on an engine ("plain": on none); return a function that trains one step and returns the loss."""
     torch.manual_seed(0)
-    model = build_model(case.shape, device=device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    model = build_model(case.shape, device=case.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=case.device == "cuda")
     if engine != "plain":
         # Freed here at the latest, not by a thread of the backend, where LiveBytes would not see it.
         originals = [parameter.data for parameter in model.parameters()]
@@ -111,7 +99,7 @@ def make_step(
         model, optimizer = prepare(model, optimizer, plan)
         del originals
     generator = torch.Generator().manual_seed(rank)
-    tokens = torch.randint(case.shape.vocab_size, (case.batch, case.seq + 1), generator=generator).to(device)
+    tokens = torch.randint(case.shape.vocab_size, (case.batch, case.seq + 1), generator=generator).to(case.device)
     inputs, targets = tokens[:, :-1], tokens[:, 1:].flatten()
 
     def step() -> torch.Tensor:
@@ -126,39 +114,38 @@ def make_step(
     return step
 
 
-def timed(case: Case, rank: int, device: torch.device, make: MakeStep) -> dict[str, Any]:
-    """Seconds per step of each block, by the wall and on a CPU, and the losses of the first steps."""
-    steps = {engine: make(case, engine=engine, rank=rank, device=device) for engine in ENGINES}
+def timed(rank: int, case: Case, make: MakeStep) -> dict[str, Any]:
+    """Return the seconds per step of each block, by the wall and on a CPU, and the losses of the first steps."""
+    steps = {engine: make(case, engine=engine, rank=rank) for engine in ENGINES}
     losses = {engine: [step().item() for _ in range(WARM_UP_STEPS)] for engine, step in steps.items()}
-    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     seconds: dict[str, list[float]] = {engine: [] for engine in ENGINES}
     cpu_seconds: dict[str, list[float]] = {engine: [] for engine in ENGINES}
     for number in range(case.rounds):
         gc.collect()
         for engine in ENGINES if number % 2 == 0 else reversed(ENGINES):
-            dist.all_reduce(torch.zeros(1, device=device))  # a barrier, in the backend's own way
-            finish()
+            dist.all_reduce(torch.zeros(1, device=case.device))  # a barrier, in the backend's own way
+            settle()
             started, cpu_started = time.perf_counter(), time.process_time()
             for _ in range(case.steps_per_block):
                 steps[engine]()
-            finish()
+            settle()
             seconds[engine].append((time.perf_counter() - started) / case.steps_per_block)
             cpu_seconds[engine].append((time.process_time() - cpu_started) / case.steps_per_block)
     return {"seconds": seconds, "cpu_seconds": cpu_seconds, "losses": losses}
 
 
-def remembered(case: Case, rank: int, device: torch.device, engines: tuple[str, ...], make: MakeStep) -> dict[str, Any]:
-    """Bytes by engine: the peak of a step, and what is left after it."""
-    measure = cpu_bytes if device.type == "cpu" else cuda_bytes
+def remembered(rank: int, case: Case, engines: tuple[str, ...], make: MakeStep) -> dict[str, Any]:
+    """Return bytes by engine: the peak of a step, and what is left after it."""
+    measure = cpu_bytes if case.device == "cpu" else cuda_bytes
     found = {}
     for engine in engines:
-        found[engine] = measure(partial(make, case, engine=engine, rank=rank, device=device))
+        found[engine] = measure(partial(make, case, engine=engine, rank=rank))
         gc.collect()
     return found
 
 
 def cpu_bytes(make: Callable[[], Step]) -> dict[str, int]:
-    """The least of several steps, which are equal but for what the backend's threads free unseen; that only adds."""
+    """Return the least of several steps: what the backend's threads free unseen only adds."""
     with LiveBytes() as live:
         step = make()
         for _ in range(MEMORY_STEPS):
@@ -180,52 +167,13 @@ def cuda_bytes(make: Callable[[], Step]) -> dict[str, int]:
     return {"peak_bytes": torch.cuda.max_memory_allocated(), "rest_bytes": torch.cuda.memory_allocated()}
 
 
-def run_rank(rank: int, folder: str, body: Body, case: Case, others: tuple[Any, ...]) -> None:
-    """Join the job, run the body, write what it returned."""
-    device, backend = torch.device("cpu"), "gloo"
-    if case.device == "cuda":
-        device, backend = torch.device("cuda", rank), "nccl"
-        torch.cuda.set_device(device)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder, "store")), case.num_ranks)
-    limit = timedelta(seconds=LIMIT_SECONDS)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=case.num_ranks, timeout=limit)
-    result = body(case, rank, device, *others)
-    Path(folder, f"{rank}.json").write_text(json.dumps(result))
-    dist.all_reduce(torch.zeros(1, device=device))  # a rank that left early could cut off one that still reads
-    dist.destroy_process_group()
-
-
-def on_ranks(body: Body, case: Case, *others: Any) -> list[dict[str, Any]]:
-    """What `body(case, rank, device, *others)` returns on each rank; they are fresh processes."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        everyone = range(case.num_ranks)
-        ranks = [context.Process(target=run_rank, args=(rank, folder, body, case, others)) for rank in everyone]
-        for process in ranks:
-            process.start()
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
-            if any(process.exitcode for process in ranks):
-                break
-            time.sleep(0.05)
-        for process in ranks:
-            process.kill()
-            process.join()
-        missing = [rank for rank in everyone if not Path(folder, f"{rank}.json").exists()]
-        if missing:
-            sys.exit(f"ranks {missing} of {case.num_ranks} failed, or took longer than {LIMIT_SECONDS:.0f} s")
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in everyone]
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
-    return {"median": median, "q1": q1, "q3": q3}
+def on_ranks_of(body: Callable[..., dict[str, Any]], case: Case, *others: Any) -> list[dict[str, Any]]:
+    """Return what `body(rank, case, *others)` returns on each rank of a case."""
+    return on_ranks(body, case, *others, num_ranks=case.num_ranks, device=case.device)
 
 
 def compare(ranks: list[dict[str, list[float]]]) -> dict[str, Any]:
-    """From each rank's seconds by engine: those of the slowest rank, and their ratio round by round."""
+    """Return the seconds of the slowest rank, and their ratio round by round."""
     by_block = {engine: zip(*(rank[engine] for rank in ranks), strict=True) for engine in ENGINES}
     slowest = {engine: [max(block) for block in blocks] for engine, blocks in by_block.items()}
     ratios = [ours / torchs for ours, torchs in zip(*slowest.values(), strict=True)]
@@ -233,7 +181,7 @@ def compare(ranks: list[dict[str, list[float]]]) -> dict[str, Any]:
 
 
 def measure_time(case: Case, *, make: MakeStep = make_step) -> dict[str, Any]:
-    ranks = on_ranks(timed, case, make)
+    ranks = on_ranks_of(timed, case, make)
     return {
         **compare([rank["seconds"] for rank in ranks]),
         "cpu": compare([rank["cpu_seconds"] for rank in ranks]),
@@ -242,10 +190,10 @@ def measure_time(case: Case, *, make: MakeStep = make_step) -> dict[str, Any]:
 
 
 def measure_memory(case: Case, *, make: MakeStep = make_step) -> dict[str, Any]:
-    """A GPU's numbers are of the whole process, so there each engine gets processes of its own."""
+    """Measure bytes. A GPU's numbers are of the whole process, so there each engine gets processes of its own."""
     found: dict[str, Any] = {}
     for engines in [(*ENGINES, "plain")] if case.device == "cpu" else [(engine,) for engine in ENGINES]:
-        ranks = on_ranks(remembered, case, engines, make)
+        ranks = on_ranks_of(remembered, case, engines, make)
         for engine in engines:
             # Ranks hold equal shares, so the least of them too is the one that unseen frees blur least.
             found[engine] = {key: min(rank[engine][key] for rank in ranks) for key in ("peak_bytes", "rest_bytes")}
@@ -255,18 +203,8 @@ def measure_memory(case: Case, *, make: MakeStep = make_step) -> dict[str, Any]:
     return found
 
 
-def circumstances() -> dict[str, Any]:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    cpu = platform.processor() or platform.machine()
-    return {
-        "machine": {"processor": cpu, "cores": os.cpu_count(), "gpu": gpu, "load_average": os.getloadavg()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "command": shlex.join(["python", *sys.argv]),
-    }
-
-
 def report(name: str, found: dict[str, Any]) -> None:
-    """A line of times, and one of memory, as far as they were measured."""
+    """Print a line of times, and one of memory, as far as they were measured."""
     if "time" in found:
         ratio, goal = found["time"]["ratio"], found["case"]["goal"]
         ours, torchs = (1000 * found["time"]["step_seconds"][engine]["median"] for engine in ENGINES)
@@ -303,8 +241,7 @@ def main() -> None:
             found["memory"] = measure_memory(case)
         results["cases"][name] = found
         report(name, found)
-    if options.out is not None:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    write_part(options.out, CASES[options.case].device if options.case in CASES else options.case, results)
 
 
 if __name__ == "__main__":

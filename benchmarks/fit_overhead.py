@@ -1,4 +1,4 @@
-"""Our engine's own costs on the host, fitted to what host_probe.py measured: no GPU, about a minute.
+"""Our engine's own costs on the host, fitted to what `step_times.py --case probe` measured: no GPU, about a minute.
 
     python benchmarks/fit_overhead.py [--write]
 
@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from captured_models import CONFIGS, MODELS
-from host_probe import FITTED, RESULTS
+from hugging_face_models import MODELS, samples_of, task_of
+from measuring import RESULTS as FOLDER
+from step_times import FITTED
 
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.borrowed import host_factor
@@ -36,9 +37,11 @@ from shardwise.planner.search.candidates import Candidate, cost
 from shardwise.planner.time import step_time
 from shardwise.sources import Source
 from shardwise.spec import ModelSpec
+from shardwise.trace import trace_task
 
 ROOT = Path(__file__).parent.parent
-CALIBRATED = Path(__file__).parent / "results" / "calibrate_h200.json"
+RESULTS = FOLDER / "host_probe_h200.json"
+CALIBRATED = FOLDER / "calibrate_h200.json"
 OVERHEAD_FILE = ROOT / "src/shardwise/planner/our_overhead.toml"
 HOST_FILE = ROOT / "src/shardwise/hardware/calibrated/host.toml"
 EVERY_STRATEGY = ("take", "reduce", "deliver", "step", "buffer")
@@ -67,32 +70,15 @@ def reference_of(rows: list[dict[str, Any]]) -> HostSpeed:
 @cache
 def spec_of(name: str) -> ModelSpec:
     if name in FITTED:
-        size, shape = FITTED[name]
-        source = Source(name, seq=shape.get("seq"))
-        return source.spec_for(Plan(micro_batch=size, precision="bf16"))
-    import torch
-    import transformers
-
-    from shardwise.tasks import Task
-    from shardwise.trace import trace_task
-
-    kind, _, seq, config = MODELS[name]
-    with torch.device("meta"):
-        made = getattr(transformers, CONFIGS[kind])(**config)
-        model = getattr(transformers, kind)._from_config(made, attn_implementation="sdpa").float().train()
-
-    def make_batch(size: int) -> dict[str, Any]:
-        ids = torch.zeros(size, seq, dtype=torch.int64)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-
-    task = Task(model=model, loss=lambda model, batch: model(**batch).loss, make_batch=make_batch)
-    return trace_task(task, name=name, ways=[("bf16", "none")])
+        case = FITTED[name]
+        return Source(name, seq=case.seq).spec_for(Plan(micro_batch=case.batch, precision="bf16"))
+    return trace_task(task_of(name, device="meta", masked=True), name=name, ways=[("bf16", "none")])
 
 
 def predicted(row: dict[str, Any], *, reference: HostSpeed, overhead: Overhead) -> Candidate:
     """The row's case on the row's host, with these costs of the engine."""
     name = row["model"]
-    size = FITTED[name][0] if name in FITTED else MODELS[name][1]
+    size = FITTED[name].batch if name in FITTED else samples_of(name)
     cluster = cluster_of("1xh200")
     host = read_host_speed(row["host"], where=RESULTS.name)
     cluster = replace(cluster, device=replace(cluster.device, host=host))
@@ -105,7 +91,7 @@ def predicted(row: dict[str, Any], *, reference: HostSpeed, overhead: Overhead) 
         patch("shardwise.planner.time.instructions.overhead_of", _costs(overhead)),
     ):
         found = cost(spec_of(name), plan=plan, cluster=cluster, optimizer="adamw-fused")
-    # host_probe.py makes its models on the device.
+    # They were made on the device.
     memory = estimate(spec_of(name), plan=plan, num_ranks=1, batch=size, optimizer="adamw-fused", made_on_device=True)
     return replace(found, memory=memory)
 
@@ -192,7 +178,7 @@ def report(checked: list[Checked]) -> Iterator[str]:
 
 def check_shipped() -> list[Checked]:
     """All measured rows, predicted with the constants that the package has."""
-    rows = [row for row in json.loads(RESULTS.read_text())["rows"] if "error" not in row]
+    rows = [row for row in json.loads(RESULTS.read_text())["rows"] if not row.get("error")]
     ours = OVERHEADS["shardwise"]
     return [Checked(row=row, candidate=predicted(row, reference=reference_host(), overhead=ours)) for row in rows]
 
@@ -203,7 +189,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write what was fitted into the package")
     options = parser.parse_args()
     measured = json.loads(options.rows.read_text())
-    rows = [row for row in measured["rows"] if "error" not in row]
+    rows = [row for row in measured["rows"] if not row.get("error")]
     reference, base = reference_of(rows), OVERHEADS["shardwise"]
     found = fit([row for row in rows if row["model"] in FITTED], reference=reference, base=base)
     for name in (*EVERY_STRATEGY, *SHARDED_PARAMS):

@@ -1,8 +1,9 @@
 """Hugging Face models under our engine and others, in turn, on one GPU: `python benchmarks/hugging_face_peers.py`.
 
-The models of captured_models.py: bf16, fused AdamW, one NCCL rank, one batch that lies on the device. Each model runs
-in a process of its own, in which all engines are set up, and blocks of steps alternate between them. Writes
-benchmarks/results/hugging_face_peers_h200.json, after every model.
+The models of hugging_face_models.py: bf16, fused AdamW, one NCCL rank, one batch that lies on the device. Each model
+runs in a process of its own, in which all engines are set up, and blocks of steps alternate between them. Writes
+benchmarks/results/hugging_face_peers_h200.json after every model; a model that is measured with other engines or blocks
+is a row of its own there.
 
     default          ours as `shardwise train` runs it: `fsdp`, and captured where that is safe; `default ddp` likewise
     fsdp, ddp        ours with capture = "off"
@@ -12,21 +13,22 @@ benchmarks/results/hugging_face_peers_h200.json, after every model.
     accelerate       Accelerate's FSDP2 (transformer_based_wrap), without gradient checkpointing
 """
 
-import argparse
-import gc
 import json
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from captured_models import MODELS, build, machine
+import measuring
+import torch
+import torch.distributed as dist
+from hugging_face_models import MODELS, build
+from measuring import RESULTS
 
-RESULTS = Path(__file__).parent / "results" / "hugging_face_peers_h200.json"
-# What the host bounds is compared step by step; the larger models as they are by default.
+import shardwise
+from shardwise import Plan
+from shardwise.torch_engine.prepare import prepare_on_torch
+
+# Models that the host bounds are compared with more engines.
 _BY_DEFAULT = ("default", "torch_ddp", "accelerate")
 ENGINES = {
     "qwen3-0.6b": (*_BY_DEFAULT, "fsdp", "fully_shard", "ddp"),
@@ -40,36 +42,28 @@ RATIOS = (
     *(("default ddp", "accelerate"), ("default ddp", "torch_ddp"), ("fsdp", "accelerate")),
     *((f"default{words}", "accelerate") for words in (" lean", " ddp lean", " ddp lean compiled")),
 )
-# A block of steps lasts about so long.
-BLOCK_SECONDS = 0.4
+# Replays 1 and 10 are compared with ordinary steps.
+WARM_UP = 15
 
 
-def step_of(engine: str, model: Any, batch: tuple[Any, Any], *, tell: Callable[[str], None]) -> Callable[[], Any]:
-    """One step of a training of this model under an engine. `batch`: tokens and a mask."""
-    import torch
-
-    import shardwise
-    from shardwise import Plan
-    from shardwise.torch_engine.prepare import prepare_on_torch
-
+def step_of(engine: str, model: Any, *, say: Callable[[str], None]) -> Callable[[Any, Any], Any]:
+    """Return a training step of the model under an engine, which is given tokens and a mask, and returns the loss."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     backward: Callable[[Any], None] = torch.Tensor.backward
-    captures = engine.startswith("default")
+    words = engine.split()
     if engine == "accelerate":
         model, optimizer, backward = on_accelerate(model, optimizer)
     elif engine in ("torch_ddp", "fully_shard"):
         strategy = "ddp" if engine == "torch_ddp" else "fsdp"
-        model, optimizer = prepare_on_torch(
-            model, optimizer, Plan(strategy=strategy, precision="bf16", engine="torch", capture="off")
-        )
+        plan = Plan(strategy=strategy, precision="bf16", engine="torch", capture="off")
+        model, optimizer = prepare_on_torch(model, optimizer, plan)
     else:
-        words = engine.split()
         plan = Plan(
             strategy="ddp" if "ddp" in words else "fsdp",
             precision="bf16",
             compile="inductor" if "compiled" in words else "none",
-            capture="auto" if captures else "off",
+            capture="auto" if "default" in words else "off",
         )
         shardwise.prepare(model, optimizer, plan)
         if "lean" in words:
@@ -82,8 +76,7 @@ def step_of(engine: str, model: Any, batch: tuple[Any, Any], *, tell: Callable[[
         optimizer.zero_grad()
         return loss.detach()
 
-    taken = shardwise.capture(step, model, optimizer, tell=tell) if captures else step
-    return lambda: taken(*batch)
+    return shardwise.capture(step, model, optimizer, tell=say) if "default" in words else step
 
 
 def on_accelerate(model: Any, optimizer: Any, *, checkpointing: bool = False) -> tuple[Any, Any, Callable[[Any], None]]:
@@ -101,132 +94,65 @@ def on_accelerate(model: Any, optimizer: Any, *, checkpointing: bool = False) ->
 
 
 def measure(make: Callable[[], tuple[Any, Any, Any]], *, engines: Sequence[str], blocks: int) -> dict[str, Any]:
-    """All engines, in turn. `make`: a model, tokens and a mask."""
-    import torch
-
-    told: list[str] = []
-    steps, losses, peaks, failed = {}, {}, {}, {}
+    """Measure all engines in turn. `make`: returns a model, tokens and a mask."""
+    said: list[str] = []
+    steps, losses, most, failed = {}, {}, {}, {}
     for engine in engines:
-        held = held_bytes()
+        measuring.free()
+        held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         try:
             model, *batch = make()
-            step = step_of(engine, model, tuple(batch), tell=told.append)
-            # Replays 1 and 10 are compared with ordinary steps.
-            losses[engine] = [step().item() for _ in range(15)]
+            step = step_of(engine, model, say=said.append)
+            losses[engine] = [step(*batch).item() for _ in range(WARM_UP)]
         except Exception as error:
-            failed[engine] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            failed[engine] = measuring.one_line(error)
             continue
-        steps[engine] = step
-        peaks[engine] = torch.cuda.max_memory_allocated() - held
-    seconds = in_turn(steps, blocks=blocks)
+        steps[engine] = lambda step=step, batch=batch: step(*batch)
+        most[engine] = measuring.peaks()["allocated_bytes"] - held
+    seconds = measuring.in_turn(steps, blocks=blocks)
     return {
         "step_seconds": {engine: statistics.median(times) for engine, times in seconds.items()},
         "block_seconds": seconds,
-        "peak_bytes": peaks,
+        "peak_bytes": most,
         "ratios": {
-            f"{ours} / {theirs}": statistics.median(a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True))
+            f"{ours} / {theirs}": measuring.median_ratio(seconds[ours], seconds[theirs])
             for ours, theirs in RATIOS
             if ours in seconds and theirs in seconds
         },
         "first_losses": {engine: found[:3] for engine, found in losses.items()},
         "last_losses": {engine: found[-1] for engine, found in losses.items()},
-        "told": told,
+        "told": said,
         "failed": failed,
     }
 
 
-def in_turn(steps: Mapping[str, Callable[[], Any]], *, blocks: int) -> dict[str, list[float]]:
-    """Seconds per step of each block of steps; blocks alternate."""
-    # Or each collection of garbage would walk through the models of all engines.
-    gc.collect()
-    gc.freeze()
-    num_steps = {name: max(2, round(BLOCK_SECONDS / _timed(step, count=2))) for name, step in steps.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(blocks):
-        for name, step in steps.items():
-            seconds[name].append(_timed(step, count=num_steps[name]))
-    return seconds
+def _measured_as(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["model"], list(row["block_seconds"]), *{len(blocks) for blocks in row["block_seconds"].values()}
 
 
-def _timed(step: Callable[[], Any], *, count: int) -> float:
-    _settle()
-    began = time.perf_counter()
-    for _ in range(count):
-        step()
-    _settle()
-    return (time.perf_counter() - began) / count
-
-
-def _settle() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def held_bytes() -> int:
-    """What is allocated on the GPU now; from here on the peak is counted again."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return 0
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
-
-
-def join_alone(*, device: str) -> None:
-    """A job of one rank. Accelerate takes the group that there is, if the variables of a launcher are there too."""
-    import os
-
-    import torch
-    import torch.distributed as dist
-
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **address}
-    if device == "cuda":
-        torch.cuda.set_device(0)
-        dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    else:
-        dist.init_process_group("gloo", rank=0, world_size=1)
-
-
-def _run_here(name: str, *, engines: Sequence[str], blocks: int) -> None:
-    """A row on standard output."""
-    import torch.distributed as dist
-
-    join_alone(device="cuda")
-    print(json.dumps({"model": name, **measure(lambda: build(name), engines=engines, blocks=blocks)}), flush=True)
-    dist.destroy_process_group()
+def show(what: str, row: dict[str, Any]) -> None:
+    times = {engine: f"{1e3 * seconds:.1f} ms" for engine, seconds in row["step_seconds"].items()}
+    sizes = {engine: f"{size / 2**30:.2f} GiB" for engine, size in row["peak_bytes"].items()}
+    print(what, times, sizes, row["ratios"], row["told"], row["failed"], flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
-    parser.add_argument("--engines", nargs="*", default=[])
-    parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--here", default="")
-    arguments = parser.parse_args()
-    if arguments.here:
-        engines = arguments.engines or ENGINES[arguments.here]
-        _run_here(arguments.here, engines=engines, blocks=arguments.blocks)
+    out = RESULTS / "hugging_face_peers_h200.json"
+    asked = measuring.options(__doc__, models=list(MODELS), engines=[], blocks=5, out=out, here="")
+    if asked.here:
+        measuring.join_alone("cuda")
+        engines = asked.engines or ENGINES[asked.here]
+        row = measure(lambda: build(asked.here), engines=engines, blocks=asked.blocks)
+        measuring.tell({"model": asked.here, **row})
+        dist.destroy_process_group()
         return
-    rows = []
-    for name in arguments.models:
-        command = [sys.executable, __file__, "--here", name, "--blocks", str(arguments.blocks)]
-        command += ["--engines", *arguments.engines]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-        found = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
-        if not found:
-            print(name, "failed:", ended.stderr[-1500:], flush=True)
-            continue
-        rows += found
-        (row,) = found
-        times = ", ".join(f"{engine} {1e3 * taken:.1f}" for engine, taken in row["step_seconds"].items())
-        ratios = ", ".join(f"{names} {ratio:.3f}" for names, ratio in row["ratios"].items())
-        print(f"{name}: {times} ms; {ratios}", row["told"], row["failed"] or "", flush=True)
-        arguments.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    rows = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
+    for name in asked.models:
+        words = ("--here", name, "--blocks", str(asked.blocks), "--engines", *asked.engines)
+        (row,) = measuring.results_of(measuring.output_of(__file__, *words, limit_seconds=180))
+        show(name, row)
+        rows = [one for one in rows if _measured_as(one) != _measured_as(row)] + [row]
+        measuring.write(asked.out, {**measuring.circumstances(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
@@ -31,7 +32,7 @@ LIMIT_SECONDS = 120.0
 
 
 def wait_until(run: Run, moment: str, *, chance: random.Random) -> bool:
-    """Until the moment to kill; False if the run has ended before."""
+    """Wait until the moment to kill; return False if the run has ended before."""
     begun, first = time.monotonic(), run.last_step()
     delay_seconds, arrived = {
         "stepping": (chance.uniform(0, 0.5), lambda: run.last_step() != first),
@@ -49,12 +50,12 @@ def wait_until(run: Run, moment: str, *, chance: random.Random) -> bool:
 
 
 def kill(run: Run, victim: str, *, chance: random.Random) -> str | None:
-    """Kill, and start again what the launcher cannot; what was hit, or None if nobody was there."""
+    """Kill, and start again what the launcher cannot; return what was hit, or None if nobody was there."""
     ranks = run.ranks()
     if not ranks:
         return None
     rank = chance.choice(sorted(ranks))
-    doing, step = run.phase(ranks[rank]), run.last_step()
+    step, saving = run.last_step(), ", while a checkpoint is written" if run.being_saved() else ""
     pids = {"a rank": [ranks[rank]], "the launcher": [run.launcher.pid], "all": [*ranks.values(), run.launcher.pid]}
     for pid in pids[victim]:
         with suppress(ProcessLookupError):
@@ -67,12 +68,14 @@ def kill(run: Run, victim: str, *, chance: random.Random) -> str | None:
     while not run.ended() and run.ranks().get(rank) in (None, ranks[rank]):
         time.sleep(0.005)
     hit = f"rank {rank} of {run.job.num_ranks}" if victim == "a rank" else victim
-    return f"{hit} after step {step}, {doing}; a new rank {rank} after {time.monotonic() - begun:.1f} s"
+    return f"{hit} after step {step}{saving}; a new rank {rank} after {time.monotonic() - begun:.1f} s"
 
 
 def compare(result: Result, reference: Result, *, job: Job) -> None:
     if result.steps != reference.steps:
-        raise Wrong(f"the losses are not those of the run left alone: {first_difference(result, reference)}")
+        pairs = list(zip_longest(result.steps, reference.steps))
+        other = [pair for pair in pairs if pair[0] != pair[1]]
+        raise Wrong(f"{len(other)} of {len(pairs)} losses are not those of the run left alone, first {other[0]}")
     for name, tensor in reference.weights.items():
         if not torch.equal(result.weights[name], tensor):
             raise Wrong(f"{name} is not as in the run left alone: {result.weights[name]} | {tensor}")
@@ -84,95 +87,64 @@ def compare(result: Result, reference: Result, *, job: Job) -> None:
             raise Wrong(f"samples were not seen equally often: {result.weights['seen']}")
 
 
-def first_difference(result: Result, reference: Result) -> str:
-    """Of the lines of steps: where they part, how many differ, and whether the weights do."""
-    pairs = list(zip_longest(result.steps, reference.steps))
-    place = next(index for index, (found, wanted) in enumerate(pairs) if found != wanted)
-    num_other = sum(found != wanted for found, wanted in pairs)
-    same = all(torch.equal(result.weights[name], tensor) for name, tensor in reference.weights.items())
-    return (
-        f"{len(result.steps)} and {len(reference.steps)} lines, {num_other} differ, first "
-        f"{pairs[max(0, place - 1) : place + 2]}; the weights are {'equal' if same else 'not equal'}"
-    )
-
-
 def left_alone(job: Job, *, config: Path, folder: Path, pass_seconds: float = PASS_SECONDS) -> Result:
-    """What the job gives when nobody kills it."""
+    """Return what the job gives when nobody kills it."""
     with running(job, config=config, folder=folder / "alone", pass_seconds=pass_seconds) as run:
-        while not run.ended():
-            time.sleep(0.05)
         reference = run.result()
     compare(reference, reference, job=job)
     return reference
 
 
 def killed_run(
-    job: Job,
-    *,
-    reference: Result,
-    num_kills: int,
-    config: Path,
-    folder: Path,
-    chance: random.Random,
-    hits: list[str],
-) -> None:
-    """One run with up to `num_kills` kills, each of which is added to `hits`; Wrong if it ends in other bits."""
+    job: Job, *, reference: Result, num_kills: int, config: Path, folder: Path, chance: random.Random
+) -> int:
+    """Run once with up to `num_kills` kills; return how many have hit. Wrong if it ends in other bits."""
+    hits = 0
     with running(job, config=config, folder=folder) as run:
-        while len(hits) < num_kills:
+        while hits < num_kills:
             (moment,) = chance.choices(list(MOMENTS), list(MOMENTS.values()))
             (victim,) = chance.choices(list(VICTIMS), list(VICTIMS.values()))
             if not wait_until(run, moment, chance=chance):
                 break
             if (hit := kill(run, victim, chance=chance)) is not None:
-                hits.append(hit)
+                hits += 1
                 print(f"  killed {hit}", flush=True)
-        while not run.ended():
-            time.sleep(0.05)
         compare(run.result(), reference, job=job)
+    return hits
 
 
-def kill_job(job: Job, *, num_kills: int, config: Path, folder: Path, chance: random.Random) -> int:
-    """Runs of one job until `num_kills` have hit; how many runs that took."""
-    print(f"{job.num_ranks} ranks, {job.strategy}, {job.optimizer}: a run left alone …", flush=True)
-    reference = left_alone(job, config=config, folder=folder)
-    done = num_runs = 0
-    while done < num_kills:
-        num_runs += 1
-        hits: list[str] = []
-        killed_run(
-            job,
-            reference=reference,
-            num_kills=num_kills - done,
-            config=config,
-            folder=folder / f"run-{num_runs}",
-            chance=chance,
-            hits=hits,
-        )
-        done += len(hits)
-        print(f"  run {num_runs}: {len(hits)} kills, {len(reference.steps)} steps, bit-identical", flush=True)
-    return num_runs
+def killed_runs(
+    ranks: Sequence[int], *, num_kills: int, folder: Path, chance: random.Random
+) -> Iterator[tuple[Job, int]]:
+    """Run jobs until `num_kills` have hit, shared out among them; yield each run's job and its kills."""
+    config = write_config(folder)
+    for index, num_ranks in enumerate(ranks):
+        job, place = JOBS[num_ranks], folder / str(num_ranks)
+        place.mkdir()
+        reference = left_alone(job, config=config, folder=place, pass_seconds=0.0)
+        left = len(range(index, num_kills, len(ranks)))
+        while left > 0:
+            where = place / f"run-{left}"
+            hits = killed_run(job, reference=reference, num_kills=left, config=config, folder=where, chance=chance)
+            yield job, hits
+            left -= max(1, hits)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50, help="in all, shared out among --ranks")
     parser.add_argument("--ranks", type=lambda text: [int(word) for word in text.split(",")], default=[2, 3, 4])
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    chance = random.Random(args.seed)
-    num_runs = 0
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
-        config = write_config(Path(name))
-        for index, num_ranks in enumerate(args.ranks):
-            num_kills = len(range(index, args.kills, len(args.ranks)))
-            folder = Path(name, str(num_ranks))
-            folder.mkdir()
-            try:
-                num_runs += kill_job(JOBS[num_ranks], num_kills=num_kills, config=config, folder=folder, chance=chance)
-            except Wrong as error:
-                print(f"WRONG: {error}", file=sys.stderr)
-                return 1
-    print(f"{args.kills} kills in {num_runs} runs (seed {args.seed}): every run bit-identical to the one left alone")
+        try:
+            chance = random.Random(args.seed)
+            for job, hits in killed_runs(args.ranks, num_kills=args.kills, folder=Path(name), chance=chance):
+                print(f"{job}: {hits} kills, bit-identical", flush=True)
+        except Wrong as error:
+            print(f"WRONG: {error}", file=sys.stderr)
+            return 1
+    print(f"{args.kills} kills (seed {args.seed}): every run is bit-identical to the one left alone")
     return 0
 
 

@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kills_task import PASS_SECONDS, Counting
 from torch import Tensor
@@ -25,13 +27,6 @@ class Job:
     strategy: str
     optimizer: str
 
-    def command(self, config: Path, *, folder: Path) -> list[str]:
-        return [
-            *(sys.executable, "-m", "shardwise", "train", str(config), "--run", str(folder)),
-            *("--ranks", str(self.num_ranks), "--strategy", self.strategy, "--max-restarts", "1000"),
-            *("--set", f"optimizer.name={self.optimizer}"),
-        ]
-
 
 JOBS = {
     2: Job(num_ranks=2, strategy="fsdp", optimizer="sgd"),
@@ -39,29 +34,18 @@ JOBS = {
     4: Job(num_ranks=4, strategy="shard_grad_op", optimizer="sgd"),
 }
 CONFIG = """
-[task]
-model = "python:{task}:task"
-[plan]
-micro_batch = {micro_batch}
-units = "class:Sequential"
-[optimizer]
-lr = {lr}
-[schedule]
-name = "constant"
-[train]
-epochs = {epochs}
-clip_norm = 0
-log_every = 1
-[checkpoint]
-every = {checkpoint_every}
-[run]
-device = "cpu"
-tensorboard = false
+task = {{ model = "python:{task}:task" }}
+plan = {{ micro_batch = {micro_batch}, units = "class:Sequential" }}
+optimizer = {{ lr = {lr} }}
+schedule = {{ name = "constant" }}
+train = {{ epochs = {epochs}, clip_norm = 0, log_every = 1 }}
+checkpoint = {{ every = {checkpoint_every} }}
+run = {{ device = "cpu", tensorboard = false }}
 """
 
 
 def write_config(folder: Path, *, epochs: int = NUM_EPOCHS, checkpoint_every: int = 3) -> Path:
-    """The config of all jobs."""
+    """Write the config of all jobs."""
     task = Path(__file__).resolve().with_name("kills_task.py")
     path = folder / "kills.toml"
     path.write_text(
@@ -86,30 +70,24 @@ class Run:
     """One training in one folder, started as often as it takes."""
 
     def __init__(self, job: Job, *, config: Path, folder: Path, pass_seconds: float) -> None:
-        self.job = job
-        self.folder = folder
-        self._pass_seconds = pass_seconds
-        self._command = job.command(config, folder=folder)
+        self.job, self.folder = job, folder
+        variables = {"KILLS_PASS_SECONDS": str(pass_seconds), "OMP_NUM_THREADS": "1"}
+        self._environment = os.environ | variables
+        self._command = [
+            *(sys.executable, "-m", "shardwise", "train", str(config), "--run", str(folder)),
+            *("--ranks", str(job.num_ranks), "--strategy", job.strategy, "--max-restarts", "1000"),
+            *("--set", f"optimizer.name={job.optimizer}"),
+        ]
         folder.mkdir()
         self._output = (folder / "output.txt").open("ab")
         self._left_behind: set[Path] = set()
         self.start()
 
     def start(self) -> None:
-        self.launcher = subprocess.Popen(
-            self._command,
-            stdout=self._output,
-            stderr=self._output,
-            env=os.environ
-            | {
-                "KILLS_FOLDER": str(self.folder),
-                "KILLS_PASS_SECONDS": str(self._pass_seconds),
-                "OMP_NUM_THREADS": "1",
-            },
-        )
+        self.launcher = subprocess.Popen(self._command, stdout=self._output, stderr=self._output, env=self._environment)
 
     def ranks(self) -> dict[int, int]:
-        """The process of each rank that is there now."""
+        """Return the process of each rank that is there now."""
         found = {}
         with suppress(FileNotFoundError, ProcessLookupError):
             children = Path(f"/proc/{self.launcher.pid}/task/{self.launcher.pid}/children").read_text().split()
@@ -119,40 +97,32 @@ class Run:
                     found |= {int(pair[5:]): child for pair in pairs if pair.startswith(b"RANK=")}
         return found
 
-    def last_step(self) -> int:
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl that are whole."""
         path = self.folder / "metrics.jsonl"
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        for line in reversed(lines):
+        lines = []
+        for line in path.read_bytes().splitlines() if path.exists() else []:
             with suppress(ValueError):
-                return int(json.loads(line)["step"])
-        return 0
+                lines.append(json.loads(line))
+        return lines
+
+    def last_step(self) -> int:
+        steps = self.steps()
+        return steps[-1]["step"] if steps else 0
 
     def useful_seconds(self) -> float:
-        """The time of the steps that stand in metrics.jsonl, each once, however often it had to be repeated."""
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        seconds = {}
-        for line in lines:
-            with suppress(ValueError):
-                step = json.loads(line)
-                seconds[step["step"]] = step["num_samples"] / step["samples_per_s"]
-        return sum(seconds.values())
+        """Return the time of the steps that stand in metrics.jsonl, each once, however often it had to be repeated."""
+        return sum({step["step"]: step["num_samples"] / step["samples_per_s"] for step in self.steps()}.values())
 
     def being_saved(self) -> set[Path]:
-        """The checkpoints that are being written, less those that a kill has left half-written."""
+        """Return the checkpoints that are being written, less those that a kill has left half-written."""
         return set((self.folder / "checkpoints").glob(".saving-*")) - self._left_behind
 
     def leave_behind(self) -> None:
         self._left_behind |= self.being_saved()
 
-    def phase(self, pid: int) -> str:
-        """What a process is doing."""
-        path = self.folder / f"phase-{pid}"
-        step = path.read_text() if path.exists() else "starting up"
-        return step + (", while a checkpoint is written" if self.being_saved() else "")
-
     def ended(self) -> bool:
-        """Whether it has ended well; any other end that was not our doing is wrong."""
+        """Return whether it has ended well; any other end that was not our doing is wrong."""
         code = self.launcher.poll()
         if code not in (None, 0):
             raise Wrong(f"the launcher ended with {code}:\n{(self.folder / 'output.txt').read_text()}")
@@ -164,16 +134,18 @@ class Run:
         self._output.close()
 
     def result(self) -> Result:
+        """Wait for the end, and return what there is then."""
+        while not self.ended():
+            time.sleep(0.05)
         model = Counting()
         checkpoints = Checkpoints(self.folder / "checkpoints")
         saved = checkpoints.latest()
         if saved is None:
             raise Wrong("there is no good checkpoint at the end")
         checkpoints.load(saved, model)
-        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
         return Result(
             weights={name: tensor.clone() for name, tensor in model.state_dict().items()},
-            steps=[(line["step"], line["loss"]) for line in lines],
+            steps=[(line["step"], line["loss"]) for line in self.steps()],
         )
 
 

@@ -3,7 +3,6 @@
 import os
 import random
 import time
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -39,23 +38,14 @@ class Counting(nn.Module):
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The model's own. It is slow, so that a kill finds it at work, and as slow as chance will have it: others wait."""
-    _note("in forward")
-    value = model(*batch)
+    """Return the model's output. Slow, so that a kill finds it at work, and by a random time, so that others wait."""
+    value: Tensor = model(*batch)
     time.sleep(random.SystemRandom().uniform(0, float(os.environ.get("KILLS_PASS_SECONDS", PASS_SECONDS))))
-    _note("in backward, a collective or the optimizer")
-    assert isinstance(value, Tensor)
     return value
 
 
-def _note(phase: str) -> None:
-    path = Path(os.environ["KILLS_FOLDER"], f"phase-{os.getpid()}")
-    path.with_suffix(".part").write_text(phase)
-    path.with_suffix(".part").replace(path)
-
-
 def task() -> Task:
-    """What is trained: `python:benchmarks/kills_task.py:task`."""
+    """Return what is trained: `python:benchmarks/kills_task.py:task`."""
     return Task(
         model=Counting(),
         loss=loss,

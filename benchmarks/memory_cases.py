@@ -5,73 +5,38 @@ other: the next is the one with the most pairs and triples of levels that no ear
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import combinations, product
-from typing import Any
+
+from training_case import Case
 
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "fsdp")
 TORCH_STRATEGIES = ("ddp", "shard_grad_op", "fsdp")
 NUM_RANKS = (8, 64, 1, 1024)
-PRECISIONS = ("bf16", "fp32")
-RECOMPUTES = ("none", "full")
+FACTORS = ("model", "strategy", "num_ranks", "precision", "recompute")
 
 NUM_OURS = 52
 NUM_TORCHS = 24
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One training. `num_ranks` = 1 is a real job of one rank, more of them a rehearsal of rank 0."""
-
-    model: str
-    engine: str = "shardwise"
-    strategy: str
-    num_ranks: int
-    precision: str = "bf16"
-    recompute: str = "none"
-    batch: int
-    seq: int | None = None
-    image: int | None = None
-    optimizer: str = "adamw-fused"
-
-    def __str__(self) -> str:
-        size = f"{self.batch} × {self.seq or self.image}"
-        return (
-            f"{self.model:13} {self.engine:9} {self.strategy:13} {self.num_ranks:4} ranks {self.precision} "
-            f"{'recompute' if self.recompute == 'full' else '':9} {size:9} {self.optimizer:13}"
-        )
-
-    def as_data(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A model of the catalogue, with the two batch sizes that are tried."""
-
-    name: str
-    batches: tuple[int, int]
-    seq: int | None = None
-    image: int | None = None
-
-
-LARGE = (
-    Model(name="gpt2-124m", batches=(4, 16), seq=1024),
-    Model(name="gpt2-1.5b", batches=(1, 4), seq=1024),
-    Model(name="llama-3.2-1b", batches=(1, 3), seq=2048),
-    Model(name="vit-large", batches=(16, 64), image=224),
-    Model(name="resnet50", batches=(32, 128), image=224),
+# Models of the catalogue, with the two batch sizes that are tried.
+Models = Sequence[tuple[Case, tuple[int, int]]]
+LARGE: Models = (
+    (Case(model="gpt2-124m", batch=0, seq=1024), (4, 16)),
+    (Case(model="gpt2-1.5b", batch=0, seq=1024), (1, 4)),
+    (Case(model="llama-3.2-1b", batch=0, seq=2048), (1, 3)),
+    (Case(model="vit-large", batch=0, image=224), (16, 64)),
+    (Case(model="resnet50", batch=0, image=224), (32, 128)),
 )
-SMALL = (
-    Model(name="gpt-tiny", batches=(1, 2), seq=32),
-    Model(name="llama-tiny", batches=(1, 2), seq=32),
-    Model(name="vit-digits", batches=(2, 4), image=8),
-    Model(name="resnet-digits", batches=(2, 4), image=8),
+SMALL: Models = (
+    (Case(model="gpt-tiny", batch=0, seq=32), (1, 2)),
+    (Case(model="llama-tiny", batch=0, seq=32), (1, 2)),
+    (Case(model="vit-digits", batch=0, image=8), (2, 4)),
+    (Case(model="resnet-digits", batch=0, image=8), (2, 4)),
 )
 
 
-def all_cases(models: Sequence[Model]) -> list[Case]:
-    """Two rounds, each by the number of ranks: a process is needed for each, and what time cuts off is missed least."""
+def all_cases(models: Models) -> list[Case]:
+    """Return two rounds, each by the number of ranks, which needs its own process; what time cuts off matters least."""
     ours = _most_informative(_every_case(models), num_cases=NUM_OURS)
     torchs = [replace(case, engine="torch") for case in ours if case.strategy in TORCH_STRATEGIES][:NUM_TORCHS]
     rounds = [
@@ -81,25 +46,24 @@ def all_cases(models: Sequence[Model]) -> list[Case]:
     return [case for cases in rounds for case in sorted(cases, key=lambda case: NUM_RANKS.index(case.num_ranks))]
 
 
-def _every_case(models: Sequence[Model]) -> list[Case]:
-    factors = product(models, STRATEGIES, NUM_RANKS, PRECISIONS, RECOMPUTES, (0, 1))
+def _every_case(models: Models) -> list[Case]:
     return [
-        Case(
-            model=model.name,
+        replace(
+            model,
             strategy=strategy,
             num_ranks=num_ranks,
             precision=precision,
             recompute=recompute,
-            batch=model.batches[which],
-            seq=model.seq,
-            image=model.image,
+            batch=batches[which],
         )
-        for model, strategy, num_ranks, precision, recompute, which in factors
+        for (model, batches), strategy, num_ranks, precision, recompute, which in product(
+            models, STRATEGIES, NUM_RANKS, ("bf16", "fp32"), ("none", "full"), (0, 1)
+        )
     ]
 
 
 def _most_informative(cases: Sequence[Case], *, num_cases: int) -> list[Case]:
-    """Greedy. A pair counts as much as all triples of a case, so that pairs are complete first."""
+    """Choose greedily. A pair counts as much as all triples of a case, so that pairs are complete first."""
     largest = {case.model: max(other.batch for other in cases if other.model == case.model) for case in cases}
     tells = {case: _groups(case, is_largest=case.batch == largest[case.model]) for case in cases}
     known: set[tuple[object, ...]] = set()
@@ -116,41 +80,30 @@ def _most_informative(cases: Sequence[Case], *, num_cases: int) -> list[Case]:
 
 
 def _groups(case: Case, *, is_largest: bool) -> set[tuple[object, ...]]:
-    """The pairs and triples of a case's levels."""
-    levels = (case.model, case.strategy, case.num_ranks, case.precision, case.recompute, is_largest)
-    named = list(enumerate(levels))
+    """Return the pairs and triples of a case's levels."""
+    named = list(enumerate((*(getattr(case, factor) for factor in FACTORS), is_largest)))
     return {group for size in (2, 3) for group in combinations(named, size)}
 
 
 def _other_optimizers(cases: Iterable[Case]) -> list[Case]:
-    """A few with AdamW's foreach implementation, whose temporaries are its own, and with SGD."""
+    """Return a few with AdamW's foreach implementation, whose temporaries are its own, and with SGD."""
     plain = [case for case in cases if case.recompute == "none"]
-    others = ("adamw-foreach", "sgd", "adamw-foreach", "sgd", "adamw-foreach", "sgd", "adamw-foreach")
-    return [replace(case, optimizer=optimizer) for case, optimizer in zip(plain, others, strict=False)]
+    return [replace(case, optimizer=("adamw-foreach", "sgd")[number % 2]) for number, case in enumerate(plain[:7])]
 
 
-def two_rank_cases(models: Sequence[Model]) -> list[Case]:
-    """For two real ranks and a rehearsal of them."""
-    model = models[0]
-    fsdp = Case(
-        model=model.name, strategy="fsdp", num_ranks=2, batch=model.batches[0], seq=model.seq, image=model.image
-    )
+def two_rank_cases(models: Models) -> list[Case]:
+    """Return cases for two real ranks and a rehearsal of them."""
+    model, batches = models[0]
+    fsdp = replace(model, strategy="fsdp", num_ranks=2, batch=batches[0])
     return [fsdp, replace(fsdp, strategy="zero2", precision="fp32"), replace(fsdp, engine="torch")]
 
 
 def missing_pairs(cases: Iterable[Case]) -> list[str]:
-    """Pairs of levels that no case of our own engine has."""
+    """Return pairs of levels that no case of our own engine has."""
     ours = [case.as_data() for case in cases if case.engine == "shardwise"]
-    factors = ("model", "strategy", "num_ranks", "precision", "recompute")
-    levels = {factor: sorted({str(case[factor]) for case in ours}) for factor in factors}
+    levels = {factor: sorted({str(case[factor]) for case in ours}) for factor in FACTORS}
     missing = []
-    for one, other in combinations(factors, 2):
+    for one, other in combinations(FACTORS, 2):
         found = {(str(case[one]), str(case[other])) for case in ours}
         missing += [f"{a} with {b}" for a in levels[one] for b in levels[other] if (a, b) not in found]
     return missing
-
-
-if __name__ == "__main__":
-    for number, case in enumerate(all_cases(LARGE), start=1):
-        print(f"{number:3} {case}")
-    print("missing pairs:", ", ".join(missing_pairs(all_cases(LARGE))) or "none")

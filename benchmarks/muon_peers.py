@@ -9,20 +9,19 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from captured_models import machine
-from hugging_face_peers import in_turn, join_alone
+from measuring import RESULTS, circumstances, in_turn, join_alone, median_ratio, write
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
 from shardwise import Plan
 from shardwise.comm.absent import AbsentCollectives, absent_group
 from shardwise.tasks import Task, load_task
 
-RESULTS = Path(__file__).parent / "results" / "muon_peers.json"
+OUT = RESULTS / "muon_peers.json"
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 NUM_RANKS = (1, 2, 4, 8)
 WARM_UP = 6
@@ -71,9 +70,7 @@ def measure_states(model: str) -> list[dict[str, Any]]:
 
 
 def measure_steps(model: str, *, seq: int, samples: int, device: str, blocks: int) -> dict[str, Any]:
-    from torch.nn.parallel import DistributedDataParallel
-
-    join_alone(device=device)
+    join_alone(device)
     steps, losses = {}, {}
     for engine in (*STRATEGIES, "torch DDP"):
         torch.manual_seed(0)
@@ -91,10 +88,7 @@ def measure_steps(model: str, *, seq: int, samples: int, device: str, blocks: in
         steps[engine] = step
     seconds = in_turn(steps, blocks=blocks)
     torch.distributed.destroy_process_group()
-    ratios = {
-        engine: statistics.median(a / b for a, b in zip(found, seconds["torch DDP"], strict=True))
-        for engine, found in seconds.items()
-    }
+    ratios = {engine: median_ratio(found, seconds["torch DDP"]) for engine, found in seconds.items()}
     for engine, found in seconds.items():
         print(f"{engine:10} {1e3 * statistics.median(found):8.2f} ms, {ratios[engine]:.3f} of torch's DDP", flush=True)
     return {"block_seconds": seconds, "ratios": ratios, "losses": losses}
@@ -105,19 +99,15 @@ def main() -> None:
     parser.add_argument("action", nargs="?", choices=("states", "steps", "both"), default="both")
     parser.add_argument("--blocks", type=int, default=7)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    out = asked.out or (None if asked.tiny else RESULTS)
     model = "gpt-tiny" if asked.tiny else "gpt2-124m"
-    found = json.loads(out.read_text()) if out is not None and out.exists() else {}
+    found: dict[str, Any] = {} if asked.tiny else json.loads(OUT.read_text())
     if asked.action != "steps":
         found["states"] = measure_states(model)
     if asked.action != "states":
         size = {"seq": 16, "samples": 2} if asked.tiny else {"seq": 1024, "samples": 4}
         found["steps"] = measure_steps(model, **size, device="cpu" if asked.tiny else "cuda", blocks=asked.blocks)
-        found["machine"] = {} if asked.tiny else machine()
-    if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n")
+    write(None if asked.tiny else OUT, {**found, **circumstances()})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ of the page stands what this command writes; all else is left as it is.
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -26,43 +25,28 @@ import estimators
 import fit_overhead
 import planner_speed
 import scaling_curves
-from memory_predictions import compare
+from memory_predictions import TOTALS, compare
 from published import MEASURED, measured, read
 from published_rows import LeftOut
+from rows import ROOT, fill, table
 from validate_time import (
     Checked,
     check,
     correlations,
+    errors_by_table,
     inside,
     misfits,
     on_our_engine,
     strategies,
     summary,
-    table,
     timed,
 )
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "planner.md"
 MEMORY = ROOT / "benchmarks" / "results" / "validate_memory_h200.json"
 EXAMPLE = ("llama-3.1-8b", "--cluster", "8xh100-80gb", "--recompute", "full")
-_SECTION = re.compile(r"(<!-- section (?P<name>[\w-]+) -->\n).*?(<!-- end of (?P=name) -->\n)", re.DOTALL)
 
 Found = tuple[list[Checked], list[LeftOut]]
-
-
-def fill(page: str, sections: dict[str, str]) -> str:
-    """The page with these sections; the others stay."""
-    known = {match["name"] for match in _SECTION.finditer(page)}
-    if unknown := sections.keys() - known:
-        raise SystemExit(f"{PAGE.name} has no section {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
-
-    def filled(match: re.Match[str]) -> str:
-        if match["name"] not in sections:
-            return match[0]
-        return f"{match[1]}{sections[match['name']].strip()}\n{match[3]}"
-
-    return _SECTION.sub(filled, page)
 
 
 @cache
@@ -76,25 +60,21 @@ def predictions(folder: Path) -> Found:
 
 def example(_: Path) -> str:
     command = [sys.executable, "-m", "shardwise", "plan", *EXAMPLE]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, env=_plain_environment()).stdout
+    environment = os.environ | {"COLUMNS": "80", "NO_COLOR": "1"}
+    out = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     lines = [line.rstrip() for line in out.splitlines()]
     return "\n".join(["```", f"$ shardwise plan {' '.join(EXAMPLE)}", *lines, "```"])
 
 
-def _plain_environment() -> dict[str, str]:
-    return os.environ | {"COLUMNS": "80", "NO_COLOR": "1"}
-
-
 def memory(_: Path) -> str:
     rows = compare(json.loads(MEMORY.read_text())["rows"])
-    lines = ["| error of | ours: median, worst | torch's: median, worst |", "|---|---|---|"]
-    for total in ("allocated", "reserved", "device"):
-        cells = []
-        for engine in ("shardwise", "torch"):
-            errors = [abs(row["errors"][total]) for row in rows if row["engine"] == engine and total in row["errors"]]
-            cells.append(f"{statistics.median(errors):.2%}, {max(errors):.1%}")
-        lines.append(f"| {total} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+
+    def cell(total: str, engine: str) -> str:
+        errors = [abs(row["errors"][total]) for row in rows if row["engine"] == engine and total in row["errors"]]
+        return f"{statistics.median(errors):.2%}, {max(errors):.1%}"
+
+    lines = [[total, *(cell(total, engine) for engine in ("shardwise", "torch"))] for total in TOTALS]
+    return table(("error of", "ours: median, worst", "torch's: median, worst"), lines)
 
 
 def time(folder: Path) -> str:
@@ -102,7 +82,7 @@ def time(folder: Path) -> str:
     ranks = "; ".join(f"{name}: {value:.3f}" for name, value in correlations(found).items())
     return "\n".join(
         [
-            *table(found),
+            *errors_by_table(found),
             "",
             *summary(found),
             "",
@@ -114,13 +94,13 @@ def time(folder: Path) -> str:
 
 def peaks(folder: Path) -> str:
     found, _ = predictions(folder)
-    lines = ["| training | published GB | predicted GB | error |", "|---|---|---|---|"]
+    lines = []
     for one in found:
         if one.row.peak_bytes is not None:
             model = one.row.model.rpartition(":")[2].replace("_", "-")
-            told = f"{one.row.peak_bytes / 1e9:.1f} | {one.candidate.memory.allocated_bytes / 1e9:.1f}"
-            size = f"{one.row.plan.micro_batch} samples"
-            lines.append(f"| {one.row.table}: {model}, {size} | {told} | {one.memory_error:+.1%} |")
+            sizes = [f"{size / 1e9:.1f}" for size in (one.row.peak_bytes, one.candidate.memory.allocated_bytes)]
+            what = f"{one.row.table}: {model}, {one.row.plan.micro_batch} samples"
+            lines.append([what, *sizes, f"{one.memory_error:+.1%}"])
     wrong = list(misfits(found))
     ran, not_ran = (sum(one.row.ran == did for one in found) for did in (True, False))
     told = "; ".join(wrong) if wrong else "none is said to be otherwise"
@@ -128,7 +108,7 @@ def peaks(folder: Path) -> str:
     ours = "; ".join(also_wrong) if also_wrong else "all are said to fit"
     return "\n".join(
         [
-            *lines,
+            table(("training", "published GB", "predicted GB", "error"), lines),
             "",
             f"{ran} rows ran and {not_ran} ran out of memory: {told}. The {count} trainings under FSDP, planned with "
             f"our engine instead: {ours}.",
@@ -143,17 +123,16 @@ def curves(_: Path) -> str:
 def left_out(folder: Path) -> str:
     _, rows = predictions(folder)
     counts = Counter((row.table, row.reason) for row in rows)
-    lines = ["| table | rows | why not |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {name} | {count} | {reason} |" for (name, reason), count in counts.items())])
+    return table(("table", "rows", "why not"), [(name, str(n), reason) for (name, reason), n in counts.items()])
 
 
 def goals(folder: Path) -> str:
     """What was aimed at, and what came of it."""
     found, _ = predictions(folder)
-    return "\n".join(["| goal | reached | met |", "|---|---|---|", *_goals(found)])
+    return table(("goal", "reached", "met"), _goals(found))
 
 
-def _goals(found: Sequence[Checked]) -> Iterator[str]:
+def _goals(found: Sequence[Checked]) -> Iterator[tuple[str, str, str]]:
     rows = timed(found)
     held = [one for one in rows if one.row.is_held_out]
     median = statistics.median(abs(one.error) for one in rows)
@@ -175,8 +154,8 @@ def _goals(found: Sequence[Checked]) -> Iterator[str]:
     yield _goal("nothing that ran is said not to fit, and the other way round", f"{wrong} are", wrong == 0)
 
 
-def _goal(what: str, reached: str, is_met: bool) -> str:
-    return f"| {what} | {reached} | {'yes' if is_met else '**no**'} |"
+def _goal(what: str, reached: str, is_met: bool) -> tuple[str, str, str]:
+    return what, reached, "yes" if is_met else "**no**"
 
 
 def probed(_: Path) -> str:

@@ -1,19 +1,28 @@
 """Measured step times as rows: our own on one H200, and tables that others published (docs/planner.md names them).
 
-Each reader says what its table's trainings are taken for; published_llama.py and published_text.py hold more of them.
+Each reader says what its table's trainings are taken for; published_llama.py holds those of Llama.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from published_llama import adapters, ibm_and_torchtitan, torchtune
-from published_rows import LeftOut, Row, csv_rows, own_model
-from published_text import bert, deepspeed
+from published_rows import LeftOut, Row, cluster_text, csv_rows, own_model
 
 from shardwise.plan import Plan
 
 MEASURED = Path(__file__).parent / "results" / "step_times_h200.json"
+_TEXT_MODELS = {
+    "gpt2": "gpt2_124m",
+    "gpt2-medium": "gpt2_medium",
+    "gpt2-large": "gpt2_large",
+    "gpt2-xl": "gpt2_xl",
+    "bert-large-uncased": "bert_large",
+    "bert-base": "bert_base",
+    "distilbert": "distilbert",
+}
 
 
 def measured(path: Path) -> Iterator[Row]:
@@ -21,19 +30,18 @@ def measured(path: Path) -> Iterator[Row]:
     for row in json.loads(path.read_text())["rows"]:
         if row["error"] is not None:
             continue
-        engine, how = row["engine"], "captured" if row["captured"] else "eager"
+        captured = row["captured"] if "captured" in row else row["capture"] != "off"
+        plan = Plan(
+            **{key: row[key] for key in ("strategy", "precision", "recompute", "engine")},
+            capture=captured,
+            micro_batch=row["batch"],
+        )
+        engine = f"ours, {'captured' if captured else 'eager'}" if row["engine"] == "shardwise" else "torch"
         yield Row(
-            table=f"{'ours, ' + how if engine == 'shardwise' else 'torch'}, {row['strategy']}",
+            table=f"{engine}, {row['strategy']}",
             model=row["model"],
             cluster="1xh200",
-            plan=Plan(
-                strategy=row["strategy"],
-                precision=row["precision"],
-                recompute=row["recompute"],
-                engine=engine,
-                capture=row["captured"],
-                micro_batch=row["batch"],
-            ),
+            plan=plan,
             optimizer="adamw",
             per_s=row["batch"] / row["step_seconds"],
             length=row["seq"],
@@ -48,8 +56,7 @@ def llm_foundry(path: Path) -> Iterator[Row | LeftOut]:
         if row["precision"] == "amp_fp8":
             yield LeftOut(table="MPT", what=f"{row['model']}, {row['seq_len_tokens']} tokens", reason="fp8")
             continue
-        num_gpus = int(row["num_gpus"])
-        kind = nodes[row["gpu_type"]]
+        kind, _, fabric = nodes[row["gpu_type"]].partition("@")
         plan = Plan(
             strategy="fsdp",
             precision="bf16",
@@ -63,7 +70,7 @@ def llm_foundry(path: Path) -> Iterator[Row | LeftOut]:
         yield Row(
             table="MPT, FSDP",
             model=f"mpt-{row['model']}",
-            cluster=f"{num_gpus // 8}x8x{kind}" if num_gpus > 8 else f"8x{kind.partition('@')[0]}",
+            cluster=cluster_text(kind, num_gpus=int(row["num_gpus"]), fabric=fabric),
             plan=plan,
             seq=int(row["seq_len_tokens"]),
             optimizer="adamw",
@@ -76,9 +83,15 @@ def resnet(path: Path) -> Iterator[Row | LeftOut]:
     """ResNet-50 under DDP, or DeepSpeed without ZeRO, on nodes of four; fp32 as torch has it, or autocast in fp16."""
     kinds = {"mahti": ("a100-40gb", "ib-2x200"), "puhti": ("v100-32gb", "ib-2x100")}
     for row in csv_rows(path):
-        reason = _why_not_resnet(row, kinds)
-        if reason:
+        other = not row["strategy"].startswith(("DDP", "DeepSpeed")) or "resnet50" not in row["model"]
+        reasons = {
+            "it did not run": row["outcome"] != "ok",
+            "the links of the cluster are not known, or its devices not in the table": row["cluster"] not in kinds,
+            "not ResNet-50 under DDP": other,
+        }
+        if any(reasons.values()):
             what = f"{row['benchmark']}, {row['gpus']} x {row['gpu']} of {row['cluster']}, {row['date']}"
+            reason = next(reason for reason, applies in reasons.items() if applies)
             yield LeftOut(table="ResNet-50", what=what, reason=reason)
             continue
         kind, fabric = kinds[row["cluster"]]
@@ -87,22 +100,12 @@ def resnet(path: Path) -> Iterator[Row | LeftOut]:
         yield Row(
             table="ResNet-50, DDP",
             model="resnet50",
-            cluster=f"{nodes}x{gpus // nodes}x{kind}@{fabric}" if nodes > 1 else f"{gpus}x{kind}",
+            cluster=cluster_text(kind, num_gpus=gpus, fabric=fabric, per_node=gpus // nodes),
             plan=Plan(strategy="ddp", precision=precision, engine="torch", micro_batch=int(row["batch_size_per_gpu"])),
             optimizer="sgd",
             per_s=float(row["throughput"]),
             software="2023",
         )
-
-
-def _why_not_resnet(row: dict[str, str], kinds: Mapping[str, object]) -> str:
-    if row["outcome"] != "ok":
-        return "it did not run"
-    if row["cluster"] not in kinds:
-        return "the links of the cluster are not known, or its devices not in the table"
-    if not row["strategy"].startswith(("DDP", "DeepSpeed")) or "resnet50" not in row["model"]:
-        return "not ResNet-50 under DDP"
-    return ""
 
 
 def lightning(path: Path) -> Iterator[Row | LeftOut]:
@@ -112,21 +115,21 @@ def lightning(path: Path) -> Iterator[Row | LeftOut]:
         if row["strategy"] not in strategies:
             yield LeftOut(table="Transformer 1B", what=row["strategy"], reason="no strategy of the planner")
             continue
-        steps_per_s = float(row["iterations_per_s"] or 1 / float(row["iteration_time_s"]))
         yield Row(
             table=f"Transformer 1B, {row['framework'].partition(' ')[0]}",
             model=own_model("transformer_1b"),
             cluster="2xa100-40gb",
             plan=Plan(strategy=strategies[row["strategy"]], engine="torch", micro_batch=1),
             optimizer="adam",
-            per_s=2 * steps_per_s,
+            per_s=2 * float(row["iterations_per_s"] or 1 / float(row["iteration_time_s"])),
             software="2023",
         )
 
 
 def timm(path: Path) -> Iterator[Row]:
     """Vision models of the catalogue on one RTX 3090, with autocast in fp16."""
-    names = {f"vit_{size}_patch{patch}_224": f"vit-{size}" for size, patch in _VITS}
+    sizes = (("tiny", 16), ("small", 16), ("base", 16), ("large", 16), ("huge", 14))
+    names = {f"vit_{size}_patch{patch}_224": f"vit-{size}" for size, patch in sizes}
     names |= {f"resnet{number}": f"resnet{number}" for number in (18, 34, 50)}
     for row in csv_rows(path):
         if row["model"] in names and row["train_img_size_px"] == "224":
@@ -141,7 +144,65 @@ def timm(path: Path) -> Iterator[Row]:
             )
 
 
-_VITS = (("tiny", 16), ("small", 16), ("base", 16), ("large", 16), ("huge", 14))
+def bert(path: Path) -> Iterator[Row | LeftOut]:
+    """BERT-Large's pretraining on DGX A100s: torch DDP, gradients reduced once per step, LAMB (taken for Adam).
+
+    fp16 with autocast, or TF32. Of each sample 20 of its 128 tokens are predicted. Their fused layer norms, and gelu
+    with its bias, count as torch's.
+    """
+    for row in csv_rows(path, source="NVIDIA/DeepLearningExamples"):
+        if row["seq"] != "128":
+            # DATASET2 of its run scripts is phase2/bin_size_64.
+            what = f"{row['gpus']} x A100, {row['seq']} tokens, {row['precision']}"
+            reason = "its samples are in bins by their length, of which only the longest is given"
+            yield LeftOut(table="BERT-Large", what=what, reason=reason)
+            continue
+        is_tf32 = row["precision"] == "tf32"
+        plan = Plan(
+            strategy="ddp",
+            engine="torch",
+            precision="fp32" if is_tf32 else "fp16",
+            micro_batch=int(row["micro_batch"]),
+            accumulate=int(re.findall(r"GA (\d+)", row["notes"])[0]),
+        )
+        yield Row(
+            table="BERT-Large, DDP",
+            model=own_model("bert_pretraining"),
+            cluster=cluster_text("a100-80gb", num_gpus=int(row["gpus"]), fabric="ib-8x200"),
+            plan=plan,
+            optimizer="adam",
+            per_s=float(row["value"]),
+            software="2023",
+            matmul="high" if is_tf32 else "highest",
+        )
+
+
+def deepspeed(path: Path) -> Iterator[Row | LeftOut]:
+    """GPT-2 and BERT on a DGX-2 (16 V100-32GB): ZeRO-0 to -3 as our engine would do them, by DeepSpeed's own timers."""
+    strategies = {"ZeRO-0": "ddp", "ZeRO-1": "zero1", "ZeRO-2": "zero2", "ZeRO-3": "fsdp"}
+    for row in csv_rows(path, source="deepspeedai"):
+        if "autotuner" not in row["notes"]:
+            what = f"{row['model']}, {row['strategy']}, {row['micro_batch']} of {row['seq']} tokens"
+            reason = "end to end: with the loading of data, for which the same trainings take up to 46% longer"
+            yield LeftOut(table="DeepSpeed", what=what, reason=reason)
+            continue
+        precision = row["precision"]
+        yield Row(
+            table="ZeRO on 16 V100, DeepSpeed",
+            model=own_model(_TEXT_MODELS[row["model"]]),
+            cluster="16xv100-32gb",
+            # DeepSpeed reduces in the dtype that computes.
+            plan=Plan(
+                strategy=strategies[row["strategy"]],
+                precision=precision,
+                reduce_dtype=precision,
+                micro_batch=int(row["micro_batch"]),
+            ),
+            optimizer="adamw",
+            per_s=float(row["value"]),
+            software="2023",
+            foreign="deepspeed",
+        )
 
 
 TABLES = (
@@ -150,14 +211,11 @@ TABLES = (
     ("lightning_docs_memory.csv", lightning),
     ("timm_train_rtx3090.csv", timm),
     ("fsdp_ibm_torchtitan.csv", ibm_and_torchtitan),
-    ("more_ddp_zero_lora.csv", bert),
-    ("more_ddp_zero_lora.csv", deepspeed),
-    ("more_ddp_zero_lora.csv", adapters),
-    ("more_ddp_zero_lora.csv", torchtune),
+    *(("more_ddp_zero_lora.csv", reader) for reader in (bert, deepspeed, adapters, torchtune)),
 )
 
 
 def read(folder: Path) -> tuple[list[Row], list[LeftOut]]:
-    """The rows that the planner can express, and those that it cannot, with the reason."""
+    """Return the rows that the planner can express, and those that it cannot, with the reason."""
     found = [one for name, reader in TABLES for one in reader(folder / name)]
     return [one for one in found if isinstance(one, Row)], [one for one in found if isinstance(one, LeftOut)]

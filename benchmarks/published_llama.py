@@ -10,9 +10,6 @@ from published_rows import LeftOut, Row, cluster_text, csv_rows, own_model
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 
-GIB = 2**30
-GB = 1e9
-
 _KINDS = {"A100 80GB": "a100-80gb", "H100 80GB": "h100-80gb"}
 _MODELS = {
     "Llama 3 8B": "llama-3.1-8b",
@@ -28,19 +25,13 @@ _MODELS = {
 _FABRICS = {"400": "roce-4x100", "800": "roce-8x100"}
 _EVERY_SECOND = {"blocks.*[13579]": "full"}
 _TORCHTITAN = Path(__file__).parent / "torchtitan_models.py"
-# Catalogue → torchtitan's own.
-_TORCHTITAN_MODELS = {
-    "llama-3.1-8b": "llama_31_8b",
-    "llama-3.1-70b": "llama_31_70b",
-    "llama-2-13b": "llama_2_13b",
-    "llama-2-70b": "llama_2_70b",
-}
 # How IBM's `selective` is taken, by the model: as few blocks as let it fit.
 _SELECTIVE = {
     "Llama2 13b": {"blocks.*[05]": "full"},
     "Llama2 34b": _EVERY_SECOND,
     "Llama2 70b": {"blocks.*[!05]": "full"},
 }
+_NATIVE = {"strategy": "ddp", "engine": "torch", "precision": "native"}
 
 
 def ibm_and_torchtitan(path: Path) -> Iterator[Row | LeftOut]:
@@ -66,7 +57,7 @@ def _ibm(row: dict[str, str]) -> Row:
         "selective": {"recompute_overrides": _SELECTIVE.get(row["model"], {})},
         "none": {},
     }[row["checkpoint"]]
-    num_gpus = int(row["num_gpus"])
+    num_gpus, model, compiled = int(row["num_gpus"]), _MODELS[row["model"]], row["compile"] == "True"
     plan = Plan(
         strategy="fsdp",
         engine="torch",
@@ -74,10 +65,9 @@ def _ibm(row: dict[str, str]) -> Row:
         reduce_dtype="bf16",
         mesh=Mesh(replicate=num_gpus // 8, shard=8) if row["strategy"] == "HSDP" else None,
         micro_batch=int(row["micro_batch"]),
-        compile="inductor" if row["compile"] == "True" else "none",
+        compile="inductor" if compiled else "none",
         **how,
     )
-    model = _MODELS[row["model"]]
     return Row(
         table="Llama, IBM",
         model=model,
@@ -87,7 +77,7 @@ def _ibm(row: dict[str, str]) -> Row:
         optimizer="adamw",
         per_s=_samples_per_s(row),
         software="2024",
-        is_compiled=row["compile"] == "True",
+        is_compiled=compiled,
         ran=row["outcome"] == "ok",
     )
 
@@ -108,10 +98,11 @@ def _torchtitan(row: dict[str, str]) -> Row:
     }[row["checkpoint"]]
     is_op = row["checkpoint"] == "selective op"
     model = _MODELS[row["model"]]
+    function = re.sub("[-.]", "_", model.replace("-3.1", "-31")) + ("_op" if is_op else "")
     plan = Plan(strategy="fsdp", engine="torch", precision="bf16", micro_batch=int(row["micro_batch"]), **how)
     return Row(
         table="Llama, torchtitan",
-        model=own_model(_TORCHTITAN_MODELS[model] + ("_op" if is_op else ""), file=_TORCHTITAN),
+        model=own_model(function, file=_TORCHTITAN),
         cluster=cluster_text(_KINDS[row["gpu"]], num_gpus=int(row["num_gpus"]), fabric="roce-8x200"),
         plan=plan,
         optimizer="adamw-foreach",
@@ -130,48 +121,42 @@ def _samples_per_s(row: dict[str, str]) -> float | None:
 
 def adapters(path: Path) -> Iterator[Row | LeftOut]:
     """Low-rank adapters on a frozen Llama in bf16: litgpt's peaks (its longest sample counts) and Automodel's speed."""
+    readers = {
+        "Lightning-AI/litgpt": ("litgpt", _why_not_litgpt, _litgpt),
+        "NVIDIA-NeMo/Automodel": ("Automodel", _why_not_automodel, _automodel),
+        "NVIDIA-NeMo/Megatron-Bridge": ("Megatron-Bridge", lambda row: "fp8", _automodel),
+    }
     for row in csv_rows(path):
-        name = (
-            f"{row['model']}, {row['gpus']} x {row['gpu']}, {row['precision']}, {row['micro_batch']}: {row['metric']}"
-        )
-        if row["source"].startswith("Lightning-AI/litgpt"):
-            reason = _why_not_litgpt(row)
-            yield LeftOut(table="litgpt", what=name, reason=reason) if reason else _litgpt(row)
-        elif row["source"].startswith("NVIDIA-NeMo/Automodel"):
-            reason = _why_not_automodel(row)
-            yield LeftOut(table="Automodel", what=name, reason=reason) if reason else _automodel(row)
-        elif row["source"].startswith("NVIDIA-NeMo/Megatron-Bridge"):
-            yield LeftOut(table="Megatron-Bridge", what=name, reason="fp8")
+        for source, (table, why_not, read) in readers.items():
+            if row["source"].startswith(source):
+                what = f"{row['model']}, {row['gpus']} x {row['gpu']}, {row['precision']}, {row['micro_batch']}"
+                reason = why_not(row)
+                left_out = LeftOut(table=table, what=f"{what}: {row['metric']}", reason=reason)
+                yield left_out if reason else read(row)
 
 
 def _why_not_litgpt(row: dict[str, str]) -> str:
-    if "bnb" in row["precision"]:
-        return "quantised weights"
-    if not row["model"].startswith("Llama"):
-        return "an architecture that neither the catalogue nor published_models.py has"
-    if row["gpus"] != "1":
-        return "a peak of more than the whole model on each GPU: its FSDP had not sharded it yet, or not all of it"
-    if row["metric"] != "peak_memory":
-        return "the lengths of its samples vary, and only the longest is given"
-    return ""
+    reasons = {
+        "quantised weights": "bnb" in row["precision"],
+        "an architecture that neither the catalogue nor published_models.py has": not row["model"].startswith("Llama"),
+        "a peak of more than the whole model on each GPU: its FSDP had not sharded it yet, or not all of it": (
+            row["gpus"] != "1"
+        ),
+        "the lengths of its samples vary, and only the longest is given": row["metric"] != "peak_memory",
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def _litgpt(row: dict[str, str]) -> Row:
-    size = row["model"].split()[2].lower()
     return Row(
         table="Llama LoRA, litgpt",
-        model=own_model(f"llama_2_{size}_lora"),
+        model=own_model(f"llama_2_{row['model'].split()[2].lower()}_lora"),
         cluster="1xa100-40gb",
-        plan=Plan(
-            strategy="ddp",
-            engine="torch",
-            precision="native",
-            micro_batch=int(row["micro_batch"]),
-        ),
+        plan=Plan(**_NATIVE, micro_batch=int(row["micro_batch"])),
         optimizer="adamw",
         per_s=None,
         software="2023",
-        peak_bytes=float(row["value"]) * GB,
+        peak_bytes=float(row["value"]) * 1e9,
     )
 
 
@@ -183,20 +168,12 @@ def _why_not_automodel(row: dict[str, str]) -> str:
 
 
 def _automodel(row: dict[str, str]) -> Row:
-    model = own_model("qwen_25_7b_lora" if row["model"].startswith("Qwen") else "llama_31_8b_lora")
-    passes = re.search(r"GA (\d+)", row["notes"])
-    assert passes is not None
+    passes = int(re.findall(r"GA (\d+)", row["notes"])[0])
     return Row(
         table="LoRA, Automodel",
-        model=model,
+        model=own_model("qwen_25_7b_lora" if row["model"].startswith("Qwen") else "llama_31_8b_lora"),
         cluster="1xh100-80gb",
-        plan=Plan(
-            strategy="ddp",
-            engine="torch",
-            precision="native",
-            micro_batch=int(row["micro_batch"]),
-            accumulate=int(passes[1]),
-        ),
+        plan=Plan(**_NATIVE, micro_batch=int(row["micro_batch"]), accumulate=passes),
         optimizer="adamw",
         per_s=float(row["value"]) / int(row["seq"]),
     )
@@ -204,55 +181,42 @@ def _automodel(row: dict[str, str]) -> Row:
 
 # torchtune's table adds one flag after another; these are the last of the rows that are expressed.
 _FLAGS = ("+ packed", "+ compile", "+ activation checkpointing")
+_NOT_EXPRESSED = {
+    "baseline": "not packed: the lengths of its samples vary",
+    "+ chunked": "chunked cross-entropy alone",
+    "+ optimizer": "the optimizer steps in backward",
+    "+ activation offloading": "the optimizer steps in backward",
+    "+ 8-bit": "8-bit AdamW",
+    "LoRA": "whether it recomputes is not given",
+    "QLoRA": "quantised weights",
+}
 
 
 def torchtune(path: Path) -> Iterator[Row | LeftOut]:
     """Llama 3.2 3B whole in bf16 on one A100-80GB. Chunked cross-entropy counts as the usual one."""
     found: dict[str, dict[str, str]] = {}
-    for row in csv_rows(path):
-        if not row["source"].startswith("meta-pytorch/torchtune"):
-            continue
+    for row in csv_rows(path, source="meta-pytorch/torchtune"):
         flag = row["strategy"].removeprefix("single device: ")
-        reason = _why_not_torchtune(row, flag)
-        if reason:
-            what = f"{row['model']}, {row['gpus']} x {row['gpu']}, {row['strategy']}: {row['metric']}"
-            yield LeftOut(table="torchtune", what=what, reason=reason)
-        else:
-            found.setdefault(flag, {})[row["metric"]] = row["value"]
+        reason = "its optimizer, and whether it recomputes, are the recipe's, and not given"
+        if "Optimization flags" in row["source"]:
+            reason = next((why for start, why in _NOT_EXPRESSED.items() if flag.startswith(start)), "")
+            if flag in _FLAGS:
+                found.setdefault(flag, {})[row["metric"]] = row["value"]
+                continue
+        what = f"{row['model']}, {row['gpus']} x {row['gpu']}, {row['strategy']}: {row['metric']}"
+        yield LeftOut(table="torchtune", what=what, reason=reason)
     for flag, values in found.items():
+        compiled = flag != "+ packed"
+        recompute = "full" if "checkpointing" in flag else "none"
         yield Row(
             table="Llama 3B, torchtune",
             model=own_model("llama_32_3b"),
             cluster="1xa100-80gb",
-            plan=Plan(
-                strategy="ddp",
-                engine="torch",
-                precision="native",
-                recompute="full" if "checkpointing" in flag else "none",
-                micro_batch=2,
-                compile="none" if flag == "+ packed" else "inductor",
-            ),
+            plan=Plan(**_NATIVE, recompute=recompute, micro_batch=2, compile="inductor" if compiled else "none"),
             optimizer="adamw",
             per_s=float(values["throughput"]) / 4096,
             # Chunked cross-entropy takes less.
-            peak_bytes=float(values["peak_active"]) * GIB if flag == "+ packed" else None,
-            is_compiled=flag != "+ packed",
+            peak_bytes=None if compiled else float(values["peak_active"]) * 2**30,
+            is_compiled=compiled,
             software="2024",
         )
-
-
-def _why_not_torchtune(row: dict[str, str], flag: str) -> str:
-    if "Optimization flags" not in row["source"]:
-        return "its optimizer, and whether it recomputes, are the recipe's, and not given"
-    if flag in _FLAGS:
-        return ""
-    reasons = {
-        "baseline": "not packed: the lengths of its samples vary",
-        "+ chunked": "chunked cross-entropy alone",
-        "+ optimizer": "the optimizer steps in backward",
-        "+ activation offloading": "the optimizer steps in backward",
-        "+ 8-bit": "8-bit AdamW",
-        "LoRA": "whether it recomputes is not given",
-        "QLoRA": "quantised weights",
-    }
-    return next(reason for start, reason in reasons.items() if flag.startswith(start))

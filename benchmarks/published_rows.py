@@ -79,13 +79,14 @@ class LeftOut:
     reason: str
 
 
-def csv_rows(path: Path) -> Iterator[dict[str, str]]:
+def csv_rows(path: Path, *, source: str = "") -> Iterator[dict[str, str]]:
+    """Yield the rows of a table; `source`: only those whose source begins with it."""
     with path.open(newline="") as file:
-        yield from csv.DictReader(file)
+        yield from (row for row in csv.DictReader(file) if not source or row["source"].startswith(source))
 
 
 def own_model(function: str, *, file: Path = MODELS) -> str:
-    """The reference of a model of published_models.py, or of another file."""
+    """Return the reference of a model of published_models.py, or of another file."""
     return f"python:{file}:{function}"
 
 

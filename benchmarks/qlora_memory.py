@@ -8,19 +8,14 @@ benchmarks/results/qlora_memory_h200.json; `--tiny` tries small models out on th
     allocated_bytes, reserved_bytes   peaks of three steps, predicted and measured
 """
 
-import argparse
 import copy
-import gc
-import json
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from captured_models import machine
-from hugging_face_peers import join_alone
+from measuring import RESULTS, circumstances, free, join_alone, options, peaks, show, write
 from torch import Tensor, nn
 
 import shardwise
@@ -29,7 +24,6 @@ from shardwise.comm.absent import AbsentCollectives, absent_group
 from shardwise.planner.memory.peak import estimate
 from shardwise.trace import Way, trace_model
 
-RESULTS = Path(__file__).parent / "results" / "qlora_memory_h200.json"
 _COMMON = {"vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128, "use_cache": False, "rms_norm_eps": 1e-5}
 SHAPES = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -45,6 +39,7 @@ CASES = (
     ("70B", 4, 4, 2048, "full"),
 )
 STEPS = 3
+KINDS = ("allocated", "reserved")
 
 
 def quantised(linear: nn.Linear) -> nn.Module:
@@ -91,9 +86,7 @@ def loss(model: nn.Module, ids: Tensor) -> Tensor:
 def measure(name: str, num_ranks: int, samples: int, tokens: int, recompute: str, *, device: str) -> dict[str, Any]:
     shape = SHAPES[name] if device == "cuda" else _TINY
     tokens = tokens if device == "cuda" else 16
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    free()
     plan = Plan(strategy="fsdp", precision="bf16", micro_batch=samples, recompute=recompute, capture="off")
     with absent_group(num_ranks) if num_ranks > 1 else nullcontext():
         model = build(shape, device=device)
@@ -109,10 +102,7 @@ def measure(name: str, num_ranks: int, samples: int, tokens: int, recompute: str
         predicted = estimate(spec, plan=plan, num_ranks=num_ranks, batch=samples, optimizer="adamw-fused")
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
         shardwise.prepare(model, optimizer, plan, collectives=AbsentCollectives() if num_ranks > 1 else None)
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        free()
         batch = torch.randint(5, _COMMON["vocab_size"], (samples, tokens), device=device)
         for _ in range(STEPS):
             value = loss(model, batch)
@@ -129,38 +119,23 @@ def measure(name: str, num_ranks: int, samples: int, tokens: int, recompute: str
             "loss": value.item(),
             "at_rest_bytes": predicted.at_rest_bytes,
         }
-        for kind in ("allocated", "reserved"):
-            real = getattr(torch.cuda, f"max_memory_{kind}")() if device == "cuda" else 0
-            row[kind] = {"predicted_bytes": getattr(predicted, f"{kind}_bytes"), "measured_bytes": real}
+        for kind in KINDS:
+            key = f"{kind}_bytes"
+            row[kind] = {"predicted_bytes": getattr(predicted, key), "measured_bytes": peaks()[key]}
     return row
 
 
-def told(row: dict[str, Any]) -> str:
-    parts = []
-    for kind in ("allocated", "reserved"):
-        predicted, real = row[kind]["predicted_bytes"], row[kind]["measured_bytes"]
-        error = f" ({predicted / real - 1:+.2%})" if real else ""
-        parts.append(f"{kind} {predicted / 2**30:.2f} GiB predicted, {real / 2**30:.2f} measured{error}")
-    what = f"{row['model']}, rank 0 of {row['num_ranks']}, {row['samples']} × {row['tokens']}"
-    return f"{what}, recompute {row['recompute']}: {'; '.join(parts)}; traced in {row['trace_seconds']:.1f} s"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+    asked = options(__doc__, tiny=False, out=RESULTS / "qlora_memory_h200.json")
     device = "cpu" if asked.tiny else "cuda"
     # Rehearsals come first: each is a group of its own.
     rows = [measure(*case, device=device) for case in CASES if case[1] > 1]
-    join_alone(device=device)
+    join_alone(device)
     rows = [measure(*case, device=device) for case in CASES if case[1] == 1] + rows
     dist.destroy_process_group()
     for row in rows:
-        print(told(row), flush=True)
-    out = asked.out or (None if asked.tiny else RESULTS)
-    if out is not None:
-        out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+        show(row["model"], row | {f"{kind}_{key}": size for kind in KINDS for key, size in row[kind].items()})
+    write(None if asked.tiny else asked.out, {**circumstances(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Measured as in engine_step.py: blocks of steps in turn, of which the ratios coun
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_step import GPT3, SMALL, Case, circumstances, make_step, measure_memory, measure_time, report
+from engine_step import GPT3, SMALL, Case, make_step, measure_memory, measure_time, report
+from measuring import circumstances, write
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -102,8 +102,7 @@ def main() -> None:
         found = results["cases"][f"{options.case} {way}"] = measure(case, way=way, memory=options.memory)
         report(way, found)
         report_losses(way, found["time"]["first_losses_of_rank_0"])
-        if options.out is not None:
-            options.out.write_text(json.dumps(results, indent=1) + "\n")
+        write(options.out, results)
 
 
 if __name__ == "__main__":

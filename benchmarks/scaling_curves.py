@@ -16,29 +16,30 @@ from shardwise.plan.mesh import Mesh
 from shardwise.planner.time.step_time import estimate_time
 from shardwise.sources import Source
 
-_MPT = Plan(
-    strategy="fsdp", engine="torch", precision="bf16", reduce_dtype="bf16", accumulate_reduced=True, micro_batch=6
-)
-_HYBRID = Plan(strategy="fsdp", engine="torch", precision="bf16", recompute="full", micro_batch=1, accumulate=4)
+_TORCH = Plan(strategy="fsdp", engine="torch", precision="bf16")
+_MPT = replace(_TORCH, reduce_dtype="bf16", accumulate_reduced=True, micro_batch=6)
+_MPT_70B = replace(_MPT, micro_batch=8, recompute="full")
+_HYBRID = replace(_TORCH, recompute="full", micro_batch=1, accumulate=4)
 _BERT = Plan(strategy="ddp", engine="torch", precision="fp16", micro_batch=256)
+_H100, _A100 = "8xh100-80gb", "8xa100-80gb"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """`ends`: the cluster and the plan at the near and the far end; `published`: the share at the far one."""
+    """`near`, `far`: the cluster and the plan at each end; `published`: the share at the far one."""
 
     name: str
     model: str
-    ends: tuple[tuple[str, Plan], tuple[str, Plan]]
-    software: str
+    near: tuple[str, Plan]
+    far: tuple[str, Plan]
     published: float
+    software: str = "2023"
 
     def predicted(self) -> float:
-        near, far = (self._each(cluster, plan) for cluster, plan in self.ends)
-        return far / near
+        return self._each(*self.far) / self._each(*self.near)
 
     def _each(self, text: str, plan: Plan) -> float:
-        """Samples per second per device."""
+        """Return samples per second per device."""
         cluster = cluster_of(text)
         cluster = replace(cluster, device=replace(cluster.device, software=self.software))
         found = estimate_time(Source(self.model).spec_for(plan), plan=plan, cluster=cluster)
@@ -46,43 +47,39 @@ class Curve:
         return found.samples_per_s / cluster.num_ranks
 
 
-def _hybrid(num_ranks: int) -> Plan:
-    return replace(_HYBRID, mesh=Mesh(replicate=num_ranks // 128, shard=128))
+def _hybrid(num_ranks: int) -> tuple[str, Plan]:
+    plan = replace(_HYBRID, mesh=Mesh(replicate=num_ranks // 128, shard=128))
+    return f"{num_ranks // 8}x{_H100}@ib-8x400", plan
 
 
 CURVES = (
     Curve(
         name="MPT-7B, FSDP, 8 to 512 H100",
         model="mpt-7b",
-        ends=(("8xh100-80gb", _MPT), ("64x8xh100-80gb@roce-8x400", _MPT)),
-        software="2023",
+        near=(_H100, _MPT),
+        far=(f"64x{_H100}@roce-8x400", _MPT),
         published=0.909,
     ),
     Curve(
         name="MPT-70B, FSDP, 128 to 512 H100",
         model="mpt-70b",
-        ends=(
-            ("16x8xh100-80gb@roce-8x400", replace(_MPT, micro_batch=8, recompute="full")),
-            ("64x8xh100-80gb@roce-8x400", replace(_MPT, micro_batch=8, recompute="full")),
-        ),
-        software="2023",
+        near=(f"16x{_H100}@roce-8x400", _MPT_70B),
+        far=(f"64x{_H100}@roce-8x400", _MPT_70B),
         published=0.952,
     ),
     Curve(
         name="Llama-3-70B, hybrid sharding over 128, 128 to 2,048 H100",
         model="llama-3.1-70b",
-        ends=(("16x8xh100-80gb@ib-8x400", _hybrid(128)), ("256x8xh100-80gb@ib-8x400", _hybrid(2048))),
+        near=_hybrid(128),
+        far=_hybrid(2048),
         software="current",
         published=0.979,
     ),
     Curve(
         name="BERT-Large, DDP, 8 to 256 A100",
         model=own_model("bert_pretraining"),
-        ends=(
-            ("8xa100-80gb", replace(_BERT, accumulate=32)),
-            ("32x8xa100-80gb@ib-8x200", replace(_BERT, accumulate=1)),
-        ),
-        software="2023",
+        near=(_A100, replace(_BERT, accumulate=32)),
+        far=(f"32x{_A100}@ib-8x200", replace(_BERT, accumulate=1)),
         published=0.949,
     ),
 )

@@ -1,23 +1,17 @@
-"""The scorecard of benchmarks/chaos.py: rows, what they count, and where the counts are written."""
+"""The scorecard of benchmarks/chaos.py: how a row is asked to run, what it counts, and how the counts are shown."""
 
-import json
-import platform
 import random
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any
 
-import torch
+from rows import ROOT, Outcome, Row, table
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "chaos.json"
-PAGE = ROOT / "docs" / "reliability.md"
-BEGIN, END = "<!-- section chaos -->", "<!-- end of chaos -->"
 _MOST_LINES_SHOWN = 20
 _INTRODUCTION = """## The chaos scorecard
 
@@ -35,14 +29,14 @@ class CannotRun(Exception):  # noqa: N818 - says why, and is shown as the row's 
 
 
 def _short(text: str) -> str:
-    """One line of at most 500 characters: how it begins and how it ends."""
+    """Return one line of at most 500 characters: how the text begins and how it ends."""
     words = " ".join(text.split())
     return words if len(words) <= 500 else f"{words[:250]} … {words[-250:]}"
 
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """What a row has tried, what of it held, and one line for each that did not.
+    """What a row has tried, how much of it held, and one line for each that did not.
 
     `found` are numbers that the row publishes with its counts.
     """
@@ -54,7 +48,7 @@ class Tally:
 
     @contextmanager
     def trying(self, what: str, *, count: int = 1) -> Iterator[None]:
-        """`count` faults that hold if the block comes to its end."""
+        """Count `count` faults, which hold if the block comes to its end."""
         self.tried += count
         try:
             yield
@@ -79,7 +73,7 @@ class Asked:
     until: float
 
     def in_time(self) -> bool:
-        """Whether there is time for one more; only for rows that try as many as fit."""
+        """Return whether there is time for one more; only for rows that try as many as fit."""
         return time.monotonic() < self.until
 
     def pick(self, *, short: int, long: int) -> int:
@@ -87,28 +81,24 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One line of the scorecard. `seconds`, (short, long): the row tries as many as fit into them, and comes last."""
+class Fault(Row):
+    """A row: `run(asked)` injects faults and returns its Tally.
 
-    number: int
-    test: str
+    `seconds`, (short, long): the row tries as many as fit into them, and comes last.
+    """
+
     must_be: str
-    run: Callable[[Asked], Tally]
     seconds: tuple[float, float] | None = None
 
 
-def run_row(row: Row, *, long: bool, seed: int, folder: Path, most_seconds: float = inf) -> dict[str, Any]:
-    """What chaos.json keeps of the row. `most_seconds`: what is left for rows that try as many as fit."""
-    asked = Asked(
-        long=long,
-        chance=random.Random(f"{seed}/{row.number}"),
-        folder=folder,
-        until=time.monotonic() + min(row.seconds[long] if row.seconds is not None else inf, most_seconds),
-    )
+def run_fault(fault: Fault, *, long: bool, seed: int, folder: Path, most_seconds: float = inf) -> Outcome:
+    """Run a row. `most_seconds`: what is left for rows that try as many as fit."""
     begun = time.monotonic()
+    most_seconds = min(fault.seconds[long] if fault.seconds is not None else inf, most_seconds)
+    chance = random.Random(f"{seed}/{fault.name}")
     why_not = None
     try:
-        tally = row.run(asked)
+        tally = fault.run(Asked(long=long, chance=chance, folder=folder, until=begun + most_seconds))
     except CannotRun as error:
         tally, why_not = Tally(), str(error)
     except Exception as error:
@@ -117,73 +107,49 @@ def run_row(row: Row, *, long: bool, seed: int, folder: Path, most_seconds: floa
         tally = Tally(failures=[_short(f"the row itself: {type(error).__name__}: {error}")])
     if why_not is None and not tally.tried:
         tally.failures.append("nothing was tried")
+    # Folders of this machine tell a reader nothing.
+    failures = [line.replace(str(folder), "DIR").replace(f"{ROOT}/", "") for line in tally.failures]
     return {
-        "number": row.number,
-        "test": row.test,
-        "must_be": row.must_be,
+        "test": fault.shows,
+        "must_be": fault.must_be,
         "tried": tally.tried,
         "held": tally.held,
-        # Folders of this machine tell a reader nothing.
-        "failures": [
-            line.replace(str(folder), "DIR").replace(f"{ROOT}/", "") for line in tally.failures[:_MOST_LINES_SHOWN]
-        ],
+        "failures": failures[:_MOST_LINES_SHOWN],
         "not_run": why_not,
         "found": tally.found,
         "seconds": round(time.monotonic() - begun, 1),
         "long": long,
         "seed": seed,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
     }
 
 
-def held(result: Mapping[str, Any]) -> bool:
-    """Whether a row is as it must be. One that could not run here is not a failure of the project."""
-    return result["not_run"] is not None or (result["tried"] == result["held"] and not result["failures"])
+def held(outcome: Outcome) -> bool:
+    """Return whether a row is as it must be. One that could not run here is not a failure of the project."""
+    return outcome["not_run"] is not None or (outcome["tried"] == outcome["held"] and not outcome["failures"])
 
 
-def read_results() -> dict[int, dict[str, Any]]:
-    """Number of a row → its last result."""
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    return {result["number"]: result for result in kept}
+def line(outcome: Outcome) -> str:
+    shown = outcome["not_run"] or f"{outcome['held']:,} of {outcome['tried']:,} held"
+    return f"{shown}, {outcome['seconds']:.0f} s"
 
 
-def write_results(results: Mapping[int, Mapping[str, Any]]) -> None:
-    """Into chaos.json, and as a table into docs/reliability.md; all that is not between our marks there stays."""
-    ordered = [results[number] for number in sorted(results)]
-    RESULTS.write_text(json.dumps(ordered, indent=2, ensure_ascii=False) + "\n")
-    section = f"{BEGIN}\n\n{_INTRODUCTION}\n{table(ordered)}\n{END}"
-    text = PAGE.read_text() if PAGE.exists() else f"# Reliability\n\n{BEGIN}\n{END}\n"
-    if BEGIN not in text:
-        text = f"{text.rstrip()}\n\n{BEGIN}\n{END}\n"
-    before, rest = text.split(BEGIN, 1)
-    PAGE.write_text(before + section + rest.split(END, 1)[1])
+def section(found: dict[str, Any]) -> str:
+    """Return the rows in Markdown, and below them what they published and what did not hold."""
+    head = ("#", "test", "must be", "tried", "held", "version", "time")
+    lines = []
+    for number, row in found["rows"].items():
+        did = row["not_run"] is None
+        counts = (f"{row['tried']:,}", f"{row['held']:,}") if did else ("not run", "–")
+        took = f"{row['seconds']:,.0f} s" if did else "–"
+        lines.append((number, row["test"], row["must_be"], *counts, "long" if row["long"] else "short", took))
+    remarks = [remark for number, row in found["rows"].items() for remark in _remarks(number, row)]
+    return "\n".join([_INTRODUCTION, table(head, lines), "", *remarks])
 
 
-def table(results: list[Mapping[str, Any]]) -> str:
-    """The rows in Markdown, and below them what they published and what did not hold."""
-    lines = ["| # | test | must be | tried | held | version | time |", "|---|---|---|---|---|---|---|"]
-    for result in results:
-        counts = f"{result['tried']:,} | {result['held']:,}" if result["not_run"] is None else "not run | –"
-        form = "long" if result["long"] else "short"
-        took = f"{result['seconds']:,.0f} s" if result["not_run"] is None else "–"
-        about = f"{result['number']} | {result['test']} | {result['must_be']}"
-        lines.append(f"| {about} | {counts} | {form} | {took} |")
-    lines += ["", *_remarks(results)]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _remarks(results: list[Mapping[str, Any]]) -> Iterator[str]:
-    for result in results:
-        row = f"- Row {result['number']}"
-        if result["not_run"] is not None:
-            yield f"{row} was not run: {result['not_run']}."
-        elif result["found"]:
-            yield f"{row}: " + "; ".join(f"{name} {value}" for name, value in result["found"].items()) + "."
-        for line in result["failures"]:
-            yield f"{row} did not hold: {_as_text(line)}"
-
-
-def _as_text(line: str) -> str:
-    """One line that Markdown shows as it is."""
-    return "`" + line.replace("`", "'") + "`"
+def _remarks(number: str, row: Outcome) -> Iterator[str]:
+    if row["not_run"] is not None:
+        yield f"- Row {number} was not run: {row['not_run']}."
+    elif row["found"]:
+        yield f"- Row {number}: " + "; ".join(f"{name} {value}" for name, value in row["found"].items()) + "."
+    for failure in row["failures"]:
+        yield f"- Row {number} did not hold: `{failure.replace('`', chr(39))}`"

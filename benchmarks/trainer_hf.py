@@ -12,60 +12,48 @@ Samples per second are medians over turns of several steps, timed from one on_st
 waited for. Writes benchmarks/results/trainer_hf_h200.json. `--tiny` runs a small model on the CPU, to try this out.
 """
 
-import argparse
-import json
 import os
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
+import warnings
+from itertools import pairwise
+from subprocess import TimeoutExpired
 from typing import Any
 
-from captured_models import MODELS
+import measuring
+import torch
+from hugging_face_models import MODELS, TINY, make_model
+from torch.nn.parallel import DistributedDataParallel
 
-RESULTS = Path(__file__).parent / "results"
 CONTESTANTS = ("shardwise", "fsdp2", "ddp", "shardwise-eager")
+MODEL = "qwen3-0.6b"
 WARM_UP, TURNS = 16, 5
 
 
 def measure(contestant: str, *, steps: int, tiny: bool) -> dict[str, Any]:
-    """One training: the seconds of a step in each turn, and the losses."""
-    import torch
-    import transformers
-
-    _, size, seq, config = MODELS["qwen3-0.6b"]
-    if tiny:
-        size, seq = 2, 16
-        config = {**config, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
-        config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    """Train once; return the seconds of a step, medians over turns, and the losses."""
+    _, _, size, tokens, config = MODELS[MODEL]
     torch.manual_seed(0)
-    with torch.device("cpu" if tiny else "cuda"):
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config)).float()
-    ids = torch.randint(5, config["vocab_size"], (64, seq))
-    clock = make_clock(transformers.TrainerCallback, steps=steps, waits=not tiny)
-    trainer = make_trainer(
-        contestant,
-        model=model,
-        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
-        callbacks=[clock],
-        args={
-            "output_dir": tempfile.mkdtemp(),
-            "use_cpu": tiny,
-            "bf16": True,
-            "per_device_train_batch_size": size,
-            "max_steps": WARM_UP + TURNS * steps,
-            "learning_rate": 1e-4,
-            "logging_steps": steps,
-            "save_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-        },
-    )
-    trainer.train()
-    per_step = [(later - earlier) / steps for earlier, later in zip(clock.times, clock.times[1:], strict=False)]
+    model = make_model(MODEL, device="cpu" if tiny else "cuda", **(TINY if tiny else {}))
+    ids = torch.randint(5, TINY["vocab_size"] if tiny else config["vocab_size"], (64, 16 if tiny else tokens))
+    clock = make_clock(steps=steps)
+    quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_steps": steps}
+    training = {"bf16": True, "per_device_train_batch_size": size, "learning_rate": 1e-4}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(
+            contestant,
+            {"output_dir": tempfile.mkdtemp(), "use_cpu": tiny, "max_steps": WARM_UP + TURNS * steps}
+            | quiet
+            | training,
+            model=model,
+            train_dataset=[{"input_ids": row, "labels": row} for row in ids],
+            callbacks=[clock],
+        )
+        trainer.train()
+    per_step = [(later - earlier) / steps for earlier, later in pairwise(clock.times)]
     return {
         "contestant": contestant,
         "samples_per_second": size / statistics.median(per_step),
@@ -73,18 +61,15 @@ def measure(contestant: str, *, steps: int, tiny: bool) -> dict[str, Any]:
         "fastest_seconds": min(per_step),
         "slowest_seconds": max(per_step),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "peak_bytes": 0 if tiny else torch.cuda.max_memory_allocated(),
-        "transformers": transformers.__version__,
-        "accelerate": __import__("accelerate").__version__,
-        "torch": torch.__version__,
-        "device": "cpu" if tiny else torch.cuda.get_device_name(),
+        "peak_bytes": measuring.peaks()["allocated_bytes"],
+        "told": [str(one.message) for one in caught if str(one.message).startswith("capture: ")],
     }
 
 
-def make_clock(callback: Any, *, steps: int, waits: bool) -> Any:
-    import torch
+def make_clock(*, steps: int) -> Any:
+    from transformers import TrainerCallback
 
-    class Clock(callback):  # type: ignore[misc]
+    class Clock(TrainerCallback):
         """When each turn began and ended."""
 
         def __init__(self) -> None:
@@ -92,15 +77,13 @@ def make_clock(callback: Any, *, steps: int, waits: bool) -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
             if state.global_step >= WARM_UP and (state.global_step - WARM_UP) % steps == 0:
-                if waits:
-                    torch.cuda.synchronize()
+                measuring.settle()
                 self.times.append(time.perf_counter())
 
     return Clock()
 
 
-def make_trainer(contestant: str, *, args: dict[str, Any], **given: Any) -> Any:
-    from torch.nn.parallel import DistributedDataParallel
+def make_trainer(contestant: str, args: dict[str, Any], **given: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     from shardwise import Plan
@@ -118,53 +101,31 @@ def make_trainer(contestant: str, *, args: dict[str, Any], **given: Any) -> Any:
         return Trainer(**given, args=TrainingArguments(**args, fsdp=True))
     if contestant == "ddp":
         return DDPTrainer(**given, args=TrainingArguments(**args))
-    # On a CPU, which captures nothing, to be asked for it is a mistake.
+    # On a CPU, which captures nothing, to ask for it is a mistake.
     capture = "off" if contestant.endswith("eager") or args["use_cpu"] else "on"
     plan = Plan(strategy="fsdp", precision="bf16", capture=capture)
     return ShardwiseTrainer(**given, args=TrainingArguments(**args), plan=plan)
 
 
-def run(contestant: str, *, steps: int, tiny: bool, limit_seconds: float) -> dict[str, Any]:
-    """One contestant, in a process of its own that torchrun starts."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", __file__]
-    command += ["--one", contestant, "--steps", str(steps), *(["--tiny"] if tiny else [])]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit_seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return {"contestant": contestant, "failed": f"not done after {limit_seconds:g} s"}
-    for line in ended.stdout.splitlines():
-        if line.startswith("RESULT "):
-            found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-            told = re.findall(r"UserWarning: (capture: .*)", ended.stderr)
-            return {**found, "told": told}
-    return {"contestant": contestant, "failed": ended.stderr[-2500:]}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--one", choices=CONTESTANTS)
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
-    parser.add_argument("--steps", type=int, default=8, help="steps per turn")
-    parser.add_argument("--limit", type=float, default=70, help="seconds per contestant")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+    out = measuring.RESULTS / "trainer_hf_h200.json"
+    asked = measuring.options(__doc__, one="", contestants=CONTESTANTS, steps=8, limit=70.0, tiny=False, out=out)
     if asked.one:
-        print("RESULT " + json.dumps(measure(asked.one, steps=asked.steps, tiny=asked.tiny)), flush=True)
-        return
-    results = []
-    out = asked.out or (None if asked.tiny else RESULTS / "trainer_hf_h200.json")
+        return measuring.tell(measure(asked.one, steps=asked.steps, tiny=asked.tiny))
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    runs: list[dict[str, Any]] = []
     for contestant in asked.contestants:
-        began = time.monotonic()
-        results.append(run(contestant, steps=asked.steps, tiny=asked.tiny, limit_seconds=asked.limit))
-        print(json.dumps(results[-1]), f"({time.monotonic() - began:.0f} s)", flush=True)
-        if out is not None:
-            command = "python " + " ".join(["benchmarks/trainer_hf.py", *sys.argv[1:]])
-            out.write_text(json.dumps({"command": command, "runs": results}, indent=1) + "\n")
-    if any("failed" in result for result in results):
-        sys.exit(1)
+        options = ["--one", contestant, "--steps", str(asked.steps), *(["--tiny"] if asked.tiny else [])]
+        try:
+            runs += measuring.results_of(
+                measuring.output_of(*measuring.torchrun(1), __file__, *options, limit_seconds=asked.limit)
+            )
+        except (measuring.ProcessFailed, TimeoutExpired) as error:
+            runs.append({"contestant": contestant, "failed": str(error)[-2500:]})
+        print(runs[-1], flush=True)
+        measuring.write(None if asked.tiny else asked.out, {**measuring.circumstances(), "runs": runs})
+    sys.exit(1 if any("failed" in run for run in runs) else 0)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     main()

@@ -16,14 +16,13 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
-from as_measured import source_as_measured
+from memory_predictions import source_as_measured
 from published import MEASURED, measured, read
 from published_rows import Row
 
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.planner.search.candidates import Candidate, cost
 from shardwise.planner.time.step_time import block_seconds
-from shardwise.sources import Source
 from shardwise.spec import ROOT, ModelSpec, TensorSpec
 
 PAIR_DIFFERENCE = 0.05
@@ -72,20 +71,14 @@ class Checked:
 # Predicting
 
 
-def spec_of(row: Row, sources: dict[str, Source]) -> ModelSpec:
-    """The catalogue's spec; a longer MPT has more positions, which are parameters."""
-    source = sources.setdefault(f"{row.model} {row.length}", source_as_measured(row.model, seq=row.length))
-    spec = source.spec_for(row.plan)
+def spec_of(row: Row) -> ModelSpec:
+    """Return the catalogue's spec; a longer MPT has more positions, which are parameters."""
+    spec = source_as_measured(row.model, seq=row.length).spec_for(row.plan)
     if row.seq is None:
         return spec
-    longer = replace(
-        spec.unit(ROOT), params=tuple(_longer(param, spec.seq, row.seq) for param in spec.unit(ROOT).params)
-    )
-    return replace(
-        spec,
-        seq=row.seq,
-        units=tuple(longer if unit.name == ROOT else unit for unit in spec.units),
-    )
+    root = spec.unit(ROOT)
+    longer = replace(root, params=tuple(_longer(param, spec.seq, row.seq) for param in root.params))
+    return replace(spec, seq=row.seq, units=tuple(longer if unit.name == ROOT else unit for unit in spec.units))
 
 
 def _longer(param: TensorSpec, before: int | None, after: int) -> TensorSpec:
@@ -94,35 +87,23 @@ def _longer(param: TensorSpec, before: int | None, after: int) -> TensorSpec:
 
 
 def cluster_for(row: Row) -> Cluster:
-    """The row's cluster, with its software."""
+    """Return the row's cluster, with its software."""
     cluster = cluster_of(row.cluster)
     device = replace(cluster.device, software=row.software, matmul_precision=row.matmul)
     return replace(cluster, device=device)
 
 
 def check(rows: Sequence[Row]) -> list[Checked]:
-    sources: dict[str, Source] = {}
     seen: dict[tuple[object, ...], Candidate] = {}
     found = []
     for row in rows:
         key = (row.model, row.cluster, repr(row.plan), row.seq, row.length, row.software, row.matmul)
+        how = {"plan": row.plan, "cluster": cluster_for(row), "optimizer": row.optimizer}
         if key not in seen:
-            seen[key] = cost(
-                spec_of(row, sources),
-                plan=row.plan,
-                cluster=cluster_for(row),
-                optimizer=row.optimizer,
-                foreign=row.foreign,
-            )
-        found.append(Checked(row=row, candidate=seen[key], step_seconds=_block(row, sources)))
+            seen[key] = cost(spec_of(row), **how, foreign=row.foreign)
+        block = None if row.block_steps is None else block_seconds(spec_of(row), **how, num_steps=row.block_steps)
+        found.append(Checked(row=row, candidate=seen[key], step_seconds=block))
     return found
-
-
-def _block(row: Row, sources: dict[str, Source]) -> float | None:
-    if row.block_steps is None:
-        return None
-    cluster, spec = cluster_for(row), spec_of(row, sources)
-    return block_seconds(spec, plan=row.plan, cluster=cluster, num_steps=row.block_steps, optimizer=row.optimizer)
 
 
 # Judging
@@ -173,7 +154,7 @@ def inside(found: Sequence[Checked]) -> str:
 # Printing
 
 
-def table(found: Sequence[Checked]) -> Iterator[str]:
+def errors_by_table(found: Sequence[Checked]) -> Iterator[str]:
     """Errors by table and device."""
     groups: dict[tuple[str, str], list[Checked]] = {}
     for one in timed(found):
@@ -227,16 +208,13 @@ def misfits(found: Sequence[Checked]) -> Iterator[str]:
 
 def on_our_engine(found: Sequence[Checked]) -> tuple[int, list[str]]:
     """Of trainings that ran under fully_shard: how many, and which of them are said not to fit on our engine."""
-    sources: dict[str, Source] = {}
     rows = {str(one.row): one.row for one in found if one.row.ran and one.row.plan.strategy == "fsdp"}
     rows = {name: row for name, row in rows.items() if row.plan.engine == "torch" and row.block_steps is None}
     wrong = []
     for name, row in rows.items():
         ours = replace(row, plan=replace(row.plan, engine="shardwise"))
-        candidate = cost(
-            spec_of(ours, sources), plan=ours.plan, cluster=cluster_for(ours), optimizer=row.optimizer, quick=True
-        )
-        if candidate.fits == "no":
+        how = {"plan": ours.plan, "cluster": cluster_for(ours), "optimizer": row.optimizer}
+        if cost(spec_of(ours), **how, quick=True).fits == "no":
             wrong.append(f"ran with fully_shard, and is said not to fit on our engine: {name}")
     return len(rows), wrong
 
@@ -266,7 +244,7 @@ def main() -> None:
             print(f"{half} {one.row}: {rates}, {gib:.0f} GiB: {one.candidate.fits}")
     if arguments.left_out:
         print("\n".join(f"left out: {one.table}, {one.what}: {one.reason}" for one in left_out))
-    print("\n".join([*table(found), "", *summary(found), "", *misfits(found)]))
+    print("\n".join([*errors_by_table(found), "", *summary(found), "", *misfits(found)]))
     for name, value in correlations(found).items():
         print(f"{name}: rank correlation {value:.3f}")
     print(f"pairs of strategies that differ by more than 5%: {strategies(found)} in the right order")

@@ -2,12 +2,11 @@
 
 import statistics
 import time
-from dataclasses import dataclass
 
 import torch
 from held import held_now
 from ranks import run_ranks
-from scorecard import Asked, Row, Tally
+from scorecard import Asked, Fault, Tally
 from torch import Tensor, nn
 
 import shardwise
@@ -38,24 +37,14 @@ class Unit(nn.Module):
         return x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
-    """What a run of many steps held: after the warm-up, at its end, and how long its steps kept the main thread busy.
+def many_steps(rank: int, strategy: str, num_units: int, num_steps: int) -> tuple[list[int], float]:
+    """Return how much memory, descriptors, objects and entries grew by after the warm-up, and a step's median time.
 
-    Not how long they took: other processes may have this machine for a while.
+    Of the main thread on its CPU: other processes may have this machine for a while.
     """
-
-    num_parameters: int
-    resident_bytes: tuple[int, int]
-    descriptors: tuple[int, int]
-    objects: tuple[int, int]
-    entries: tuple[int, int]
-    step_seconds: float
-
-
-def many_steps(rank: int, strategy: str, num_units: int, num_steps: int) -> Ran:
     torch.manual_seed(0)
     model = nn.Sequential(*(Unit() for _ in range(num_units)))
+    assert len(list(model.parameters())) == 7 * num_units
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     shardwise.prepare(model, optimizer, Plan(strategy=strategy, units="class:Unit"))
     x = torch.randn(2, WIDTH)
@@ -70,15 +59,8 @@ def many_steps(rank: int, strategy: str, num_units: int, num_steps: int) -> Ran:
         times[number] = time.thread_time() - begun
         if number == int(_WARM_UP_SHARE * num_steps):
             after_warm_up = held_now()
-    resident, descriptors, objects, entries = zip(after_warm_up, held_now(), strict=True)
-    return Ran(
-        num_parameters=len(list(model.parameters())),
-        resident_bytes=resident,
-        descriptors=descriptors,
-        objects=objects,
-        entries=entries,
-        step_seconds=statistics.median(times),
-    )
+    grown = [end - start for start, end in zip(after_warm_up, held_now(), strict=True)]
+    return grown, statistics.median(times)
 
 
 def endurance(asked: Asked) -> Tally:
@@ -89,28 +71,25 @@ def endurance(asked: Asked) -> Tally:
     for strategy, num_steps in runs:
         with tally.trying(f"{num_steps} steps of {num_units} units, {strategy}"):
             args = (strategy, num_units, num_steps)
-            for rank, ran in enumerate(run_ranks(many_steps, num_ranks=2, args=args, timeout_seconds=2400.0)):
-                check_growth(ran, rank=rank)
-                grown = ran.resident_bytes[1] - ran.resident_bytes[0]
-                tally.found[f"{strategy}, {num_steps:,} steps, rank {rank} grew by"] = f"{grown / 2**20:.1f} MiB"
+            for rank, (grown, _) in enumerate(run_ranks(many_steps, num_ranks=2, args=args, timeout_seconds=2400.0)):
+                check_growth(grown, rank=rank)
+                tally.found[f"{strategy}, {num_steps:,} steps, rank {rank} grew by"] = f"{grown[0] / 2**20:.1f} MiB"
     num_many = asked.pick(short=NUM_UNITS // 3, long=NUM_UNITS)
     num_few = num_many // 4
     for strategy in ("fsdp", "ddp"):
         with tally.trying(f"step time against units, {strategy}"):
-            few, many = (
+            (_, few), (_, many) = (
                 run_ranks(many_steps, num_ranks=2, args=(strategy, num_units, 20), timeout_seconds=900.0)[0]
                 for num_units in (num_few, num_many)
             )
-            assert many.num_parameters == 7 * num_many
-            ratio = many.step_seconds / few.step_seconds
+            ratio = many / few
             tally.found[f"{strategy}, CPU seconds of a step of {num_many} units / of {num_few}"] = f"{ratio:.2f}"
             assert ratio < _MOST_RATIO, f"{num_many} units take {ratio:.1f} times as long as {num_few}"
     return tally
 
 
-def check_growth(ran: Ran, *, rank: int) -> None:
-    noted = (ran.resident_bytes, ran.descriptors, ran.objects, ran.entries)
-    resident, descriptors, objects, entries = (end - start for start, end in noted)
+def check_growth(grown: list[int], *, rank: int) -> None:
+    resident, descriptors, objects, entries = grown
     assert resident < _MOST_GROWTH_BYTES, f"rank {rank} grew by {resident / 2**20:.1f} MiB"
     assert descriptors <= 0, f"rank {rank} opened {descriptors} descriptors"
     assert objects < 100, f"rank {rank} holds {objects} objects more"
@@ -118,9 +97,9 @@ def check_growth(ran: Ran, *, rank: int) -> None:
 
 
 ROWS = [
-    Row(
-        number=20,
-        test="2,000 steps of 300 units with 2,100 parameters under ddp, 200 under fsdp (short: 200 steps of 30 units)",
+    Fault(
+        name="20",
+        shows="2,000 steps of 300 units with 2,100 parameters under ddp, 200 under fsdp (short: 200 steps of 30 units)",
         must_be="no growth of memory or descriptors; step time linear in units",
         run=endurance,
     )

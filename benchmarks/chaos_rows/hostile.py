@@ -10,8 +10,7 @@ from typing import Any
 
 from chaos_rows.commands import Accepted, command
 from chaos_rows.hostile_objects import SPARSE_BYTES, TAGS, all_cases
-from chaos_rows.hostile_records import records
-from scorecard import Asked, Row, Tally
+from scorecard import Asked, Fault, Tally
 
 # What a command may take beyond what the process has when it starts; each bomb here asks for far more.
 _SPARE_BYTES = 2 * 2**30
@@ -35,7 +34,7 @@ class Elements(HTMLParser):
 
 def try_cases(folder: str, names: list[str], pipe: Connection) -> None:
     """In a process of its own: for each case what is wrong with how it ended, or ""."""
-    cases = all_cases() | records()
+    cases = all_cases()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + _SPARE_BYTES, used + _SPARE_BYTES))
     pipe.send("ready")
@@ -80,7 +79,7 @@ def wrong_with_page(text: str) -> str:
 
 def hostile(asked: Asked) -> Tally:
     tally = Tally()
-    left = list(all_cases() | records())
+    left = list(all_cases())
     if SPARSE_BYTES < 4 * _SPARE_BYTES:
         raise AssertionError("the bombs are too small to be noticed")
     context = multiprocessing.get_context("spawn")
@@ -108,9 +107,9 @@ def hostile(asked: Asked) -> Tally:
 
 
 ROWS = [
-    Row(
-        number=16,
-        test="hostile checkpoints, configs, results, records and names",
+    Fault(
+        name="16",
+        shows="hostile checkpoints, configs, results, records and names",
         must_be="nothing runs, nothing written outside, no memory bomb, no traceback",
         run=hostile,
     )

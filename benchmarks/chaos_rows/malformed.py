@@ -11,7 +11,7 @@ from pathlib import Path
 
 from chaos_rows.commands import command
 from plans import bad_plan_files
-from scorecard import Asked, Row, Tally
+from scorecard import Asked, Fault, Tally
 
 from shardwise.errors import ShardwiseError
 from shardwise.files.keys import reference
@@ -150,9 +150,9 @@ def check_refused(mistake: Mistake, *, own_process: bool = False) -> None:
 
 
 ROWS = [
-    Row(
-        number=15,
-        test="1,000 malformed configs, plans and clusters",
+    Fault(
+        name="15",
+        shows="1,000 malformed configs, plans and clusters",
         must_be="exit 2, one line (for a cluster in words, two more that point at the character), no traceback",
         run=mistakes,
     )

@@ -16,7 +16,7 @@ from cases import adamw, sgd
 from drawn import Drawn, drawn_modules
 from generated import loss_of, make
 from ranks import RankFailed, run_ranks
-from scorecard import Asked, Row, Tally
+from scorecard import Asked, Fault, Tally
 from training import Case, Result, _in_one_process, assert_close, assert_equal, on_ranks
 
 from shardwise.plan import Plan
@@ -96,58 +96,48 @@ def _two_at_a_time(batches: Iterable[Batch]) -> Iterator[tuple[Batch, Any]]:
             yield ended, future.result()
 
 
-def two_ranks(asked: Asked) -> Tally:
-    tally = Tally()
-    num_modules = 0
+def checked(asked: Asked, make_batch: Callable[[int, tuple[Drawn, ...]], Batch], *, short: int) -> Tally:
+    """Check batches of modules, for as long as there is time. `make_batch(number of the batch, modules)`."""
+    tally = Tally(found={"modules": 0})
 
     def batches() -> Iterator[Batch]:
-        nonlocal num_modules
-        for modules in _drawn(asked, short=100):
-            expected = [_case(module, double=False, num_steps=4) for module in modules]
-            cases = []
-            for index, (module, case) in enumerate(zip(modules, expected, strict=True)):
-                num_modules += 1
-                for number, strategy in enumerate(STRATEGIES):
-                    # Each module meets both backends.
-                    late = (num_modules + number) % 2 == 0
-                    what = f"{module}, {strategy}, late {late}"
-                    plan = module.plan(strategy)
-                    cases.append(OneCase(what=what, case=case, plan=plan, late=late, expected=index))
-            yield Batch(cases=cases, num_ranks=2, expected=expected, check=assert_equal)
+        for number, modules in enumerate(_drawn(asked, short=short)):
+            tally.found["modules"] += len(modules)
+            yield make_batch(number, modules)
 
     check_each(tally, batches())
-    tally.found["modules"] = num_modules
     return tally
+
+
+def cases_of(modules: Sequence[Drawn], expected: Sequence[Case], *, first: int, **plan: Any) -> Iterator[OneCase]:
+    """Yield every module under every strategy; each module meets both backends. `first`: shifts which is late."""
+    for index, (module, case) in enumerate(zip(modules, expected, strict=True)):
+        for place, strategy in enumerate(STRATEGIES):
+            late = (first + index + place) % 2 == 0
+            what = f"{module}, {strategy}, late {late}"
+            yield OneCase(what=what, case=case, plan=module.plan(strategy, **plan), late=late, expected=index)
+
+
+def two_ranks(asked: Asked) -> Tally:
+    def batch(number: int, modules: tuple[Drawn, ...]) -> Batch:
+        expected = [_case(module, double=False, num_steps=4) for module in modules]
+        cases = list(cases_of(modules, expected, first=number))
+        return Batch(cases=cases, num_ranks=2, expected=expected, check=assert_equal)
+
+    return checked(asked, batch, short=100)
 
 
 def more_ranks(asked: Asked) -> Tally:
     """SGD in fp32, one step, within 1e-6 of each tensor's maximum; AdamW in float64 within 1e-10."""
-    tally = Tally()
-    num_modules = 0
 
-    def batches() -> Iterator[Batch]:
-        nonlocal num_modules
-        for number, modules in enumerate(_drawn(asked, short=50)):
-            num_modules += len(modules)
-            num_ranks, double = (3, 4)[number % 2], number % 4 < 2
-            expected = [_case(module, double=double, num_steps=4 if double else 1) for module in modules]
-            cases = [
-                OneCase(
-                    what=f"{module}, {strategy}, {num_ranks} ranks",
-                    case=case,
-                    plan=module.plan(strategy, precision="native" if double else "fp32"),
-                    late=place % 2 == 0,
-                    expected=index,
-                )
-                for index, (module, case) in enumerate(zip(modules, expected, strict=True))
-                for place, strategy in enumerate(STRATEGIES)
-            ]
-            check = partial(assert_close, tolerance=1e-10 if double else 1e-6)
-            yield Batch(cases=cases, num_ranks=num_ranks, expected=expected, check=check)
+    def batch(number: int, modules: tuple[Drawn, ...]) -> Batch:
+        num_ranks, double = (3, 4)[number % 2], number % 4 < 2
+        expected = [_case(module, double=double, num_steps=4 if double else 1) for module in modules]
+        cases = list(cases_of(modules, expected, first=number, precision="native" if double else "fp32"))
+        check = partial(assert_close, tolerance=1e-10 if double else 1e-6)
+        return Batch(cases=cases, num_ranks=num_ranks, expected=expected, check=check)
 
-    check_each(tally, batches())
-    tally.found["modules"] = num_modules
-    return tally
+    return checked(asked, batch, short=50)
 
 
 def _drawn(asked: Asked, *, short: int) -> Iterator[tuple[Drawn, ...]]:
@@ -168,17 +158,17 @@ def _case(module: Drawn, *, double: bool, num_steps: int) -> Case:
 
 
 ROWS = [
-    Row(
-        number=1,
-        test="500 generated modules (short: as many as fit into a minute) × 5 strategies × "
+    Fault(
+        name="1",
+        shows="500 generated modules (short: as many as fit into a minute) × 5 strategies × "
         "random overrides, 2 ranks, half of them under the late backend",
         must_be="bit-equal to one process",
         run=two_ranks,
         seconds=(60.0, 900.0),
     ),
-    Row(
-        number=2,
-        test="the same on 3 and 4 ranks, if they fit into 15 minutes (short: as many as fit into 40 s)",
+    Fault(
+        name="2",
+        shows="the same on 3 and 4 ranks, if they fit into 15 minutes (short: as many as fit into 40 s)",
         must_be="within the design's bounds (1e-6 in fp32, 1e-10 in float64)",
         run=more_ranks,
         seconds=(40.0, 900.0),

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from ranks import run_ranks
-from scorecard import Asked, Row, Tally
+from scorecard import Asked, Fault, Tally
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from train_tasks import assert_seen_once_per_epoch, config, reference, trained
@@ -119,15 +119,15 @@ def assert_same_metrics(found: dict[str, float], expected: dict[str, float]) -> 
 
 
 ROWS = [
-    Row(
-        number=8,
-        test="100 stop/resume (short: 40) with the number of ranks changing between 1 and 4",
+    Fault(
+        name="8",
+        shows="100 stop/resume (short: 40) with the number of ranks changing between 1 and 4",
         must_be="every sample exactly once per epoch",
         run=stops_and_resumes,
     ),
-    Row(
-        number=9,
-        test="evaluation of 1–64 samples on 1–4 ranks, under each strategy (short: under two)",
+    Fault(
+        name="9",
+        shows="evaluation of 1–64 samples on 1–4 ranks, under each strategy (short: under two)",
         must_be="metrics equal to one process (sums of losses to 1e-12)",
         run=evaluation,
     ),

@@ -1,4 +1,4 @@
-"""Rows 4 to 7: saves that crash, damaged checkpoints, full disks, and every strategy's checkpoint in every other."""
+"""Rows 4 to 6: saves that crash, damaged checkpoints, full disks."""
 
 import copy
 import shutil
@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_checkpoint_matrix as matrix
 import torch
 import torch.distributed as dist
 from broken_disks import FailingDisk, FullDisk
 from cases import GPT, adamw, make_tokens
 from checkpoint.test_crash import crash_at, crashed_past, effects_of_a_save
 from ranks import RankFailed, run_ranks
-from scorecard import Asked, Row, Tally
+from scorecard import Asked, Fault, Tally
 from torch import Tensor
 from training import line
 
@@ -206,42 +205,18 @@ def full_disks(asked: Asked) -> Tally:
     return tally
 
 
-def every_pair(asked: Asked) -> Tally:
-    tally = Tally()
-    states: dict[Any, Any] = {}
-    for num_ranks in matrix.RANKS:
-        folder = str(asked.folder / str(num_ranks))
-        saved = run_ranks(matrix.save_each_kind, num_ranks=num_ranks, args=(folder, num_ranks), timeout_seconds=200.0)
-        states |= saved[0]
-    alike = matrix.first_alike(states)
-    for num_ranks in matrix.RANKS:
-        kinds = list(matrix.kinds(num_ranks))
-        for kind in kinds if asked.long else asked.chance.sample(kinds, 2):
-            with tally.trying(f"into {kind} on {num_ranks} ranks", count=len(states)):
-                args = (str(asked.folder), num_ranks, [kind], states, alike)
-                run_ranks(matrix.load_into_each_kind, num_ranks=num_ranks, args=args, timeout_seconds=200.0)
-    return tally
-
-
 ROWS = [
-    Row(
-        number=4,
-        test="crash at every write, fsync and rename of a save, on each rank (short: of 2 ranks at 10 of them)",
+    Fault(
+        name="4",
+        shows="crash at every write, fsync and rename of a save, on each rank (short: of 2 ranks at 10 of them)",
         must_be="last good loads, never a mixed step",
         run=crashes,
     ),
-    Row(
-        number=5,
-        test="one byte changed, or the rest cut off, at 200 places of a checkpoint",
+    Fault(
+        name="5",
+        shows="one byte changed, or the rest cut off, at 200 places of a checkpoint",
         must_be="refused, file named; resume falls back to the last good one and says so",
         run=damages,
     ),
-    Row(number=6, test="disk full at 20 points", must_be="previous checkpoint intact, clear error", run=full_disks),
-    Row(
-        number=7,
-        test="every strategy's checkpoint into every strategy (short: into two, drawn), from and to 1, 2, 3, 4 ranks, "
-        "sizes that do not divide",
-        must_be="state bit-equal, also after two more steps",
-        run=every_pair,
-    ),
+    Fault(name="6", shows="disk full at 20 points", must_be="previous checkpoint intact, clear error", run=full_disks),
 ]

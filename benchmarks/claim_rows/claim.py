@@ -5,20 +5,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Numbers, ready to be shown."""
-
-    head: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-
-    def lines(self) -> list[str]:
-        rule = "|---" + "|---:" * (len(self.head) - 1) + "|"
-        return [f"| {' | '.join(self.head)} |", rule, *(f"| {' | '.join(row)} |" for row in self.rows)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One case in which the claim was looked at. `when` ends the sentence "holds when …"; `holds` is computed."""
+    """One case in which the claim was checked. `when` ends the sentence "holds when …"; `holds` is computed."""
 
     when: str
     holds: bool
@@ -26,23 +14,25 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What guides say, and what came of it.
+    """What guides say, and what was found.
 
-    number    our number, in a few words
-    source    where it comes from, with the command that gives it again
-    comment   what a reader should know beside it
+    number       our number, in a few words
+    head, rows   the table of numbers
+    source       where they come from, with the command that gives them again
+    comment      what a reader should know in addition
     """
 
     said: str
     number: str
     checks: Sequence[Check]
-    table: Table
+    head: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
     source: str
     comment: str = ""
 
     @property
     def verdict(self) -> str:
-        """Holds, if it does in all cases; does not hold, if it does in none; else in which it does."""
+        """Return "holds", "does not hold", or in which cases it holds."""
         held = [check.when for check in self.checks if check.holds]
         if len(held) == len(self.checks):
             return "holds"
@@ -54,10 +44,10 @@ class Claim:
 
 
 def near(value: float, said: float, *, share: float) -> bool:
-    """Whether a number is what was said, to a share of it."""
+    """Return whether a number is within a share of what was said."""
     return abs(value / said - 1) <= share
 
 
 def gb(num_bytes: float) -> str:
-    """As guides count: 10⁹ bytes."""
+    """Return GB as guides count them: 10⁹ bytes."""
     return f"{num_bytes / 1e9:.2f}" if num_bytes < 1e11 else f"{num_bytes / 1e9:.0f}"

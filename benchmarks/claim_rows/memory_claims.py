@@ -1,9 +1,8 @@
 """Claims about memory: what a rank holds, what fits, and how that changes with the number of ranks."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from claim_rows.claim import Check, Claim, Table, gb, near
+from claim_rows.claim import Check, Claim, gb, near
 from claim_rows.planned import planned, source_of, state_bytes
 
 from shardwise.hardware import devices
@@ -42,7 +41,8 @@ def hundred_million() -> Claim:
                 holds=near(peaks["ddp"], 1.6e9, share=0.05) and near(peaks["fsdp"], 0.4e9, share=0.05),
             ),
         ],
-        table=Table(head=("MB per rank", "params", "grads", "optim", "sum", "peak of a step"), rows=rows),
+        head=("MB per rank", "params", "grads", "optim", "sum", "peak of a step"),
+        rows=rows,
         source="Predicted: `shardwise plan params:100m --cluster 4xh100-80gb --precision fp32 --json`.",
         comment="The peak also holds gathered parameters, gradients that are being reduced, and workspaces. "
         "Activations come on top; the claim leaves them out too.",
@@ -69,7 +69,8 @@ def two_billion() -> Claim:
         said="A model with 2B parameters takes 15–20 GB.",
         number=f"{rows[0][-1]} GB of states in fp32 with AdamW, {rows[2][-1]} GB with everything in bf16",
         checks=checks,
-        table=Table(head=("GB on one GPU", "params", "grads", "optim", "sum"), rows=rows),
+        head=("GB on one GPU", "params", "grads", "optim", "sum"),
+        rows=rows,
         source="Predicted by the planner for `params:2b` on one rank: parameters, gradients and optimizer state.",
         comment="bf16 has 8 significant bits: weights that are themselves kept in bf16 lose small updates. Keep fp32 "
         f"weights and compute in bf16, which takes {rows[1][-1]} GB here: it adds a copy of the parameters in bf16.",
@@ -111,7 +112,8 @@ def sixty_billion() -> Claim:
                 holds=too_large and all(count in fitting for count in counts if count < least),
             ),
         ],
-        table=Table(head=("H100-80GB, bf16, AdamW", "GB per GPU", "fits"), rows=rows),
+        head=("H100-80GB, bf16, AdamW", "GB per GPU", "fits"),
+        rows=rows,
         source="Predicted: `shardwise plan params:60b --cluster 16xh100-80gb --strategy fsdp`.",
         comment=f"States only. The largest device in our tables is `{largest}`, with {gb(capacities[largest])} GB. "
         "Activations come on top and need room of their own.",
@@ -145,7 +147,8 @@ def few_hundred_megabytes() -> Claim:
         said="A model that needs a few hundred MB more than the GPU has cannot be trained under DDP.",
         number=f"{model} at micro-batch {batch} misses {cluster} by {excess / 1e6:.0f} MB under DDP",
         checks=[Check(when=name, holds=found.fits == "no") for name, found in ways.items()],
-        table=Table(head=(f"{cluster}, {gb(capacity)} GB each", "GB per GPU", "fits"), rows=rows),
+        head=(f"{cluster}, {gb(capacity)} GB each", "GB per GPU", "fits"),
+        rows=rows,
         source=f"Predicted: `shardwise plan {model} --cluster {cluster} --micro-batch {batch}`.",
         comment="A few hundred MB are mostly activations, which DDP can reduce as well. What DDP cannot reduce is "
         "16 bytes per parameter.",
@@ -189,7 +192,8 @@ def linear_in_ranks() -> Claim:
             Check(when="parameters, gradients and optimizer state are counted", holds=linear(states)),
             Check(when="the peak of a step is counted", holds=linear(peaks)),
         ],
-        table=Table(head=("GPUs", "GB of states per GPU", "GB at the peak"), rows=rows),
+        head=("GPUs", "GB of states per GPU", "GB at the peak"),
+        rows=rows,
         source=f"Predicted: `shardwise plan {model} --cluster 64xh100-80gb --strategy fsdp --micro-batch {batch}`.",
         comment="Activations and the parameters that are gathered for the moment do not depend on the number of GPUs.",
     )
@@ -214,17 +218,9 @@ def basic_blocks() -> Claim:
         number=f"{peaks['each BasicBlock'] / 1e6:.1f} MB per rank with a unit per BasicBlock, "
         f"{peaks['one unit'] / 1e6:.1f} MB with one unit",
         checks=[Check(when="FSDP runs on 4 ranks", holds=peaks["each BasicBlock"] < 0.99 * peaks["one unit"])],
-        table=Table(head=("ResNet-18 on 4 ranks, fp32, AdamW", "units", "MB of states at the peak"), rows=rows),
+        head=("ResNet-18 on 4 ranks, fp32, AdamW", "units", "MB of states at the peak"),
+        rows=rows,
         source="Counted in the step program, as `shardwise explain fsdp --model resnet18` does: parameters, gradients "
         "and optimizer state, without activations.",
         comment="As one unit, the whole model is gathered at once, and all of its gradients exist at once.",
     )
-
-
-def rows() -> Iterator[Claim]:
-    yield hundred_million()
-    yield two_billion()
-    yield sixty_billion()
-    yield few_hundred_megabytes()
-    yield linear_in_ranks()
-    yield basic_blocks()

@@ -1,10 +1,10 @@
 """Claims about speed, and about memory that is paid for with speed."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
-from claim_rows.claim import Check, Claim, Table, gb, near
+from claim_rows.claim import Check, Claim, gb, near
 from claim_rows.planned import OPTIMIZER, planned, recommended, samples_per_s, source_of
 
 from shardwise.hardware import cluster_of
@@ -55,16 +55,14 @@ def four_times_larger() -> Claim:
                 for precision, share in bytes_more.items()
             ),
         ],
-        table=Table(
-            head=(
-                cluster,
-                "largest model, B parameters",
-                f"collectives per step of {model}",
-                "GB sent, fp32",
-                "GB sent, bf16",
-            ),
-            rows=rows,
+        head=(
+            cluster,
+            "largest model, B parameters",
+            f"collectives per step of {model}",
+            "GB sent, fp32",
+            "GB sent, bf16",
         ),
+        rows=rows,
         source="Predicted: `shardwise plan params:N` by bisection over N in bf16 with AdamW, states only; collectives "
         f"are counted in the step program, bytes in `shardwise plan {model} --cluster {cluster} --json`.",
         comment="DDP's all-reduce sends every gradient twice, in fp32. FSDP gathers parameters twice in the precision "
@@ -114,7 +112,8 @@ def best_below() -> Claim:
             *(Check(when=f"the limit is 2.5B on {cluster}", holds=holds(cluster, limit=2.5e9)) for cluster in clusters),
             *(Check(when=f"the limit is 0.4B on {cluster}", holds=holds(cluster, limit=4e8)) for cluster in clusters),
         ],
-        table=Table(head=("model", "B parameters", *clusters), rows=rows),
+        head=("model", "B parameters", *clusters),
+        rows=rows,
         source="Predicted: `shardwise plan MODEL --cluster CLUSTER`, bf16, AdamW, each strategy at its largest "
         "micro-batch; the recommended strategy is the fastest that fits, or a simpler one within 5% of it. A limit "
         "holds if all models up to it get `ddp` and none more than 1.5 times as large does.",
@@ -152,9 +151,8 @@ def between_the_two() -> Claim:
         said="SHARD_GRAD_OP takes less memory than DDP and is faster than FULL_SHARD.",
         number=number,
         checks=checks,
-        table=Table(
-            head=("bf16, AdamW", *(f"{name} GB" for name in heads), *(f"{name} samples/s" for name in heads)), rows=rows
-        ),
+        head=("bf16, AdamW", *(f"{name} GB" for name in heads), *(f"{name} samples/s" for name in heads)),
+        rows=rows,
         source="Predicted: `shardwise plan MODEL --cluster CLUSTER --micro-batch N`. 'Faster' means a median lead over "
         f"the models of more than {PAIR_BAND:.0%}, the smallest difference that the planner can resolve on one "
         "cluster. Measured: ViT-Large on two ranks takes less with SHARD_GRAD_OP than with DDP "
@@ -192,9 +190,8 @@ def larger_batch() -> Claim:
         number=f"FSDP is more than {PAIR_BAND:.0%} faster, or the only one that fits, for "
         f"{sum(check.holds for check in checks)} of {len(checks)} models on {cluster}",
         checks=checks,
-        table=Table(
-            head=("model", "ddp batch", "fsdp batch", "ddp samples/s", "fsdp samples/s", "fsdp / ddp"), rows=rows
-        ),
+        head=("model", "ddp batch", "fsdp batch", "ddp samples/s", "fsdp samples/s", "fsdp / ddp"),
+        rows=rows,
         source=f"Predicted: `shardwise plan MODEL --cluster {cluster}`, bf16, AdamW; each strategy at its largest "
         f"micro-batch. The planner can resolve differences of {PAIR_BAND:.0%} on one cluster.",
     )
@@ -230,7 +227,8 @@ def narrowing_gap() -> Claim:
         said="The gap in throughput between DDP and FSDP narrows with larger models, faster links and larger batches.",
         number=f"DDP's lead: {', '.join(spans)}",
         checks=checks,
-        table=Table(head=("setting", "DDP is ahead by"), rows=rows),
+        head=("setting", "DDP is ahead by"),
+        rows=rows,
         source="Predicted: `shardwise plan MODEL --cluster CLUSTER --micro-batch N --precision fp32|bf16`, AdamW; all "
         f"ranks shard. It holds where DDP is ahead at first, and its lead shrinks, by more than {PAIR_BAND:.0%} each: "
         "the smallest difference that the planner can resolve on one cluster.",
@@ -252,11 +250,3 @@ def _falls(leads: Sequence[float]) -> bool:
     """From the first to the last, and nowhere up again, as far as two predictions can tell."""
     never_up = all(later <= earlier + PAIR_BAND for earlier, later in pairwise(leads))
     return never_up and leads[-1] < leads[0] - PAIR_BAND
-
-
-def rows() -> Iterator[Claim]:
-    yield four_times_larger()
-    yield best_below()
-    yield between_the_two()
-    yield larger_batch()
-    yield narrowing_gap()

@@ -1,12 +1,12 @@
 """Claims about what happens in a step, checked on real ranks: `body(rank)` runs on each of two Gloo ranks."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from claim_rows.claim import Check, Claim, Table
+from claim_rows.claim import Check, Claim
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -144,7 +144,8 @@ def collectives(counts: Mapping[str, Any]) -> Claim:
                 holds=sum(reduces.values()) == 1 and sum(counts["fsdp"]["gather"].values()) == 2,
             ),
         ],
-        table=Table(head=("collectives of one step", "gathers", "reductions"), rows=rows),
+        head=("collectives of one step", "gathers", "reductions"),
+        rows=rows,
         source=f"Counted on the tape of 2 Gloo ranks: a model of {NUM_BLOCKS} small blocks and a root.",
         comment="The root and the last block stay gathered between forward and backward. A model with more than 25 MiB "
         "of gradients has several buckets under DDP, so that they can be sent while backward still computes.",
@@ -158,7 +159,8 @@ def inside_backward(ranks: Sequence[Mapping[str, bool]]) -> Claim:
         said="The all-reduce happens inside `backward()`.",
         number="; ".join(f"{name}: {'averaged' if is_mean else 'not averaged'}" for name, is_mean in found.items()),
         checks=[Check(when=f"the model runs under {name}", holds=is_mean) for name, is_mean in found.items()],
-        table=Table(head=("2 ranks, different batches", "gradients are the mean when `backward()` returns"), rows=rows),
+        head=("2 ranks, different batches", "gradients are the mean when `backward()` returns"),
+        rows=rows,
         source="Measured on 2 Gloo ranks: each rank compares its gradients with the mean of both ranks' own.",
         comment="`no_sync()` (in Shardwise: `shardwise.accumulate`) is there to turn it off, for all passes of an "
         "accumulation but the last.",
@@ -187,7 +189,8 @@ def same_batches() -> Claim:
         said="Without a distributed sampler, all ranks repeat the same batches.",
         number=f"{rows[0][1]} batches are the same with equal seeds, {rows[1][1]} with different ones",
         checks=checks,
-        table=Table(head=("2 ranks, one epoch of 64 samples", "equal batches", "samples read by both"), rows=rows),
+        head=("2 ranks, one epoch of 64 samples", "equal batches", "samples read by both"),
+        rows=rows,
         source="Measured: torch's `DataLoader(shuffle=True)` and `shardwise.DistributedSampler`, on the CPU.",
         comment="With different seeds the batches differ, but every rank still reads the whole dataset: an epoch "
         "takes as many steps as on one rank. `shardwise.prepare` warns when ranks get the same first batch.",
@@ -198,10 +201,3 @@ def _order(samples: int, *, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     loader = DataLoader(TensorDataset(torch.arange(samples)), batch_size=8, shuffle=True, generator=generator)
     return [int(value) for (values,) in loader for value in values]
-
-
-def rows(run_ranks: RunRanks) -> Iterator[Claim]:
-    ranks = run_ranks(step_body, num_ranks=2)
-    yield collectives(ranks[0]["collectives"])
-    yield same_batches()
-    yield inside_backward([rank["averaged"] for rank in ranks])

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from claim_rows.claim import Check, Claim, Table, gb, near
+from claim_rows.claim import Check, Claim, gb, near
 from claim_rows.planned import planned, samples_per_s
 
 from shardwise.planner.search.candidates import Candidate
@@ -47,7 +47,8 @@ def vit_large() -> Claim:
                 holds=near(ratios, 380 / 450, share=predicted["fsdp"].time_band.value),
             ),
         ],
-        table=Table(head=("ViT-Large", "batch per GPU", "GB per GPU", "samples/s"), rows=rows),
+        head=("ViT-Large", "batch per GPU", "GB per GPU", "samples/s"),
+        rows=rows,
         source="Predicted: `shardwise plan vit-large --cluster 2xa100-40gb --engine torch --micro-batch N`, bf16. "
         "Measured: two NCCL ranks that share one H200 ([results](../benchmarks/results/accelerate_vit.json), "
         "`python benchmarks/accelerate_vit.py`); their speed is not that of two GPUs, so it is omitted.",
@@ -73,7 +74,3 @@ def _pairs(cases: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], di
     for ddp in cases:
         if ddp["name"] == "ddp":
             yield from ((ddp, one) for one in cases if one is not ddp and one["batch_size"] == ddp["batch_size"])
-
-
-def rows() -> Iterator[Claim]:
-    yield vit_large()

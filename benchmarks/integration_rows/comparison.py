@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,32 +13,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 STOCK = "stock"
-STRATEGIES = ("ddp", "zero2", "fsdp")
+# The strategy that resumes what each has begun.
+OTHER = {"ddp": "fsdp", "zero2": "ddp", "fsdp": "zero2"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What came of a training: numbers that it told (losses, metrics), norms of gradients, and its weights."""
+    """What came of a training: numbers that it logged (losses, metrics), norms of gradients, and its weights."""
 
     numbers: list[float]
     norms: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A scenario. `run(strategy)` trains by it, or by the framework's own DDP (STOCK), in a folder of its own.
-
-    bound   how far numbers and weights may be from the stock framework's: 0 is bit for bit
-    """
-
-    name: str
-    run: Callable[[str, Path], Trained]
-    bound: float = 0.0
+# Name of a row → how it trains (by a strategy or, STOCK, by the framework's own DDP; in a folder of its own), and how
+# far numbers and weights may be from the stock framework's: 0 is bit for bit.
+Rows = Mapping[str, tuple[Callable[[str, Path], Trained], float]]
 
 
 def distance(trained: Trained, stock: Trained) -> float:
-    """The largest difference of a number or a weight; infinite where something is missing, or a norm is another one.
+    """Return the largest difference of a number or a weight; infinite where something is missing or a norm differs.
 
     Frameworks sum a norm in fp32, we in float64: it is the same to 1e-6 of itself.
     """
@@ -54,24 +48,27 @@ def distance(trained: Trained, stock: Trained) -> float:
 
 
 def asked() -> tuple[Path, list[str]]:
-    """The folder and the strategies that a script is started with."""
-    return Path(sys.argv[1]), sys.argv[2:] or list(STRATEGIES)
+    """Return the folder and the strategies that a script is started with."""
+    return Path(sys.argv[1]), sys.argv[2:] or list(OTHER)
 
 
-def compare(rows: list[Row]) -> None:
-    """Run every row on this rank, and leave rank 0's findings in the folder: row → strategy → distance and bound."""
+def write(found: Mapping[str, Any]) -> None:
+    """Leave row → {"bound": …, "distance": {strategy: …}} in the folder."""
+    (asked()[0] / "found.json").write_text(json.dumps(found))
+
+
+def compare(rows: Rows) -> None:
+    """Run every row on this rank; rank 0 writes what was found."""
     folder, strategies = asked()
     found: dict[str, Any] = {}
-    for number, row in enumerate(rows):
-        stock = row.run(STOCK, folder / f"{number}-{STOCK}")
+    for number, (name, (run, bound)) in enumerate(rows.items()):
+        stock = run(STOCK, folder / f"{number}-{STOCK}")
         distances = {}
         for strategy in strategies:
-            trained = row.run(strategy, folder / f"{number}-{strategy}")
+            trained = run(strategy, folder / f"{number}-{strategy}")
             worst = torch.tensor(distance(trained, stock), dtype=torch.float64)
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
             distances[strategy] = float(worst)
-        found[row.name] = {"bound": row.bound, "distance": distances, "numbers": len(stock.numbers)}
-        if os.environ["RANK"] == "0":
-            print(row.name, distances, flush=True)
+        found[name] = {"bound": bound, "distance": distances}
     if os.environ["RANK"] == "0":
-        (folder / "found.json").write_text(json.dumps(found))
+        write(found)

@@ -3,18 +3,15 @@
 Ray starts its workers and joins them into a process group, which `shardwise.prepare` finds: there is no glue.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from comparison import STOCK, Trained, asked, distance
+from comparison import STOCK, Trained, asked, distance, write
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-
-NAME = "Ray TorchTrainer loop"
 
 
 def loop(config: dict[str, Any]) -> None:
@@ -70,8 +67,7 @@ def main() -> None:
         for strategy in strategies
     }
     ray.shutdown()
-    (folder / "found.json").write_text(json.dumps({NAME: {"bound": 0.0, "distance": distances}}))
-    print(distances)
+    write({"Ray TorchTrainer loop": {"bound": 0.0, "distance": distances}})
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """TRL's SFT and DPO trainers, whole and with LoRA: ours against their own DDP. One rank; torchrun starts it."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from comparison import STOCK, Row, Trained, compare
+from comparison import STOCK, Trained, compare
 from datasets import Dataset
-from hf_rows import Losses, make_model
+from hf_rows import Losses, make_model, of, settings
 from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -38,21 +39,7 @@ def words(start: int, num_words: int) -> str:
 def train(strategy: str, folder: Path, *, dpo: bool, lora: bool) -> Trained:
     stock, ours, config = (DPOTrainer, ShardwiseDPO, DPOConfig) if dpo else (SFTTrainer, ShardwiseSFT, SFTConfig)
     losses = Losses()
-    args = config(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=2,
-        max_steps=4,
-        learning_rate=1e-2,
-        max_grad_norm=0.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        logging_nan_inf_filter=False,
-    )
+    args = config(**settings(folder), bf16=False, gradient_checkpointing=False, max_steps=4)
     samples = range(20)
     data = (
         {
@@ -77,35 +64,14 @@ def train(strategy: str, folder: Path, *, dpo: bool, lora: bool) -> Trained:
     trainer = stock(**given) if strategy == STOCK else ours(**given, plan=strategy)
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    return Trained(
-        numbers=losses.numbers,
-        norms=losses.norms,
-        weights=dict(trainer.accelerator.get_state_dict(trainer.model)),
-    )
+    return of(trainer, losses)
 
 
-def sft(strategy: str, folder: Path) -> Trained:
-    return train(strategy, folder, dpo=False, lora=False)
-
-
-def sft_lora(strategy: str, folder: Path) -> Trained:
-    return train(strategy, folder, dpo=False, lora=True)
-
-
-def dpo(strategy: str, folder: Path) -> Trained:
-    return train(strategy, folder, dpo=True, lora=False)
-
-
-def dpo_lora(strategy: str, folder: Path) -> Trained:
-    return train(strategy, folder, dpo=True, lora=True)
-
-
-ROWS = [
-    Row(name="TRL SFTTrainer", run=sft),
-    Row(name="TRL SFTTrainer + LoRA", run=sft_lora),
-    Row(name="TRL DPOTrainer", run=dpo),
-    Row(name="TRL DPOTrainer + LoRA", run=dpo_lora),
-]
+ROWS = {
+    f"TRL {'DPO' if dpo else 'SFT'}Trainer{' + LoRA' if lora else ''}": (partial(train, dpo=dpo, lora=lora), 0.0)
+    for dpo in (False, True)
+    for lora in (False, True)
+}
 
 if __name__ == "__main__":
     compare(ROWS)

@@ -1,43 +1,55 @@
 """One row per optimizer: the same network, trained for a few steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import given_optimizers as own
 import torch
 from scenario_rows.networks import WIDTH, Net, TiedNet
-from scenario_rows.runners import Runner
+from scenario_rows.runners import Runner, Weights
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.train.config import OptimizerSection
 from shardwise.train.optimizers import make_optimizer
 
+BITSANDBYTES = "bitsandbytes"
+# (what is called, step, share of the data) → loss
+Loss = Callable[[Any, int, int], Tensor]
+
+
+def _of_torch(name: str, **options: Any) -> Callable[[Any], Optimizer]:
+    return partial(getattr(torch.optim, name), **{"lr": 0.01, **options})
+
+
+def _of_bitsandbytes(name: str, **options: Any) -> Callable[[Any], Optimizer]:
+    return lambda params: getattr(__import__(BITSANDBYTES).optim, name)(params, **{"lr": 0.01, **options})
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "SGD": partial(torch.optim.SGD, lr=0.05),
-    "SGD, Nesterov momentum, weight decay": partial(
-        torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01
-    ),
-    "Adam": partial(torch.optim.Adam, lr=0.01),
-    "AdamW": partial(torch.optim.AdamW, lr=0.01),
-    "AdamW, amsgrad": partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
-    "AdamW, foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
-    "AdamW, fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
-    "RMSprop": partial(torch.optim.RMSprop, lr=0.01),
-    "Adagrad": partial(torch.optim.Adagrad, lr=0.01),
+    "SGD": _of_torch("SGD", lr=0.05),
+    "SGD, Nesterov momentum, weight decay": _of_torch("SGD", lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": _of_torch("Adam"),
+    "AdamW": _of_torch("AdamW"),
+    "AdamW, amsgrad": _of_torch("AdamW", amsgrad=True),
+    "AdamW, foreach": _of_torch("AdamW", foreach=True),
+    "AdamW, fused": _of_torch("AdamW", fused=True),
+    **{name: _of_torch(name) for name in ("RMSprop", "Adagrad")},
     "Adadelta": torch.optim.Adadelta,
-    "Adamax": partial(torch.optim.Adamax, lr=0.01),
-    "NAdam": partial(torch.optim.NAdam, lr=0.01),
-    "RAdam": partial(torch.optim.RAdam, lr=0.01),
-    "ASGD": partial(torch.optim.ASGD, lr=0.01),
-    "Rprop": partial(torch.optim.Rprop, lr=0.01),
-    "Adafactor": partial(torch.optim.Adafactor, lr=0.01),
+    **{name: _of_torch(name) for name in ("Adamax", "NAdam", "RAdam", "ASGD", "Rprop", "Adafactor")},
     "Lion (a user's own)": own.Lion,
     "Cautious Lion (the mean of a tensor)": own.CautiousLion,
     "LARS (norms of tensors), a subclass of SGD": partial(own.Lars, lr=0.01),
     "LAMB (norms of tensors)": own.Lamb,
+    "Shampoo, diagonal roots": own.Shampoo,
+    "norms of matrices only": own.ByDimensions,
     "8-bit Adam (a scale per 64 elements)": partial(own.BlockAdam, block=64),
+    "a step size from all gradients": own.Prodigy,
+    "learning rates by place in a group": own.LayerDecay,
+    "bitsandbytes `AdamW(optim_bits=8)`": _of_bitsandbytes("AdamW", optim_bits=8),
+    "bitsandbytes `AdamW(optim_bits=8, min_8bit_size=0)`": _of_bitsandbytes("AdamW", optim_bits=8, min_8bit_size=0),
+    "bitsandbytes `Lion8bit`": _of_bitsandbytes("Lion8bit", lr=1e-3),
 }
 
 
@@ -45,13 +57,39 @@ def inputs(step: int, share: int, *, size: int = 4) -> Tensor:
     return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(100 * step + share))
 
 
-def by_optimizer(runner: Runner, name: str) -> dict[str, Tensor]:
+def square(called: Any, step: int, share: int) -> Tensor:
+    loss: Tensor = called(inputs(step, share)).square().mean()
+    return loss
+
+
+class Training:
+    """A model and its optimizers (AdamW by default) under an engine."""
+
+    def __init__(self, runner: Runner, model: nn.Module, *optimizers: Optimizer, **plan: Any) -> None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizers = optimizers or (torch.optim.AdamW(trained, lr=0.01),)
+        self.runner, self.model = runner, model
+        self.optimizer: Any = optimizers[0] if len(optimizers) == 1 else Several(*optimizers)
+        self.called: Any = runner.prepare(model, *optimizers, **plan)
+
+    def steps(self, num_steps: int, loss: Loss = square, **options: Any) -> Iterator[int]:
+        """Take steps, and yield the number of each after it was taken."""
+        for step in range(num_steps):
+            self.runner.step(self.optimizer, lambda share, step=step: loss(self.called, step, share), **options)
+            yield step
+
+    def train(self, num_steps: int, loss: Loss = square, **options: Any) -> Weights:
+        for _ in self.steps(num_steps, loss, **options):
+            pass
+        return self.weights()
+
+    def weights(self) -> Weights:
+        return self.runner.weights(self.model)
+
+
+def by_optimizer(runner: Runner, make: Callable[[Any], Optimizer]) -> Weights:
     model = Net()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    called = runner.prepare(model, optimizer)
-    for step in range(4):
-        runner.step(optimizer, lambda share, step=step: called(inputs(step, share)).square().mean())
-    return runner.weights(model)
+    return Training(runner, model, make(model.parameters())).train(4)
 
 
 def two_optimizers(model: nn.Module) -> tuple[Optimizer, Optimizer]:
@@ -60,45 +98,35 @@ def two_optimizers(model: nn.Module) -> tuple[Optimizer, Optimizer]:
     return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
 
 
-def muon(runner: Runner) -> dict[str, Tensor]:
-    """Matrices inside by Muon, all else by AdamW: two optimizers, as its authors use it."""
+def muon(runner: Runner) -> Weights:
+    """Step the matrices of blocks by Muon and all else by AdamW: two optimizers, as Muon's authors use it."""
     model = Net()
-    one, other = two_optimizers(model)
-    called = runner.prepare(model, one, other)
-    for step in range(4):
-        both = Both(one, other)
-        runner.step(both, lambda share, step=step: called(inputs(step, share)).square().mean())
-    return runner.weights(model)
+    return Training(runner, model, *two_optimizers(model)).train(4)
 
 
-def muon_by_name(runner: Runner) -> dict[str, Tensor]:
-    """One optimizer, as `shardwise train` makes it."""
+def muon_by_name(runner: Runner) -> Weights:
+    """Use one optimizer, as `shardwise train` makes it."""
     model = Net()
-    optimizer = make_optimizer(model, OptimizerSection(name="muon", lr=0.01))
-    called = runner.prepare(model, optimizer)
-    for step in range(4):
-        runner.step(optimizer, lambda share, step=step: called(inputs(step, share)).square().mean())
-    return runner.weights(model)
+    return Training(runner, model, make_optimizer(model, OptimizerSection(name="muon", lr=0.01))).train(4)
 
 
-def scaled_muon(runner: Runner) -> dict[str, Tensor]:
-    """Scaled gradients, which overflow in the second step on the second rank."""
+def scaled_muon(runner: Runner) -> Weights:
+    """Scale gradients, which overflow in the second step on the second rank."""
     model = Net()
     made = two_optimizers(model)
-    called = runner.prepare(model, *made)
+    training = Training(runner, model, *made)
     scaler = runner.scaler()
+    training.optimizer = Scaled(scaler, *made)
 
-    def loss(share: int, step: int) -> Tensor:
-        found = called(inputs(step, share)).square().mean()
+    def loss(called: Any, step: int, share: int) -> Tensor:
+        found = square(called, step, share)
         return scaler.scale(found * float("inf") if (step, share) == (1, 1) else found)
 
-    for step in range(4):
-        runner.step(Scaled(scaler, *made), lambda share, step=step: loss(share, step))
-    return runner.weights(model)
+    return training.train(4, loss)
 
 
-class Both:
-    """Two optimizers that are stepped one after the other."""
+class Several:
+    """Optimizers that are stepped one after the other."""
 
     def __init__(self, *optimizers: Optimizer) -> None:
         self._optimizers = optimizers
@@ -116,7 +144,7 @@ class Both:
             optimizer.zero_grad()
 
 
-class Scaled(Both):
+class Scaled(Several):
     """They are stepped by a scaler, unless a gradient has overflowed."""
 
     def __init__(self, scaler: torch.amp.GradScaler, *optimizers: Optimizer) -> None:
@@ -129,25 +157,20 @@ class Scaled(Both):
         self._scaler.update()
 
 
-def sparse(runner: Runner) -> dict[str, Tensor]:
-    """Gradients of an embedding as sparse tensors, by SparseAdam; the rest by AdamW."""
+def sparse(runner: Runner) -> Weights:
+    """Step an embedding with sparse gradients by SparseAdam, and the rest by AdamW."""
     model = TiedNet(sparse=True, tied=False)
     rest = [p for name, p in model.named_parameters() if "embedding" not in name]
-    one = torch.optim.SparseAdam(model.embedding.parameters(), lr=0.01)
-    both = Both(one, torch.optim.AdamW(rest, lr=0.01))
-    called = runner.prepare(model, *both._optimizers)
     tokens = torch.arange(8).view(2, 4)
-    for step in range(3):
-        runner.step(
-            both,
-            lambda share, step=step: nn.functional.cross_entropy(
-                called(tokens + step + share).flatten(0, 1), tokens.flatten()
-            ),
-        )
-    return runner.weights(model)
+
+    def loss(called: Any, step: int, share: int) -> Tensor:
+        return nn.functional.cross_entropy(called(tokens + step + share).flatten(0, 1), tokens.flatten())
+
+    made = torch.optim.SparseAdam(model.embedding.parameters(), lr=0.01), torch.optim.AdamW(rest, lr=0.01)
+    return Training(runner, model, *made).train(3, loss)
 
 
-def lbfgs(runner: Runner) -> dict[str, Tensor]:
+def lbfgs(runner: Runner) -> Weights:
     """Its closure is called several times, and it looks at all parameters together."""
     model = Net()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
@@ -156,7 +179,7 @@ def lbfgs(runner: Runner) -> dict[str, Tensor]:
     def closure() -> Tensor:
         optimizer.zero_grad()
         shares = (0, 1) if runner.name == Runner.name else (runner.rank,)
-        loss = sum((called(inputs(0, share)).square().mean() for share in shares), torch.zeros(())) / len(shares)
+        loss = sum((square(called, 0, share) for share in shares), torch.zeros(())) / len(shares)
         loss.backward()
         return loss
 
@@ -164,8 +187,8 @@ def lbfgs(runner: Runner) -> dict[str, Tensor]:
     return runner.weights(model)
 
 
-ROWS: dict[str, Callable[[Runner], dict[str, Tensor]]] = {
-    **{name: partial(by_optimizer, name=name) for name in OPTIMIZERS},
+ROWS: dict[str, Callable[[Runner], Weights]] = {
+    **{name: partial(by_optimizer, make=make) for name, make in OPTIMIZERS.items()},
     "Muon for matrices, AdamW for the rest": muon,
     "the same as one optimizer (`muon` of `shardwise train`)": muon_by_name,
     "Muon and a GradScaler, with an overflow on one rank": scaled_muon,

@@ -10,22 +10,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import shardwise
+from shardwise.engine.engine import engine_of
 from shardwise.plan import Plan
+from shardwise.units import unit_modules
 
 NUM_RANKS = 2
-PEERS = ("torch DDP", "fully_shard")
-STRATEGIES = ("ddp", "zero2", "fsdp")
+Weights = dict[str, Tensor]
 
 
-class NotOffered(Exception):  # noqa: N818 - shown as the result of a row
-    """The engine has no way to do this at all."""
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class Runner:
-    """One process; the others change what they do differently."""
+    """One process. The other engines override what they do differently."""
 
     name = "one process"
 
@@ -33,17 +36,17 @@ class Runner:
         self.rank = rank
 
     def prepare(self, model: nn.Module, *optimizers: Optimizer, units: str = "auto", **options: Any) -> nn.Module:
-        """The model that is called from now on."""
+        """Return the model that is called from now on."""
         return model
 
     def prepare_together(self, models: nn.ModuleDict, optimizer: Optimizer) -> Mapping[str, nn.Module]:
-        """Models that share parameters; what is called from now on, by name."""
+        """Prepare models that share parameters; return what is called from now on, by name."""
         self.prepare(models, optimizer)
         return dict(models.items())
 
-    def step(self, optimizer: Optimizer, loss: Callable[[int], Tensor], *, passes: int = 1, **options: Any) -> None:
-        """One update from `loss(share)` of each share of the data; a rank has one share per pass."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    def step(self, optimizer: Optimizer, loss: Callable[[int], Tensor], *, passes: int = 1, **clip: float) -> None:
+        """Update from `loss(share)` of each share of the data; a rank has one share per pass."""
+        parameters = parameters_of(optimizer)
         sums: list[Tensor | None] = [None] * len(parameters)
         for share in range(NUM_RANKS):
             optimizer.zero_grad()
@@ -55,25 +58,26 @@ class Runner:
                     sums[index] = grad.clone() if before is None else before + grad
         for parameter, total in zip(parameters, sums, strict=True):
             parameter.grad = None if total is None else total * (1 / NUM_RANKS)
-        self._update(optimizer, parameters, **options)
+        self._update(optimizer, **clip)
 
-    def _update(
-        self,
-        optimizer: Optimizer,
-        parameters: Iterable[Any],
-        *,
-        clip: float | None = None,
-        clip_value: float | None = None,
-    ) -> None:
-        if clip is not None:
-            nn.utils.clip_grad_norm_(parameters, clip)
-        if clip_value is not None:
-            nn.utils.clip_grad_value_(parameters, clip_value)
+    def _update(self, optimizer: Optimizer, **clip: float) -> None:
+        self.clip(optimizer, **clip)
         optimizer.step()
         optimizer.zero_grad()
 
-    def weights(self, model: nn.Module) -> dict[str, Tensor]:
-        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    def clip(self, optimizer: Optimizer, *, clip: float | None = None, clip_value: float | None = None) -> None:
+        if clip is not None:
+            nn.utils.clip_grad_norm_(parameters_of(optimizer), clip)
+        if clip_value is not None:
+            nn.utils.clip_grad_value_(parameters_of(optimizer), clip_value)
+
+    def weights(self, model: nn.Module) -> Weights:
+        return {name: _unsharded(value).detach().clone() for name, value in model.state_dict().items()}
+
+    @property
+    def owned(self) -> bool:
+        """Whether some parameters have their optimizer state whole on one rank."""
+        return False
 
     @contextmanager
     def whole(self, model: nn.Module, *, write: bool = False) -> Iterator[None]:
@@ -83,7 +87,7 @@ class Runner:
     def scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler("cpu", init_scale=2.0**10)
 
-    def average(self, model: nn.Module, decay: float) -> "Average":
+    def average(self, model: nn.Module, decay: float) -> Any:
         return Average(model, decay)
 
     def extend(self, model: nn.Module) -> None:
@@ -99,6 +103,11 @@ class Runner:
         return ((name, value.detach()) for name, value in model.named_parameters())
 
 
+def _unsharded(value: Tensor) -> Tensor:
+    """Return the full tensor where torch has sharded it. Collective."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 class Average:
     """An average of parameters, as each process would keep it of what it has."""
 
@@ -111,21 +120,22 @@ class Average:
         for value, parameter in zip(self._values, self._model.parameters(), strict=True):
             value.lerp_(parameter.detach(), 1 - self._decay)
 
-    def weights(self, runner: Runner) -> dict[str, Tensor]:
-        return dict(zip([name for name, _ in self._model.named_parameters()], self._values, strict=True))
+    def weights(self, runner: Runner) -> Weights:
+        names = [name for name, _ in self._model.named_parameters()]
+        return dict(zip(names, map(_unsharded, self._values), strict=True))
 
 
 class OnRanks(Runner):
     """What the engines of several ranks have in common: a rank takes its own share."""
 
-    def step(self, optimizer: Optimizer, loss: Callable[[int], Tensor], *, passes: int = 1, **options: Any) -> None:
+    def step(self, optimizer: Optimizer, loss: Callable[[int], Tensor], *, passes: int = 1, **clip: float) -> None:
         optimizer.zero_grad()
         for number in range(passes):
-            with self.accumulating(last=number == passes - 1):
+            with nullcontext() if number == passes - 1 else self.accumulating():
                 (loss(self.rank + NUM_RANKS * number) / passes).backward()
-        self._update(optimizer, [p for group in optimizer.param_groups for p in group["params"]], **options)
+        self._update(optimizer, **clip)
 
-    def accumulating(self, *, last: bool) -> Any:
+    def accumulating(self) -> Any:
         return nullcontext()
 
 
@@ -133,8 +143,8 @@ class Ours(OnRanks):
     def __init__(self, rank: int, strategy: str) -> None:
         super().__init__(rank)
         self.name = strategy
-        # The one that was prepared last, and for each optimizer its own.
-        self._last: nn.Module | None = None
+        # The model that was prepared last, and for each optimizer its own.
+        self._last: Any = None
         self._models: dict[int, nn.Module] = {}
 
     def prepare(self, model: nn.Module, *optimizers: Optimizer, units: str = "auto", **options: Any) -> nn.Module:
@@ -143,26 +153,19 @@ class Ours(OnRanks):
         self._models |= {id(optimizer): model for optimizer in optimizers}
         return self._last
 
-    def accumulating(self, *, last: bool) -> Any:
-        assert self._last is not None
-        return nullcontext() if last else shardwise.accumulate(self._last)
+    @property
+    def owned(self) -> bool:
+        return bool(engine_of(self._last).plan.owned)
 
-    def _update(
-        self,
-        optimizer: Optimizer,
-        parameters: Iterable[Any],
-        *,
-        clip: float | None = None,
-        clip_value: float | None = None,
-    ) -> None:
+    def accumulating(self) -> Any:
+        return shardwise.accumulate(self._last)
+
+    def clip(self, optimizer: Optimizer, *, clip: float | None = None, clip_value: float | None = None) -> None:
         model = self._models.get(id(optimizer), self._last)
-        assert model is not None
         if clip is not None:
             shardwise.clip_grad_norm_(model, clip)
         if clip_value is not None:
             shardwise.clip_grad_value_(model, clip_value)
-        optimizer.step()
-        optimizer.zero_grad()
 
     @contextmanager
     def whole(self, model: nn.Module, *, write: bool = False) -> Iterator[None]:
@@ -191,11 +194,9 @@ class Ours(OnRanks):
 class OurAverage:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._model, self._average = model, shardwise.EMA(model, decay=decay)
+        self.update = self._average.update
 
-    def update(self) -> None:
-        self._average.update()
-
-    def weights(self, runner: Runner) -> dict[str, Tensor]:
+    def weights(self, runner: Runner) -> Weights:
         with self._average.applied():
             return runner.weights(self._model)
 
@@ -208,56 +209,38 @@ class TorchDDP(OnRanks):
         return self._wrapped
 
     def prepare_together(self, models: nn.ModuleDict, optimizer: Optimizer) -> Mapping[str, nn.Module]:
-        """A wrapper around each: one around both could not be called for one of them."""
+        """Wrap each: one wrapper around both could not be called for one of them."""
         return {name: nn.parallel.DistributedDataParallel(model) for name, model in models.items()}
 
-    def accumulating(self, *, last: bool) -> Any:
-        return nullcontext() if last else self._wrapped.no_sync()
-
-    def weights(self, model: nn.Module) -> dict[str, Tensor]:
-        return super().weights(getattr(model, "module", model))
+    def accumulating(self) -> Any:
+        return self._wrapped.no_sync()
 
 
 class FullyShard(OnRanks):
-    """Units as ours; the optimizer is given the sharded parameters, as PyTorch's guide does."""
+    """The same units as ours; the optimizer is given the sharded parameters, as PyTorch's guide does."""
 
     name = "fully_shard"
 
     def prepare(self, model: nn.Module, *optimizers: Optimizer, units: str = "auto", **options: Any) -> nn.Module:
-        from torch.distributed.fsdp import fully_shard
-
-        from shardwise.units import unit_modules
-
         names = {id(p): name for name, p in model.named_parameters()}
         held = [[[names[id(p)] for p in group["params"]] for group in one.param_groups] for one in optimizers]
-        for name, module in unit_modules(model, policy=units).items():
-            if module is not model and name:
-                fully_shard(module)
-        fully_shard(model)
+        # Inner units first, and the root last, as torch asks for.
+        for module in reversed(unit_modules(model, policy=units).values()):
+            fully_shard(module)
         now = dict(model.named_parameters())
         for one, groups in zip(optimizers, held, strict=True):
             for group, own in zip(one.param_groups, groups, strict=True):
                 group["params"] = [now[name] for name in own]
         return model
 
-    def accumulating(self, *, last: bool) -> Any:
-        return nullcontext()
-
-    def weights(self, model: nn.Module) -> dict[str, Tensor]:
-        return {
-            name: value.full_tensor().detach().clone() if hasattr(value, "full_tensor") else value.detach().clone()
-            for name, value in model.state_dict().items()
-        }
-
     def stream(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
         return self.weights(model).items()
 
 
-def make_runner(name: str, rank: int) -> Runner:
-    kinds: dict[str, Callable[[int], Runner]] = {
-        Runner.name: Runner,
-        TorchDDP.name: TorchDDP,
-        FullyShard.name: FullyShard,
-        **{strategy: lambda rank, strategy=strategy: Ours(rank, strategy) for strategy in STRATEGIES},
-    }
-    return kinds[name](rank)
+PEERS = {"torch DDP": TorchDDP, "fully_shard": FullyShard}
+
+
+def make_runner(engine: str, rank: int) -> Runner:
+    if engine == Runner.name:
+        return Runner(rank)
+    return PEERS[engine](rank) if engine in PEERS else Ours(rank, engine)

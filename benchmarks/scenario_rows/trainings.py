@@ -1,6 +1,6 @@
 """One row per way of training: adapters, several models, averages, changes under way, generation and so on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -10,47 +10,34 @@ from quantised import WIDTH as QUANTISED_WIDTH
 from quantised import QuantisedNet
 from scenario_rows import networks
 from scenario_rows.networks import Net, TiedNet, adapt
-from scenario_rows.optimizers import Both, inputs
-from scenario_rows.runners import Runner
+from scenario_rows.optimizers import Training, inputs, square
+from scenario_rows.runners import Runner, Weights
 from torch import Tensor, nn
 
-Weights = dict[str, Tensor]
 TOKENS = torch.arange(8).view(2, 4)
 
 
-def adamw(params: Any) -> torch.optim.Optimizer:
+def adamw(params: Iterable[Any]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01)
 
 
-def square(called: Any, step: int, share: int) -> Tensor:
-    loss: Tensor = called(inputs(step, share)).square().mean()
-    return loss
-
-
-def ordinary(runner: Runner, make: Callable[[], nn.Module], *, plan: Any = (), **options: Any) -> Weights:
-    """Four steps of one model; `options` are those of a step."""
-    model = make()
-    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
-    called = runner.prepare(model, optimizer, **dict(plan))
-    for step in range(4):
-        runner.step(optimizer, lambda share, step=step: square(called, step, share), **options)
-    return runner.weights(model)
+def ordinary(runner: Runner, make: Callable[[], nn.Module], **options: Any) -> Weights:
+    return Training(runner, make()).train(4, **options)
 
 
 def language_loss(called: Any, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(called(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def next_tokens(called: Any, step: int, share: int) -> Tensor:
+    return language_loss(called, TOKENS + step + share)
+
+
 def tied(runner: Runner) -> Weights:
-    model = TiedNet()
-    optimizer = adamw(model.parameters())
-    called = runner.prepare(model, optimizer)
-    for step in range(3):
-        runner.step(optimizer, lambda share, step=step: language_loss(called, TOKENS + step + share))
-    return runner.weights(model)
+    return Training(runner, TiedNet()).train(3, next_tokens)
 
 
-def partly_frozen() -> nn.Module:
+def partly_frozen() -> Net:
     model = Net()
     model.first.requires_grad_(False)
     model.blocks[0].requires_grad_(False)
@@ -64,45 +51,40 @@ def lora() -> nn.Module:
 
 
 def thawed(runner: Runner) -> Weights:
-    """The first layers are frozen for two steps, and then are not."""
+    """Freeze the first layers for two steps only."""
     model = partly_frozen()
-    optimizer = adamw(model.parameters())
-    called = runner.prepare(model, optimizer)
-    for step in range(4):
-        if step == 2:
+    training = Training(runner, model, adamw(model.parameters()))
+    for step in training.steps(4):
+        if step == 1:
             model.requires_grad_(True)
-        runner.step(optimizer, lambda share, step=step: square(called, step, share))
-    return runner.weights(model)
+    return training.weights()
 
 
 def quantised(runner: Runner, kind: str) -> Weights:
-    model = QuantisedNet(kind)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = adamw(trained)
-    called = runner.prepare(model, optimizer)
-    for step in range(3):
+    def loss(called: Any, step: int, share: int) -> Tensor:
         x = torch.randn(2, 4, QUANTISED_WIDTH, generator=torch.Generator().manual_seed(step))
-        runner.step(optimizer, lambda share, x=x: called(x[share]).square().mean())
-    return {name: value for name, value in runner.weights(model).items() if "base" not in name}
+        found: Tensor = called(x[share]).square().mean()
+        return found
+
+    weights = Training(runner, QuantisedNet(kind)).train(3, loss)
+    return {name: value for name, value in weights.items() if "base" not in name}
 
 
 def param_groups(runner: Runner) -> Weights:
-    """Two rates, and a schedule."""
+    """Use two rates, and a schedule."""
     model = Net()
-    optimizer = torch.optim.AdamW(
-        [{"params": model.blocks.parameters(), "lr": 0.001}, {"params": model.head.parameters()}], lr=0.02
-    )
+    groups = [{"params": model.blocks.parameters(), "lr": 0.001}, {"params": model.head.parameters()}]
+    optimizer = torch.optim.AdamW(groups, lr=0.02)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
     model.first.requires_grad_(False)
-    called = runner.prepare(model, optimizer)
-    for step in range(4):
-        runner.step(optimizer, lambda share, step=step: square(called, step, share))
+    training = Training(runner, model, optimizer)
+    for _ in training.steps(4):
         schedule.step()
-    return runner.weights(model)
+    return training.weights()
 
 
 def gan(runner: Runner) -> Weights:
-    """Two models with an optimizer each, stepped in turn."""
+    """Step two models with an optimizer each in turn."""
     generator, critic = Net(outputs=networks.WIDTH), Net(outputs=1)
     making, judging = adamw(generator.parameters()), adamw(critic.parameters())
     make, judge = runner.prepare(generator, making), runner.prepare(critic, judging)
@@ -114,50 +96,41 @@ def gan(runner: Runner) -> Weights:
 
         runner.step(judging, told_apart)
         runner.step(making, lambda share, step=step: -judge(make(inputs(step, share))).mean())
-    return _named(runner, generator=generator, critic=critic)
-
-
-def _named(runner: Runner, **models: nn.Module) -> Weights:
+    models = {"generator": generator, "critic": critic}
     return {f"{key}.{name}": value for key, model in models.items() for name, value in runner.weights(model).items()}
 
 
 def teacher(runner: Runner, *, own_job: bool) -> Weights:
-    """A student learns from a teacher, which is frozen: prepared as well, or an ordinary module."""
+    """Train a student on a frozen teacher, which is prepared as well, or an ordinary module."""
     student, frozen = Net(num_blocks=1), Net().requires_grad_(False)
-    optimizer = adamw(student.parameters())
-    called = runner.prepare(student, optimizer)
+    training = Training(runner, student)
     knows = runner.prepare(frozen) if own_job else frozen
 
-    def loss(share: int, step: int) -> Tensor:
+    def loss(called: Any, step: int, share: int) -> Tensor:
         with torch.no_grad():
             aim = knows(inputs(step, share))
-        return (called(inputs(step, share)) - aim).square().mean()
+        found: Tensor = (called(inputs(step, share)) - aim).square().mean()
+        return found
 
-    for step in range(3):
-        runner.step(optimizer, lambda share, step=step: loss(share, step))
-    return runner.weights(student)
+    return training.train(3, loss)
 
 
 def preference(runner: Runner) -> Weights:
-    """DPO: a policy against a copy of itself as it was."""
+    """DPO: train a policy against a copy of itself as it was."""
     policy = TiedNet()
     reference = deepcopy(policy).requires_grad_(False)
-    optimizer = adamw(policy.parameters())
-    called = runner.prepare(policy, optimizer)
 
-    def loss(share: int, step: int) -> Tensor:
+    def loss(called: Any, step: int, share: int) -> Tensor:
         better, worse = TOKENS + step + share, TOKENS + 2 * step + 3
         with torch.no_grad():
             before = language_loss(reference, worse) - language_loss(reference, better)
         return -nn.functional.logsigmoid(language_loss(called, worse) - language_loss(called, better) - before)
 
-    for step in range(3):
-        runner.step(optimizer, lambda share, step=step: loss(share, step))
-    return runner.weights(policy)
+    return Training(runner, policy).train(3, loss)
 
 
 def shared_encoder(runner: Runner) -> Weights:
-    """Two models with one encoder, in one module and under one optimizer; a step trains one of them."""
+    """Train two models with one encoder, in one module and under one optimizer; a step trains one of them."""
     encoder = Net(outputs=networks.WIDTH)
     both = nn.ModuleDict({"one": networks.OnShared(encoder, outputs=3), "other": networks.OnShared(encoder, outputs=2)})
     optimizer = adamw(both.parameters())
@@ -169,101 +142,77 @@ def shared_encoder(runner: Runner) -> Weights:
 
 
 def actor_critic(runner: Runner) -> Weights:
-    model = networks.ActorCritic()
-    optimizer = adamw(model.parameters())
-    called = runner.prepare(model, optimizer)
-
-    def loss(share: int, step: int) -> Tensor:
+    def loss(called: Any, step: int, share: int) -> Tensor:
         chosen, value = called(inputs(step, share))
         gain = 1 - value
-        return (-chosen.log_softmax(-1)[:, :1] * gain.detach() + gain.square()).mean()
+        found: Tensor = (-chosen.log_softmax(-1)[:, :1] * gain.detach() + gain.square()).mean()
+        return found
 
-    for step in range(3):
-        runner.step(optimizer, lambda share, step=step: loss(share, step))
-    return runner.weights(model)
+    return Training(runner, networks.ActorCritic()).train(3, loss)
 
 
 def sentences(runner: Runner) -> Weights:
     """Sentence embeddings: two views of a sample attract each other, the others of its batch repel."""
-    model = Net(outputs=8)
-    optimizer = adamw(model.parameters())
-    called = runner.prepare(model, optimizer)
 
-    def loss(share: int, step: int) -> Tensor:
+    def loss(called: Any, step: int, share: int) -> Tensor:
         one, other = (nn.functional.normalize(called(inputs(step + 10 * view, share))) for view in (0, 1))
         return nn.functional.cross_entropy(one @ other.T / 0.1, torch.arange(4))
 
-    for step in range(3):
-        runner.step(optimizer, lambda share, step=step: loss(share, step))
-    return runner.weights(model)
+    return Training(runner, Net(outputs=8)).train(3, loss)
 
 
 def penalty(runner: Runner) -> Weights:
-    """A penalty on the gradient with respect to the input: backward through a backward."""
-    model = Net(outputs=1)
-    optimizer = adamw(model.parameters())
-    called = runner.prepare(model, optimizer)
+    """Penalise the gradient with respect to the input: backward through a backward."""
 
-    def loss(share: int, step: int) -> Tensor:
+    def loss(called: Any, step: int, share: int) -> Tensor:
         x = inputs(step, share).requires_grad_()
         y = called(x).sum()
         (grad,) = torch.autograd.grad(y, x, create_graph=True)
-        return y.square() + (grad.norm() - 1).square()
+        found: Tensor = y.square() + (grad.norm() - 1).square()
+        return found
 
-    for step in range(2):
-        runner.step(optimizer, lambda share, step=step: loss(share, step))
-    return runner.weights(model)
+    return Training(runner, Net(outputs=1)).train(2, loss)
 
 
 def clamped(runner: Runner) -> Weights:
-    """Weights are clamped after each update."""
-    model = Net()
-    optimizer = adamw(model.parameters())
-    called = runner.prepare(model, optimizer)
-    for step in range(3):
-        runner.step(optimizer, lambda share, step=step: square(called, step, share))
-        with runner.whole(model, write=True):
-            for parameter in model.parameters():
+    """Clamp weights after each update."""
+    training = Training(runner, Net())
+    for _ in training.steps(3):
+        with runner.whole(training.model, write=True):
+            for parameter in training.model.parameters():
                 parameter.clamp_(-0.1, 0.1)
-    return runner.weights(model)
+    return training.weights()
 
 
 def averaged(runner: Runner) -> Weights:
-    model = Net()
-    optimizer = adamw(model.parameters())
-    called = runner.prepare(model, optimizer)
-    average = runner.average(model, 0.9)
-    for step in range(3):
-        runner.step(optimizer, lambda share, step=step: square(called, step, share))
+    training = Training(runner, Net())
+    average = runner.average(training.model, 0.9)
+    for _ in training.steps(3):
         average.update()
-    return average.weights(runner)
+    found: Weights = average.weights(runner)
+    return found
 
 
 def streamed(runner: Runner) -> Weights:
-    """All weights, one after the other, between two steps, as an inference engine takes them."""
-    model = Net()
-    optimizer = adamw(model.parameters())
-    called = runner.prepare(model, optimizer)
+    """Read all weights one after the other between two steps, as an inference engine takes them."""
+    training = Training(runner, Net())
     taken: Weights = {}
-    for step in range(2):
-        runner.step(optimizer, lambda share, step=step: square(called, step, share))
-        taken |= {f"{step}.{name}": value.detach().clone() for name, value in runner.stream(model)}
+    for step in training.steps(2):
+        taken |= {f"{step}.{name}": value.detach().clone() for name, value in runner.stream(training.model)}
     return taken
 
 
 def late(runner: Runner, change: Callable[[Net], list[nn.Parameter]]) -> Weights:
-    """After two steps the model is changed, and trained on."""
+    """Change the model after two steps, and train on."""
     model = Net()
-    optimizer = adamw(model.parameters())
-    called = runner.prepare(model, optimizer)
-    for step in range(4):
-        if step == 2:
+    training = Training(runner, model)
+    for step in training.steps(4):
+        if step == 1:
             torch.manual_seed(9)
             new = change(model)
             runner.extend(model)
-            optimizer.add_param_group({"params": new})
-        runner.step(optimizer, lambda share, step=step: square(called, step, share))
-    return runner.weights(model)
+            training.optimizer.add_param_group({"params": new})
+    return training.weights()
 
 
 def new_head(model: Net) -> list[nn.Parameter]:
@@ -272,78 +221,60 @@ def new_head(model: Net) -> list[nn.Parameter]:
 
 
 def other_method(runner: Runner) -> Weights:
-    model = Net()
-    optimizer = adamw(model.parameters())
-    called = runner.prepare(model, optimizer)
-    runner.forward_method(model, "training_step")
-    for step in range(3):
-        runner.step(optimizer, lambda share, step=step: called.training_step(inputs(step, share)))
-    return runner.weights(model)
+    training = Training(runner, Net())
+    runner.forward_method(training.model, "training_step")
+    return training.train(3, lambda called, step, share: called.training_step(inputs(step, share)))
 
 
 def two_optimizers(runner: Runner) -> Weights:
     model = Net()
-    one, other = torch.optim.SGD(model.blocks.parameters(), lr=0.1), adamw(model.head.parameters())
+    made = torch.optim.SGD(model.blocks.parameters(), lr=0.1), adamw(model.head.parameters())
     model.first.requires_grad_(False)
-    called = runner.prepare(model, one, other)
-    for step in range(3):
-        runner.step(Both(one, other), lambda share, step=step: square(called, step, share))  # type: ignore[arg-type]
-    return runner.weights(model)
+    return Training(runner, model, *made).train(3)
 
 
 def later_group(runner: Runner) -> Weights:
-    """The first layers join the optimizer after two steps."""
+    """Add the first layers to the optimizer after two steps."""
     model = Net()
     model.first.requires_grad_(False)
-    optimizer = adamw([*model.blocks.parameters(), *model.head.parameters()])
-    called = runner.prepare(model, optimizer)
-    for step in range(4):
-        if step == 2:
+    training = Training(runner, model)
+    for step in training.steps(4):
+        if step == 1:
             model.first.requires_grad_(True)
-            optimizer.add_param_group({"params": list(model.first.parameters()), "lr": 0.001})
-        runner.step(optimizer, lambda share, step=step: square(called, step, share))
-    return runner.weights(model)
+            training.optimizer.add_param_group({"params": list(model.first.parameters()), "lr": 0.001})
+    return training.weights()
 
 
 def generates(runner: Runner) -> Weights:
-    """Text of another length on each rank, between steps."""
+    """Generate text of another length on each rank, between steps."""
     model = TiedNet()
-    optimizer = adamw(model.parameters())
-    called = runner.prepare(model, optimizer)
+    training = Training(runner, model)
     found: Weights = {}
-    for step in range(2):
-        runner.step(optimizer, lambda share, step=step: language_loss(called, TOKENS + step + share))
+    for step in training.steps(2, next_tokens):
         with runner.evaluating(model):
             text = model.continued(TOKENS, length=3 + runner.rank)
         found[f"text {step}"] = text[:, :7].clone()
-    return {**found, **runner.weights(model)}
+    return {**found, **training.weights()}
 
 
 def uneven_evaluation(runner: Runner) -> Weights:
-    """One rank has more to evaluate than the other."""
-    model = Net()
-    optimizer = adamw(model.parameters())
-    called = runner.prepare(model, optimizer)
-    for step in range(2):
-        runner.step(optimizer, lambda share, step=step: square(called, step, share))
-        with runner.evaluating(model), torch.no_grad():
+    """Evaluate more on one rank than on the other."""
+    training = Training(runner, Net())
+    for _ in training.steps(2):
+        with runner.evaluating(training.model), torch.no_grad():
             for number in range(1 + 2 * runner.rank):
-                called(inputs(number, 0))
-    return runner.weights(model)
-
-
-def half() -> nn.Module:
-    return Net().bfloat16()
+                training.called(inputs(number, 0))
+    return training.weights()
 
 
 def in_bf16(runner: Runner) -> Weights:
-    model = half()
-    optimizer = adamw(model.parameters())
-    options = {} if runner.name in ("one process", "torch DDP", "fully_shard") else {"precision": "native"}
-    called = runner.prepare(model, optimizer, **options)
-    for step in range(3):
-        runner.step(optimizer, lambda share, step=step: called(inputs(step, share).bfloat16()).float().square().mean())
-    return runner.weights(model)
+    plan = {} if runner.name in ("one process", "torch DDP", "fully_shard") else {"precision": "native"}
+
+    def loss(called: Any, step: int, share: int) -> Tensor:
+        found: Tensor = called(inputs(step, share).bfloat16()).float().square().mean()
+        return found
+
+    return Training(runner, Net().bfloat16(), **plan).train(3, loss)
 
 
 ROWS: dict[str, Callable[[Runner], Weights]] = {

@@ -82,8 +82,8 @@ def test_transformers_trainer_and_an_accelerate_loop_train_under_fsdp_as_under_t
     needs("transformers")
     needs("accelerate")
     rows: dict[str, Any] = {}
-    for script, num_ranks in (("hf_rows.py", 2), ("hf_one_rank.py", 1)):
-        args = (script, num_ranks, str(tmp_path), ("fsdp",))
+    for num_ranks in (2, 1):
+        args = ("hf_rows.py", num_ranks, str(tmp_path), ("fsdp",))
         run_ranks(run_script, num_ranks=num_ranks, args=args, timeout_seconds=150.0)
         rows |= json.loads((tmp_path / "found.json").read_text())
     check(rows, ("fsdp",))

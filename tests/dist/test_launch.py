@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from processes import LOOPBACK, processes_with
 from ranks import run_ranks
+from whole import whole
 
 from shardwise.launch.agent import JobFailed, JobStopped
 from shardwise.launch.launch import InvalidFolder, launch, run_job
@@ -215,14 +216,16 @@ def launch_one(rank: int, folder: str) -> int:
     """In a pool's worker: one of several launches at once, each of another size of job."""
     mine = Path(folder, str(rank))
     mine.mkdir()
-    return launch([str(mine)], num_ranks=1 + rank, max_restarts=0, folder=mine / "run", program=JOINS)
+    return launch([str(mine)], num_ranks=1 + rank % 2, max_restarts=0, folder=mine / "run", program=JOINS)
 
 
-def test_launches_at_once_do_not_collide_and_listen_on_loopback_only(tmp_path: Path) -> None:
-    assert run_ranks(launch_one, num_ranks=2, args=(str(tmp_path),)) == [0, 0]
-    for job in range(2):
-        found = results(tmp_path / str(job), num_ranks=1 + job)
-        assert [rank["total"] for rank in found] == [sum(range(2 + job))] * (1 + job)
+@pytest.mark.parametrize("num_jobs", [2, *whole(10)])
+def test_launches_at_once_do_not_collide_and_listen_on_loopback_only(tmp_path: Path, num_jobs: int) -> None:
+    assert run_ranks(launch_one, num_ranks=num_jobs, args=(str(tmp_path),)) == [0] * num_jobs
+    for job in range(num_jobs):
+        num_ranks = 1 + job % 2
+        found = results(tmp_path / str(job), num_ranks=num_ranks)
+        assert [rank["total"] for rank in found] == [sum(range(1 + num_ranks))] * num_ranks
         for rank in found:
             assert rank["listening"], "Gloo listens somewhere"
             assert {address for address, _ in rank["listening"]} <= LOOPBACK

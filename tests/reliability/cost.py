@@ -1,31 +1,28 @@
 """The cost of the checks as benchmarks/check_cost.py measured it → a section of the page."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from reliability.page import ROOT
 
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results" / "check_cost.json"
 
 
-def cost_section(paths: Iterable[Path] = ()) -> str:
-    """A table for each result; all that there are, by default."""
-    tables = [_table(path) for path in paths or sorted(RESULTS.glob("check_cost_*.json"))]
-    return "\n\n".join(tables) if tables else "Not measured."
+def cost_section(path: Path = RESULTS) -> str:
+    """A table for each kind of device."""
+    return "\n\n".join(_table(result, name=path.name) for result in json.loads(path.read_bytes()).values())
 
 
-def _table(path: Path) -> str:
-    result = json.loads(path.read_bytes())
+def _table(result: dict[str, Any], *, name: str) -> str:
     machine = result["machine"]
     where = machine["gpu"] or f"{machine['processor']}, {machine['cores']} cores"
     title = (
         f"{where}, load {machine['load_average'][0]:.0f} at the start, torch {result['versions']['torch']} "
-        f"([results](../benchmarks/results/{path.name})):"
+        f"([results](../benchmarks/results/{name})):"
     )
     lines = ["| case | ms per step | on / off | time inside the checks |", "|---|---|---|---|"]
-    return "\n".join([title, "", *lines, *(_row(name, case) for name, case in result["cases"].items())])
+    return "\n".join([title, "", *lines, *(_row(case_name, case) for case_name, case in result["cases"].items())])
 
 
 def _row(name: str, case: dict[str, Any]) -> str:

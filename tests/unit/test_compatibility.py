@@ -1,68 +1,66 @@
-"""The compatibility matrix: its page shows what was measured, and none of ours is wrong."""
+"""The pages of compatibility.py, scenarios.py and integrations.py show what was measured, and none of ours is wrong."""
 
-import importlib.util
-import json
+import importlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PATHS = [str(ROOT / folder) for folder in ("benchmarks", "tests/dist", "tests")]
+PAGES = ("compatibility", "scenarios", "integrations")
 
 
-@pytest.fixture(scope="module")
-def matrix() -> ModuleType:
-    found = importlib.util.spec_from_file_location("compatibility", ROOT / "benchmarks" / "compatibility.py")
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", [*PATHS, *sys.path])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield {name: importlib.import_module(name) for name in PAGES}
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in (*PAGES, "parity", "scenario_rows", "rows", "measuring"):
+            sys.modules.pop(name)
 
 
-@pytest.fixture(scope="module")
-def results(matrix: ModuleType) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads(matrix.RESULTS.read_text())
-    return read
+def test_the_pages_are_what_the_results_say(pages: dict[str, ModuleType]) -> None:
+    for name, module in pages.items():
+        report = module.REPORT
+        assert report.page.read_text() == report.page_text(), f"{report.page.name} is old: write_page() of {name}.py"
 
 
-def test_the_page_is_what_the_results_say(matrix: ModuleType, results: dict[str, Any]) -> None:
-    assert matrix.PAGE.read_text() == matrix.page(results, classes=matrix.architectures())
-
-
-def test_60_architectures_of_transformers_and_20_of_timm_are_equal_or_refused(
-    matrix: ModuleType, results: dict[str, Any]
-) -> None:
-    rows = results["rows"]
+def test_60_architectures_of_transformers_and_20_of_timm_are_equal_or_refused(pages: dict[str, ModuleType]) -> None:
+    matrix = pages["compatibility"]
+    rows = matrix.REPORT.read()["rows"]
     assert sum(name.startswith("hf:") for name in rows) >= 60
     assert sum(name.startswith("timm:") for name in rows) >= 20
-    assert all(row[matrix.ALONE]["finite"] for row in rows.values())
-    verdicts = {row[strategy]["verdict"] for row in rows.values() for strategy in matrix.OURS}
-    assert verdicts <= {"equal", "close", "refused"}
+    assert all(matrix.held(row) for row in rows.values())
+    assert all(set(row) == set(matrix.ENGINES) for row in rows.values())
     assert "forward is called directly" in rows["hf:squeezebert"]["fsdp"]["line"]
 
 
-def test_what_was_run_is_not_run_again(matrix: ModuleType) -> None:
-    done = {"hf:bert": {name: {"verdict": "equal"} for name in (matrix.ALONE, *matrix.CONTESTANTS)}}
-    assert matrix.left_to_do(done, ["hf:bert"]) == []
-    del done["hf:bert"]["fsdp"]
-    assert matrix.left_to_do(done, ["hf:bert"]) == ["hf:bert/fsdp"]
-    broken = {"hf:bert": {matrix.ALONE: {"verdict": "failed"}}}
-    assert matrix.left_to_do(broken, ["hf:bert"]) == []
+def test_no_training_of_ours_is_wrong_and_every_row_has_a_result(pages: dict[str, ModuleType]) -> None:
+    report = pages["scenarios"].REPORT
+    rows = report.read()["rows"]
+    assert list(rows) == list(report.order)
+    assert all(pages["scenarios"].held(row) for row in rows.values())
 
 
-@pytest.mark.whole
-@pytest.mark.timeout(120)
-def test_ranks_that_end_leave_a_verdict(matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that notes a beginning and dies stands for ranks that crash."""
-    (tmp_path / "train_rank.py").write_text(
-        "import json, os, sys\n"
-        "if os.environ['RANK'] == '0':\n"
-        "    open(sys.argv[1], 'w').write(json.dumps({'begins': 'hf:bert', 'contestant': 'fsdp'}) + '\\n')\n"
-        "os._exit(3)\n"
-    )
-    monkeypatch.setattr(matrix, "ROWS", tmp_path)
-    (found,) = matrix.run(["hf:bert/fsdp"], limit_seconds=60)
-    assert (found["architecture"], found["contestant"], found["verdict"]) == ("hf:bert", "fsdp", "failed")
-    assert "exit code" in found["line"]
+def test_a_verdict_is_of_the_worst_rank(pages: dict[str, ModuleType]) -> None:
+    import torch
+
+    verdict = sys.modules["parity"].verdict
+    expected = {"a": torch.ones(2), "zero": torch.zeros(2)}
+
+    def found(value: float) -> dict[str, object]:
+        return {"weights": {"a": torch.full((2,), value), "zero": torch.full((2,), 1e-9)}, "owned": False}
+
+    same = {"weights": expected, "owned": True}
+    assert verdict([same, same], expected) == {"verdict": "equal", "distance": 0.0, "owned": True}
+    assert verdict([same, found(1 + 1e-6)], expected)["verdict"] == "close"
+    assert verdict([same, found(1.1)], expected)["verdict"] == "wrong"
+    assert verdict([same, found(float("nan"))], expected)["distance"] == float("inf")
+    refused, failed = ({"verdict": word, "line": word} for word in ("refused", "failed"))
+    assert verdict([refused, failed], expected) == failed

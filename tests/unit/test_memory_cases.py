@@ -1,7 +1,5 @@
 """benchmarks/memory_cases.py: what is measured tells of every two levels together, and soon."""
 
-import importlib.util
-import sys
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -10,18 +8,15 @@ import pytest
 
 from shardwise.models.catalogue import CATALOGUE
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "memory_cases.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("memory_cases", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["memory_cases"] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import memory_cases
+
+    return memory_cases
 
 
 def test_there_are_enough_cases_and_none_twice(script: ModuleType) -> None:
