@@ -8,12 +8,12 @@ from typer import Argument, Exit, Option
 
 from shardwise.cli.plan_options import (
     OPTIMIZERS,
-    asked_cluster,
-    asked_count,
-    asked_mesh,
-    asked_recompute,
     check_names,
     hybrid_mesh,
+    parse_count,
+    parse_mesh,
+    parse_recompute,
+    planned_cluster,
 )
 from shardwise.cli.shared_options import AsJson, Engine, ImageSize, SampleLength
 from shardwise.cli.terminal import status_line
@@ -98,12 +98,12 @@ def plan(
     from shardwise.plan import Plan
     from shardwise.sources import Source
 
-    where = asked_cluster(cluster, devices=devices, software=software, matmul_precision=matmul_precision, here=here)
-    way, ways = asked_recompute(recompute)
+    where = planned_cluster(cluster, devices=devices, software=software, matmul_precision=matmul_precision, here=here)
+    way, ways = parse_recompute(recompute)
     asked = Plan(
         micro_batch=micro_batch,
         accumulate=accumulate,
-        mesh=asked_mesh(mesh) or hybrid_mesh(strategy, cluster=where),
+        mesh=parse_mesh(mesh) or hybrid_mesh(strategy, cluster=where),
         precision=precision,
         reduce_dtype=reduce_dtype,
         recompute=way,
@@ -122,7 +122,7 @@ def plan(
         foreign=like.lower(),
         budget_bytes=None if budget is None else byte_count(budget, key="--budget"),
         global_batch=global_batch,
-        num_tokens=asked_count(tokens, option="--tokens"),
+        num_tokens=parse_count(tokens, option="--tokens"),
         price_per_gpu_hour=price,
         scales=scale,
         has_frontier=frontier,

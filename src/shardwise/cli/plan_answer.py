@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.cli.strategies import asked_strategies, strategy_names
+from shardwise.cli.strategies import strategies_for_engine, strategy_names
 from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster
 from shardwise.plan import Plan
@@ -26,39 +26,21 @@ _CLEARLY_FASTER = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanQuestion:
-    """The options of the command.
+class PlanQuestion(AutoRequest):
+    """The options of the command: the solver's request, and what else is to be shown.
 
     strategy      a strategy, all of them, or auto: all of them and the solver's plan
-    budget_bytes  memory that may be used per device; None: all of it
     num_tokens, price_per_gpu_hour    of a complete training run, whose cost is then shown
     """
 
     source: Source
-    plan: Plan
     strategy: str
-    cluster: Cluster
-    optimizer: str
-    goal: str
     foreign: str = ""
-    budget_bytes: int | None = None
-    global_batch: int | None = None
     num_tokens: float | None = None
     price_per_gpu_hour: float | None = None
     scales: bool = False
     has_frontier: bool = False
     has_timeline: bool = False
-
-    @property
-    def request(self) -> AutoRequest:
-        return AutoRequest(
-            plan=self.plan,
-            cluster=self.cluster,
-            optimizer=self.optimizer,
-            budget_bytes=self.budget_bytes,
-            global_batch=self.global_batch,
-            goal=self.goal,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +73,7 @@ class PlanAnswer:
 
 
 def answer(question: PlanQuestion) -> PlanAnswer:
-    strategies = asked_strategies(question.strategy, engine=question.plan.engine, mesh=question.plan.mesh)
+    strategies = strategies_for_engine(question.strategy, engine=question.plan.engine, mesh=question.plan.mesh)
     cluster = with_budget(question.cluster, budget_bytes=question.budget_bytes)
     spec_for, optimizer = question.source.spec_for, question.optimizer
     found = candidates(
@@ -121,7 +103,7 @@ def answer(question: PlanQuestion) -> PlanAnswer:
         captured=_captured(question, chosen.best),
         compiled=_compiled(question, chosen.best),
         scaling=_scaling(question, found=found, cluster=cluster),
-        frontier=frontier(spec_for, request=question.request) if question.has_frontier else None,
+        frontier=frontier(spec_for, request=question) if question.has_frontier else None,
         training=_training(question, found),
         spans=_spans(question, chosen.best),
     )
@@ -130,7 +112,7 @@ def answer(question: PlanQuestion) -> PlanAnswer:
 def _with_auto(question: PlanQuestion, found: list[Candidate]) -> tuple[list[Candidate], Recommendation, str]:
     """Add the solver's plan as a row, and recommend it."""
     try:
-        solved = solve_plan(question.source.spec_for, request=question.request)
+        solved = solve_plan(question.source.spec_for, request=question)
     except NoPlanFits as error:
         return found, Recommendation(index=None, reason=Reason.NOTHING_FITS), str(error)
     best = solved.candidate

@@ -22,7 +22,7 @@ def check_names(*, optimizer: str, goal: str = "throughput") -> None:
             raise UnknownName.of(kind, name, known=known)
 
 
-def asked_count(text: str | None, *, option: str) -> float | None:
+def parse_count(text: str | None, *, option: str) -> float | None:
     """Parse `1T`, `300B` or `1e12`; None if the option is not given."""
     if text is None:
         return None
@@ -32,7 +32,7 @@ def asked_count(text: str | None, *, option: str) -> float | None:
     return float(found[1]) * _COUNTS[found[2]]
 
 
-def asked_mesh(text: str | None) -> Mesh | None:
+def parse_mesh(text: str | None) -> Mesh | None:
     """Parse `8x4`, replicate × shard; None if the option is not given."""
     if text is None:
         return None
@@ -51,7 +51,7 @@ def hybrid_mesh(strategy: str, *, cluster: "Cluster") -> Mesh | None:
     return Mesh(replicate=cluster.num_nodes, shard=cluster.devices_per_node)
 
 
-def asked_recompute(text: str) -> tuple[str, dict[str, str]]:
+def parse_recompute(text: str) -> tuple[str, dict[str, str]]:
     """Parse `full`, or `full,blocks.[0-8]=none`, into (the default, pattern → what the matching units do)."""
     default, overrides = "none", {}
     for part in (part.strip() for part in text.split(",")):
@@ -63,7 +63,7 @@ def asked_recompute(text: str) -> tuple[str, dict[str, str]]:
     return default, overrides
 
 
-def asked_cluster(
+def planned_cluster(
     text: str, *, devices: Path | None, software: str | None, matmul_precision: str | None, here: bool
 ) -> "Cluster":
     from shardwise.hardware import cluster_of

@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from shardwise.cli.plan_options import OPTIMIZERS, check_names
 from shardwise.cli.shared_options import AsJson, DeviceKind, Engine, ImageSize, SampleLength, device_kind
-from shardwise.cli.strategies import asked_strategies
+from shardwise.cli.strategies import strategies_for_engine
 from shardwise.cli.terminal import check_output, print_line, status_line
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan.placement import STRATEGIES
@@ -73,7 +73,7 @@ def profile(
         steps=steps,
         history=None if history is None else str(history),
     )
-    chosen = asked_strategies(strategy, engine=engine)
+    chosen = strategies_for_engine(strategy, engine=engine)
     _check_history(history, device=where, strategies=chosen)
     found = _profiles(rehearsal, strategies=chosen)
     if as_json:

@@ -8,7 +8,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import AUTO, STRATEGIES, resolve_strategy
 
 
-def asked_strategies(asked: str, *, engine: str, mesh: Mesh | None = None) -> list[str]:
+def strategies_for_engine(asked: str, *, engine: str, mesh: Mesh | None = None) -> list[str]:
     """Return the named strategies that the engine has; `auto` is compared with all of them, so it asks for all."""
     names = strategy_names(asked, mesh=mesh)
     found = [name for name in strategies_of(engine) if name in names or AUTO in names]

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 
-from shardwise.interchange.foreign_setup import ForeignSetup, count, truth
+from shardwise.interchange.foreign_setup import ForeignSetup
 from shardwise.interchange.mistakes import Mistake
+from shardwise.interchange.setting_values import as_bool, as_count
 from shardwise.plan.placement import SHARDED, placement_of
 
 _OF_VERSION_1 = ("sharding_strategy", "backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states")
@@ -37,7 +38,7 @@ def _nothing_wrapped(setup: ForeignSetup) -> Iterator[Mistake]:
 
 
 def _mixed_versions(setup: ForeignSetup) -> Iterator[Mistake]:
-    version = count(setup.settings.get("fsdp_config.fsdp_version", setup.settings.get("fsdp_config.version")))
+    version = as_count(setup.settings.get("fsdp_config.fsdp_version", setup.settings.get("fsdp_config.version")))
     found = {key.rpartition(".")[2].removeprefix("fsdp_"): key for key in setup.settings if key.startswith("fsdp")}
     if version == 2:
         old = [found[name].rpartition(".")[2] for name in _OF_VERSION_1 if name in found]
@@ -81,7 +82,7 @@ def _synchronising_passes(setup: ForeignSetup) -> Iterator[Mistake]:
             line=f"ZeRO stages 2 and 3 reduce gradients in each of the {setup.plan.accumulate} passes",
             fix="stage 1 reduces once per step, if its gradients fit; or use fewer, larger passes",
         )
-    elif truth(setup.settings.get("gradient_accumulation_plugin.sync_each_batch", False)):
+    elif as_bool(setup.settings.get("gradient_accumulation_plugin.sync_each_batch")):
         yield Mistake(
             code="SW106",
             line=f"sync_each_batch reduces gradients in each of the {setup.plan.accumulate} passes",
@@ -108,7 +109,7 @@ def _uneven_batches(setup: ForeignSetup) -> Iterator[Mistake]:
             fix="leave it out, or give the DataLoader a DistributedSampler of your own",
         )
     even = next((settings[key] for key in settings if key.rpartition(".")[2] == "even_batches"), True)
-    if not truth(even):
+    if not as_bool(even):
         yield Mistake(
             code="SW108",
             line="even_batches: false: a rank that runs out of batches first leaves the others waiting",
@@ -127,7 +128,7 @@ def _narrow_range(setup: ForeignSetup) -> Iterator[Mistake]:
 
 def _contradicting_sizes(setup: ForeignSetup) -> Iterator[Mistake]:
     settings, plan = setup.settings, setup.plan
-    total = count(settings.get("train_batch_size"), default=0)
+    total = as_count(settings.get("train_batch_size"), default=0)
     if setup.tool == "deepspeed" and total and plan.micro_batch:
         each = plan.micro_batch * plan.accumulate
         if total % each:
@@ -136,7 +137,7 @@ def _contradicting_sizes(setup: ForeignSetup) -> Iterator[Mistake]:
                 line=f"train_batch_size {total} is not a multiple of {each} (samples per rank × passes)",
                 fix=f"set it to {each} × the number of ranks",
             )
-    machines = count(settings.get("num_machines"))
+    machines = as_count(settings.get("num_machines"))
     if setup.tool == "accelerate" and setup.num_ranks is not None and setup.num_ranks % machines:
         yield Mistake(
             code="SW112",
@@ -144,7 +145,7 @@ def _contradicting_sizes(setup: ForeignSetup) -> Iterator[Mistake]:
             fix=f"set it to {machines} × the GPUs per machine",
         )
     if setup.tool == "torchtitan":
-        total = count(settings.get("training.global_batch_size", -1), default=0)
+        total = as_count(settings.get("training.global_batch_size", -1), default=0)
         each = (plan.micro_batch or 0) * (setup.num_ranks or 0)
         if total and each and total % each:
             yield Mistake(
@@ -156,8 +157,8 @@ def _contradicting_sizes(setup: ForeignSetup) -> Iterator[Mistake]:
 
 def _recomputed_twice(setup: ForeignSetup) -> Iterator[Mistake]:
     settings = setup.settings
-    both = truth(settings.get("gradient_checkpointing", False)) and any(
-        truth(value) for key, value in settings.items() if key.endswith("activation_checkpointing")
+    both = as_bool(settings.get("gradient_checkpointing")) and any(
+        as_bool(value) for key, value in settings.items() if key.endswith("activation_checkpointing")
     )
     if both:
         yield Mistake(

@@ -3,16 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.interchange.foreign_setup import (
-    FSDP_STRATEGIES,
-    ZERO_STAGES,
-    ForeignSetup,
-    count,
-    flat,
-    names,
-    truth,
-    units_of,
-)
+from shardwise.interchange.foreign_setup import FSDP_STRATEGIES, ZERO_STAGES, ForeignSetup, units_of
+from shardwise.interchange.setting_values import as_bool, as_count, class_names, flatten
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 
@@ -21,11 +13,10 @@ _PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
 _SHARDING = FSDP_STRATEGIES | {str(number): name for number, name in enumerate(FSDP_STRATEGIES.values(), start=1)}
 
 
-def is_accelerate(data: Mapping[str, Any]) -> bool:
-    return "distributed_type" in data or "compute_environment" in data
-
-
-def from_accelerate(data: Mapping[str, Any]) -> ForeignSetup:
+def from_accelerate(data: Mapping[str, Any]) -> ForeignSetup | None:
+    """Return the setup; None if the file is not Accelerate's."""
+    if "distributed_type" not in data and "compute_environment" not in data:
+        return None
     kind = str(data.get("distributed_type", "NO")).upper()
     fsdp = _table(data, "fsdp_config") if kind == "FSDP" else {}
     deepspeed = _table(data, "deepspeed_config") if kind == "DEEPSPEED" else {}
@@ -34,20 +25,20 @@ def from_accelerate(data: Mapping[str, Any]) -> ForeignSetup:
         strategy = _strategy(fsdp)
         wraps, wraps_nothing = _wraps(fsdp)
     elif kind == "DEEPSPEED":
-        strategy = ZERO_STAGES.get(count(deepspeed.get("zero_stage"), default=2), "zero2")
+        strategy = ZERO_STAGES.get(as_count(deepspeed.get("zero_stage"), default=2), "zero2")
         if "deepspeed_config_file" in deepspeed:
             left_out.append("deepspeed_config_file: read that file instead")
     elif kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         left_out.append(f"distributed_type {kind}: a plan has DDP and sharding")
-    num_ranks = count(data.get("num_processes"))
+    num_ranks = as_count(data.get("num_processes"))
     plan = Plan(
         strategy=strategy,
         units=units_of(wraps, wraps_nothing=wraps_nothing),
         mesh=_mesh(_table(data, "parallelism_config"), num_ranks=num_ranks) if kind == "FSDP" else None,
         precision=_PRECISIONS.get(str(data.get("mixed_precision", "no")).lower(), "fp32"),
-        accumulate=count(deepspeed.get("gradient_accumulation_steps")),
-        recompute="full" if truth(fsdp.get("fsdp_activation_checkpointing", False)) else "none",
-        offload_states=truth(fsdp.get("fsdp_offload_params", False))
+        accumulate=as_count(deepspeed.get("gradient_accumulation_steps")),
+        recompute="full" if as_bool(fsdp.get("fsdp_activation_checkpointing")) else "none",
+        offload_states=as_bool(fsdp.get("fsdp_offload_params"))
         or str(deepspeed.get("offload_optimizer_device", "none")) == "cpu",
         engine="torch" if kind != "DEEPSPEED" else "shardwise",
         capture="off",
@@ -55,7 +46,7 @@ def from_accelerate(data: Mapping[str, Any]) -> ForeignSetup:
     return ForeignSetup(
         tool="accelerate",
         plan=plan,
-        settings=flat(data),
+        settings=flatten(data),
         num_ranks=num_ranks,
         foreign="deepspeed" if kind == "DEEPSPEED" else "",
         left_out=tuple(left_out),
@@ -71,8 +62,8 @@ def _table(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def _strategy(fsdp: Mapping[str, Any]) -> str:
     """Return the strategy. Version 1 names it (some files under version 2's key), version 2 has a switch."""
-    if count(fsdp.get("fsdp_version")) == 2:
-        return "fsdp" if truth(fsdp.get("fsdp_reshard_after_forward", True)) else "shard_grad_op"
+    if as_count(fsdp.get("fsdp_version")) == 2:
+        return "fsdp" if as_bool(fsdp.get("fsdp_reshard_after_forward", True)) else "shard_grad_op"
     named = fsdp.get("fsdp_sharding_strategy", fsdp.get("fsdp_reshard_after_forward", "FULL_SHARD"))
     return _SHARDING.get(str(named).upper(), "fsdp")
 
@@ -81,12 +72,12 @@ def _wraps(fsdp: Mapping[str, Any]) -> tuple[tuple[str, ...] | None, bool]:
     """Return (the wrapped classes, whether nothing is wrapped)."""
     policy = str(fsdp.get("fsdp_auto_wrap_policy", "NO_WRAP")).upper()
     if policy == "TRANSFORMER_BASED_WRAP":
-        return names(fsdp.get("fsdp_transformer_layer_cls_to_wrap")) or None, False
+        return class_names(fsdp.get("fsdp_transformer_layer_cls_to_wrap")) or None, False
     return None, policy == "NO_WRAP"
 
 
 def _mesh(parallelism: Mapping[str, Any], *, num_ranks: int) -> Mesh | None:
-    replicate = count(parallelism.get("parallelism_config_dp_replicate_size"))
+    replicate = as_count(parallelism.get("parallelism_config_dp_replicate_size"))
     if replicate == 1 or num_ranks % replicate:
         return None
     return Mesh(replicate=replicate, shard=num_ranks // replicate)

@@ -3,24 +3,24 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.interchange.foreign_setup import ZERO_STAGES, ForeignSetup, count, flat, truth
+from shardwise.interchange.foreign_setup import ZERO_STAGES, ForeignSetup
+from shardwise.interchange.setting_values import as_bool, as_count, flatten
 from shardwise.plan import Plan
 
 _REDUCES_IN = {"fp16": "fp16", "bfp16": "bf16", "bf16": "bf16", "fp32": "fp32"}
 _KEYS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 
 
-def is_deepspeed(data: Mapping[str, Any]) -> bool:
-    return any(key in data for key in _KEYS)
-
-
-def from_deepspeed(data: Mapping[str, Any]) -> ForeignSetup:
-    settings = flat(data)
+def from_deepspeed(data: Mapping[str, Any]) -> ForeignSetup | None:
+    """Return the setup; None if the file is not DeepSpeed's."""
+    if not any(key in data for key in _KEYS):
+        return None
+    settings = flatten(data)
     stage = settings.get("zero_optimization.stage", 0)
-    precision = next((name for name in ("bf16", "fp16") if truth(settings.get(f"{name}.enabled", False))), "fp32")
-    accumulate = count(data.get("gradient_accumulation_steps"))
-    micro_batch = count(data.get("train_micro_batch_size_per_gpu"), default=0)
-    total = count(data.get("train_batch_size"), default=0)
+    precision = next((name for name in ("bf16", "fp16") if as_bool(settings.get(f"{name}.enabled"))), "fp32")
+    accumulate = as_count(data.get("gradient_accumulation_steps"))
+    micro_batch = as_count(data.get("train_micro_batch_size_per_gpu"), default=0)
+    total = as_count(data.get("train_batch_size"), default=0)
     num_ranks = None
     if micro_batch and total and total % (micro_batch * accumulate) == 0:
         num_ranks = total // (micro_batch * accumulate)

@@ -3,51 +3,41 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.interchange.foreign_setup import (
-    FSDP_STRATEGIES,
-    ZERO_STAGES,
-    ForeignSetup,
-    count,
-    flat,
-    names,
-    truth,
-    units_of,
-)
+from shardwise.interchange.foreign_setup import FSDP_STRATEGIES, ZERO_STAGES, ForeignSetup, units_of
+from shardwise.interchange.setting_values import as_bool, as_count, class_names, flatten
 from shardwise.plan import Plan
 
 _KEYS = ("accumulate_grad_batches", "devices", "precision", "strategy", "max_epochs", "num_nodes", "max_steps")
 
 
-def is_lightning(data: Mapping[str, Any]) -> bool:
+def from_lightning(data: Mapping[str, Any]) -> ForeignSetup | None:
+    """Return the setup; None if the file is not Lightning's."""
     table = data.get("trainer", data)
-    return isinstance(table, Mapping) and sum(key in table for key in _KEYS) >= 2
-
-
-def from_lightning(data: Mapping[str, Any]) -> ForeignSetup:
-    table = data.get("trainer", data)
+    if not isinstance(table, Mapping) or sum(key in table for key in _KEYS) < 2:
+        return None
     named, options = _strategy(table.get("strategy", "auto"))
     sharded = named.lower().startswith("fsdp")
-    wraps = names(options.get("auto_wrap_policy")) or None
+    wraps = class_names(options.get("auto_wrap_policy")) or None
     # Without a policy, FSDP wraps only the root.
     wraps_nothing = sharded and not options.get("auto_wrap_policy")
     devices = table.get("devices", 1)
-    num_devices = len(devices) if isinstance(devices, list) else count(devices, default=0)
+    num_devices = len(devices) if isinstance(devices, list) else as_count(devices, default=0)
     precision = str(table.get("precision", "32-true"))
     plan = Plan(
         strategy=_our_name(named, options),
         units=units_of(wraps, wraps_nothing=wraps_nothing) if sharded else "auto",
-        accumulate=count(table.get("accumulate_grad_batches")),
+        accumulate=as_count(table.get("accumulate_grad_batches")),
         precision="bf16" if precision.startswith("bf16") else "fp16" if precision.startswith("16") else "fp32",
         recompute="full" if options.get("activation_checkpointing_policy") else "none",
-        offload_states=truth(options.get("cpu_offload", False)) or "offload" in named,
+        offload_states=as_bool(options.get("cpu_offload")) or "offload" in named,
         engine="shardwise" if "deepspeed" in named.lower() else "torch",
         capture="off",
     )
     return ForeignSetup(
         tool="lightning",
         plan=plan,
-        settings=flat(table),
-        num_ranks=num_devices * count(table.get("num_nodes")) or None,
+        settings=flatten(table),
+        num_ranks=num_devices * as_count(table.get("num_nodes")) or None,
         foreign="deepspeed" if "deepspeed" in named.lower() else "",
         master_dtype="bf16" if precision == "bf16-true" else "fp16" if precision == "16-true" else "fp32",
         wraps=wraps,
@@ -73,6 +63,6 @@ def _our_name(named: str, options: Mapping[str, Any]) -> str:
     if named in _SHARDING_STRATEGIES:
         return _SHARDING_STRATEGIES[named]
     if named == "DeepSpeedStrategy":
-        return ZERO_STAGES.get(count(options.get("stage"), default=2), "zero2")
+        return ZERO_STAGES.get(as_count(options.get("stage"), default=2), "zero2")
     stage = named.removeprefix("deepspeed_stage_").removesuffix("_offload")
-    return ZERO_STAGES.get(count(stage, default=0), "ddp")
+    return ZERO_STAGES.get(as_count(stage, default=0), "ddp")

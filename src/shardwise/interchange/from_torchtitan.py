@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.interchange.foreign_setup import ForeignSetup, count, flat, truth
+from shardwise.interchange.foreign_setup import ForeignSetup
+from shardwise.interchange.setting_values import as_bool, as_count, flatten
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 
@@ -15,18 +16,21 @@ def is_torchtitan(data: Mapping[str, Any]) -> bool:
     return "training" in data and ("parallelism" in data or "job" in data)
 
 
-def from_torchtitan(data: Mapping[str, Any]) -> ForeignSetup:
-    settings = flat(data)
-    replicate = count(settings.get("parallelism.data_parallel_replicate_degree"))
+def from_torchtitan(data: Mapping[str, Any]) -> ForeignSetup | None:
+    """Return the setup; None if the file is not torchtitan's."""
+    if not is_torchtitan(data):
+        return None
+    settings = flatten(data)
+    replicate = as_count(settings.get("parallelism.data_parallel_replicate_degree"))
     # −1 stands for all remaining ranks.
-    shard = count(settings.get("parallelism.data_parallel_shard_degree", -1), default=0)
+    shard = as_count(settings.get("parallelism.data_parallel_shard_degree", -1), default=0)
     strategy = "fsdp"
     if shard == 1:
         strategy = "ddp"
     elif str(settings.get("parallelism.fsdp_reshard_after_forward", "default")) == "never":
         strategy = "shard_grad_op"
     num_ranks = replicate * shard if shard else None
-    micro_batch = count(settings.get("training.local_batch_size", settings.get("training.batch_size")), default=0)
+    micro_batch = as_count(settings.get("training.local_batch_size", settings.get("training.batch_size")), default=0)
     recompute = str(settings.get("activation_checkpoint.mode", "selective"))
     plan = Plan(
         strategy=strategy,
@@ -36,9 +40,9 @@ def from_torchtitan(data: Mapping[str, Any]) -> ForeignSetup:
         precision=_DTYPES.get(str(settings.get("training.mixed_precision_param", "bfloat16")), "bf16"),
         reduce_dtype=_DTYPES.get(str(settings.get("training.mixed_precision_reduce", "float32")), "fp32"),
         recompute=recompute if recompute in ("none", "full", "selective") else "none",
-        offload_states=truth(settings.get("training.enable_cpu_offload", False)),
+        offload_states=as_bool(settings.get("training.enable_cpu_offload")),
         compile="inductor"
-        if truth(settings.get("compile.enable", settings.get("training.compile", False)))
+        if as_bool(settings.get("compile.enable", settings.get("training.compile", False)))
         else "none",
         engine="torch",
         capture="off",
@@ -46,7 +50,7 @@ def from_torchtitan(data: Mapping[str, Any]) -> ForeignSetup:
     left_out = [
         f"parallelism.{axis} = {settings[f'parallelism.{axis}']}: a plan has no such axis"
         for axis in _OTHER_AXES
-        if count(settings.get(f"parallelism.{axis}")) > 1
+        if as_count(settings.get(f"parallelism.{axis}")) > 1
     ]
     return ForeignSetup(
         tool="torchtitan",
@@ -59,7 +63,7 @@ def from_torchtitan(data: Mapping[str, Any]) -> ForeignSetup:
 
 
 def _passes(settings: Mapping[str, Any], *, micro_batch: int, num_ranks: int | None) -> int:
-    total = count(settings.get("training.global_batch_size", -1), default=0)
+    total = as_count(settings.get("training.global_batch_size", -1), default=0)
     if not (total and micro_batch and num_ranks):
         return 1
     return max(1, total // (micro_batch * num_ranks))

@@ -11,33 +11,29 @@ from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.files.regular_file import read_at_most
 from shardwise.files.toml_file import read_toml
 from shardwise.interchange.foreign_setup import ForeignSetup
-from shardwise.interchange.from_accelerate import from_accelerate, is_accelerate
-from shardwise.interchange.from_deepspeed import from_deepspeed, is_deepspeed
-from shardwise.interchange.from_lightning import from_lightning, is_lightning
+from shardwise.interchange.from_accelerate import from_accelerate
+from shardwise.interchange.from_deepspeed import from_deepspeed
+from shardwise.interchange.from_lightning import from_lightning
 from shardwise.interchange.from_torchtitan import from_torchtitan, is_torchtitan
-from shardwise.interchange.from_trainer import from_trainer, is_trainer
+from shardwise.interchange.from_trainer import from_trainer
 
 Table = Mapping[str, Any]
 _MOST_BYTES = 4 * 2**20
 # Tried in this order: a file of Accelerate may have keys that others have too.
-READERS: tuple[tuple[Callable[[Table], bool], Callable[[Table], ForeignSetup]], ...] = (
-    (is_accelerate, from_accelerate),
-    (is_deepspeed, from_deepspeed),
-    (is_torchtitan, from_torchtitan),
-    (is_trainer, from_trainer),
-    (is_lightning, from_lightning),
+_READERS: tuple[Callable[[Table], ForeignSetup | None], ...] = (
+    *(from_accelerate, from_deepspeed, from_torchtitan, from_trainer, from_lightning),
 )
 
 
 def read_setup(path: Path) -> ForeignSetup:
     """Read the setup that a file of another tool describes."""
     data = _table(path)
-    for is_of, read in READERS:
-        if is_of(data):
-            try:
-                return read(data)
-            except ShardwiseError as error:
-                raise InvalidPlan(f"{path}: {error}") from error
+    try:
+        setup = next(filter(None, (read(data) for read in _READERS)), None)
+    except ShardwiseError as error:
+        raise InvalidPlan(f"{path}: {error}") from error
+    if setup is not None:
+        return setup
     raise InvalidPlan(
         f"{path}: not a file of Accelerate, DeepSpeed, Lightning, torchtitan or the Hugging Face Trainer, "
         "and not a plan of Shardwise"

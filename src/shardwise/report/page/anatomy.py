@@ -200,16 +200,16 @@ def _ring(num_ranks: int) -> dict[str, Any]:
     scattered = scatters[-1].cells if scatters else first
     return {
         "num_ranks": num_ranks,
-        "reduce-scatter": _played(first, scatters),
-        "all-gather": _played(_complete(scattered), [replace(one, cells=_complete(one.cells)) for one in gathers]),
-        "all-reduce": _played(first, played),
+        "reduce-scatter": _ring_data(first, scatters),
+        "all-gather": _ring_data(_complete(scattered), [replace(one, cells=_complete(one.cells)) for one in gathers]),
+        "all-reduce": _ring_data(first, played),
     }
 
 
 Cells = tuple[tuple[tuple[int, ...], ...], ...]
 
 
-def _played(first: Cells, played: Iterable[Round]) -> list[Any]:
+def _ring_data(first: Cells, played: Iterable[Round]) -> list[Any]:
     return [_bits(first), [[one.part, list(one.sent), _bits(one.cells)] for one in played]]
 
 

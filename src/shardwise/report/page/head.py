@@ -18,6 +18,16 @@ from shardwise.report.page.section import (
 from shardwise.vocabulary.quantities import bytes_text, digits, seconds_text
 
 _TOO_NOISY = "Too noisy to rank"
+_TILES = {
+    "step time": "Step time",
+    "samples/s": "Samples/s",
+    "tokens/s": "Tokens/s",
+    "peak per rank": "Peak memory per rank",
+    "exposed communication": "Exposed communication",
+    "sent per rank per step": "Sent per rank per step",
+    "first step after": "First step after",
+}
+"""Column of the table → title of the tile."""
 
 
 def heading(bench: Bench) -> Markup:
@@ -66,10 +76,12 @@ def tiles(bench: Bench) -> Markup | None:
     chosen = next((case for case in cases if is_chosen(bench, case)), cases[0] if len(cases) == 1 else None)
     if chosen is None:
         return None
+    numbers = _numbers(bench, chosen)
     each = (
         # Words are smaller than numbers.
-        element("div", element("dt", what), element("dd", value, class_="words" if value == NOT_MEASURABLE else None))
-        for what, value in _numbers(bench, chosen)
+        element("div", element("dt", title), element("dd", value, class_="words" if value == NOT_MEASURABLE else None))
+        for title, value in ((title, numbers[name]) for name, title in _TILES.items())
+        if value is not None
     )
     return element("dl", *each, class_="tiles", aria_label=f"Key numbers of {chosen.name}")
 
@@ -105,52 +117,30 @@ def _equivalence_line(bench: Bench) -> Markup | None:
     )
 
 
-def _numbers(bench: Bench, case: CaseResult) -> list[tuple[str, str]]:
-    """Return the numbers that are known, with the names that the table has for them."""
+def _numbers(bench: Bench, case: CaseResult) -> dict[str, str | None]:
+    """Return the columns of the table; None if a number is unknown."""
     assert case.step_seconds is not None
-    samples, tokens = bench.samples_per_s(case), bench.tokens_per_s(case)
-    found = [("Step time", seconds_text(case.step_seconds.median))]
-    if samples is not None:
-        found.append(("Samples/s", digits(samples)))
-    if tokens is not None:
-        found.append(("Tokens/s", digits(tokens)))
-    if case.allocated_bytes:
-        found.append(("Peak memory per rank", bytes_text(case.peak_bytes)))
-    if case.silent_seconds is not None:
-        found.append(("Exposed communication", exposed_text(case)))
-    if case.sent_bytes is not None:
-        found.append(("Sent per rank per step", bytes_text(case.sent_bytes)))
-    if case.first_step_seconds is not None:
-        found.append(("First step after", seconds_text(case.first_step_seconds.median)))
-    return found
+    samples, tokens, first = bench.samples_per_s(case), bench.tokens_per_s(case), case.first_step_seconds
+    return {
+        "samples/s": None if samples is None else digits(samples),
+        "tokens/s": None if tokens is None else digits(tokens),
+        "step time": seconds_text(case.step_seconds.median),
+        "±": off_text(case),
+        "exposed communication": None if case.silent_seconds is None else exposed_text(case),
+        "peak per rank": bytes_text(case.peak_bytes) if case.allocated_bytes else None,
+        "sent per rank per step": None if case.sent_bytes is None else bytes_text(case.sent_bytes),
+        "first step after": None if first is None else seconds_text(first.median),
+    }
 
 
 def _all_cases(bench: Bench, cases: list[CaseResult]) -> Markup:
-    has_tokens = bench.step_tokens is not None
-    header = ["case", "samples/s", *(["tokens/s"] if has_tokens else []), "step time", "±"]
-    # One rank does not communicate.
-    has_exposed = any(case.silent_seconds is not None for case in cases)
-    header += ["exposed communication"] if has_exposed else []
-    header += ["peak per rank", "sent per rank per step", "first step after"]
-    rows = []
-    for case in cases:
-        samples, tokens, step = bench.samples_per_s(case), bench.tokens_per_s(case), case.step_seconds
-        assert step is not None
-        assert samples is not None
-        rows.append(
-            [
-                element("b", case.name, class_="chosen" if is_chosen(bench, case) else None),
-                digits(samples),
-                *([digits(tokens)] if tokens is not None else []),
-                seconds_text(step.median),
-                off_text(case),
-                *([exposed_text(case)] if has_exposed else []),
-                bytes_text(case.peak_bytes) if case.allocated_bytes else "–",
-                "–" if case.sent_bytes is None else bytes_text(case.sent_bytes),
-                "–" if case.first_step_seconds is None else seconds_text(case.first_step_seconds.median),
-            ]
-        )
-    return table(header, rows)
+    numbers = [_numbers(bench, case) for case in cases]
+    # Only language models have tokens, and one rank does not communicate.
+    optional = [name for name in ("tokens/s", "exposed communication") if all(row[name] is None for row in numbers)]
+    header = [name for name in numbers[0] if name not in optional]
+    names = [element("b", case.name, class_="chosen" if is_chosen(bench, case) else None) for case in cases]
+    rows = [[name, *(row[head] or "–" for head in header)] for name, row in zip(names, numbers, strict=True)]
+    return table(["case", *header], rows)
 
 
 def _refusal(bench: Bench) -> Markup:

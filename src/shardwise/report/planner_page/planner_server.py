@@ -3,6 +3,7 @@
 import json
 import tempfile
 import threading
+import tomllib
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -73,8 +74,13 @@ class PlannerService:
                 self._models[name] = model_data(source.spec_for, name=name, longest=None)
             return self._models[name]
 
-    def export(self, plan: Plan, asked: dict[str, str]) -> dict[str, Any]:
-        return self._exports(plan, int(asked.get("gpus", "0")), asked.get("to", ""))
+    def export(self, plan: bytes, asked: dict[str, str]) -> dict[str, Any]:
+        """Return the files of a plan, given as TOML, for the target in `asked`."""
+        try:
+            table = tomllib.loads(plan.decode())
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise InvalidPlan("the plan is not TOML") from error
+        return self._exports(Plan.from_dict(table), int(asked.get("gpus", "0")), asked.get("to", ""))
 
 
 _Routes = dict[str, Callable[[dict[str, str], bytes], Any]]
@@ -91,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         routes: _Routes = {"/trace": lambda _, body: self.service.trace(body)}
-        self._answer(routes | {"/export": lambda asked, body: self.service.export(_plan(body), asked)})
+        self._answer(routes | {"/export": lambda asked, body: self.service.export(body, asked)})
 
     def _answer(self, routes: _Routes) -> None:
         address = urlsplit(self.path)
@@ -132,15 +138,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Log nothing."""
-
-
-def _plan(body: bytes) -> Plan:
-    import tomllib
-
-    try:
-        return Plan.from_dict(tomllib.loads(body.decode()))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidPlan("the plan is not TOML") from error
 
 
 def planner_server(service: PlannerService, *, port: int) -> ThreadingHTTPServer:

@@ -18,12 +18,16 @@ def explain_plan(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> list[str]:
     mesh = plan.mesh or Mesh(shard=num_ranks)
     step = snapshots_of(spec, plan=plan, num_ranks=num_ranks)
     names = [unit.name for unit in spec.units]
+    meanings = []
+    for placement in dict.fromkeys(plan.placements(names).values()):
+        first, *rest = in_words(placement, num_groups=mesh.replicate)
+        meanings += [f"{strategy_of(placement)}: {first}", *(f"  {line}" for line in rest)]
     return [
         f"{spec.name} on {mesh} ranks: {chosen_text(plan, names=names)}",
         "",
         *_unit_lines(spec, plan=plan),
         "",
-        *_meanings(spec, plan=plan, num_groups=mesh.replicate),
+        *meanings,
         "",
         *step_lines(step, spec=spec),
         "",
@@ -62,11 +66,3 @@ def _unit_lines(spec: ModelSpec, *, plan: Plan) -> Iterator[str]:
     widths = [max(len(line[at]) for line in (heads, *rows)) + 2 for at in range(len(heads))]
     for line in (heads, *rows):
         yield "".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-
-
-def _meanings(spec: ModelSpec, *, plan: Plan, num_groups: int) -> Iterator[str]:
-    placements = plan.placements(unit.name for unit in spec.units)
-    for placement in dict.fromkeys(placements.values()):
-        first, *rest = in_words(placement, num_groups=num_groups)
-        yield f"{strategy_of(placement)}: {first}"
-        yield from (f"  {line}" for line in rest)
