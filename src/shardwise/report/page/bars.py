@@ -39,23 +39,15 @@ class Bar:
     is_chosen: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """A vertical line through all bars."""
-
-    value: float
-    text: str
-
-
 def bar_chart(
-    bars: Sequence[Bar], *, highest: float, ticks: Sequence[Tick], describe: str, limit: Limit | None = None
+    bars: Sequence[Bar], *, highest: float, ticks: Sequence[Tick], describe: str, limit: Tick | None = None
 ) -> Markup:
-    """Draw the bars, from 0 to `highest`, above their axis; screen readers read `describe`."""
+    """Draw the bars, from 0 to `highest`, above their axis, and `limit` as a line; screen readers read `describe`."""
     rows = [_row(bar, highest=highest, ticks=ticks, limit=limit) for bar in bars]
     if limit is not None:
-        at = limit.value / highest
+        at = limit[0] / highest
         anchor = "end" if at > 0.5 else "start"
-        rows.insert(0, _axis([element("text", limit.text, x=percent(at), y=13, text_anchor=anchor, class_="limit")]))
+        rows.insert(0, _axis([element("text", limit[1], x=percent(at), y=13, text_anchor=anchor, class_="limit")]))
     axis = _axis(axis_text(text, at=value / highest, y=13) for value, text in ticks)
     return element("div", *rows, axis, class_="chart bars", role="group", aria_label=describe)
 
@@ -66,7 +58,7 @@ def key(names: Mapping[str, str]) -> Markup:
     return element("ul", *swatches, class_="key")
 
 
-def _row(bar: Bar, *, highest: float, ticks: Sequence[Tick], limit: Limit | None) -> Markup:
+def _row(bar: Bar, *, highest: float, ticks: Sequence[Tick], limit: Tick | None) -> Markup:
     label: list[Child] = [element("b", bar.label)]
     if bar.remark:
         label.append(element("small", bar.remark))
@@ -79,7 +71,7 @@ def _row(bar: Bar, *, highest: float, ticks: Sequence[Tick], limit: Limit | None
     )
 
 
-def _drawn(bar: Bar, *, highest: float, ticks: Sequence[Tick], limit: Limit | None) -> list[Markup]:
+def _drawn(bar: Bar, *, highest: float, ticks: Sequence[Tick], limit: Tick | None) -> list[Markup]:
     drawn = [_vertical(value / highest, class_="grid") for value, _ in ticks]
     start = 0.0
     for piece in bar.pieces:
@@ -102,7 +94,7 @@ def _drawn(bar: Bar, *, highest: float, ticks: Sequence[Tick], limit: Limit | No
         value, words = bar.mark
         drawn.append(_vertical(value / highest, class_="mark", top=_TOP - 4, bottom=_TOP + _THICK + 4, title=words))
     if limit is not None:
-        drawn.append(_vertical(limit.value / highest, class_="limit", title=limit.text))
+        drawn.append(_vertical(limit[0] / highest, class_="limit", title=limit[1]))
     return drawn
 
 

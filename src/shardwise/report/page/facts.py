@@ -5,7 +5,7 @@ from typing import Any
 
 from shardwise.bench.results import Bench
 from shardwise.report.page.markup import Markup, element, small, table
-from shardwise.report.page.section import PageSection, SectionLook, section, shown
+from shardwise.report.page.section import PageSection, section, shown
 
 _MOST_NAMED = 4
 
@@ -25,7 +25,7 @@ def absent_section(bench: Bench) -> PageSection | None:
         f"Did not run: {named}{more}",
         table(["case", "why"], rows, words=2),
         short="Did not run",
-        look=SectionLook.FOLDED,
+        look="folded",
     )
 
 
@@ -47,7 +47,7 @@ def settings_section(bench: Bench) -> PageSection:
             "loss, block of steps, ledger and tape."
         ),
         short="Settings",
-        look=SectionLook.FOLDED,
+        look="folded",
     )
 
 

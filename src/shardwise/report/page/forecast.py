@@ -8,7 +8,7 @@ from shardwise.bench.results import Bench
 from shardwise.report.page.axes import ticks
 from shardwise.report.page.bars import Bar, BarPiece, bar_chart
 from shardwise.report.page.markup import numbers_below, small, table
-from shardwise.report.page.section import PageSection, SectionLook, cases_that_ran, section
+from shardwise.report.page.section import PageSection, cases_that_ran, section
 from shardwise.vocabulary.quantities import bytes_text, digits, error_text, seconds_text, table_rate
 
 
@@ -30,7 +30,7 @@ def prediction_section(bench: Bench) -> PageSection | None:
             + ("" if has_times else "Step times are predicted once the device is calibrated: shardwise calibrate.")
         ),
         short="Predicted",
-        look=SectionLook.FOLDED,
+        look="folded",
     )
 
 
@@ -56,7 +56,7 @@ def scaling_section(bench: Bench) -> PageSection | None:
             "bar is samples/s per rank, relative to the smallest number of ranks.",
         ),
         short="More ranks",
-        look=SectionLook.HALF,
+        look="half",
     )
 
 

@@ -7,10 +7,10 @@ from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger, paired
 from shardwise.report.page.axes import Tick, byte_ticks
-from shardwise.report.page.bars import Bar, BarPiece, Limit, bar_chart, key
+from shardwise.report.page.bars import Bar, BarPiece, bar_chart, key
 from shardwise.report.page.markup import Markup, element, join, numbers_below, small, table
 from shardwise.report.page.plots import PlotFrame, area_plot
-from shardwise.report.page.section import PageSection, SectionLook, cases_that_ran, is_chosen, section
+from shardwise.report.page.section import PageSection, cases_that_ran, is_chosen, section
 from shardwise.vocabulary.categories import CATEGORIES
 from shardwise.vocabulary.quantities import byte_unit, bytes_text, digits_in, error_text
 
@@ -34,7 +34,7 @@ def peak_section(bench: Bench) -> PageSection | None:
     limit = words = None
     if capacity is not None and capacity <= _FARTHEST * highest:
         highest = max(highest, capacity * 1.02)
-        limit = Limit(value=capacity, text=f"capacity {bytes_text(capacity)}")
+        limit = capacity, f"capacity {bytes_text(capacity)}"
     elif capacity is not None:
         share = max(case.peak_bytes for case in cases) / capacity
         words = small(f"The device has {bytes_text(capacity)} per rank: the highest peak is {share:.1%} of it.")
@@ -63,7 +63,7 @@ def peak_section(bench: Bench) -> PageSection | None:
             "as activations or other.",
         ),
         short="Memory",
-        look=SectionLook.HALF,
+        look="half",
     )
 
 

@@ -2,20 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from shardwise.bench.case_result import NOT_MEASURABLE, CaseResult
 from shardwise.bench.results import Bench
 from shardwise.report.page.markup import Child, Markup, element, join
 
-
-class SectionLook(Enum):
-    """The size of a section: the full width, half of it on a wide screen, or only the title until it is opened."""
-
-    WHOLE = "whole"
-    HALF = "half"
-    FOLDED = "folded"
+SectionLook = Literal["whole", "half", "folded"]
+"""The size of a section: the full width, half of it on a wide screen, or only the title until it is opened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +24,15 @@ class PageSection:
 
     def markup(self) -> Markup:
         heading = element("h2", self.title)
-        if self.look is SectionLook.FOLDED:
+        if self.look == "folded":
             inner = element("details", element("summary", heading), self.body)
         else:
             inner = join([heading, self.body])
-        return element("section", inner, id=self.anchor, class_=self.look.value)
+        return element("section", inner, id=self.anchor, class_=self.look)
 
 
 def section(
-    anchor: str, title: str, *body: Child, short: str | None = None, look: SectionLook = SectionLook.WHOLE
+    anchor: str, title: str, *body: Child, short: str | None = None, look: SectionLook = "whole"
 ) -> PageSection:
     return PageSection(anchor=anchor, title=title, short=short or title, body=join(body), look=look)
 

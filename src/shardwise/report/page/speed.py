@@ -9,7 +9,6 @@ from shardwise.report.page.bars import Bar, BarPiece, bar_chart, key
 from shardwise.report.page.markup import Markup, numbers_below, table
 from shardwise.report.page.section import (
     PageSection,
-    SectionLook,
     cases_that_ran,
     exposed_text,
     is_chosen,
@@ -40,7 +39,7 @@ def throughput_section(bench: Bench) -> PageSection | None:
             "in all runs, the whisker their interquartile range: two cases whose whiskers overlap cannot be ranked.",
         ),
         short="Throughput",
-        look=SectionLook.HALF,
+        look="half",
     )
 
 
@@ -73,7 +72,7 @@ def split_section(bench: Bench) -> PageSection | None:
             f"Where the two times overlap in their interquartile ranges, or the step is the shorter one, it is "
             f"{NOT_MEASURABLE}: the difference is noise.",
         ),
-        look=SectionLook.HALF,
+        look="half",
     )
 
 

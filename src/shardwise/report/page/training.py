@@ -9,7 +9,7 @@ from shardwise.report.page.axes import Tick, between, round_step
 from shardwise.report.page.bars import key
 from shardwise.report.page.markup import Markup, join, numbers_below, small, table
 from shardwise.report.page.plots import Curve, PlotFrame, curve_plot
-from shardwise.report.page.section import PageSection, SectionLook, cases_that_ran, section
+from shardwise.report.page.section import PageSection, cases_that_ran, section
 from shardwise.vocabulary.quantities import scientific
 
 _HEIGHT = 160
@@ -36,7 +36,7 @@ def loss_section(bench: Bench) -> PageSection | None:
             "The dashes take turns, so that every one of several equal curves shows.",
             what="Losses, gradient norms and dtypes",
         ),
-        look=SectionLook.HALF,
+        look="half",
     )
 
 

@@ -1,26 +1,21 @@
 """Draws the categories of memory as bars: a letter and a colour for each category."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from rich.text import Text
 
 from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, GATHERED, GRADS, OPTIM, OTHER, PARAMS, REDUCE
 
-STYLES: Mapping[str, str] = MappingProxyType(
-    {
-        PARAMS: "blue",
-        GATHERED: "cyan",
-        GRADS: "magenta",
-        REDUCE: "bright_magenta",
-        OPTIM: "green",
-        ACTIVATIONS: "yellow",
-        OTHER: "bright_black",
-    }
-)
-LETTERS: Mapping[str, str] = MappingProxyType(
-    {PARAMS: "P", GATHERED: "W", GRADS: "G", REDUCE: "R", OPTIM: "O", ACTIVATIONS: "A", OTHER: "x"}
-)
+STYLES: Mapping[str, str] = {
+    PARAMS: "blue",
+    GATHERED: "cyan",
+    GRADS: "magenta",
+    REDUCE: "bright_magenta",
+    OPTIM: "green",
+    ACTIVATIONS: "yellow",
+    OTHER: "bright_black",
+}
+LETTERS = {PARAMS: "P", GATHERED: "W", GRADS: "G", REDUCE: "R", OPTIM: "O", ACTIVATIONS: "A", OTHER: "x"}
 
 
 def bar(parts: Mapping[str, int], *, capacity: int, width: int) -> Text:

@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.bench.case_result import Happening
 from shardwise.report.page.axes import between, byte_ticks, round_step, ticks
-from shardwise.report.page.bars import Bar, BarPiece, Limit, bar_chart
+from shardwise.report.page.bars import Bar, BarPiece, bar_chart
 from shardwise.report.page.lanes import exposed_gaps, lane_chart, merged
 from shardwise.report.page.plots import Curve, PlotFrame, area_plot, curve_plot
 from shardwise.report.tape_spans import recorded_spans
@@ -36,7 +36,7 @@ def test_pieces_of_a_bar_follow_each_other_up_to_its_value() -> None:
         BarPiece(kind="optim", value=6, title="o"),
     ]
     bar = Bar(label="<b>", pieces=pieces, text="8", whisker=(7, 9), mark=(7.5, "predicted"))
-    drawn = bar_chart([bar], highest=10, ticks=[(0, "0")], describe="x", limit=Limit(value=9.5, text="capacity"))
+    drawn = bar_chart([bar], highest=10, ticks=[(0, "0")], describe="x", limit=(9.5, "capacity"))
     rects = re.findall(r'<rect x="(.*?)" y="4" width="(.*?)" height="17" class="(.*?)"><title>(.)</title>', drawn)
     assert rects == [("0%", "20%", "params", "p"), ("20%", "60%", "optim", "o")]
     assert '<line x1="75%" x2="75%" y1="0" y2="25" class="mark"><title>predicted</title>' in drawn
