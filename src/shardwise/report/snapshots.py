@@ -147,7 +147,8 @@ class RankState:
         name = operation.subject
         match operation.kind:
             case Kind.GATHER:
-                self.params[name] = Holding.ON_ITS_WAY
+                # In a group of one rank there is nothing to wait for.
+                self.params[name] = Holding.WHOLE if self.num_slices == 1 else Holding.ON_ITS_WAY
             case Kind.WAIT_GATHER:
                 self.params[name] = Holding.WHOLE
             case Kind.FREE:

@@ -83,6 +83,9 @@ def _check(operation: Operation, rank: RankState) -> None:
             kind is Kind.WAIT_SLICE
         ):
             raise WrongTape(f"the tape has {operation}, which is not being reduced")
+    elif kind is Kind.WAIT_GATHER and rank.num_slices == 1:
+        # In a group of one rank the gather is complete when it is issued.
+        return
     elif kind in _NEEDED and rank.units[name].num_params and rank.params[name] is not _NEEDED[kind]:
         raise WrongTape(f"the tape has {operation}, of which the ranks hold: {rank.params[name].value}")
     elif kind is Kind.FREE and rank.placements[name].params is not SHARDED:

@@ -131,7 +131,7 @@ def _owners(placement: Placement, *, mesh: Mesh) -> Iterator[str]:
     """Draw which rank has which slice of every unit when the optimizer runs."""
     num_ranks = mesh.num_ranks
     if num_ranks == 1:
-        yield "1 rank: its slice of a unit is all of it; gathers and reduces still happen"
+        yield "1 rank: its slice of a unit is all of it, and nothing is sent"
     elif mesh.replicate > 1:
         groups = f"{num_ranks} ranks in {mesh.replicate} groups"
         yield f"{groups}; what each has of every unit, in {mesh.shard} slices, at the update:"

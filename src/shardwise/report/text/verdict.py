@@ -28,7 +28,7 @@ def reasons(found: Recommendation) -> str:
             return "no recommendation: the memory of the device is not known"
         return "nothing fits"
     text = "; ".join(_clauses(found, best))
-    return f"{text}. {_runner_up(found.runner_up, best=best)}" if found.runner_up is not None else text
+    return f"{text}. {_runner_up(found.runner_up, found, best=best)}" if found.runner_up is not None else text
 
 
 def no_fit(way_out: Candidate | None, *, asked: Plan, strategies: Sequence[str], cluster: Cluster) -> str:
@@ -90,7 +90,7 @@ def _simpler(simpler: Simpler, *, best: Candidate) -> str:
     return f"{one.plan.strategy} is {1 - simpler.speed:.0%} slower{at_batch}"
 
 
-def _runner_up(runner_up: RunnerUp, *, best: Candidate) -> str:
+def _runner_up(runner_up: RunnerUp, found: Recommendation, *, best: Candidate) -> str:
     one, slower = runner_up.candidate, f"{1 - runner_up.speed:.0%} slower"
     name = name_of(one)
     match runner_up.condition:
@@ -104,7 +104,9 @@ def _runner_up(runner_up: RunnerUp, *, best: Candidate) -> str:
             return f"{name} would fit on devices of {fixed_text(runner_up.capacity_bytes, unit=GIB, places=0)}"
         case Condition.PREFERENCE:
             ahead = f"{runner_up.speed - 1:.0%}"
-            return f"{name} is {'equally fast' if ahead == '0%' else f'{ahead} faster'}; {name_of(best)} is simpler"
+            speed = "equally fast" if ahead == "0%" else f"{ahead} faster"
+            advantage = "has the smaller peak" if found.reason is Reason.SMALLEST_PEAK else "is simpler"
+            return f"{name} is {speed}; {name_of(best)} {advantage}"
         case Condition.LINKS:
             assert one.time is not None
             exposed = significant(one.time.exposed_comm_seconds)

@@ -203,3 +203,14 @@ def test_the_outline_of_a_model_has_the_units_of_the_model(name: str) -> None:
     real = model_spec(build_model(shape_of(name), device="meta"), name=name)
     assert drawn.call_order == real.call_order
     assert {unit: (params, 4 * params, buffers) for unit, (params, _, buffers) in sizes(drawn).items()} == sizes(real)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_that_is_alone_computes_with_whole_parameters(strategy: str) -> None:
+    lines = explain(PICTURE, strategy=strategy, num_ranks=1)
+    assert "1 rank: its slice of a unit is all of it, and nothing is sent" in lines
+    computes = [line for line in lines if line.startswith((" forward ", " backward "))]
+    for number, line in enumerate(computes):
+        params = line[31:].split()[:4]
+        unit = 0 if "(root)" in line else 1 + int(line.split()[1].rpartition(".")[2])
+        assert params[unit] == "█", (number, line)

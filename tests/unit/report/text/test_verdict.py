@@ -64,6 +64,12 @@ def test_a_simpler_plan_is_told_how_far_ahead_the_fastest_is(found: dict[str, Ca
     assert verdict(chosen, why=why) == f"Recommended: zero1, {why}."
 
 
+def test_the_smallest_peak_is_not_called_simpler(found: dict[str, Candidate]) -> None:
+    faster = RunnerUp(candidate=found["zero2"], speed=1.04, condition=Condition.PREFERENCE)
+    chosen = Recommendation(index=4, best=found["fsdp"], reason=Reason.SMALLEST_PEAK, runner_up=faster)
+    assert reasons(chosen).endswith(". zero2 is 4% faster; fsdp has the smaller peak")
+
+
 def test_what_is_too_large_says_what_it_needs_and_what_there_is(found: dict[str, Candidate]) -> None:
     large = replace(found["ddp"], memory=replace(found["ddp"].memory, device_bytes=150 * 2**30))
     chosen = Recommendation(
