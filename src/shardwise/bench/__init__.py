@@ -5,7 +5,7 @@ case.py             collects the runs of one case into a CaseResult (case_result
 equivalence.py      checks that all cases did the same training
 recommendation.py   chooses a case, from the spread of its times (spread.py) and its moving parts (moving_parts.py)
 prediction.py       asks the planner for the same cases
-results.py          the results as values and as JSON; results_form.py: checks that JSON
+results.py          the results as values and as JSON; results_form.py: reads and checks that JSON
 contestants.py      the engines, and which of them can run a case; modes.py: eager, captured or compiled
 run_files.py        the request and the result files of one run
 worker.py           one rank of a run, in this order: subject.py sets up the training, first_steps.py takes the steps

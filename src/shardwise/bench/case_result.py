@@ -11,7 +11,6 @@ from shardwise.vocabulary.span import Span
 
 NOT_MEASURABLE = "not measurable here"
 """Shown for exposed communication that is smaller than the spread of the two times it is computed from."""
-_DERIVED = ("exposed_seconds", "why_not_exposed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,33 +148,3 @@ class CaseResult:
             "exposed_seconds": self.exposed_seconds,
             "why_not_exposed": self.why_not_exposed,
         }
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> "CaseResult":
-        """Read data whose form was checked before (results_form.py)."""
-        row = {name: value for name, value in data.items() if name not in _DERIVED}
-        predicted = row["predicted"]
-        return cls(
-            **{
-                **row,
-                **{name: tuple(row[name]) for name in ("allocated_bytes", "reserved_bytes")},
-                **{name: tuple(map(float, row[name])) for name in ("losses", "grad_norms")},
-                "param_norms": {name: float(norm) for name, norm in row["param_norms"].items()},
-                **{
-                    name: None if row[name] is None else Spread(values=tuple(row[name]["values"]))
-                    for name in ("step_seconds", "silent_seconds", "first_step_seconds")
-                },
-                "dtypes": {name: tuple(seen) for name, seen in row["dtypes"].items()},
-                "ledgers": tuple(MemoryLedger.from_data(ledger) for ledger in row["ledgers"]),
-                "units": tuple(UnitOutline(**unit) for unit in row["units"]),
-                "buckets": {name: tuple(units) for name, units in row["buckets"].items()},
-                "tape": tuple(Happening(**dict(zip(Happening.__slots__, one, strict=True))) for one in row["tape"]),
-                "predicted": None if predicted is None else _predicted(predicted),
-            }
-        )
-
-
-def _predicted(data: Mapping[str, Any]) -> PredictedCase:
-    entries = tuple((label, parts) for label, parts in data["entries"])
-    spans = tuple(Span(*one) for one in data["spans"])
-    return PredictedCase(**{**data, "entries": entries, "spans": spans})

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.bench.case_result import CaseResult
-from shardwise.bench.results_form import check_bench
+from shardwise.bench.results_form import read_bench
 from shardwise.errors import ShardwiseError
 from shardwise.files.atomic import atomic_write
 from shardwise.files.form import WrongForm
@@ -96,22 +96,11 @@ class Bench:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "Bench":
-        """Read data whose form was checked before (results_form.py)."""
-        values = {name: value for name, value in data.items() if name != "format"}
-        equivalence = values["equivalence"]
-        return cls(
-            **{
-                **values,
-                "cases": tuple(CaseResult.from_data(row) for row in values["cases"]),
-                "scaling": tuple(values["scaling"]),
-                "equivalence": Equivalence(
-                    differences=tuple(
-                        Difference(**{**row, "excess": float(row["excess"])}) for row in equivalence["differences"]
-                    ),
-                    largest=float(equivalence["largest"]),
-                ),
-            }
-        )
+        """Read JSON types, or raise WrongForm."""
+        values = read_bench(data)
+        differences = tuple(Difference(**one) for one in values["equivalence"]["differences"])
+        equivalence = Equivalence(differences=differences, largest=values["equivalence"]["largest"])
+        return cls(**{**values, "equivalence": equivalence})
 
 
 def load_bench(folder: Path) -> Bench:
@@ -130,10 +119,9 @@ def load_bench(folder: Path) -> Bench:
         shown = found if isinstance(found, int) and abs(found) < 2**63 else f"{found!r:.40}"
         raise InvalidBench(f"{path}: is of format {shown}, and this Shardwise reads {_FORMAT}: run the bench again")
     try:
-        check_bench(data)
+        return Bench.from_data(data)
     except WrongForm as error:
         raise InvalidBench(f"{path}: is damaged: {error}; run the bench again") from error
-    return Bench.from_data(data)
 
 
 def _finite(data: Any) -> Any:

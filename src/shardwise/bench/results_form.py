@@ -1,12 +1,14 @@
-"""Checks the form of `bench.json`: the type and range of each value, and that values are consistent.
+"""Reads the values of `bench.json`, and checks the type and range of each, and that they are consistent.
 
-It is checked where a bench is read (results.py), so that tables and the page can rely on it.
+Tables and the page rely on it.
 """
 
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from shardwise.bench.case_result import CaseResult, Happening, PredictedCase, UnitOutline
+from shardwise.bench.spread import Spread
 from shardwise.errors import ShardwiseError
 from shardwise.files.form import (
     Form,
@@ -24,8 +26,9 @@ from shardwise.files.form import (
 )
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
+from shardwise.profile.memory_ledger import MemoryLedger
 from shardwise.vocabulary.categories import CATEGORIES
-from shardwise.vocabulary.span import QUEUES
+from shardwise.vocabulary.span import QUEUES, Span
 
 _MOST_RANKS = 2**24
 _COUNT = whole(least=0)
@@ -37,12 +40,13 @@ _ANY_NUMBER = Form(
         value in ("nan", "inf", "-inf")
         or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max)
     ),
+    read=lambda value, path: float(value),
 )
 _SECONDS = number(least=0, most=1e9)
 # Measured, and divided by.
 _TOOK = number(least=1e-12, most=1e9)
 _BYTES = table(_COUNT, keys=CATEGORIES)
-_SPREAD = optional(record(values=each(_TOOK, least=1)))
+_SPREAD = optional(record(values=each(_TOOK, least=1)).then(lambda values, path: Spread(**values)))
 
 _PREDICTED = record(
     allocated_bytes=_COUNT,
@@ -50,18 +54,25 @@ _PREDICTED = record(
     entries=each(row(string, _BYTES)),
     step_seconds=optional(_TOOK),
     exposed_seconds=optional(_SECONDS),
-    spans=each(row(one_of(QUEUES), string, _SECONDS, _SECONDS)),
-)
+    spans=each(row(one_of(QUEUES), string, _SECONDS, _SECONDS).then(lambda values, path: Span(*values))),
+).then(lambda values, path: PredictedCase(**values))
 
 _LEDGER = record(
     may_lack=("operations",),
     entries=each(row(string, _BYTES, optional(_COUNT)), least=1),
     at_rest=_BYTES,
     operations=each(row(string, _BYTES)),
-)
+).then(lambda values, path: MemoryLedger.from_data(values))
 
-_CASE = record(
-    may_lack=("why_not", "why_not_silent", "sent_bytes", "calls", "tape_seconds", "exposed_seconds", "why_not_exposed"),
+_UNIT = record(name=string, num_params=_COUNT, num_trained=_COUNT).then(lambda values, path: UnitOutline(**values))
+_HAPPENING = row(string, string, _COUNT, _SECONDS, _COUNT).then(
+    lambda values, path: Happening(**dict(zip(Happening.__slots__, values, strict=True)))
+)
+# Computed from other values, and written for readers of the file.
+_DERIVED = ("exposed_seconds", "why_not_exposed")
+
+CASE = record(
+    may_lack=("why_not", "why_not_silent", "sent_bytes", "calls", "tape_seconds", *_DERIVED),
     engine=string,
     strategy=string,
     why_not=string,
@@ -78,14 +89,14 @@ _CASE = record(
     ledgers=each(_LEDGER),
     sent_bytes=optional(_COUNT),
     calls=table(_COUNT),
-    units=each(record(name=string, num_params=_COUNT, num_trained=_COUNT)),
+    units=each(_UNIT),
     buckets=table(each(string, least=1)),
-    tape=each(row(string, string, _COUNT, _SECONDS, _COUNT)),
+    tape=each(_HAPPENING),
     tape_seconds=optional(_TOOK),
     exposed_seconds=optional(_SECONDS),
     why_not_exposed=string,
     predicted=optional(_PREDICTED),
-)
+).then(lambda values, path: CaseResult(**{name: value for name, value in values.items() if name not in _DERIVED}))
 
 # Written by report/text/costs.scaling_data; values that the page does not show are not checked.
 _SCALED = record(
@@ -111,7 +122,7 @@ _BENCH = record(
     step_tokens=optional(whole(least=1)),
     settings=table(anything),
     machine=table(anything),
-    cases=each(_CASE),
+    cases=each(CASE),
     equivalence=record(differences=each(record(case=string, text=string, excess=_ANY_NUMBER)), largest=_ANY_NUMBER),
     recommended=optional(_COUNT),
     why=string,
@@ -120,23 +131,26 @@ _BENCH = record(
 )
 
 
-def check_bench(data: Any) -> None:
-    """Raise `WrongForm`, with one line, if `data` is not a bench."""
-    _BENCH(data, "")
-    for problem in _at_odds(data):
+def read_bench(data: Any) -> dict[str, Any]:
+    """Return the values of a `Bench`, or raise `WrongForm`, with one line."""
+    values: dict[str, Any] = _BENCH(data, "")
+    for problem in _at_odds(values):
         raise WrongForm(problem)
+    del values["format"]
+    # With what the page does not show.
+    return values | {"scaling": tuple(data["scaling"])}
 
 
 def _at_odds(data: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is inconsistent between values."""
-    cases = data["cases"]
+    cases: tuple[CaseResult, ...] = data["cases"]
     if data["recommended"] is not None:
         if data["recommended"] >= len(cases):
             yield f"case {data['recommended']} of {len(cases)} is recommended"
-        elif cases[data["recommended"]]["step_seconds"] is None:
+        elif not cases[data["recommended"]].ran:
             yield f"case {data['recommended']} is recommended, which did not run"
     # A bench that has just begun has no samples yet.
-    if data["step_samples"] == 0 and any(case["step_seconds"] is not None for case in cases):
+    if data["step_samples"] == 0 and any(case.ran for case in cases):
         yield "step_samples is 0, though cases ran"
     for index, case in enumerate(cases):
         for problem in _case_at_odds(case):
@@ -153,11 +167,11 @@ def _at_odds(data: Mapping[str, Any]) -> Iterator[str]:
         yield f"settings: {error}"
 
 
-def _case_at_odds(case: Mapping[str, Any]) -> Iterator[str]:
-    units = [unit["name"] for unit in case["units"]]
+def _case_at_odds(case: CaseResult) -> Iterator[str]:
+    units = [unit.name for unit in case.units]
     if len(set(units)) < len(units):
         yield "two units have the same name"
-    for name, members in case["buckets"].items():
+    for name, members in case.buckets.items():
         unknown = [member for member in members if member not in units]
         if unknown:
             yield f"bucket {name!r} is of {unknown[0]!r}, which is no unit"

@@ -10,6 +10,7 @@ from report.sample_bench import sample_bench
 from shardwise.bench.case_peak import measured_ledger, peak_ledger, peak_parts
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import load_bench
+from shardwise.bench.results_form import CASE
 
 RESULTS = sorted((Path(__file__).parents[3] / "benchmarks" / "results").glob("bench_*.json"))
 
@@ -56,7 +57,7 @@ class TestExposed:
         assert noisy.exposed_seconds is None
         data = json.loads(json.dumps(noisy.to_data()))
         assert (data["exposed_seconds"], data["why_not_exposed"]) == (None, "not measurable here")
-        assert CaseResult.from_data(data) == noisy
+        assert CASE(data, "") == noisy
 
     def test_ranges_that_overlap_are_noise_too(self) -> None:
         case = ran(None)[0]
