@@ -22,8 +22,13 @@ FOLDER = ROOT / "tests" / "gpu"
 # Measured on one H200, in seconds: files are dealt to two halves by this. A file that is not here counts as 20.
 SECONDS = {
     "test_bench.py": 140,
+    "test_nccl.py": 145,
+    "test_captured_ranks.py": 130,
     "test_guarded_capture.py": 116,
+    "test_capture.py": 68,
     "test_compiled_memory.py": 39,
+    "test_survive_nccl.py": 30,
+    "test_graph_update.py": 30,
     "test_train_probe_cuda.py": 30,
 }
 

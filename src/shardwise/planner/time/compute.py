@@ -7,7 +7,7 @@ from types import MappingProxyType
 from shardwise.hardware import Device
 from shardwise.hardware.borrowed import kernel_model_of
 from shardwise.hardware.kernel_model import Kernel, attention, product, strided
-from shardwise.planner.time.queues import Work
+from shardwise.planner.time.queues import WorkSeconds
 from shardwise.spec.step import Op, Stream
 
 KERNELS: Mapping[str, str] = MappingProxyType(
@@ -141,7 +141,7 @@ def stream_seconds(
     recomputed: int = 0,
     fuses: bool = False,
     nodes_per_op: float = 1.0,
-) -> Work:
+) -> WorkSeconds:
     """Return the time of a stream's operations; the first `recomputed` ones are issued from Python in backward too.
 
     `nodes_per_op`: as for launch_seconds. `fuses`: compiled, so that a chain of memory-bound operations is one kernel.
@@ -166,8 +166,8 @@ def stream_seconds(
         launch, span = launch + again, span + again
     if device.name == "cpu":
         # One after the other: the CPU issues and computes.
-        return Work(launch + kernel, 0.0, launch + kernel)
-    return Work(launch, kernel, span)
+        return WorkSeconds(launch + kernel, 0.0, launch + kernel)
+    return WorkSeconds(launch, kernel, span)
 
 
 def _fused(works: Iterable[tuple[float, Kernel]], *, issue_seconds: float) -> Iterator[tuple[float, Kernel]]:

@@ -9,7 +9,7 @@ from shardwise.planner.job import Job
 from shardwise.planner.overhead import CAPTURED, Overhead
 from shardwise.planner.sizes import sizes_of
 from shardwise.planner.time.collective import rings_of
-from shardwise.planner.time.queues import COMPUTE, MARK, SEND, Instruction, Work
+from shardwise.planner.time.queues import COMPUTE, MARK, SEND, Instruction, WorkSeconds
 from shardwise.planner.time.time_executor import TimeExecutor
 from shardwise.planner.trace_order import Key, TracedStep, keys_in_order
 from shardwise.program import StepProgram, Trigger
@@ -26,7 +26,7 @@ class Schedule:
 
     first: tuple[Instruction, ...]
     last: tuple[Instruction, ...]
-    works: tuple[Work, ...]
+    works: tuple[WorkSeconds, ...]
     update: tuple[Instruction, ...]
 
 

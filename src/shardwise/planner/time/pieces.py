@@ -7,7 +7,7 @@ from shardwise.hardware import Device
 from shardwise.hardware.fit import ISSUED_BY_ITSELF
 from shardwise.planner.job import Job
 from shardwise.planner.time.compute import num_recomputed, stream_seconds
-from shardwise.planner.time.queues import Work
+from shardwise.planner.time.queues import WorkSeconds
 from shardwise.planner.ways import is_compiled
 from shardwise.spec import ModelSpec
 from shardwise.spec.law import Line
@@ -72,17 +72,17 @@ class Pieces:
     precision: str
     device: Device
     # Seconds of single streams, shared by all jobs of the model.
-    seen: dict[PieceKey, Work]
-    _works: dict[int, list[Work]] = field(default_factory=dict)
+    seen: dict[PieceKey, WorkSeconds]
+    _works: dict[int, list[WorkSeconds]] = field(default_factory=dict)
     _flops: Line | None = None
 
-    def works(self, batch: int) -> list[Work]:
+    def works(self, batch: int) -> list[WorkSeconds]:
         found = self._works.get(batch)
         if found is None:
             found = self._works[batch] = [self._work(piece, batch) for piece in self.pieces]
         return found
 
-    def _work(self, piece: ComputePiece, batch: int) -> Work:
+    def _work(self, piece: ComputePiece, batch: int) -> WorkSeconds:
         key = (id(piece.stream), piece.is_backward, piece.recomputed, batch, piece.is_fused, piece.nodes_per_op)
         if key not in self.seen:
             self.seen[key] = stream_seconds(
@@ -116,7 +116,7 @@ class Pieces:
 @lru_cache(maxsize=64)
 def _known(
     spec: ModelSpec, precision: str, device: Device
-) -> tuple[dict[tuple[PieceKey, ...], Pieces], dict[PieceKey, Work]]:
+) -> tuple[dict[tuple[PieceKey, ...], Pieces], dict[PieceKey, WorkSeconds]]:
     """Return the caches of pieces and of the seconds of single streams."""
     return {}, {}
 

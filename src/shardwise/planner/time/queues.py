@@ -33,7 +33,7 @@ class Instruction(NamedTuple):
     seconds: float = 0.0
 
 
-class Work(NamedTuple):
+class WorkSeconds(NamedTuple):
     """Seconds of operations that a CPU issues to a device, which runs them in order.
 
     launch   the CPU's time to issue them
@@ -76,7 +76,7 @@ class Queues:
     marked: QueueTimes = (0.0,) * 7
     spans: list[Span] | None = None
 
-    def run(self, instructions: Sequence[Instruction], works: Sequence[Work]) -> None:
+    def run(self, instructions: Sequence[Instruction], works: Sequence[WorkSeconds]) -> None:
         # Local variables, because this is the planner's hottest loop.
         cpu, compute, wire, fabric, exposed, sent, slowed = self.now()
         slowdown, is_host, ends, spans = self.slowdown, self.is_host, self.ends, self.spans

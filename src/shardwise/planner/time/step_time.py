@@ -13,7 +13,7 @@ from shardwise.planner.time.collective import can_link, rings_of
 from shardwise.planner.time.compute import can_time
 from shardwise.planner.time.instructions import Schedule, schedule_of
 from shardwise.planner.time.pieces import Pieces, timed_pieces
-from shardwise.planner.time.queues import Queues, Work
+from shardwise.planner.time.queues import Queues, WorkSeconds
 from shardwise.planner.time.straggler import straggler_share
 from shardwise.planner.traffic import sent_bytes
 from shardwise.spec import ModelSpec
@@ -167,10 +167,10 @@ def timed_job(job: Job) -> Job:
     return job.unshortened if any(len(bucket.units) > 1 for bucket in job.program.buckets) else job
 
 
-def _works(prepared: _Prepared, *, batch: int) -> list[Work]:
+def _works(prepared: _Prepared, *, batch: int) -> list[WorkSeconds]:
     pieces = prepared.pieces.works(batch)
     if prepared.job.plan.captures:
-        pieces = [Work(0.0, kernel, kernel) for _, kernel, _ in pieces]
+        pieces = [WorkSeconds(0.0, kernel, kernel) for _, kernel, _ in pieces]
     return [*pieces, *prepared.schedule.works]
 
 
@@ -192,7 +192,7 @@ def _steady(prepared: _Prepared, *, batch: int, records: bool = False) -> tuple[
     return queues, max(device_seconds, cpu_seconds), cpu_seconds
 
 
-def _queues(prepared: _Prepared, works: list[Work], *, cpu: float, records: bool = False) -> Queues:
+def _queues(prepared: _Prepared, works: list[WorkSeconds], *, cpu: float, records: bool = False) -> Queues:
     """Run one step from time 0, with what the previous step left on the wire."""
     is_host = prepared.cluster.device.torch_type == "cpu"
     queues = Queues(slowdown=HOST_SLOWDOWN if is_host else SLOWDOWN, is_host=is_host, cpu=cpu)
@@ -204,7 +204,7 @@ def _queues(prepared: _Prepared, works: list[Work], *, cpu: float, records: bool
     return queues
 
 
-def _run_step(queues: Queues, *, schedule: Schedule, works: list[Work], plan: Plan) -> None:
+def _run_step(queues: Queues, *, schedule: Schedule, works: list[WorkSeconds], plan: Plan) -> None:
     """Run all passes; those between the second and the last take as long as the second."""
     if plan.captures:
         queues.cpu += GRAPH_LAUNCH_SECONDS

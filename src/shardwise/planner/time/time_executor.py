@@ -13,7 +13,7 @@ from shardwise.planner.sizes import MASTER_BYTES, UnitSizes
 from shardwise.planner.time.collective import Ring, Rings
 from shardwise.planner.time.compute import copy_seconds, update_seconds
 from shardwise.planner.time.muon_update import muon_seconds
-from shardwise.planner.time.queues import CALL, COMPUTE, SEND, WAIT, Instruction, Work
+from shardwise.planner.time.queues import CALL, COMPUTE, SEND, WAIT, Instruction, WorkSeconds
 from shardwise.planner.whole_matrices import matrix_sizes
 from shardwise.program import Kind, Operation, Row, Trigger
 from shardwise.program.compiled_program import Action
@@ -43,7 +43,7 @@ class TimeExecutor:
     overhead: Overhead
     num_pieces: int
     members: Mapping[str, tuple[str, ...]]
-    works: list[Work] = field(default_factory=list)
+    works: list[WorkSeconds] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     ready: set[str] = field(default_factory=set)
     _called: set[str] = field(default_factory=set)
@@ -191,7 +191,7 @@ class TimeExecutor:
         if self.cluster.device.name == "cpu":
             # The CPU issues and computes.
             launch, kernel = launch + kernel, 0.0
-        self.works.append(Work(launch, kernel, launch + kernel))
+        self.works.append(WorkSeconds(launch, kernel, launch + kernel))
         return Instruction(COMPUTE, name, self.num_pieces + len(self.works) - 1)
 
     def _slice_copied(self, name: str, num_bytes: int, *, elements: int) -> float:
