@@ -21,7 +21,7 @@ def do_nothing() -> None:
 
 
 class _Unit(NamedTuple):
-    """A unit, of which the planner has nothing but the name."""
+    """A unit by its name, which is all that the cursor needs."""
 
     name: str
 
