@@ -20,12 +20,12 @@ from typing import Any
 
 import measuring
 import torch
-import torch.distributed as dist
 from hugging_face_models import MODELS, build
 from measuring import RESULTS
 
 import shardwise
 from shardwise import Plan
+from shardwise.comm.absent import AbsentCollectives
 from shardwise.torch_engine.prepare import prepare_on_torch
 
 # Models that the host bounds are compared with more engines.
@@ -39,15 +39,20 @@ ENGINES = {
 # Of step times.
 RATIOS = (
     *(("default", "accelerate"), ("default", "torch_ddp"), ("fsdp", "fully_shard"), ("ddp", "torch_ddp")),
-    *(("default ddp", "accelerate"), ("default ddp", "torch_ddp"), ("fsdp", "accelerate")),
+    *(("default ddp", "accelerate"), ("default ddp", "torch_ddp"), ("fsdp", "accelerate"), ("default", "fully_shard")),
     *((f"default{words}", "accelerate") for words in (" lean", " ddp lean", " ddp lean compiled")),
 )
 # Replays 1 and 10 are compared with ordinary steps.
 WARM_UP = 15
 
 
-def step_of(engine: str, model: Any, *, say: Callable[[str], None]) -> Callable[[Any, Any], Any]:
-    """Return a training step of the model under an engine, which is given tokens and a mask, and returns the loss."""
+def step_of(
+    engine: str, model: Any, *, say: Callable[[str], None], collectives: AbsentCollectives | None = None
+) -> Callable[[Any, Any], Any]:
+    """Return a training step of the model under an engine, which is given tokens and a mask, and returns the loss.
+
+    `collectives`: those of a rehearsal.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     backward: Callable[[Any], None] = torch.Tensor.backward
@@ -65,7 +70,7 @@ def step_of(engine: str, model: Any, *, say: Callable[[str], None]) -> Callable[
             compile="inductor" if "compiled" in words else "none",
             capture="auto" if "default" in words else "off",
         )
-        shardwise.prepare(model, optimizer, plan)
+        shardwise.prepare(model, optimizer, plan, collectives=collectives)
         if "lean" in words:
             shardwise.lean_loss(model)
 
@@ -93,7 +98,13 @@ def on_accelerate(model: Any, optimizer: Any, *, checkpointing: bool = False) ->
     return model, optimizer, accelerator.backward
 
 
-def measure(make: Callable[[], tuple[Any, Any, Any]], *, engines: Sequence[str], blocks: int) -> dict[str, Any]:
+def measure(
+    make: Callable[[], tuple[Any, Any, Any]],
+    *,
+    engines: Sequence[str],
+    blocks: int,
+    collectives: AbsentCollectives | None = None,
+) -> dict[str, Any]:
     """Measure all engines in turn. `make`: returns a model, tokens and a mask."""
     said: list[str] = []
     steps, losses, most, failed = {}, {}, {}, {}
@@ -102,7 +113,7 @@ def measure(make: Callable[[], tuple[Any, Any, Any]], *, engines: Sequence[str],
         held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         try:
             model, *batch = make()
-            step = step_of(engine, model, say=said.append)
+            step = step_of(engine, model, say=said.append, collectives=collectives)
             losses[engine] = [step(*batch).item() for _ in range(WARM_UP)]
         except Exception as error:
             failed[engine] = measuring.one_line(error)
@@ -140,11 +151,11 @@ def main() -> None:
     out = RESULTS / "hugging_face_peers_h200.json"
     asked = measuring.options(__doc__, models=list(MODELS), engines=[], blocks=5, out=out, here="")
     if asked.here:
-        measuring.join_alone("cuda")
         engines = asked.engines or ENGINES[asked.here]
-        row = measure(lambda: build(asked.here), engines=engines, blocks=asked.blocks)
-        measuring.tell({"model": asked.here, **row})
-        dist.destroy_process_group()
+        with measuring.job("cuda"):
+            measuring.tell(
+                {"model": asked.here, **measure(lambda: build(asked.here), engines=engines, blocks=asked.blocks)}
+            )
         return
     rows = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
     for name in asked.models:

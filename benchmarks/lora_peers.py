@@ -1,20 +1,20 @@
 """Adapters on a frozen base under our engine and others, in turn, on one GPU: `python benchmarks/lora_peers.py`.
 
 Llama-1B with random weights in bf16, rank-16 adapters of PEFT on all linear layers, 4 × 1024 tokens, bf16, fused AdamW,
-one NCCL rank. Engines are those of hugging_face_peers.py. Writes benchmarks/results/lora_peers_h200.json; `--tiny` runs
-a small model on the CPU, to try this out.
+one NCCL rank; with `--ranks 8 --engines default fsdp fully_shard`, rank 0 of 8 in rehearsal. Engines are those of
+hugging_face_peers.py. Writes benchmarks/results/lora_peers_h200.json; `--tiny` runs a small model on the CPU.
 
     step_seconds   medians of blocks of steps, which alternate between the engines
     peak_bytes     the most that an engine had allocated, besides what those before it hold
 """
 
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from hugging_face_models import TINY, make_model
 from hugging_face_peers import measure, show
-from measuring import RESULTS, circumstances, join_alone, options, write
+from measuring import RESULTS, circumstances, job, options, write_part
 
 _CAPTURED = ("default", "default ddp", "default lean", "default ddp lean", "default ddp lean compiled")
 ENGINES = (*_CAPTURED, "fsdp", "ddp", "accelerate", "torch_ddp")
@@ -36,12 +36,14 @@ def build(*, tiny: bool) -> tuple[Any, Any, Any]:
 
 
 def main() -> None:
-    asked = options(__doc__, engines=ENGINES, blocks=7, tiny=False, out=RESULTS / "lora_peers_h200.json")
-    join_alone("cpu" if asked.tiny else "cuda")
-    row = measure(lambda: build(tiny=asked.tiny), engines=asked.engines, blocks=asked.blocks)
-    dist.destroy_process_group()
+    out = RESULTS / "lora_peers_h200.json"
+    asked = options(__doc__, engines=ENGINES, blocks=7, ranks=1, tiny=False, out=out)
+    with job("cpu" if asked.tiny else "cuda", num_ranks=asked.ranks) as collectives:
+        build_model = partial(build, tiny=asked.tiny)
+        row = measure(build_model, engines=asked.engines, blocks=asked.blocks, collectives=collectives)
     show("llama-1b with adapters", row)
-    write(None if asked.tiny else asked.out, {**circumstances(), "rows": [row]})
+    part = "one_rank" if asked.ranks == 1 else f"rank_0_of_{asked.ranks}"
+    write_part(None if asked.tiny else asked.out, part, {**circumstances(), "rows": [row]})
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from shardwise.comm.absent import AbsentCollectives, absent_group
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # A block of steps lasts about so long.
@@ -86,6 +88,21 @@ def write_part(path: Path | None, part: str, data: Any) -> None:
     """Write one part of a file, by its name; the others stay."""
     known = json.loads(path.read_text()) if path is not None and path.exists() else {}
     write(path, {**known, part: data})
+
+
+@contextmanager
+def job(device: str, *, num_ranks: int = 1) -> Iterator[AbsentCollectives | None]:
+    """Be the only rank of a job, or rank 0 of several whose other ranks are absent.
+
+    Yields the collectives of the absent ranks for `prepare`, None for a job of one rank.
+    """
+    if num_ranks > 1:
+        with absent_group(num_ranks):
+            yield AbsentCollectives()
+        return
+    join_alone(device)
+    yield None
+    dist.destroy_process_group()
 
 
 def join_alone(device: str) -> None:

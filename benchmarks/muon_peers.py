@@ -2,7 +2,8 @@
 
 States, on a CPU: bytes of optimizer state on rank 0 of 1, 2, 4 and 8, each a rehearsal of that rank without the others,
 by strategy. Steps, on one GPU and one NCCL rank: GPT-124M, 4 × 1024 tokens, bf16; blocks of steps under our engine and
-under torch's DDP alternate. Writes benchmarks/results/muon_peers.json. `--tiny`: a small model, on the CPU alone.
+under torch's DDP alternate; with `--ranks 8`, steps of rank 0 of 8 in rehearsal. Writes
+benchmarks/results/muon_peers.json. `--tiny`: a small model, on the CPU alone.
 """
 
 import argparse
@@ -12,13 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from measuring import RESULTS, circumstances, in_turn, join_alone, median_ratio, write
+from measuring import RESULTS, circumstances, in_turn, job, median_ratio, write
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
 from shardwise import Plan
-from shardwise.comm.absent import AbsentCollectives, absent_group
+from shardwise.comm.absent import AbsentCollectives, absent_group, leave_out_reduce
 from shardwise.tasks import Task, load_task
 
 OUT = RESULTS / "muon_peers.json"
@@ -69,8 +70,9 @@ def measure_states(model: str) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_steps(model: str, *, seq: int, samples: int, device: str, blocks: int) -> dict[str, Any]:
-    join_alone(device)
+def measure_steps(
+    model: str, *, seq: int, samples: int, device: str, blocks: int, collectives: AbsentCollectives | None
+) -> dict[str, Any]:
     steps, losses = {}, {}
     for engine in (*STRATEGIES, "torch DDP"):
         torch.manual_seed(0)
@@ -78,16 +80,17 @@ def measure_steps(model: str, *, seq: int, samples: int, device: str, blocks: in
         made, batch = optimizers(task.model), task.make_batch(samples)
         if engine == "torch DDP":
             wrapped = DistributedDataParallel(task.model)
+            if collectives:
+                leave_out_reduce(wrapped)
             plain = stepping(task, wrapped, made, batch=batch)
             step = torch.autocast(device, torch.bfloat16)(plain)
         else:
             plan = Plan(strategy=engine, precision="bf16", capture="off")
-            prepared, _ = shardwise.prepare(task.model, made, plan)
+            prepared, _ = shardwise.prepare(task.model, made, plan, collectives=collectives)
             step = stepping(task, prepared, made, batch=batch)
         losses[engine] = [step().item() for _ in range(WARM_UP)]
         steps[engine] = step
     seconds = in_turn(steps, blocks=blocks)
-    torch.distributed.destroy_process_group()
     ratios = {engine: median_ratio(found, seconds["torch DDP"]) for engine, found in seconds.items()}
     for engine, found in seconds.items():
         print(f"{engine:10} {1e3 * statistics.median(found):8.2f} ms, {ratios[engine]:.3f} of torch's DDP", flush=True)
@@ -98,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", nargs="?", choices=("states", "steps", "both"), default="both")
     parser.add_argument("--blocks", type=int, default=7)
+    parser.add_argument("--ranks", type=int, default=1, help="steps of rank 0 of so many, in rehearsal")
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args()
     model = "gpt-tiny" if asked.tiny else "gpt2-124m"
@@ -106,7 +110,10 @@ def main() -> None:
         found["states"] = measure_states(model)
     if asked.action != "states":
         size = {"seq": 16, "samples": 2} if asked.tiny else {"seq": 1024, "samples": 4}
-        found["steps"] = measure_steps(model, **size, device="cpu" if asked.tiny else "cuda", blocks=asked.blocks)
+        device = "cpu" if asked.tiny else "cuda"
+        with job(device, num_ranks=asked.ranks) as collectives:
+            key = "steps" if asked.ranks == 1 else f"steps_of_rank_0_of_{asked.ranks}"
+            found[key] = measure_steps(model, **size, device=device, blocks=asked.blocks, collectives=collectives)
     write(None if asked.tiny else OUT, {**found, **circumstances()})
 
 

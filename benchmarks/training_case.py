@@ -32,6 +32,7 @@ class Case:
     precision: str = "bf16"
     recompute: str = "none"
     capture: str = "off"
+    compile: str = "none"
     optimizer: str = "adamw-fused"
 
     def __str__(self) -> str:
@@ -58,6 +59,7 @@ class Case:
             recompute=recompute,
             engine=self.engine,
             capture=self.capture,
+            compile=self.compile,
         )
 
     def as_data(self) -> dict[str, Any]:

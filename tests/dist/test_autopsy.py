@@ -81,7 +81,7 @@ def test_a_rank_that_was_stopped_is_named_with_what_the_other_waits_in(tmp_path:
 def test_a_rank_whose_own_code_holds_it_up_is_named_with_what_it_should_do_next(tmp_path: Path) -> None:
     finding = left_by("data", tmp_path, strategy="zero2")
     assert (finding.kind, finding.ranks, finding.group) == (STOPPED, (1,), "reduce")
-    assert "rank 1 stopped after reduce blocks.0 of 320 elements (number 12) and did not come to reduce blocks.3" in (
+    assert "rank 1 stopped after reduce blocks.0 of 320 elements (number 16) and did not come to reduce blocks.3" in (
         finding.text
     )
     assert (

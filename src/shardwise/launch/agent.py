@@ -32,8 +32,9 @@ from shardwise.launch.failure import LAST_WORDS_SECONDS, LOG, Failure, ended, fi
 from shardwise.launch.rank_process import LAUNCHER
 
 _MONITOR_SECONDS = 0.05
-# How long ranks that lost a peer have to write a record before the job ends.
-_RECORD_SECONDS = 1.0
+# How long ranks that lose a peer have to write a record before the job ends. They notice when the failed rank's process
+# exits, which may take all of its last words.
+_RECORD_SECONDS = LAST_WORDS_SECONDS + 1.0
 # A killed process ends within milliseconds, unless the kernel blocks it (a hung disk or driver).
 _KILL_SECONDS = 5.0
 
