@@ -50,10 +50,11 @@ class Runner:
         self.root = units[ROOT]
         self.limit_seconds = 60.0
         self.flags = UsedFlags(units.values(), setting=setting)
+        self._send_buffers = partial(broadcast_buffers, model, setting=setting)
         self.executor = EngineExecutor(
             units,
             flags=self.flags,
-            broadcast_buffers=partial(broadcast_buffers, model, setting=setting),
+            broadcast_buffers=self._broadcast_buffers,
             serve=self.serve,
             tape=setting.tape,
         )
@@ -102,6 +103,11 @@ class Runner:
         self.cursor.before_forward(unit, unit.call)
         unit.calls += 1
         return unit.call
+
+    def _broadcast_buffers(self) -> None:
+        """Send rank 0's buffers, but not between two forwards of one backward: autograd may have saved the old ones."""
+        if self.forwards <= 1:
+            self._send_buffers()
 
     def awaits(self, unit: Unit) -> bool:
         """Where nothing is sharded, only to begin a backward: before autograd adds to averages that `p.grad` shows."""

@@ -1,0 +1,58 @@
+"""`python tests/fuzz [--ranks N] [--seeds FROM:TO]`: tries random compositions until stopped, or all of these seeds.
+
+Prints a case that fails, cut down, with the command that repeats it; at the end counts, and the pairs of features that
+were tried together.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from itertools import combinations, count
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "dist"), str(Path(__file__).parents[1])]
+
+from compositions import draw_case
+from outcomes import cut_down, outcomes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seeds", default="0:", help="FROM:TO; without TO, until stopped")
+    parser.add_argument("--no-cut", action="store_true", help="print failing cases as they were drawn")
+    asked = parser.parse_args()
+    first, _, last = asked.seeds.partition(":")
+    seeds = range(int(first), int(last)) if last else count(int(first))
+    kinds: Counter[str] = Counter()
+    refusals: Counter[str] = Counter()
+    pairs: Counter[tuple[str, str]] = Counter()
+    began = time.monotonic()
+    try:
+        for start in seeds if not last else range(seeds.start, seeds.stop, 25):
+            if not last and (start - int(first)) % 25:
+                continue
+            stop = min(start + 25, seeds.stop) if last else start + 25
+            cases = [draw_case(seed, num_ranks=asked.ranks) for seed in range(start, stop)]
+            for case, found in outcomes(cases, num_ranks=asked.ranks):
+                kinds[found.kind] += 1
+                pairs.update(combinations(sorted(case.features()), 2))
+                if found.kind == "refused":
+                    refusals[found.line.split(": ", 1)[-1][:90]] += 1
+                if found.kind == "failed":
+                    print(f"FAILED seed {case.seed}: {found.line}", flush=True)
+                    if not asked.no_cut:
+                        case, found = cut_down(case, num_ranks=asked.ranks)
+                        print(f"{case}\n  {found.line}\n", flush=True)
+    except KeyboardInterrupt:
+        pass
+    seconds = time.monotonic() - began
+    print(f"{dict(kinds)} in {seconds:.0f} s, {sum(kinds.values()) / seconds:.1f} cases per second, {len(pairs)} pairs")
+    for line, number in refusals.most_common(20):
+        print(f"{number:5d} {line}")
+    return 1 if kinds["failed"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,84 @@
+"""Random plans, drawn from the keys of `Plan` itself: a new key must be listed here, or `test_every_key_is_drawn` fails."""
+
+from dataclasses import fields
+from random import Random
+from typing import Any
+
+from torch import nn
+
+from shardwise.engine.plan_change.replan import _FIXED
+from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.patterns import unmatched
+from shardwise.plan.placement import STRATEGIES
+from shardwise.units import unit_modules
+
+# Keys that are not drawn, with the reason.
+LEFT_OUT = {
+    "micro_batch": "the planner's",
+    "accumulate": "a default of `shardwise train`; here a step says how many passes it has",
+    "compile": "compiling takes seconds",
+    "capture": "needs a GPU",
+    "engine": "the oracle is plain torch",
+    "owned": "needs an optimizer that steps whole parameters",
+    "precision": "drawn by `draw_case`: other dtypes have another oracle",
+    "reduce_dtype": "drawn with the precision",
+    "keep_fp32": "drawn with the precision",
+}
+# Values by key; the default comes first, and is drawn half of the time.
+VALUES: dict[str, list[Any]] = {
+    "strategy": list(STRATEGIES),
+    "units": ["auto", "none", "leaf", "min-params:20"],
+    "accumulate_reduced": [False, True],
+    "recompute": ["none", "full", "selective"],
+    "offload_activations": [False, True],
+    "offload_states": [False, True],
+    "prefetch": [1, 0, 3],
+    "reduces_in_flight": [1, 2],
+    "bucket_bytes": [25 * 2**20, 1, 100],
+    "dynamic": [False, True],
+    "collectives": ["backend", "ring"],
+}
+# Keys whose values depend on the model or the number of ranks.
+DRAWN_HERE = ("overrides", "recompute_overrides", "mesh")
+
+
+def unlisted() -> set[str]:
+    """Return the keys of a plan that are neither drawn nor left out."""
+    return {field.name for field in fields(Plan)} - {*VALUES, *DRAWN_HERE, *LEFT_OUT}
+
+
+def draw_plan(random: Random, *, num_parts: int, num_ranks: int, like: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the keys of a plan. `like`: a plan to which `replan` may change from this one."""
+    plan: dict[str, Any] = {"strategy": random.choice(VALUES["strategy"])}
+    for name, values in VALUES.items():
+        if name != "strategy" and random.random() < 0.3:
+            plan[name] = random.choice(values)
+    patterns = [f"parts.{number}" for number in range(num_parts)]
+    if random.random() < 0.3:
+        plan["overrides"] = {random.choice(["(root)", *patterns]): random.choice(VALUES["strategy"])}
+    if random.random() < 0.2:
+        plan["recompute_overrides"] = {random.choice(patterns): random.choice(VALUES["recompute"])}
+    if random.random() < 0.2:
+        plan["mesh"] = [num_ranks, 1] if random.random() < 0.5 else [1, num_ranks]
+    if like is not None:
+        plan = {name: value for name, value in plan.items() if name not in _FIXED}
+        plan |= {name: value for name, value in like.items() if name in _FIXED}
+    return plan
+
+
+def as_plan(keys: dict[str, Any], *, model: nn.Module) -> Plan:
+    """Return the plan for a model, without patterns that match none of its units: those are refused."""
+    names = list(unit_modules(model, policy=keys.get("units", "auto")))
+    found = dict(keys)
+    for key in ("overrides", "recompute_overrides"):
+        given = keys.get(key, {})
+        found[key] = {name: value for name, value in given.items() if name not in unmatched(given, names)}
+    if "mesh" in keys:
+        found["mesh"] = Mesh(replicate=keys["mesh"][0], shard=keys["mesh"][1])
+    return Plan(**found)
+
+
+def features(keys: dict[str, Any]) -> set[str]:
+    """Return the features of a plan: each key with its value; patterns count by the key alone."""
+    return {name if name in DRAWN_HERE else f"{name} {value}" for name, value in keys.items()}

@@ -1,0 +1,205 @@
+"""Runs cases on ranks, compares them with the oracle, and cuts a failing case down to a small one.
+
+equal      all that was observed is what one process gives
+refused    a ShardwiseError, the same event on all ranks; events that change no training are left out, and the rest
+           is compared: a refusal leaves everything as it was
+failed     a difference, any other error, a hang, a signal
+"""
+
+import gc
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from compositions import Case, Event
+from ranks import RankFailed, run_ranks
+from worlds import OneProcess, Rank
+
+from shardwise.errors import ShardwiseError
+
+TIMEOUT_SECONDS = 20.0
+# Of float64 results, relative to the largest value of each tensor, as DESIGN has it for AdamW.
+BOUND = 1e-10
+# An error inside of these ends the training; after one in any other event it continues.
+_TRAINING = ("step", "drop a forward", "grad norms", "evaluate")
+
+
+_END = Event(kind="end")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """`kind`: equal, refused or failed. `at`: the event; -1 is prepare, the number of events the end."""
+
+    kind: str
+    at: int = 0
+    line: str = ""
+
+
+def run_case(rank: int, case: Case) -> Outcome:
+    """The body of a rank: the case in a job, then in one process, compared event by event."""
+    num_ranks = dist.get_world_size()
+    observed: list[dict[str, Any] | Exception] = []
+    try:
+        world = Rank(case, num_ranks=num_ranks)
+    except ShardwiseError as error:
+        return Outcome(kind="refused", at=-1, line=str(error))
+    for event in (*case.events, _END):
+        try:
+            observed.append(world.do(event))
+        except Exception as error:
+            observed.append(error)
+            if event.kind in _TRAINING or not isinstance(error, ShardwiseError):
+                break
+    return compare(case, observed, rank=rank, num_ranks=num_ranks)
+
+
+def compare(case: Case, observed: list[dict[str, Any] | Exception], *, rank: int, num_ranks: int) -> Outcome:
+    """Compare with one process. Events that were refused are left out there; what torch itself refuses is right."""
+    oracle = OneProcess(case, num_ranks=num_ranks, rank=rank)
+    refused: Outcome | None = None
+    for at, (event, found) in enumerate(zip((*case.events, _END), observed, strict=False)):
+        if isinstance(found, ShardwiseError):
+            refused = refused or Outcome(kind="refused", at=at, line=f"{event}: {found}")
+            continue
+        try:
+            expected = oracle.do(event)
+        except RuntimeError as error:
+            if isinstance(found, RuntimeError):
+                return refused or Outcome(kind="equal")
+            return Outcome(kind="failed", at=at, line=f"{event}: torch itself raises {str(error)[:150]}")
+        if isinstance(found, Exception):
+            raise found
+        for label in sorted(expected.keys() | found.keys()):
+            said = difference(found.get(label), expected.get(label), double=case.double or label == "norms")
+            if said:
+                return Outcome(kind="failed", at=at, line=f"{event} differs in {label}: {said}")
+    return refused or Outcome(kind="equal")
+
+
+def difference(found: Any, expected: Any, *, double: bool) -> str:
+    """Describe how two values differ; "" if they are equal, or with `double` within the bound."""
+    if isinstance(expected, dict):
+        names = (name for name in expected.keys() | found.keys())
+        each = ((name, difference(found.get(name), expected.get(name), double=double)) for name in sorted(names))
+        return next((f"{name}: {said}" for name, said in each if said), "")
+    if (found is None) != (expected is None):
+        return f"{found} instead of {expected}"
+    ours, theirs = torch.as_tensor(found), torch.as_tensor(expected)
+    if ours.shape != theirs.shape:
+        return f"shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}"
+    if torch.equal(ours, theirs) or not theirs.numel():
+        return ""
+    largest = (ours.double() - theirs.double()).abs().max().item()
+    scale = max(theirs.double().abs().max().item(), 1e-3)
+    # The norms that `grad_norms` returns of fp32 gradients are added up in another order than torch's.
+    bound = BOUND if ours.dtype == torch.float64 and not isinstance(found, float) else 1e-6
+    return "" if double and largest <= bound * scale else f"off by {largest:.3g} of {scale:.3g}"
+
+
+def run_cases(rank: int, cases: Sequence[Case]) -> list[Outcome]:
+    """The body of a rank for several cases, one after the other."""
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for case in cases:
+            found.append(run_case(rank, case))
+            gc.collect()
+    return found
+
+
+def outcomes(cases: Sequence[Case], *, num_ranks: int, chunk: int = 25) -> Iterator[tuple[Case, Outcome]]:
+    """Yield each case with its outcome. Cases share a job; where one fails in it, those of its chunk run one by one."""
+    for start in range(0, len(cases), chunk):
+        part = cases[start : start + chunk]
+        try:
+            rows = run_ranks(run_cases, num_ranks=num_ranks, args=(part,), timeout_seconds=TIMEOUT_SECONDS * 2)
+        except RankFailed:
+            yield from ((case, outcome(case, num_ranks=num_ranks)) for case in part)
+            continue
+        yield from zip(part, (agreed(row) for row in zip(*rows, strict=True)), strict=True)
+
+
+def outcome(case: Case, *, num_ranks: int) -> Outcome:
+    """Return the outcome of one case, in a job of its own if it fails."""
+    try:
+        rows = run_ranks(run_cases, num_ranks=num_ranks, args=([case],), timeout_seconds=TIMEOUT_SECONDS)
+    except RankFailed as error:
+        text = str(error).split("\n---")[0]
+        # The last line of a traceback that is not indented.
+        said = [line for line in text.splitlines() if line and line[0] not in " ^"]
+        return Outcome(kind="failed", at=-2, line=said[-1][:300])
+    return agreed([row[0] for row in rows])
+
+
+def agreed(ranks: Sequence[Outcome]) -> Outcome:
+    """Return the outcome of all ranks: a failure if any failed, or if they were refused at different events."""
+    failed = [one for one in ranks if one.kind == "failed"]
+    if failed:
+        return failed[0]
+    if len({(one.kind, one.at) for one in ranks}) > 1:
+        said = "; ".join(f"rank {rank} {one.kind} at {one.at} {one.line}" for rank, one in enumerate(ranks))
+        return Outcome(kind="failed", at=ranks[0].at, line=f"ranks differ: {said}")
+    return ranks[0]
+
+
+def cut_down(case: Case, *, num_ranks: int, most: int = 200) -> tuple[Case, Outcome]:
+    """Return a smaller case that still fails: without events, parts, keys of the plan and settings that do not matter."""
+    found = outcome(case, num_ranks=num_ranks)
+    tries = 0
+    smaller = True
+    while smaller and tries < most:
+        smaller = False
+        for candidate in simpler(case):
+            tries += 1
+            result = outcome(candidate, num_ranks=num_ranks)
+            if result.kind == "failed" and _way(result) == _way(found):
+                case, found, smaller = candidate, result, True
+                break
+    return case, found
+
+
+def _way(found: Outcome) -> str:
+    """Return in which way a case failed: a hang, a difference, or the name of an error."""
+    return next(
+        (word for word in ("did not come back", "differs", "ranks differ") if word in found.line), found.line[:25]
+    )
+
+
+def simpler(case: Case) -> Iterator[Case]:
+    """Yield cases with one thing less."""
+    for at in range(len(case.events)):
+        if len(case.events) > 1:
+            yield replace(case, events=(*case.events[:at], *case.events[at + 1 :]))
+    for at in range(len(case.parts)):
+        touched = [event for event in case.events if event.settings.get("part", -1) >= at]
+        tied = at == 0 and any(part.tied for part in case.parts)
+        if len(case.parts) > 1 and not touched and not tied:
+            yield replace(case, parts=(*case.parts[:at], *case.parts[at + 1 :]))
+    for name in case.plan:
+        if name != "strategy":
+            yield replace(case, plan={key: value for key, value in case.plan.items() if key != name})
+    for at, event in enumerate(case.events):
+        for name in event.settings:
+            if event.kind == "step":
+                left = {key: value for key, value in event.settings.items() if key != name}
+                yield _with_event(case, at, replace(event, settings=left))
+            elif name == "plan":
+                for key in event.settings["plan"]:
+                    if key != "strategy":
+                        plan = {k: v for k, v in event.settings["plan"].items() if k != key}
+                        yield _with_event(case, at, replace(event, settings={**event.settings, "plan": plan}))
+    for at, part in enumerate(case.parts):
+        for change in ({"uses": "once"}, {"frozen": "nothing"}, {"tied": False}, {"kind": "square"}):
+            simple = replace(part, **change)
+            if simple != part:
+                yield replace(case, parts=(*case.parts[:at], simple, *case.parts[at + 1 :]))
+    if case.optimizer != "sgd":
+        yield replace(case, optimizer="sgd")
+
+
+def _with_event(case: Case, at: int, event: Event) -> Case:
+    return replace(case, events=(*case.events[:at], event, *case.events[at + 1 :]))

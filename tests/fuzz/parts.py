@@ -1,0 +1,225 @@
+"""Small models, put together from parts that are awkward to shard. A description is a value; `make` builds its module.
+
+Inputs are (samples, TIME, WIDTH). A part is a unit of the model, `parts.N`; `first` and `last` belong to the root.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+WIDTH = 4
+TIME = 3
+
+USES = ("once", "twice", "never", "sometimes")
+FROZEN = ("nothing", "some", "all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One block: a kind of PARTS, how it is called, what of it is frozen, and whether its weight is that of part 0.
+
+    uses   sometimes: in every other call of the model, on alternating ranks
+    """
+
+    kind: str
+    uses: str = "once"
+    frozen: str = "nothing"
+    tied: bool = False
+
+    def features(self) -> set[str]:
+        return {f"part {self.kind}", f"used {self.uses}", f"frozen {self.frozen}", *(["tied"] if self.tied else [])}
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 5)
+        self.down = nn.Linear(5, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Square(nn.Module):
+    """Its weight has the shape that parts can share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * torch.tanh(self.up(x))
+
+
+class Gated(nn.Module):
+    """Writes in place into two chunks of one storage, as torch's GRU cell does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = torch.unsafe_chunk(self.up(x), 2, -1)
+        return x + gate.sigmoid_() * value.tanh_()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.cell(x)[0]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(self.norm(x))
+
+
+class BatchNormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(TIME)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.up(x)))
+
+
+class Looked(nn.Module):
+    """An embedding, looked up by the signs of the input."""
+
+    def __init__(self, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH, max_norm=max_norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table((x.detach() > 0).sum(-1))
+
+
+class Clamped(Square):
+    """Clamps its weight in each training forward, as a critic of a WGAN does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.up.weight.clamp_(-0.3, 0.3)
+        return super().forward(x)
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.up(x))
+
+
+class Parametrised(nn.Module):
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.up = wrap(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.up(x))
+
+
+class Odd(Square):
+    """Parameters with no element, with one, and with no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.one = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.one) + self.nothing.sum()
+
+
+class Nested(nn.Module):
+    """Calls a block inside, and returns a tuple to its caller in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = Pair()
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.inside(x)
+        return x + self.out(left * right)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
+PARTS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Plain,
+    "square": Square,
+    "gated": Gated,
+    "recurrent": Recurrent,
+    "layer norm": Normed,
+    "batch norm": BatchNormed,
+    "embedding": Looked,
+    "max_norm": lambda: Looked(max_norm=1.0),
+    "clamped": Clamped,
+    "dropout": Dropped,
+    "weight norm": lambda: Parametrised(parametrizations.weight_norm),
+    "spectral norm": lambda: Parametrised(parametrizations.spectral_norm),
+    "odd shapes": Odd,
+    "nested": Nested,
+}
+# Kinds whose weight `up.weight` can be that of another of these.
+SQUARE = ("square", "clamped", "odd shapes")
+
+
+class Model(nn.Module):
+    def __init__(self, parts: tuple[Part, ...]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ModuleList(PARTS[part.kind]() for part in parts)
+        self.last = nn.Linear(WIDTH, 1)
+        self.described = parts
+        for part, module in zip(parts, self.parts, strict=True):
+            if part.tied:
+                module.up.weight = self.parts[0].up.weight
+            freeze(module, part.frozen)
+
+    def forward(self, x: Tensor, key: int) -> Tensor:
+        x = self.first(x)
+        for number, (part, module) in enumerate(zip(self.described, self.parts, strict=True)):
+            if part.uses == "never" or (part.uses == "sometimes" and (key + number) % 2):
+                continue
+            x = module(x)
+            if part.uses == "twice":
+                x = module(x)
+        return self.last(x)
+
+
+def freeze(module: nn.Module, how: str) -> None:
+    """Freeze nothing, all, or the first parameter and every second one after it."""
+    for number, parameter in enumerate(module.parameters()):
+        parameter.requires_grad_(how == "nothing" or (how == "some" and number % 2 == 1))
+
+
+def make(parts: tuple[Part, ...], *, seed: int) -> Model:
+    torch.manual_seed(seed)
+    return Model(parts)
