@@ -81,9 +81,10 @@ def draw_case(seed: int, *, num_ranks: int) -> Case:
     random = Random(f"{seed}/{num_ranks}")
     parts = _draw_parts(random)
     plan = draw_plan(random, num_parts=len(parts), num_ranks=num_ranks)
-    events = [Event(kind="step", settings=_draw_step(random))]
+    events, current = [Event(kind="step", settings=_draw_step(random))], plan
     for _ in range(random.randint(1, _MOST_EVENTS)):
-        events.append(_draw_event(random, plan=plan, num_parts=len(parts), num_ranks=num_ranks))
+        events.append(_draw_event(random, plan=current, num_parts=len(parts), num_ranks=num_ranks))
+        current = events[-1].settings.get("plan", current)
     events.append(Event(kind="step", settings={}))
     clips = any(event.settings.get("clip") == "norm" for event in events)
     return Case(

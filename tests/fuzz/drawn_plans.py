@@ -39,6 +39,8 @@ VALUES: dict[str, list[Any]] = {
     "dynamic": [False, True],
     "collectives": ["backend", "ring"],
 }
+# Strategies under which states can be offloaded: what every rank holds whole stays on the device.
+_OFFLOADED = {"zero2", "shard_grad_op", "fsdp"}
 # Keys whose values depend on the model or the number of ranks.
 DRAWN_HERE = ("overrides", "recompute_overrides", "mesh")
 
@@ -64,6 +66,8 @@ def draw_plan(random: Random, *, num_parts: int, num_ranks: int, like: dict[str,
     if like is not None:
         plan = {name: value for name, value in plan.items() if name not in _FIXED}
         plan |= {name: value for name, value in like.items() if name in _FIXED}
+    if not {plan["strategy"], *plan.get("overrides", {}).values()} <= _OFFLOADED:
+        plan.pop("offload_states", None)
     return plan
 
 

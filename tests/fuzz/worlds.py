@@ -337,6 +337,7 @@ class OneProcess(World):
             return
         module = self.model if how == "load_state_dict" else self.model.parts[0]
         module.load_state_dict(scaled(module.state_dict()))
+        self.buffers = [self._copied(self.model.buffers()) for _ in self.buffers]
 
     def grad_norms(self) -> Observed:
         self._each_rank(1)

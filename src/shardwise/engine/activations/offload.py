@@ -63,7 +63,7 @@ class ActivationOffload:
         self.min_bytes = (_LEAST_BYTES_ON_GPU if device.type == "cuda" else 0) if min_bytes is None else min_bytes
         self.lane: Lane = lane_of(device)
         # By address of storage, and version. A copy holds on to the address, so no other storage can get it.
-        self._copies: weakref.WeakValueDictionary[tuple[int, int], _Copy] = weakref.WeakValueDictionary()
+        self._copies: weakref.WeakValueDictionary[tuple[Any, ...], _Copy] = weakref.WeakValueDictionary()
         self._call: _Call | None = None
         # The last call that saved anything.
         self._latest: weakref.ref[_Call] | None = None
@@ -118,7 +118,9 @@ class ActivationOffload:
         if call is None or not self._goes(tensor):
             return Kept(tensor)
         storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor._version)
+        # Once written to, parts of a storage may count versions by themselves, as the results of `unsafe_chunk` do.
+        part = (tensor.storage_offset(), tensor.numel()) if tensor._version else None
+        key = (storage._cdata, tensor._version, part)
         copy = self._copies.get(key)
         if copy is None:
             source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -224,7 +226,7 @@ class _Call:
         self.name = name
         self.number = number
         self.before: weakref.ref[_Call] | None = None
-        self.copies: dict[tuple[int, int], weakref.ref[_Copy]] = {}
+        self.copies: dict[tuple[Any, ...], weakref.ref[_Copy]] = {}
         self.going: list[_Copy] = []
         # The backward that has come to it.
         self.task = -1

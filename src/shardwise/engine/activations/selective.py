@@ -37,6 +37,15 @@ def is_product(operation: Any) -> bool:
     return name in _PRODUCTS or (("attention" in name or "attn" in name) and "backward" not in name)
 
 
+@cache
+def written_arguments(operation: Any) -> tuple[int, ...]:
+    """Return the positions of the arguments that an operation writes into."""
+    if not isinstance(operation, torch._ops.OpOverload) or not operation._schema.is_mutable:
+        return ()
+    arguments = enumerate(operation._schema.arguments)
+    return tuple(at for at, argument in arguments if argument.alias_info is not None and argument.alias_info.is_write)
+
+
 class Products:
     """Of all calls of a unit: how the outputs are kept, and how many a recomputation has come to at most."""
 
@@ -75,9 +84,13 @@ class Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.unit = unit
         self.products: list[_Product | None] = []
+        # Storage of an output → where it is in `products`.
+        self._places: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **kwargs) if kwargs else func(*args)
+        for index in written_arguments(func):
+            self._drop_written(args[index] if index < len(args) else None)
         if is_product(func):
             most = self.unit.num_needed
             if most is None or len(self.products) < most:
@@ -88,7 +101,17 @@ class Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         pack = self.unit.pack
         kept = pack(outputs) if isinstance(outputs, Tensor) else tree_map_only(Tensor, pack, outputs)
         state = _random_state(args[0].device) if _draws(func, args, kwargs) else None
+        for output in tree_leaves(outputs):
+            if isinstance(output, Tensor):
+                self._places[output.untyped_storage()._cdata] = len(self.products)
         self.products.append(_Product(func, kept, random_state=state))
+
+    def _drop_written(self, tensor: Any) -> None:
+        """Drop the output that a tensor is a part of. Versions do not tell: each result of `unsafe_chunk` counts its own."""
+        if isinstance(tensor, Tensor) and self._places:
+            place = self._places.pop(tensor.untyped_storage()._cdata, None)
+            if place is not None:
+                self.products[place] = None
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -25,6 +26,12 @@ def check_model(model: nn.Module, *, plan: Plan) -> None:
             raise InvalidModel(
                 f"{path or 'the model'} is a {type(module).__name__}: hand the model inside to shardwise.prepare, "
                 "which does the same by plan.strategy"
+            )
+        if getattr(module, "max_norm", None) is not None and dist.get_world_size() > 1:
+            raise InvalidModel(
+                f"{path or 'the model'} is a {type(module).__name__} with max_norm, which changes the rows that a rank "
+                "looks up, and so makes ranks differ: leave max_norm out, and after each update scale the rows inside "
+                "`with shardwise.whole(model, write=True):`"
             )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         can_be_taken_apart = isinstance(tensor, nn.Parameter) and not tensor.requires_grad

@@ -14,10 +14,39 @@ from shardwise.plan.placement import SHARDED
 
 
 def guard_units(events: StepEvents) -> None:
-    """Notice reads of the parameters of units at rest."""
+    """Notice reads of the parameters of units at rest, and writes to those of sharded units at work."""
     events.unit_settled.append(_guard)
+    writes = _LostWrites()
+    # Before a parameter at rest is refused to whoever looks at it.
+    events.unit_rests.append(writes.check)
     events.unit_rests.append(_rest)
     events.unit_wakes.append(_wake)
+    events.unit_wakes.append(writes.note)
+
+
+class _LostWrites:
+    """Writes to parameters while they are gathered: the next gather would bring the old values back."""
+
+    def __init__(self) -> None:
+        # Unit → how often torch has counted a write to each of its parameters when they were gathered.
+        self._counts: dict[Unit, list[int]] = {}
+
+    def note(self, unit: Unit) -> None:
+        if unit.sharded:
+            self._counts[unit] = [parameter._version for parameter in unit.settled]
+
+    def check(self, unit: Unit, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse what was written since."""
+        before = self._counts.pop(unit, None)
+        if before is None or before == [parameter._version for parameter in unit.settled]:
+            return
+        names = [name for flat in unit.flats for name in flat.names]
+        counts = zip(names, unit.settled, before, strict=True)
+        name = next(name for name, parameter, count in counts if parameter._version != count)
+        raise ShardedParameter(
+            f"{name} was written while it was gathered, in a forward or between a forward and its backward, and is "
+            "sharded, so that the write is lost: write between steps, inside `with shardwise.whole(model, write=True):`"
+        )
 
 
 def _guard(unit: Unit) -> None:
