@@ -220,7 +220,7 @@ class CpuGraph:
     def sample_grads(self) -> list[Tensor | None]:
         return sampled(self.grads)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.alive = False
         self.recorder.memory.forget(self.held)
 
