@@ -90,7 +90,7 @@ class CpuPool:
             self.is_filled = False
             self.log.append("end")
 
-    def break_off(self) -> None: ...
+    def abort(self) -> None: ...
 
     def blocks(self, *, settled: bool = False) -> set[Block]:
         return set(self.in_use)

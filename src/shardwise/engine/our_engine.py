@@ -76,7 +76,7 @@ class OurEngine(TrainingEngine):
         return engine_of(model).owned.concerns(optimizer)
 
     def adopt(self, model: nn.Module, optimizer: Optimizer) -> None:
-        engine_of(model).owned.adopt_alike(optimizer)
+        engine_of(model).owned.adopt_on_all_ranks(optimizer)
 
     def settle(self, model: nn.Module) -> None:
         engine_of(model).core.wait_gathers()

@@ -32,7 +32,7 @@ from shardwise.engine.guards.resting_units import guard_units
 from shardwise.engine.guards.taken_apart import take_apart
 from shardwise.engine.last_issued import write_records_of
 from shardwise.engine.offload.transfer import HostCopies
-from shardwise.engine.optimizer.any_step import look_after
+from shardwise.engine.optimizer.any_step import watch_optimizers
 from shardwise.engine.optimizer.known import (
     Stepped,
     check_optimizer,
@@ -167,7 +167,7 @@ def _engine(
     for unit in core.units.values():
         unit.settle()
     owned = OwnedParameters(core, any_optimizer=any_optimizer)
-    look_after(owned)
+    watch_optimizers(owned)
     for flat, index, parameter in places:
         owned.cover(flat, index, parameter)
     return Engine(core=core, guards=guards, owned=owned)

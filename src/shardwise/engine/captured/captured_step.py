@@ -26,7 +26,7 @@ from shardwise.engine.captured.replayed_grads import GradientComparison, is_comp
 from shardwise.engine.captured.shared_evaluation import SharedEvaluation
 from shardwise.engine.captured.step_device import StepDevice
 from shardwise.engine.captured.step_graphs import RecordedStep, StepRecorder
-from shardwise.engine.captured.step_key import StepInputs, StepKey, optimizer_key, step_key, take_apart
+from shardwise.engine.captured.step_key import StepInputs, StepKey, flatten_inputs, optimizer_key, step_key
 from shardwise.engine.captured.step_memory import STEPS, StepMemory
 from shardwise.engine.core.step_events import heard_by
 from shardwise.engine.engine import Engine
@@ -128,18 +128,18 @@ class CapturedStep:
             self._give_up()
         if self.stopped:
             return self._ordinary(inputs)
-        apart = take_apart(inputs)
-        history, proposal, why = self._propose(apart)
+        flattened = flatten_inputs(inputs)
+        history, proposal, why = self._propose(flattened)
         # Ranks whose proposals differ all run an ordinary step.
         same = self._group.all_same(proposal)
         if proposal == _DROP if same else _DROP in self._group.gather(proposal):
             self._drop_graphs()
         if not same or proposal in (_ORDINARY, _DROP):
             return self._watched(inputs, history)
-        if proposal == _CAPTURE and not self._capture(history, apart, why=why):
+        if proposal == _CAPTURE and not self._capture(history, flattened, why=why):
             return self._ordinary(inputs)
         assert history is not None
-        return self._replay(history, apart, inputs)
+        return self._replay(history, flattened, inputs)
 
     def _propose(self, inputs: StepInputs) -> tuple[KeyHistory[RecordedStep] | None, int, str]:
         """Return the history of the step's key, this rank's proposal, and its reason against capturing ("": none)."""
@@ -185,7 +185,7 @@ class CapturedStep:
         if self._store.num_graphs and not self._memory.is_shared_with(STEPS):
             # Blocks of ordinary steps are seldom used once there are graphs.
             self._device.release_memory()
-        return self._memory.taken_out(result, user=STEPS)
+        return self._memory.copied_out(result, user=STEPS)
 
     def _watched(self, inputs: tuple[Any, ...], history: KeyHistory[RecordedStep] | None) -> Any:
         """Run an ordinary step and note the reasons against capturing it."""
@@ -202,7 +202,7 @@ class CapturedStep:
             self._count(history, probed.probe)
         if self._num_warm <= WARM_STEPS:
             # First steps set attributes that later ones find.
-            self._state.look_again()
+            self._state.find_places()
         self._optimizer_key = optimizer_key(self._optimizer) if self._num_steps == 1 else self._optimizer_key
         return result
 
@@ -299,7 +299,7 @@ class CapturedStep:
 
     # Replays
 
-    def _replay(self, history: KeyHistory[RecordedStep], apart: StepInputs, inputs: tuple[Any, ...]) -> Any:
+    def _replay(self, history: KeyHistory[RecordedStep], flattened: StepInputs, inputs: tuple[Any, ...]) -> Any:
         # An ordinary step's forward makes the same check.
         self._engine.guards.managed.check(thorough=False)
         # The graph assumes that no gather of an earlier update is in flight.
@@ -308,7 +308,7 @@ class CapturedStep:
         began = self._device.settled_seconds() if timed else 0.0
         for tries, stored in enumerate(history.graphs[:_MOST_TRIES]):
             graph = stored.graph
-            graph.load(apart.leaves)
+            graph.load(flattened.leaves)
             graph.replay_passes()
             if not graph.holds():
                 graph.undo()
@@ -331,7 +331,7 @@ class CapturedStep:
         history.num_unfit += 1
         result = self._watched(inputs, history)
         if history.wants_another():
-            self._capture(history, apart)
+            self._capture(history, flattened)
         elif (why := history.why_not()) and not self._must:
             self._stop(why)
         return result

@@ -35,9 +35,9 @@ class PythonState:
         self._model = model
         self._functions = functions
         self._places: list[_Place] = []
-        self.look_again()
+        self.find_places()
 
-    def look_again(self) -> None:
+    def find_places(self) -> None:
         """Find the places again: modules may have new attributes."""
         self._places = list(_places_of_module(self._model, "model"))
         seen = {id(self._model)}

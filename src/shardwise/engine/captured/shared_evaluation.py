@@ -42,7 +42,7 @@ class SharedEvaluation:
             self._depth -= 1
             return None
         self.leave()
-        return self._memory.taken_out(output, user=EVALUATIONS)
+        return self._memory.copied_out(output, user=EVALUATIONS)
 
     def leave(self) -> None:
         """Return to the caller's stream and memory. A forward that was interrupted has not done so."""

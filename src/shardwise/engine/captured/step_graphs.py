@@ -89,7 +89,7 @@ class StepRecorder:
                 recorded.end()
             recorded.held = self.memory.end_recording(in_use, result=recorded.result)
         except (NotCaptured, RuntimeError) as error:
-            recorded.break_off()
+            recorded.abort()
             # After a failed capture the device's generator still waits for its end, and could not draw numbers.
             self.generator.graphsafe_set_state(random_state)
             self.engine.core.abandon_captured()
@@ -204,7 +204,7 @@ class RecordedStep:
             raise NotCaptured("the step leaves gradients behind: call optimizer.zero_grad() at its end")
         self._end()
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """End a failed recording, in any state."""
         ended = True
         if self._capturing is not None:
@@ -217,7 +217,7 @@ class RecordedStep:
                 ended = False
         self.release()
         if not ended:
-            self._recorder.memory.pool.break_off()
+            self._recorder.memory.pool.abort()
 
     def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
         self._capturing = graph

@@ -39,7 +39,7 @@ class StepInputs:
     tree: TreeSpec
 
 
-def take_apart(inputs: Any) -> StepInputs:
+def flatten_inputs(inputs: Any) -> StepInputs:
     leaves, tree = tree_flatten(inputs)
     return StepInputs(leaves=leaves, tree=tree)
 

@@ -54,7 +54,7 @@ class StepPool:
         torch._C._cuda_endAllocateToPool(self._device, self.id)
         torch._C._cuda_releasePool(self._device, self.id)
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """End the use of the pool after a failed capture, which not all versions of torch do."""
         # Raised where torch has ended it.
         with suppress(RuntimeError):

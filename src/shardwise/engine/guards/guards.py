@@ -76,7 +76,7 @@ class Guards:
         self.managed.check(thorough=not learned)
 
     def _begin_update(self) -> None:
-        self.same_order.look()
+        self.same_order.check()
         self.managed.writes.before_step()
         self.replicas.count_step()
 

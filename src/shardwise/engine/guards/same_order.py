@@ -59,7 +59,7 @@ class SameOrder:
 
     def resume_from(self, before: "SameOrder") -> None:
         """Continue the numbers of the previous plan, so that none is used twice."""
-        before.look(wait=True)
+        before.check(wait=True)
         self._num_sent = before._num_sent
 
     def send(self, used: int) -> None:
@@ -79,7 +79,7 @@ class SameOrder:
         """Return the failures in this step by rank, after the flag is summed. Waits for a GPU."""
         if not self._coefficient:
             return {0: self._passes.failed} if self._passes.failed else {}
-        self.look(wait=True)
+        self.check(wait=True)
         failures, self._failures = self._failures, {}
         return failures
 
@@ -93,9 +93,9 @@ class SameOrder:
             return
         if self.flag.device.type == "cpu":
             # Not int(), which would count as a read of the step (captured/reads.py).
-            self._judge(self.flag.numpy().item(), issued=self._sent)
+            self._check_sum(self.flag.numpy().item(), issued=self._sent)
         elif not torch.cuda.is_current_stream_capturing():
-            self.look(wait=True)
+            self.check(wait=True)
             if self._copy is None:
                 self._copy = torch.empty(1, dtype=self.flag.dtype, pin_memory=True)
             self._copy.copy_(self.flag, non_blocking=True)
@@ -103,7 +103,7 @@ class SameOrder:
             self._copied.record()
             self._copied_of = self._sent
 
-    def look(self, *, wait: bool = False) -> None:
+    def check(self, *, wait: bool = False) -> None:
         """Check a GPU's flag if it has arrived on the host."""
         if self._copied is None or torch.cuda.is_current_stream_capturing():
             # An event cannot be queried while a stream captures; the next ordinary step does it.
@@ -113,7 +113,7 @@ class SameOrder:
         self._copied.synchronize()
         self._copied = None
         assert self._copy is not None
-        self._judge(int(self._copy), issued=self._copied_of)
+        self._check_sum(int(self._copy), issued=self._copied_of)
 
     def history(self) -> dict[int, dict[str, list[str]]]:
         """Return the collectives of the last comparison and those since, by number of the comparison."""
@@ -132,7 +132,7 @@ class SameOrder:
             found[name] = list(enumerate((*names_of(before), *names_of(now)), start=first))
         return found
 
-    def _judge(self, summed: int, *, issued: dict[str, Issued]) -> None:
+    def _check_sum(self, summed: int, *, issued: dict[str, Issued]) -> None:
         if (summed & _MASK) >> _COUNT_BITS == 0:
             return
         mine = {name: names_of(collectives) for name, collectives in issued.items()}

@@ -15,7 +15,7 @@ from shardwise.engine.optimizer.scaler import GradScaler, foreign_scaler
 _PREPARED: weakref.WeakSet[OwnedParameters] = weakref.WeakSet()
 
 
-def look_after(parameters: OwnedParameters) -> None:
+def watch_optimizers(parameters: OwnedParameters) -> None:
     """Adopt any optimizer that steps these parameters, for as long as they exist."""
     _PREPARED.add(parameters)
 
@@ -25,7 +25,7 @@ def _recognise(optimizer: Optimizer) -> None:
     for owner in list(_PREPARED):
         if not owner.adopted(optimizer) and owner.concerns(optimizer):
             # The hooks that it registers are already called for the current step.
-            owner.adopt_alike(optimizer)
+            owner.adopt_on_all_ranks(optimizer)
 
 
 _HOOK = register_optimizer_step_pre_hook(lambda optimizer, *_: _recognise(optimizer))

@@ -103,7 +103,7 @@ class OwnedParameters(OptimizerSlices):
                 "slices: save a checkpoint and prepare the model again"
             )
 
-    def exchange(self, owned: Mapping[str, nn.Parameter | None], *, sharded: bool) -> None:
+    def replace_slices(self, owned: Mapping[str, nn.Parameter | None], *, sharded: bool) -> None:
         """Replace this rank's slices of these parameters (None: it has none) in all optimizers."""
         for key, name in self._names.items():
             if name in owned:
@@ -120,7 +120,7 @@ class OwnedParameters(OptimizerSlices):
     def concerns(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._owned for group in optimizer.param_groups for p in group["params"])
 
-    def adopt_alike(self, optimizer: Optimizer) -> None:
+    def adopt_on_all_ranks(self, optimizer: Optimizer) -> None:
         """Adopt an optimizer after comparing it with those of the other ranks. Collective."""
         owned: list[str] = []
 

@@ -25,7 +25,7 @@ from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.resting_units import guard_units
 from shardwise.engine.last_issued import write_records_of
 from shardwise.engine.offload.transfer import HostCopies
-from shardwise.engine.plan_change.reshard import HeldBesides, held_besides, move
+from shardwise.engine.plan_change.reshard import StatesAndGrads, move, states_and_grads
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
@@ -57,10 +57,10 @@ def replan(model: nn.Module, plan: Plan) -> None:
         tape=engine.tape,
         passes=engine.core.passes,
     )
-    besides = held_besides(engine)
+    others = states_and_grads(engine)
     engine.detach()
     try:
-        _exchange(engine, model, setting=setting, besides=besides)
+        _swap_buffers(engine, model, setting=setting, others=others)
     except BaseException:
         # Some units have the old plan, some the new one: the model cannot be used.
         engine.handles = [model.register_forward_pre_hook(_refuse)]
@@ -124,7 +124,7 @@ def _settle(engine: Engine) -> None:
     engine.core.land()
 
 
-def _exchange(engine: Engine, model: nn.Module, *, setting: CoreSetting, besides: HeldBesides) -> None:
+def _swap_buffers(engine: Engine, model: nn.Module, *, setting: CoreSetting, others: StatesAndGrads) -> None:
     before, plan = engine.core, setting.plan
     placements = plan.placements(before.units)
     held = before.take_held()
@@ -138,7 +138,7 @@ def _exchange(engine: Engine, model: nn.Module, *, setting: CoreSetting, besides
         for old, spec in zip(unit.flats, flat_specs(unit_spec, plan=plan), strict=True):
             new = make_flat(list(old.params), spec=spec, placement=placements[unit.name], setting=setting)
             new.lay_out()
-            move(engine, numbers[id(old)], new, besides=besides)
+            move(engine, numbers[id(old)], new, others=others)
             flats[unit.name].append(new)
     units = {
         name: make_unit(name, module=unit.module, placement=placements[name], flats=flats[name], setting=setting)

@@ -24,7 +24,7 @@ from shardwise.vocabulary.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldBesides:
+class StatesAndGrads:
     """States and gradients on any rank, besides the parameters.
 
     kinds      for each optimizer, the kind of each state by (flat, parameter, key)
@@ -37,7 +37,7 @@ class HeldBesides:
     with_grad: frozenset[tuple[int, int]]
 
 
-def held_besides(engine: Engine) -> HeldBesides:
+def states_and_grads(engine: Engine) -> StatesAndGrads:
     """Exchange which states and gradients each rank holds. Collective."""
     flats = engine.flats
     mine = {
@@ -64,19 +64,19 @@ def held_besides(engine: Engine) -> HeldBesides:
         )
         for optimizer, found in kinds.items()
     }
-    return HeldBesides(kinds=kinds, counts=counts, with_grad=with_grad)
+    return StatesAndGrads(kinds=kinds, counts=counts, with_grad=with_grad)
 
 
 @torch.no_grad()
-def move(engine: Engine, number: int, new: FlatParams, *, besides: HeldBesides) -> None:
+def move(engine: Engine, number: int, new: FlatParams, *, others: StatesAndGrads) -> None:
     """Move all values of a buffer of the engine into `new`, which has the same parameters. Collective."""
     old = engine.flats[number]
     new.writes.before_own()
     new.master.copy_(_moved(old.master, old=old, new=new))
     new.writes.after_own()
-    for optimizer, kinds in besides.kinds.items():
+    for optimizer, kinds in others.kinds.items():
         of_flat = {(index, key): kind for (flat, index, key), kind in kinds.items() if flat == number}
-        moving = _MovingState(optimizer, kinds=of_flat, counts=besides.counts[optimizer], old=old, new=new)
+        moving = _MovingState(optimizer, kinds=of_flat, counts=others.counts[optimizer], old=old, new=new)
         states = moving.states()
         for part in old.owned:
             optimizer.state.pop(part.parameter, None)
@@ -84,11 +84,11 @@ def move(engine: Engine, number: int, new: FlatParams, *, besides: HeldBesides) 
     for ema in engine.averages:
         average = ema.of_flat(old)
         if average is not None:
-            ema.exchange(old, new, _moved(average, old=old, new=new).to(new.master.device))
-    indices = {index for place, index in besides.with_grad if place == number}
+            ema.replace_buffer(old, new, _moved(average, old=old, new=new).to(new.master.device))
+    indices = {index for place, index in others.with_grad if place == number}
     grads = _moved_grads(old=old, new=new) if indices else None
     owned = {part.index: part.parameter for part in new.owned}
-    engine.owned.exchange(
+    engine.owned.replace_slices(
         {name: owned.get(index) for index, name in enumerate(new.names)}, sharded=new.placement.optim is SHARDED
     )
     params = list(old.params)

@@ -85,7 +85,7 @@ class EMA:
         engine.core.wait_gathers()
         announce(engine.core.events.values_read, False)
         own = {flat: flat.master.clone() for flat in self._averages}
-        self._exchange(self._averages)
+        self._set_values(self._averages)
         passes.values_by = f"`with {_APPLIED}:`"
         try:
             yield
@@ -94,10 +94,10 @@ class EMA:
             # A rank may get here by an error that the others did not have.
             meet(f"the end of {_APPLIED}", limit_seconds=engine.limit_seconds)
             engine.core.wait_gathers()
-            self._exchange(own)
+            self._set_values(own)
 
     @torch.no_grad()
-    def _exchange(self, values: dict[FlatParams, Tensor]) -> None:
+    def _set_values(self, values: dict[FlatParams, Tensor]) -> None:
         for flat, value in values.items():
             flat.writes.before_own()
             flat.master.copy_(value)
@@ -108,7 +108,7 @@ class EMA:
         """Return the averages of a buffer's parameters, laid out like its master; None if it has none."""
         return self._averages.get(flat)
 
-    def exchange(self, old: FlatParams, new: FlatParams, average: Tensor) -> None:
+    def replace_buffer(self, old: FlatParams, new: FlatParams, average: Tensor) -> None:
         """Replace the average of a buffer whose parameters have moved to another buffer."""
         del self._averages[old]
         self._averages[new] = average

@@ -41,7 +41,7 @@ def _take_part(engine: Engine, optimizer: Optimizer | None) -> None:
         if flat.placement.optim is SHARDED:
             flat.full_master()
     if optimizer is not None:
-        engine.owned.adopt_alike(optimizer)
+        engine.owned.adopt_on_all_ranks(optimizer)
         unsharded_states(optimizer, flats=engine.flats, matrices=engine.owned.matrices.of(optimizer), keeps=False)
 
 
@@ -135,7 +135,7 @@ def load_tensors(
 
 
 def _optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
-    engine.owned.adopt_alike(optimizer)
+    engine.owned.adopt_on_all_ranks(optimizer)
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
         for group, names in zip(optimizer.param_groups, engine.owned.group_names[optimizer], strict=True)
@@ -148,7 +148,7 @@ def _optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
 
 @torch.no_grad()
 def _load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    engine.owned.adopt_alike(optimizer)
+    engine.owned.adopt_on_all_ranks(optimizer)
     states = named_states(state, groups=engine.owned.group_names[optimizer])
     own = own_states(states, flats=engine.flats, matrices=engine.owned.matrices.of(optimizer))
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):

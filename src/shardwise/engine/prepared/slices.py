@@ -97,5 +97,5 @@ def edit(model: nn.Module) -> Iterator[None]:
 def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """Return the full names in each param group, including those that this rank holds no part of."""
     owned = engine_of(model).owned
-    owned.adopt_alike(optimizer)
+    owned.adopt_on_all_ranks(optimizer)
     return owned.group_names[optimizer]
