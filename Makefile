@@ -13,7 +13,7 @@ BARE := $(VENV)/.bare-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 READY := $(VENV)/.ready-$(shell echo '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt '$(TORCH)'
 
-.PHONY: setup demo wheel compiled test test-unit test-jobs test-ranks test-gpu test-gpu-1 test-gpu-2 slurm-test reliability chaos chaos-long check format bench docs docs-pages planner-docs clean
+.PHONY: setup demo wheel compiled test test-unit test-jobs test-ranks test-gpu test-gpu-1 test-gpu-2 fuzz slurm-test reliability chaos chaos-long check format bench docs docs-pages planner-docs clean
 
 setup: $(READY)
 
@@ -59,7 +59,7 @@ SLOWEST := --durations=12 --durations-min=3
 # Tests that start whole jobs; those that go with the unit tests, so that the parts take about equally long; and the others,
 # whose ranks come from a pool.
 JOBS := $(sort $(wildcard $(patsubst %,tests/dist/test_%*.py,accelerate autopsy bench checkpoint integration kills launch profile train)))
-WITH_UNIT := $(wildcard $(patsubst %,tests/dist/test_%.py,ema frozen grad_values misuse pretrained recompute weight_stream whole written))
+WITH_UNIT := $(wildcard $(patsubst %,tests/dist/test_%.py,ema frozen grad_norms misuse pretrained recompute weight_stream whole written))
 
 test-unit:
 	@$(BIN)/python -m pytest $(SLOWEST) tests/unit tests/gpu $(WITH_UNIT)
@@ -77,6 +77,10 @@ test-gpu:
 
 test-gpu-1 test-gpu-2:
 	@$(PYTHON) scripts/test_gpu.py --half $(@:test-gpu-%=%) $(ARGS)
+
+# Random models, plans and events against one process of plain torch, until stopped; ARGS="--seeds 0:1000 --ranks 3".
+fuzz: setup
+	@PYTHONPATH=tests:tests/dist:tests/fuzz $(BIN)/python tests/fuzz/fuzz.py $(ARGS)
 
 # The exported sbatch script on a real SLURM on this machine (Debian: slurm-wlm), as root; otherwise skipped.
 slurm-test: setup

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.watch import WATCH_SECONDS
 from shardwise.engine.guards.replicas import COMPARE_EVERY
-from shardwise.engine.our_engine import prepare_on_ours
+from shardwise.engine.prepare import prepare_on_ours
 from shardwise.engine.protocol import Batch, Step, require_engine
 from shardwise.plan import Plan, as_plan
 from shardwise.plan.limits import LIMITS

@@ -288,7 +288,7 @@ def test_a_deep_copy_is_an_ordinary_whole_model(plan: Plan) -> None:
     run_ranks(copied, num_ranks=2, args=(plan,))
 
 
-def let_go(rank: int, strategy: str) -> None:
+def drop_model(rank: int, strategy: str) -> None:
     model, batch = MODELS["gpt"]()
     optimizer = adamw(model.parameters())
     prepare(model, optimizer, Plan(strategy=strategy))
@@ -303,8 +303,8 @@ def let_go(rank: int, strategy: str) -> None:
 
 
 @each_strategy
-def test_a_model_that_is_let_go_takes_its_memory_with_it(strategy: str) -> None:
-    run_ranks(let_go, num_ranks=2, args=(strategy,))
+def test_a_dropped_model_takes_its_memory_with_it(strategy: str) -> None:
+    run_ranks(drop_model, num_ranks=2, args=(strategy,))
 
 
 class Recomputed(nn.Module):

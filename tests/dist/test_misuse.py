@@ -22,7 +22,7 @@ from training import line, make_collectives
 import shardwise
 from shardwise.comm.agreement import exchange
 from shardwise.engine.engine import engine_of
-from shardwise.engine.prepared.clip import clip_grad_norm_
+from shardwise.engine.prepared.grad_norms import clip_grad_norm_
 from shardwise.engines import prepare
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh

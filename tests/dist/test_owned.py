@@ -262,10 +262,10 @@ def uncut(rank: int, folder: str) -> None:
     cross_entropy(model, batch(0, rank)).backward()
     optimizer.step()
     message = line(lambda: Checkpoints(folder).save(model, optimizer, step=1))
-    assert "so nobody knows how it is to be cut" in message
+    assert "so it cannot be cut into slices" in message
 
 
-def test_states_of_slices_that_nobody_knows_how_to_cut_are_refused(tmp_path: Any) -> None:
+def test_states_that_cannot_be_cut_into_slices_are_refused(tmp_path: Any) -> None:
     run_ranks(uncut, num_ranks=2, args=(str(tmp_path),))
 
 

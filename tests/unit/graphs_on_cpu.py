@@ -90,7 +90,7 @@ class CpuPool:
             self.is_filled = False
             self.log.append("end")
 
-    def break_off(self) -> None: ...
+    def abort(self) -> None: ...
 
     def blocks(self, *, settled: bool = False) -> set[Block]:
         return set(self.in_use)
@@ -220,7 +220,7 @@ class CpuGraph:
     def sample_grads(self) -> list[Tensor | None]:
         return sampled(self.grads)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.alive = False
         self.recorder.memory.forget(self.held)
 

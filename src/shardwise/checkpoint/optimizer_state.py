@@ -49,9 +49,9 @@ def describe_optimizer(
                 described[key] = {_LIKE_PARAMETER: dtype_name(value.dtype)}
                 tensors.append(SliceState(name=f"{OPTIMIZER}{key}.{held.name}", of=held, value=value))
             elif isinstance(value, Tensor) and (value.numel() != 1 or _is_by_blocks(held, value.shape)):
-                lies = _lies(held, value, what=what)
-                described[key] = {_SHAPED: [dtype_name(value.dtype), list(lies.shape)]}
-                tensors.append(SliceState(name=f"{OPTIMIZER}{key}.{held.name}", of=lies, value=value))
+                part = _slice_of_state(held, value, what=what)
+                described[key] = {_SHAPED: [dtype_name(value.dtype), list(part.shape)]}
+                tensors.append(SliceState(name=f"{OPTIMIZER}{key}.{held.name}", of=part, value=value))
             else:
                 described[key] = to_json(value, what=what)
     options = [
@@ -80,14 +80,14 @@ def _is_by_blocks(held: OwnedSlice, shape: Sequence[int]) -> bool:
     return held.block > 1 and tuple(shape) == (-(-held.parameter.numel() // held.block),)
 
 
-def _lies(held: OwnedSlice, value: Tensor, *, what: str) -> OwnedSlice:
+def _slice_of_state(held: OwnedSlice, value: Tensor, *, what: str) -> OwnedSlice:
     """Return which elements this rank holds of a state whose shape is not the parameter's."""
     if _is_by_blocks(held, value.shape):
         return held.by_blocks()
     if not held.is_whole:
         raise CheckpointError(
-            f"{what} has shape {tuple(value.shape)}: neither the parameter's, {held.shape}, nor one number, so nobody "
-            "knows how it is to be cut"
+            f"{what} has shape {tuple(value.shape)}: neither the parameter's, {held.shape}, nor one number, so it "
+            "cannot be cut into slices"
         )
     return replace(held, shape=tuple(value.shape), start=0, stop=value.numel())
 
@@ -144,12 +144,12 @@ class OptimizerLoad:
             return there
         if isinstance(value, dict) and _SHAPED in value:
             dtype, shape = dtype_of(value[_SHAPED][0]), tuple(value[_SHAPED][1])
-            lies = self._lies(held, shape, what=f"the optimizer's {key} of {held.name}")
-            num_elements = lies.stop - lies.start
+            part = self._slice_of_state(held, shape, what=f"the optimizer's {key} of {held.name}")
+            num_elements = part.stop - part.start
             size = shape if num_elements == prod(shape) else (num_elements,)
             if not isinstance(there, Tensor) or tuple(there.shape) != size or there.dtype != dtype:
                 there = torch.empty(size, dtype=dtype, device=held.parameter.device)
-            self.tensors.append(SliceState(name=f"{OPTIMIZER}{key}.{held.name}", of=lies, value=there))
+            self.tensors.append(SliceState(name=f"{OPTIMIZER}{key}.{held.name}", of=part, value=there))
             return there
         number = from_json(value)
         if not isinstance(number, Tensor):
@@ -162,7 +162,7 @@ class OptimizerLoad:
         self._numbers.append((there, number))
         return there
 
-    def _lies(self, held: OwnedSlice, shape: tuple[int, ...], *, what: str) -> OwnedSlice:
+    def _slice_of_state(self, held: OwnedSlice, shape: tuple[int, ...], *, what: str) -> OwnedSlice:
         """Return which elements of a state of this shape this rank will hold."""
         if held.block > 1 and held.by_blocks().shape == shape:
             return held.by_blocks()

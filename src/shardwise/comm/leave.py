@@ -15,14 +15,14 @@ import torch.distributed as dist
 class Holder(Protocol):
     """An object that keeps CUDA graphs alive."""
 
-    def let_go(self) -> None: ...
+    def release(self) -> None: ...
 
 
 _HOLDERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
-def let_go_before_leaving(holder: Holder) -> None:
-    """Call `holder.let_go()` before groups are destroyed. This does not keep the holder alive."""
+def release_before_leaving(holder: Holder) -> None:
+    """Call `holder.release()` before groups are destroyed. This does not keep the holder alive."""
     if not hasattr(dist.destroy_process_group, "_shardwise_releases"):
         # Patched only once there is something to release.
         patched = _releasing(dist.destroy_process_group)
@@ -34,7 +34,7 @@ def _releasing(destroy: Callable[..., None]) -> Callable[..., None]:
     @wraps(destroy)
     def destroy_process_group(*arguments: Any, **options: Any) -> None:
         for holder in list(_HOLDERS):
-            holder.let_go()
+            holder.release()
         destroy(*arguments, **options)
 
     destroy_process_group._shardwise_releases = True  # type: ignore[attr-defined]

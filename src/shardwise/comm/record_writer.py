@@ -48,7 +48,7 @@ class RecordWriter:
         self._users = weakref.WeakKeyDictionary()
         self._hooked = False
 
-    def tell_of(self, user: User, *, groups: MeshGroups, last: Callable[[User], LastIssued]) -> None:
+    def describe(self, user: User, *, groups: MeshGroups, last: Callable[[User], LastIssued]) -> None:
         """Include what was issued for `user` in records, as long as it exists."""
         self._users[user] = (groups, last)
         self.folder = self.folder or autopsy_folder()

@@ -6,13 +6,14 @@ operations to its program, or uses its methods (core/core.py); take it away, and
 
 core/            units, flat buffers, buckets, the executor and the runner of a step, its tape, an optimizer's slices
 guards/          misuse, foreign writes, ranks that do different things or hold different bits, ranks with equal batches
-optimizer/       what an optimizer needs to see (reach.py), whole matrices that one rank owns, states, the fp16 scaler
+optimizer/       can an optimizer step slices (reach.py); matrices that one rank owns, states, the fp16 scaler
 activations/     recompute, offload and torch.compile of units; offload/: copies to and from host memory
-protocol.py      the methods that every engine has, and how a prepared model carries its engine; our_engine.py: ours
-engine.py        the core of a model, and what is attached to it
+protocol.py      the methods that every engine has; a prepared model carries its engine
+engine.py        the core of a model, and the parts that are attached to it
 prepared/        functions for a prepared model: state dicts, clipping, accumulation, full parameters, averages
 captured/        steps as CUDA graphs
 plan_change/     another plan between two steps, and models that were changed
 out_of_memory/   steps that run out of memory: explained, undone, run again under a smaller plan
+our_engine.py    our engine by the protocol
 prepare.py       puts it together
 """

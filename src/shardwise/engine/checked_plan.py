@@ -1,4 +1,4 @@
-"""Plans that this job cannot run, refused before anything of a model is touched."""
+"""Refuses plans that this job cannot run, before the model is changed."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The engine of a prepared model: its core, and everything that is attached to it."""
+"""The engine of a prepared model: its core, and the parts that are attached to it."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,13 +23,13 @@ from shardwise.plan import Plan
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Engine:
-    """The parts of a prepared model. It stays when the plan changes (plan_change/); core and guards do not.
+    """The parts of a prepared model. A new plan (plan_change/) replaces the core and the guards, not this object.
 
-    limit_seconds    how long a rank waits for the others in what users may call on one rank by mistake
-    predicts_alone   whether nothing but the engine says what a plan needs when memory runs out (out_of_memory/)
-    averages         averages of the parameters (prepared/average.py), for as long as somebody else holds them
+    limit_seconds    limit for the collective functions that a user may call on one rank by mistake
+    predicts_alone   out-of-memory errors include the engine's own predictions (out_of_memory/)
+    averages         averages of the parameters (prepared/average.py) that are in use
     captured         steps as CUDA graphs, which read and write the memory of this plan (captured/captured_step.py)
-    undo             put the modules' own forward back
+    undo             restore the modules' original forward
     """
 
     core: Core
@@ -44,7 +44,7 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """The plan that is run: the user's, and what the optimizers' matrices need."""
+        """The plan that is run: the user's, with the parameters that the optimizers need OWNED."""
         return self.core.plan
 
     @property
@@ -68,12 +68,12 @@ class Engine:
         return self.core.setting.tape
 
     def attach(self) -> None:
-        """Listen to the model."""
+        """Register the hooks on the model."""
         self.core.attach()
         self.handles = [*attach_loads(self.core.model, flats=self.flats), *self.guards.attach()]
 
     def detach(self) -> None:
-        """Listen to the model no more; modules have their own forward again."""
+        """Remove the hooks and restore the modules' original forward."""
         self.core.detach()
         self.guards.detach()
         for handle in self.handles:
@@ -82,7 +82,7 @@ class Engine:
             undo()
 
     def check_between_steps(self, *, what: str) -> None:
-        """Refuse `what` in the middle of an accumulation: gradients that each rank sums alone are part of no state."""
+        """Refuse `what` in the middle of an accumulation: gradients not reduced yet are not part of any state."""
         self.core.passes.check_memory(what)
         if self.core.passes.accumulating or self.core.holds_grads:
             raise InvalidModel(
@@ -91,12 +91,12 @@ class Engine:
             )
 
     def check_state(self, *, what: str) -> None:
-        """Refuse to save what is not the model's state."""
+        """Refuse `what` where the parameters are not the model's trained state."""
         self.check_between_steps(what=what)
         self.guards.managed.check(thorough=True)
 
 
-# An attribute of the model: a table of engines by model would keep both alive, since an engine holds its model.
+# An attribute of the model, because a table by model would keep both alive: an engine holds its model.
 _ATTRIBUTE = "_shardwise_engine"
 
 
@@ -114,7 +114,7 @@ def is_prepared(model: nn.Module) -> bool:
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine of a prepared model."""
+    """Return the engine of a prepared model."""
     if not is_prepared(model):
         raise InvalidModel(f"this {type(model).__name__} has not been through shardwise.prepare")
     engine: Engine = model.__dict__[_ATTRIBUTE]
@@ -123,7 +123,7 @@ def engine_of(model: nn.Module) -> Engine:
 
 @contextmanager
 def tape(model: nn.Module) -> Iterator[Tape]:
-    """Record the operations that the model's steps issue; `take()` hands out what was recorded so far."""
+    """Record the operations that the model's steps issue; `take()` returns those recorded so far."""
     recorded = engine_of(model).tape
     recorded.recording = True
     try:

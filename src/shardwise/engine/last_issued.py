@@ -1,4 +1,4 @@
-"""What an engine has issued, and what its program says next: for the record of a rank whose job fails."""
+"""Describes the collectives that an engine has issued, and those that come next, for the record of a failed job."""
 
 from shardwise.comm.rank_progress import BETWEEN_STEPS, PROGRESS
 from shardwise.comm.record_writer import RECORDS, LastIssued
@@ -7,12 +7,12 @@ from shardwise.program import Kind
 
 
 def write_records_of(engine: Engine) -> None:
-    """Let the record of a job that fails say what this engine has issued."""
-    RECORDS.tell_of(engine, groups=engine.groups, last=last_issued)
+    """Include the collectives of this engine in the record that a failing job leaves."""
+    RECORDS.describe(engine, groups=engine.groups, last=last_issued)
 
 
 def last_issued(engine: Engine) -> LastIssued:
-    """Read only what is there: the main thread may be stuck anywhere."""
+    """Return the collectives issued and upcoming. Only reads: the main thread may be stuck anywhere."""
     core = engine.core
     program: dict[str, list[str]] = {}
     for operation in core.program.operations():

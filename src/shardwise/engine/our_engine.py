@@ -2,52 +2,20 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.comm.collectives import Collectives
 from shardwise.engine.captured.capture import capture
 from shardwise.engine.engine import engine_of
 from shardwise.engine.plan_change.replan import fixed_by, replan
-from shardwise.engine.prepare import prepare
-from shardwise.engine.prepared import accumulate, clip, full_state, grad_values, slices, uneven, weight_stream
+from shardwise.engine.prepared import accumulate, full_state, grad_norms, slices, uneven, weight_stream
 from shardwise.engine.prepared.inventory import held_tensors
 from shardwise.engine.prepared.whole_parameters import whole
-from shardwise.engine.protocol import Batch, OwnedModel, Step, Tell, TrainingEngine, carry_engine
+from shardwise.engine.protocol import Batch, OwnedModel, Step, Tell, TrainingEngine
 from shardwise.plan import Plan
-
-AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None, list[Optimizer])
-
-
-def prepare_on_ours(
-    model: nn.Module,
-    optimizer: AnyOptimizer,
-    plan: Plan,
-    *,
-    device: torch.device | str | None,
-    any_optimizer: bool,
-    collectives: Collectives | None,
-    watch_seconds: float,
-    compare_every: int,
-    weights: Mapping[str, Tensor] | None,
-) -> tuple[nn.Module, AnyOptimizer]:
-    """Make `model` and `optimizer` run `plan` on our engine; return the same two objects. Collective."""
-    prepared, optimizer = prepare(
-        model,
-        optimizer,
-        plan,
-        device=device,
-        any_optimizer=any_optimizer,
-        collectives=collectives,
-        watch_seconds=watch_seconds,
-        compare_every=compare_every,
-        weights=weights,
-    )
-    carry_engine(prepared, OurEngine())
-    return prepared, optimizer
 
 
 class OurEngine(TrainingEngine):
@@ -108,7 +76,7 @@ class OurEngine(TrainingEngine):
         return engine_of(model).owned.concerns(optimizer)
 
     def adopt(self, model: nn.Module, optimizer: Optimizer) -> None:
-        engine_of(model).owned.adopt_alike(optimizer)
+        engine_of(model).owned.adopt_on_all_ranks(optimizer)
 
     def settle(self, model: nn.Module) -> None:
         engine_of(model).core.wait_gathers()
@@ -142,13 +110,13 @@ class OurEngine(TrainingEngine):
     def clip_grad_norm_(
         self, model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
-        return clip.clip_grad_norm_(model, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return grad_norms.clip_grad_norm_(model, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def clip_grad_value_(self, model: nn.Module, clip_value: float) -> None:
-        grad_values.clip_grad_value_(model, clip_value)
+        grad_norms.clip_grad_value_(model, clip_value)
 
     def grad_norms(self, model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]:
-        return grad_values.grad_norms(model, norm_type=norm_type)
+        return grad_norms.grad_norms(model, norm_type=norm_type)
 
     def buckets(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
         """Return the buckets of the program; the spec has the order of units that the first step has learned."""

@@ -1,4 +1,4 @@
-"""`prepare`: an ordinary model and optimizer become ones that run a plan. They stay the same objects."""
+"""`prepare_on_ours`: makes an ordinary model and optimizer run a plan. They stay the same objects."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -15,24 +15,24 @@ from shardwise.comm.agreement import agree
 from shardwise.comm.collectives import BackendCollectives, Collectives
 from shardwise.comm.groups import mesh_groups
 from shardwise.comm.join import join_job
-from shardwise.comm.watch import WATCH_SECONDS, check_watch_seconds, watch_over
+from shardwise.comm.watch import check_watch_seconds, watch_over
 from shardwise.engine.activations.wrap import wrap_units
 from shardwise.engine.checked_plan import check_plan
 from shardwise.engine.core.assembly import make_core
 from shardwise.engine.core.core_setting import CoreSetting
-from shardwise.engine.core.precision import check_kept, tell_upcast, torch_dtype
+from shardwise.engine.core.precision import check_kept, torch_dtype, warn_upcast
 from shardwise.engine.engine import Engine, is_prepared, register
 from shardwise.engine.guards.carried import broadcast_carried, follow_carried
-from shardwise.engine.guards.description import asked_device, describe, tell_hardly_cut
+from shardwise.engine.guards.description import asked_device, describe, warn_hardly_cut
 from shardwise.engine.guards.first_inputs import FirstInputs
 from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.refuse import check_model
-from shardwise.engine.guards.replicas import COMPARE_EVERY, check_compare_every
+from shardwise.engine.guards.replicas import check_compare_every
 from shardwise.engine.guards.resting_units import guard_units
 from shardwise.engine.guards.taken_apart import take_apart
 from shardwise.engine.last_issued import write_records_of
-from shardwise.engine.offload.host import HostCopies
-from shardwise.engine.optimizer.any_step import look_after
+from shardwise.engine.offload.transfer import HostCopies
+from shardwise.engine.optimizer.any_step import watch_optimizers
 from shardwise.engine.optimizer.known import (
     Stepped,
     check_optimizer,
@@ -42,12 +42,14 @@ from shardwise.engine.optimizer.known import (
     name_of,
     needs_owner,
     slice_alignment,
-    tell_owned,
+    warn_owned,
 )
 from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.optimizer.reach import Verdict
+from shardwise.engine.our_engine import OurEngine
 from shardwise.engine.out_of_memory.out_of_memory import explain_out_of_memory
 from shardwise.engine.prepared.prepared_module import become_prepared
+from shardwise.engine.protocol import carry_engine
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
@@ -59,31 +61,23 @@ from shardwise.units import model_spec
 AnyOptimizer = TypeVar("AnyOptimizer", Optimizer, None, list[Optimizer])
 
 
-def prepare(
+def prepare_on_ours(
     model: nn.Module,
     optimizer: AnyOptimizer,
     plan: Plan,
     *,
-    device: torch.device | str | None = None,
-    any_optimizer: bool = False,
-    collectives: Collectives | None = None,
-    watch_seconds: float = WATCH_SECONDS,
-    compare_every: int = COMPARE_EVERY,
-    weights: Mapping[str, Tensor] | None = None,
+    device: torch.device | str | None,
+    any_optimizer: bool,
+    collectives: Collectives | None,
+    watch_seconds: float,
+    compare_every: int,
+    weights: Mapping[str, Tensor] | None,
 ) -> tuple[nn.Module, AnyOptimizer]:
-    """Make `model` and `optimizer` run `plan`; then train with an ordinary loop.
+    """Make `model` and `optimizer` run `plan` on our engine; return the same two objects. Collective.
 
-    Collective: every rank of the job calls it. Where there is no process group it joins the job that torchrun, SLURM or
-    our launcher started; without a launcher, a job of one rank. Values come from rank 0. A model on the meta device is
-    filled straight into shards. `device` moves the model; without it the model stays where it is (from meta: this
-    rank's GPU, or the CPU).
-    `optimizer` may be None, and be made later, or a list. It may be any that updates each parameter by itself: whether
-    it can step slices is tried out on small tensors (optimizer/reach.py), and if not, each parameter is stepped whole
-    by the rank that owns it. `any_optimizer` leaves that out and lets it step slices.
-    `collectives` replaces the plan's, for tests. The job ends when a rank has held up the others for `watch_seconds`
-    (comm/watch.py); 0: nobody watches. Every `compare_every` steps ranks compare what they should hold alike, bit by
-    bit (guards/replicas.py); 0: never. Parameters and buffers that `weights` has names of are taken from there, each
-    asked for once, by rank 0: a mapping that reads a file when it is asked needs memory for one tensor.
+    shardwise.prepare documents the arguments. A model on the meta device is filled straight into shards. An optimizer
+    that cannot step slices (optimizer/reach.py tests it on small tensors) steps each parameter unsharded, on the rank
+    that owns it.
     """
     if is_prepared(model):
         raise InvalidModel(f"this {type(model).__name__} has been through shardwise.prepare already")
@@ -118,23 +112,24 @@ def prepare(
     )
     owned = _owned_names(verdicts)
     if dist.get_rank() == 0:
-        tell_upcast(setting.spec, plan=plan)
+        warn_upcast(setting.spec, plan=plan)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for one in optimizers:
             held = [names[id(p)] for group in one.param_groups for p in group["params"]]
             num_owned = len(set(owned).intersection(held))
             if num_owned:
-                tell_owned(one, num_owned=num_owned, num_held=len(held))
-    tell_hardly_cut(setting.spec, plan=plan, mesh=mesh)
+                warn_owned(one, num_owned=num_owned, num_held=len(held))
+    warn_hardly_cut(setting.spec, plan=plan, mesh=mesh)
     engine = _engine(model, setting=setting, any_optimizer=any_optimizer, compare_every=compare_every, weights=weights)
     for one in optimizers:
         engine.owned.adopt(one, owned=owned)
     engine.attach()
     engine.undo = wrap_units(model, units=engine.core.units, plan=plan, device=chosen)
     if watch_seconds:
-        # Before the watchdog ends the job: an error tells the way out.
+        # An error that names the way out comes before the watchdog ends the job.
         engine.core.evaluation.patience_seconds = 0.9 * watch_seconds
     register(model, engine)
+    carry_engine(model, OurEngine())
     become_prepared(model)
     explain_out_of_memory(model)
     watch_over(
@@ -164,7 +159,7 @@ def _engine(
     compare_every: int,
     weights: Mapping[str, Tensor] | None,
 ) -> Engine:
-    """Give the model its buffers and its core, and attach everything else to that."""
+    """Give the model its buffers and its core, and attach the other parts to the core."""
     broadcast_carried(model, device=setting.device, group=setting.groups.reduce_world.handle)
     guard_units(setting.events)
     core, places = make_core(model, setting=setting, weights=weights, on_filled=follow_carried)
@@ -172,7 +167,7 @@ def _engine(
     for unit in core.units.values():
         unit.settle()
     owned = OwnedParameters(core, any_optimizer=any_optimizer)
-    look_after(owned)
+    watch_optimizers(owned)
     for flat, index, parameter in places:
         owned.cover(flat, index, parameter)
     return Engine(core=core, guards=guards, owned=owned)
@@ -191,9 +186,9 @@ def _description(
     compare_every: int,
     weights: Mapping[str, Tensor] | None,
 ) -> str:
-    """What ranks must agree on, a line each; raises for what no rank could run, before anything is touched.
+    """Return the settings that ranks must agree on, one per line. Raises before the model is changed.
 
-    Notes in `verdicts` how far the optimizer's updates look, by the names of its parameters.
+    Fills `verdicts` with the reach of the optimizer's updates, by the names of its parameters.
     """
     check_model(model, plan=plan)
     spec = model_spec(model, policy=plan.units)
@@ -229,7 +224,7 @@ def _description(
 
 
 def _check_owned(optimizer: Optimizer, *, plan: Plan, names: tuple[str, ...]) -> None:
-    """Refuse an optimizer that needs what the plan cannot give it."""
+    """Refuse an optimizer with OWNED parameters under a plan that cannot have them."""
     try:
         replace(plan, owned=(*plan.owned, *names))
     except InvalidPlan as error:
@@ -237,7 +232,7 @@ def _check_owned(optimizer: Optimizer, *, plan: Plan, names: tuple[str, ...]) ->
 
 
 def _owned_names(verdicts: Mapping[str, Verdict]) -> tuple[str, ...]:
-    """The parameters that one rank each must step whole."""
+    """Return the parameters that must be stepped unsharded, each by one rank."""
     alignment = slice_alignment(verdicts)
     return tuple(name for name, verdict in verdicts.items() if needs_owner(verdict, alignment=alignment))
 

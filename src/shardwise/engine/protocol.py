@@ -1,10 +1,10 @@
-"""The engine protocol: the methods that every engine has, and how a prepared model carries its engine.
+"""The engine protocol: the methods that every engine has. A prepared model carries its engine as an attribute.
 
 Callers find the engine of a model (`require_engine`, `find_engine`) and call it; none of them needs to know which
 engine it is. A method that an engine cannot offer raises the sentence of its row in plan/limits.py.
 
 HeldState        the state that a rank holds: checkpoints and the profiler read it, also of models without an engine
-TrainingEngine   HeldState, and all that training calls
+TrainingEngine   HeldState, and the methods that training calls
 """
 
 from abc import ABC, abstractmethod
@@ -85,7 +85,7 @@ class HeldState(ABC):
 
     @abstractmethod
     def held(self, model: nn.Module) -> OwnedModel:
-        """Return this rank's slices and the buffers; no communication writes into them any more."""
+        """Return this rank's slices and the buffers, after all communication into them has ended."""
 
     @abstractmethod
     def slices_filled(self, model: nn.Module) -> None:
@@ -97,11 +97,11 @@ class HeldState(ABC):
 
     @abstractmethod
     def check_values(self, model: nn.Module, *, what: str) -> None:
-        """Raise where the model temporarily has values that are not those of its training (`ema.applied()`)."""
+        """Raise if the model temporarily has other values than its trained ones (`ema.applied()`)."""
 
     @abstractmethod
     def held_tensors(self, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (category, tensor) for all memory that is known to belong to the model or its optimizer."""
+        """Yield (category, tensor) for all known memory of the model and its optimizer."""
 
 
 class TrainingEngine(HeldState):

@@ -19,7 +19,7 @@ from shardwise.comm.join import join_job
 from shardwise.engine.activations.compiled_units import check_compile, compile_units
 from shardwise.engine.core.precision import planned_dtype
 from shardwise.engine.guards.carried import broadcast_carried
-from shardwise.engine.guards.description import asked_device, check_precision, describe, tell_hardly_cut
+from shardwise.engine.guards.description import asked_device, check_precision, describe, warn_hardly_cut
 from shardwise.engine.optimizer.known import StaleOptimizer, describe_optimizer
 from shardwise.engine.protocol import carry_engine, find_engine
 from shardwise.errors import InvalidModel, InvalidPlan
@@ -56,7 +56,7 @@ def prepare_on_torch(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     agree(lambda: _description(model, optimizer, plan=plan, mesh=mesh, names=names), what="plans, models or optimizers")
     placements = plan.placements(unit_modules(model, policy=plan.units))
-    tell_hardly_cut(model_spec(model, policy=plan.units), plan=plan, mesh=mesh)
+    warn_hardly_cut(model_spec(model, policy=plan.units), plan=plan, mesh=mesh)
     materialize(model, device=chosen)
     model.to(chosen)
     to_master_dtype(model, plan=plan)

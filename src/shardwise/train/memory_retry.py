@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.out_of_memory.survive import StepUndone
-from shardwise.engine.out_of_memory.surviving import NotSurvived, Surviving
+from shardwise.engine.out_of_memory.survive import NotSurvived, StepUndone, Surviving
 from shardwise.engine.protocol import require_engine
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan

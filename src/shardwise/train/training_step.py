@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engine.out_of_memory.smaller_plan import smaller_plan
-from shardwise.engine.out_of_memory.survive import NoGuard, StepGuard, StepUndone
-from shardwise.engine.out_of_memory.surviving import Surviving, warn
+from shardwise.engine.out_of_memory.survive import NoGuard, StepGuard, StepUndone, Surviving, warn
 from shardwise.engine.protocol import require_engine
 from shardwise.engines import accumulate, capture, clip_grad_norm_
 from shardwise.errors import InvalidData

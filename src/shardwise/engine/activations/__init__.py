@@ -1,1 +1,1 @@
-"""What happens to a unit's forward: recompute, offload, torch.compile."""
+"""Wrappers of a unit's forward: recompute, offload, torch.compile."""

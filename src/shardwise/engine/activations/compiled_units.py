@@ -1,7 +1,7 @@
-"""Units that torch.compile compiles, for both engines.
+"""Compiles units with torch.compile, for both engines.
 
-Each unit's own forward is compiled, and its hooks are not: what gathers, casts and reduces stays outside, and units of
-one class share their compiled code.
+Each unit's own forward is compiled, and its hooks are not: gathers, casts and reduces stay outside, and units of one
+class share their compiled code.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from shardwise.spec import ROOT
 
 
 def check_compile(units: Mapping[str, object], *, plan: Plan) -> None:
-    """Refuse a plan that compiles units where there is none but the root, in which everything else happens."""
+    """Refuse a plan that compiles units of a model whose only unit is the root, which is not compiled."""
     if plan.compiler != "none" and not any(name != ROOT for name in units):
         raise InvalidModel(
             f"compile = {plan.compiler!r}: the model is one unit (units = {plan.units!r}), and only units inside it "
@@ -25,7 +25,7 @@ def check_compile(units: Mapping[str, object], *, plan: Plan) -> None:
 
 
 def compile_units(modules: Mapping[str, nn.Module], *, plan: Plan) -> list[Callable[[], None]]:
-    """Compile the units that the plan compiles, in place; returns what undoes it."""
+    """Compile the plan's units in place; return the functions that undo it."""
     return [
         replace_forward(module, torch.compile(module.forward, backend=plan.compiler))
         for name, module in modules.items()

@@ -1,12 +1,12 @@
-"""Activations that wait for backward in host memory.
+"""Keeps activations in host memory until backward.
 
-What autograd saves within a unit's forward is copied out while the device computes, storage by storage: views of one
-storage, and whatever saves it again, share a copy. Its device memory is let go when the next unit's forward ends, so at
-most two units' activations are on the way out. When backward comes to a unit, what the next one saved is brought in
-already. The unit that backward came to first in the last step is needed at once, and stays.
+Tensors that autograd saves within a unit's forward are copied to the host while the device computes, storage by
+storage: all views of one storage share a copy. Their device memory is released when the next unit's forward ends, so at
+most two units' activations are being copied out. When backward reaches a unit, the activations of the next one are
+already being copied in. The unit that backward reached first in the last step is needed at once, and stays.
 
-Memory that a copy still uses is not handed back: the stream that computes waits for the copy, then the reference is
-dropped. A tensor that was written into after it was saved is refused, as torch does, even if the copy is good.
+Memory that a copy still uses is not freed: the compute stream waits for the copy, then the reference is dropped. A
+tensor that was modified after it was saved is refused, as torch does, even though the copy has the old value.
 """
 
 import functools
@@ -26,14 +26,14 @@ from shardwise.engine.activations.saved import Kept, SavedTensor, detach
 from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.offload.transfer import Lane, lane_of
 
-# Smaller storages cost more to move than to keep.
+# It is cheaper to keep smaller storages than to copy them.
 _LEAST_BYTES_ON_GPU = 2**20
-# A view of a smaller part of its storage would take along too much that backward does not need.
+# The copy of a storage is only worth it if the saved view is at least this part of it.
 _LEAST_PART = 1 / 4
 
 
 def offload_unit(module: nn.Module, *, name: str, offload: "ActivationOffload") -> Callable[[], None]:
-    """Let what backward needs of `module` wait in host memory. Returns the undo.
+    """Keep the tensors that `module` saves for backward in host memory. Returns the undo.
 
     Comes after `recompute_unit`, so that the inputs from which a unit is recomputed are offloaded too.
     """
@@ -41,7 +41,7 @@ def offload_unit(module: nn.Module, *, name: str, offload: "ActivationOffload") 
 
     @functools.wraps(inner)
     def forward(*inputs: Any, **options: Any) -> Any:
-        # A unit within a recomputed one saves nothing that waits for long.
+        # A unit within a recomputed one saves tensors only for a short time.
         if is_recomputed() or not torch.is_grad_enabled():
             return inner(*inputs, **options)
         with offload.call(name):
@@ -51,10 +51,10 @@ def offload_unit(module: nn.Module, *, name: str, offload: "ActivationOffload") 
 
 
 class ActivationOffload:
-    """Moves what the units of `model` save.
+    """Copies the tensors that the units of `model` save.
 
-    Parameters and buffers stay on the device anyway, and a parameter may be freed by the time it is read: they and
-    their views are not copied. Nor is what takes less than `min_bytes`.
+    Parameters, buffers and their views are not copied: they stay on the device anyway, and a parameter may be freed by
+    the time it is read. Nor are storages of less than `min_bytes`.
     """
 
     def __init__(self, model: nn.Module, *, device: torch.device, min_bytes: int | None = None) -> None:
@@ -62,16 +62,16 @@ class ActivationOffload:
         self.device = device
         self.min_bytes = (_LEAST_BYTES_ON_GPU if device.type == "cuda" else 0) if min_bytes is None else min_bytes
         self.lane: Lane = lane_of(device)
-        # By address of storage, and version. A copy holds on to the address, so no other storage can get it.
+        # By address of storage, and version. A copy keeps the address in use, so no other storage can get it.
         self._copies: weakref.WeakValueDictionary[tuple[Any, ...], _Copy] = weakref.WeakValueDictionary()
         self._call: _Call | None = None
-        # The last call that saved anything.
+        # The last call that has saved a tensor.
         self._latest: weakref.ref[_Call] | None = None
-        self._going: deque[list[_Copy]] = deque()
-        # Memory that is being filled, by address, with the number of the `_bring` that began it.
-        self._coming: dict[int, tuple[int, Tensor, Any]] = {}
+        self._outgoing: deque[list[_Copy]] = deque()
+        # Device memory that is being filled, by id, with the number of the `_bring` that began it.
+        self._incoming: dict[int, tuple[int, Tensor, Any]] = {}
         self._num_brought = 0
-        # Calls of this step so far; the one that backward came to first in the last step; where backward is.
+        # Calls of this step so far; the one that backward reached first in the last step; where backward is now.
         self._num_calls = 0
         self._first_in_backward = -1
         self._in_forward = True
@@ -79,7 +79,7 @@ class ActivationOffload:
 
     @functools.cached_property
     def _resident(self) -> set[int]:
-        """Storages of parameters and buffers; asked for at the first call, when `prepare` has given them theirs."""
+        """Storages of parameters and buffers; read at the first call, after `prepare` has replaced them."""
         with unguarded():
             tensors = (*self.model.parameters(), *self.model.buffers())
             return {tensor.untyped_storage()._cdata for tensor in tensors}
@@ -88,7 +88,7 @@ class ActivationOffload:
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """A unit's forward."""
+        """Offload the tensors that a unit's forward saves in this block."""
         outer = self._call
         self._call = call = _Call(name, number=self._number())
         try:
@@ -96,15 +96,15 @@ class ActivationOffload:
                 yield
         finally:
             self._call = outer
-            self._going.append(call.going)
-            call.going = []
-            while len(self._going) > 1:
-                for copy in self._going.popleft():
-                    self._let_go(copy)
+            self._outgoing.append(call.outgoing)
+            call.outgoing = []
+            while len(self._outgoing) > 1:
+                for copy in self._outgoing.popleft():
+                    self._release(copy)
 
     def _number(self) -> int:
         if torch._C._current_graph_task_id() != -1:
-            return -2  # a checkpoint of the user's, which calls the unit again
+            return -2  # the user's own checkpointing calls the unit again
         if not self._in_forward:
             self._in_forward = True
             self._num_calls = 0
@@ -113,9 +113,9 @@ class ActivationOffload:
         return self._num_calls
 
     def pack(self, tensor: Tensor) -> SavedTensor:
-        """What autograd holds instead of the tensor."""
+        """Return the object that autograd keeps instead of the tensor."""
         call = self._call
-        if call is None or not self._goes(tensor):
+        if call is None or not self._is_offloaded(tensor):
             return Kept(tensor)
         storage = tensor.untyped_storage()
         # Once written to, parts of a storage may count versions by themselves, as the results of `unsafe_chunk` do.
@@ -127,13 +127,13 @@ class ActivationOffload:
             copy = self._copies[key] = _Copy(source)
             if call.number != self._first_in_backward:
                 copy.host, copy.event = self.lane.send(source)
-                call.going.append(copy)
+                call.outgoing.append(copy)
         if not call.copies:
             call.before, self._latest = self._latest, weakref.ref(call)
         call.copies[key] = weakref.ref(copy)
         return _Offloaded(tensor, copy=copy, call=call, offload=self)
 
-    def _goes(self, tensor: Tensor) -> bool:
+    def _is_offloaded(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type != self.device.type:
             return False
         if (tensor.is_leaf and tensor.requires_grad) or tensor.is_conj() or tensor.is_neg():
@@ -146,7 +146,7 @@ class ActivationOffload:
     # Backward
 
     def unpack(self, saved: SavedTensor) -> Tensor:
-        """The tensor again, for autograd."""
+        """Return the saved tensor to autograd."""
         if not saved.intact:
             where = f" (saved in {saved.call.name})" if isinstance(saved, _Offloaded) else ""
             raise RuntimeError(
@@ -155,15 +155,16 @@ class ActivationOffload:
         return saved.tensor()
 
     def fetch(self, copy: "_Copy", *, call: "_Call") -> Tensor:
-        """The bytes of a copy on the device; the calls that backward comes to next are started on their way."""
-        self._come_to(call)
+        """Return the bytes of a copy on the device; begin to copy in those that backward needs next."""
+        self._reach(call)
         if copy.present is None:
             self._bring([copy])
         self._settle(copy)
         assert copy.present is not None
         return copy.present
 
-    def _come_to(self, call: "_Call") -> None:
+    def _reach(self, call: "_Call") -> None:
+        """Note that backward has reached a call: begin to copy in its tensors and those of the call before it."""
         task = torch._C._current_graph_task_id()
         if task in (-1, call.task):
             return
@@ -171,13 +172,13 @@ class ActivationOffload:
         if self._in_forward:
             self._in_forward = False
             self._first_in_backward = call.number
-            self._going.clear()
+            self._outgoing.clear()
         left = self._at() if self._at is not None else None
         self._at = weakref.ref(call)
         if left is not None and torch._C._autograd._get_current_graph_task_keep_graph():
-            # Autograd will not drop these.
+            # Autograd keeps these for another backward.
             for copy in left.saved():
-                self._let_go(copy)
+                self._release(copy)
         self._bring(call.saved())
         before = call.before() if call.before is not None else None
         if before is not None:
@@ -186,7 +187,7 @@ class ActivationOffload:
     # Memory
 
     def _bring(self, copies: "list[_Copy]") -> None:
-        """Begin to bring in what is not there; the last saved first, as backward needs it."""
+        """Begin to copy in what is not on the device; the last saved first, in backward's order."""
         missing = [copy for copy in reversed(copies) if copy.present is None]
         if not missing:
             return
@@ -195,40 +196,40 @@ class ActivationOffload:
         hosts = [copy.host for copy in missing if copy.host is not None]
         for copy, (present, event) in zip(missing, self.lane.bring(hosts), strict=True):
             copy.present, copy.event = present, event
-            self._coming[id(present)] = (self._num_brought, present, event)
+            self._incoming[id(present)] = (self._num_brought, present, event)
 
     def _settle(self, copy: "_Copy") -> None:
-        """From here on the copy's memory on the device may be read, and given back."""
+        """Wait for the copy's transfer: its memory on the device may then be read, or freed."""
         if copy.event is not None:
             self.lane.wait(copy.event)
             copy.event = None
-            self._coming.pop(id(copy.present), None)
+            self._incoming.pop(id(copy.present), None)
 
-    def _let_go(self, copy: "_Copy") -> None:
+    def _release(self, copy: "_Copy") -> None:
         if copy.host is not None:
             self._settle(copy)
             copy.present = None
 
     def _drop_unused(self, *, before: int) -> None:
-        """Memory that was filled for a backward that did not come by."""
-        for key, (number, _, event) in list(self._coming.items()):
+        """Drop memory that was filled for a backward that did not need it."""
+        for key, (number, _, event) in list(self._incoming.items()):
             if number < before:
                 self.lane.wait(event)
-                del self._coming[key]
+                del self._incoming[key]
 
 
 class _Call:
-    """One call of a unit, and what it saved. Lives as long as autograd holds some of that."""
+    """One call of a unit, and the copies of its saved tensors. Autograd's saved tensors keep it alive."""
 
-    __slots__ = ("__weakref__", "before", "copies", "going", "name", "number", "task")
+    __slots__ = ("__weakref__", "before", "copies", "name", "number", "outgoing", "task")
 
     def __init__(self, name: str, *, number: int) -> None:
         self.name = name
         self.number = number
         self.before: weakref.ref[_Call] | None = None
         self.copies: dict[tuple[Any, ...], weakref.ref[_Copy]] = {}
-        self.going: list[_Copy] = []
-        # The backward that has come to it.
+        self.outgoing: list[_Copy] = []
+        # The backward that has reached it.
         self.task = -1
 
     def saved(self) -> "list[_Copy]":
@@ -236,7 +237,7 @@ class _Call:
 
 
 class _Copy:
-    """The bytes of one storage: on the device (`present`), in host memory, or on the way until `event`."""
+    """The bytes of one storage: on the device (`present`), in host memory, or in transfer until `event`."""
 
     __slots__ = ("__weakref__", "event", "host", "present", "storage")
 
@@ -261,7 +262,7 @@ class _Offloaded(SavedTensor):
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
         self.version = tensor._version
-        # Without the tensor's memory, but with its count of versions.
+        # Shares the tensor's version counter, not its memory.
         self.witness = detach(tensor)
         self.witness.data = torch.empty(0, dtype=tensor.dtype)
 

@@ -1,13 +1,13 @@
-"""Recomputation: a unit whose activations are computed again in backward instead of being kept until then.
+"""Recomputation: a unit's activations are computed again in backward instead of being kept until then.
 
 full       the unit's forward runs again, from its inputs
-selective  as full, but products and fused attention do not run again: what they gave is kept (selective.py)
+selective  like full, but outputs of matrix products and fused attention are kept (selective.py)
 
-torch's non-reentrant checkpoint decides when, and brings back the random numbers and autocast of the forward. Here a
-recomputation also finds the unit's persistent buffers as its forward found them, leaves no trace in the unit's modules
+torch's non-reentrant checkpoint decides when, and restores the random numbers and autocast of the forward. In addition,
+a recomputation here sees the unit's persistent buffers as its forward did, leaves the unit's modules unchanged
 (BatchNorm counts a batch once), and refuses parameters that were updated in between.
 
-A unit inside a unit that is recomputed is part of that one, and not recomputed a second time.
+A unit inside a recomputed unit is part of that one, and not recomputed a second time.
 """
 
 import functools
@@ -25,18 +25,18 @@ from shardwise.engine.activations.saved import Kept, SavedTensor
 from shardwise.engine.activations.selective import Give, Keep, Products
 from shardwise.engine.core.flat_buffers import unguarded
 
-# A persistent buffer larger than this holds weights rather than statistics, and a copy for each call would cost what
+# A larger persistent buffer holds weights rather than statistics, and a copy per call would cost as much memory as
 # recomputation saves.
 _MOST_BUFFER_BYTES = 2**20
 
-# Where a buffer hangs, its name there, its value.
+# The namespace of a buffer, its name there, its value.
 _Buffers = list[tuple[dict[str, Tensor | None], str, Tensor]]
 
 
 def recompute_unit(module: nn.Module, *, mode: str, pack: Callable[[Tensor], SavedTensor] = Kept) -> Callable[[], None]:
     """Have backward recompute what `module` computes in forward; `mode` is full or selective. Returns the undo.
 
-    `pack` stores what selective keeps. Several wrappers of one module are undone in reverse order.
+    `pack` stores the tensors that selective keeps. Several wrappers of one module are undone in reverse order.
     """
     unit = _Unit(module, products=Products(pack=pack) if mode == "selective" else None)
 
@@ -66,7 +66,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
 
 
 class _Nesting(threading.local):
-    """By thread, because backward recomputes on threads of its own."""
+    """Per thread, because backward recomputes on other threads."""
 
     recomputed = False
     draws_nothing = False
@@ -77,7 +77,7 @@ _nesting = _Nesting()
 
 @contextmanager
 def without_random_numbers() -> Iterator[None]:
-    """Forwards in here draw none, so there is no state to bring back; while a graph is captured none can be read."""
+    """Do not save the random state: forwards in this block draw none, and during a capture it cannot be read."""
     _nesting.draws_nothing = True
     try:
         yield
@@ -86,7 +86,7 @@ def without_random_numbers() -> Iterator[None]:
 
 
 def is_recomputed() -> bool:
-    """Whether what runs now is part of a unit that is recomputed, in its forward or in its recomputation."""
+    """Return whether the current code is part of a recomputed unit, in its forward or in its recomputation."""
     return _nesting.recomputed
 
 
@@ -100,7 +100,7 @@ def _one_recomputed_unit() -> Iterator[None]:
 
 
 class _Unit:
-    """What outlasts a call: the module with its own forward, and what is known of its products."""
+    """State shared by all calls of a unit: the module with its own forward, and its kept products."""
 
     def __init__(self, module: nn.Module, *, products: Products | None) -> None:
         self.module = module
@@ -121,7 +121,7 @@ class _Unit:
             return [parameter._version for parameter in self.parameters]
 
     def copy_buffers(self) -> _Buffers:
-        """What training may change besides parameters, by value."""
+        """Copy the persistent buffers, which training may change."""
         return [
             (module._buffers, name, buffer.clone())
             for module in self.modules
@@ -133,7 +133,7 @@ class _Unit:
 
     @contextmanager
     def without_trace(self, *, buffers: _Buffers) -> Iterator[None]:
-        """With copies of `buffers` in place. What is set on a module meanwhile is forgotten: it may hold a graph."""
+        """Use copies of `buffers`, and drop attributes set on modules meanwhile, which may keep a graph alive."""
         places = [module.__dict__ for module in self.modules if not type(module).__module__.startswith("torch.nn.")]
         places += [module._buffers for module in self.modules if module._buffers]
         own = [(place, place.copy()) for place in places]
@@ -155,7 +155,7 @@ class _Call:
     def __init__(self, unit: _Unit, inputs: tuple[Any, ...], options: dict[str, Any], *, tree: Any) -> None:
         self.unit = unit
         self.tree = tree
-        # The forward gets these themselves: it may write into a list or dict that its caller reads.
+        # The forward gets the original objects: it may write into a list or dict that its caller reads.
         self.given: tuple[tuple[Any, ...], dict[str, Any]] | None = (inputs, options)
         self.versions = unit.versions()
         self.buffers = unit.copy_buffers()
@@ -172,7 +172,7 @@ class _Call:
 
     def _again(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         if self.versions != self.unit.versions():
-            # torch says the same of weights that it saved, but recomputation saves none.
+            # torch has the same check for weights that it saves, but recomputation saves none.
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"parameter of {type(self.unit.module).__name__} changed between forward and the recomputation in "

@@ -1,26 +1,26 @@
-"""Tensors that wait for backward: where they are (Kept), or elsewhere (offload.py)."""
+"""Tensors that are saved for backward: on the device (Kept), or elsewhere (offload.py)."""
 
 import torch
 from torch import Tensor
 
 
 class SavedTensor:
-    """A tensor that waits for backward, somewhere."""
+    """A tensor that is saved for backward."""
 
     __slots__ = ()
 
     @property
     def intact(self) -> bool:
-        """Whether nobody has written into the tensor since."""
+        """Whether the tensor was not modified since it was saved."""
         raise NotImplementedError
 
     def tensor(self) -> Tensor:
-        """The tensor, or another of the same values."""
+        """Return the tensor, or another with the same values."""
         raise NotImplementedError
 
 
 class Kept(SavedTensor):
-    """A tensor that waits where it is."""
+    """A tensor that stays where it is."""
 
     __slots__ = ("_tensor", "_version")
 
@@ -33,11 +33,11 @@ class Kept(SavedTensor):
         return self._tensor._version == self._version
 
     def tensor(self) -> Tensor:
-        # Not the tensor itself: autograd would write into it which operation it came from, and that keeps a graph.
+        # Not the tensor itself: autograd would set its grad_fn, which keeps a graph alive.
         return detach(self._tensor)
 
 
 def detach(tensor: Tensor) -> Tensor:
-    """The same values without the graph; versions are counted in common, also where this is called below autograd."""
+    """Detach a tensor so that both share one version counter, even if this is called below autograd."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()

@@ -1,9 +1,9 @@
 """Selective recomputation: the outputs of matrix products, convolutions and fused attention are kept.
 
-`Keep` runs around a unit's forward and keeps them in order; `Give` runs around its recomputation and hands them out
+`Keep` runs around a unit's forward and keeps them in order; `Give` runs around its recomputation and returns them
 instead of computing them. A recomputation stops as soon as it has all that backward needs, typically before the unit's
-last product. How many it comes to is learned, and what lies beyond is not kept from then on; if one is asked for all
-the same, or was written into, it is computed again.
+last product. The number of products that it needs is learned, and later ones are no longer kept; one that is needed
+after all, or was modified, is computed again.
 """
 
 from functools import cache
@@ -27,9 +27,9 @@ _PRODUCTS = frozenset(
 
 @cache
 def is_product(operation: Any) -> bool:
-    """Whether the operation's outputs are kept: a product, or fused attention, torch's own or a library's.
+    """Return whether the operation's outputs are kept: a product, or fused attention, torch's own or a library's.
 
-    Not one that writes into its arguments, which it has to do again.
+    Not those of an operation that writes into its arguments, which has to run again.
     """
     if not isinstance(operation, torch._ops.OpOverload) or operation._schema.is_mutable:
         return False
@@ -47,16 +47,16 @@ def written_arguments(operation: Any) -> tuple[int, ...]:
 
 
 class Products:
-    """Of all calls of a unit: how the outputs are kept, and how many a recomputation has come to at most."""
+    """State shared by all calls of a unit: the pack function, and the most products that a recomputation has used."""
 
     def __init__(self, *, pack: Any = Kept) -> None:
         self.pack = pack
-        # Not known before the first recomputation; until then everything is kept.
+        # None before the first recomputation: all products are kept.
         self.num_needed: int | None = None
 
 
 class _Product:
-    """What an operation gave, and where the random numbers stood after it, if it drew any."""
+    """The outputs of an operation, and the random state after it if it draws random numbers."""
 
     __slots__ = ("operation", "outputs", "random_state")
 
@@ -78,7 +78,7 @@ class _Product:
 
 
 class Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A forward, whose products are kept in `self.products`."""
+    """Keeps the products of a forward in `self.products`."""
 
     def __init__(self, unit: Products) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -107,7 +107,7 @@ class Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.products.append(_Product(func, kept, random_state=state))
 
     def _drop_written(self, tensor: Any) -> None:
-        """Drop the output that a tensor is a part of. Versions do not tell: each result of `unsafe_chunk` counts its own."""
+        """Drop the output that a tensor is part of. The results of `unsafe_chunk` count versions by themselves."""
         if isinstance(tensor, Tensor) and self._places:
             place = self._places.pop(tensor.untyped_storage()._cdata, None)
             if place is not None:
@@ -115,12 +115,12 @@ class Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        # What an activation wrote over is of no use.
+        # Products that an in-place activation has overwritten cannot be used.
         self.products = [product if product and product.intact else None for product in self.products]
 
 
 class Give(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A recomputation of the forward that `kept` ran around."""
+    """Returns kept products in a recomputation of the forward that `kept` ran around."""
 
     def __init__(self, kept: Keep) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -128,7 +128,7 @@ class Give(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.products = kept.products
         self.position = 0
         self.in_order = True
-        # Then each is let go as it is used; what can be asked for again in spite of it is computed again.
+        # Then each product is dropped when it is used; if it is needed again, it is computed again.
         self.last_backward = not torch._C._autograd._get_current_graph_task_keep_graph()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,7 +156,7 @@ class Give(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _draws(operation: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the operation draws random numbers, which a recomputation that skips it has to skip as well."""
+    """Return whether the operation draws random numbers, which a recomputation that skips it has to skip as well."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     for index, argument in enumerate(operation._schema.arguments):

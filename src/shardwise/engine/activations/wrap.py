@@ -1,4 +1,4 @@
-"""What the plan does to the forward of a unit: compute it again in backward, keep what it saves in host memory."""
+"""Wraps the forward of each unit as the plan says: compile, recompute, offload."""
 
 from collections.abc import Callable, Mapping
 
@@ -17,7 +17,7 @@ from shardwise.spec import ROOT
 def wrap_units(
     model: nn.Module, *, units: Mapping[str, Unit], plan: Plan, device: torch.device
 ) -> list[Callable[[], None]]:
-    """Wrap each unit's forward as the plan says; returns what undoes it, to be called last first."""
+    """Wrap each unit's forward as the plan says; return the functions that undo it, to be called in reverse order."""
     undo: list[Callable[[], None]] = []
     # Innermost: a recomputation runs the compiled code again.
     undo += compile_units({name: unit.module for name, unit in units.items()}, plan=plan)
@@ -27,6 +27,6 @@ def wrap_units(
         if mode != "none":
             undo.append(recompute_unit(unit.module, mode=mode, pack=offload.pack if offload is not None else Kept))
         if offload is not None and name != ROOT:
-            # Outside of the recomputation: then it is the unit's inputs that wait in host memory.
+            # Outside of the recomputation, so that the unit's inputs are offloaded.
             undo.append(offload_unit(unit.module, name=name, offload=offload))
     return undo

@@ -4,13 +4,13 @@
     for batch in batches:
         loss = step(batch)
 
-A few ordinary steps come first: they learn the program, let libraries allocate what they keep, and show what the step
-looks at and changes. Then one is captured, and replayed from there on. A replay runs no Python.
+A few ordinary steps come first: they learn the program, let libraries allocate their buffers, and show which values the
+step reads and changes. Then one step is captured, and replayed from then on. A replay runs no Python.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,15 @@ from torch.optim import Optimizer
 from shardwise.comm.agreement import exchange
 from shardwise.comm.host_group import HostGroup
 from shardwise.comm.job_environment import capture_is_off
-from shardwise.engine.captured.captured_step import CapturedStep, Told
+from shardwise.engine.captured.captured_step import CapturedStep
 from shardwise.engine.captured.python_state import PythonState, foreign_hook
 from shardwise.engine.captured.step_device import StepDevice
 from shardwise.engine.captured.step_graphs import StepRecorder
 from shardwise.engine.captured.step_memory import StepMemory
 from shardwise.engine.captured.step_pool import StepPool, why_no_pool
 from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.protocol import Step, Tell
 from shardwise.errors import InvalidPlan
-
-Step = TypeVar("Step", bound=Callable[..., Any])
 
 
 def capture(
@@ -38,14 +37,14 @@ def capture(
     optimizer: Optimizer,
     *,
     functions: Sequence[Callable[..., Any]] = (),
-    tell: Told | None = None,
+    tell: Tell | None = None,
 ) -> Step:
-    """`step` as CUDA graphs, as the plan's `capture` says; where it cannot be, `step` itself.
+    """Return `step` as CUDA graphs, as the plan's `capture` says; `step` itself if it cannot be captured.
 
-    `step(*inputs)` runs one whole step on tensors of the device, and may return tensors. The optimizer's learning
-    rates become tensors on the device, so that a schedule is followed; a change of another option, or a state that is
-    loaded, captures again. `functions` are what the step calls besides the model: what they depend on counts too.
-    `tell` is given, on rank 0, a line for each thing that is decided; without it they are warnings.
+    `step(*inputs)` runs one complete step on tensors of the device, and may return tensors. The optimizer's learning
+    rates become tensors on the device, so that replays follow a schedule; a change of another option, or a loaded
+    state, captures again. `functions` are called by the step besides the model; their state belongs to the step's key.
+    `tell` receives one line per decision, on rank 0 (default: warnings).
     """
     engine = engine_of(model)
     tell = tell or _warn
@@ -73,7 +72,7 @@ def capture(
 
 
 def _why_not(engine: Engine, model: nn.Module, optimizer: Optimizer) -> str | None:
-    """Why no step of this plan is captured: a line, "" where there is nothing to say; None if they can be."""
+    """Return why no step of this plan is captured ("": no reason to report); None if steps can be captured."""
     plan = engine.plan
     if plan.capture == "off" or engine.device.type != "cuda":
         return ""
@@ -91,7 +90,7 @@ def _why_not(engine: Engine, model: nn.Module, optimizer: Optimizer) -> str | No
 
 
 def _why_not_unasked(model: nn.Module) -> str:
-    """What may work, and is not done unless it is asked for."""
+    """Return why capture = 'auto' does not capture a model that capture = 'on' would; "" if it does."""
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
         return (
             "it has modules that were compiled outside of the plan; set compile in the plan instead, or capture = 'on'"
@@ -105,7 +104,7 @@ def _warn(line: str) -> None:
 
 
 class _WithRates:
-    """A captured step whose optimizer counts and is told its rates on the device, where a graph reads them."""
+    """A captured step whose optimizer has its step counts and learning rates on the device, where graphs read them."""
 
     def __init__(self, captured: CapturedStep, optimizer: Optimizer, *, device: torch.device) -> None:
         self._captured = captured
@@ -122,7 +121,7 @@ class _WithRates:
         return self._captured.report
 
     def _settle(self) -> None:
-        """A rate that was set as a number goes to where the graph reads it; so does a state that was loaded."""
+        """Copy rates that were set as numbers, and counts of a loaded state, to where the graph reads them."""
         groups = self._optimizer.param_groups
         for index, group in enumerate(groups):
             if index == len(self._rates):

@@ -1,11 +1,11 @@
-"""Calls of a step: first ordinary ones, which are looked at, then replays of graphs. All ranks do the same.
+"""Calls of a step: first ordinary ones, which are observed, then replays of graphs. All ranks do the same.
 
-ordinary   the step itself. What it reads, changes and waits for is noted until it is captured; one in which torch
-           compiles something does not count
-capture    once a key has been seen a few times, and nothing that was noted speaks against it on any rank
-replay     the passes; then the update, if the values that the step looks at are those that were assumed; else the
-           passes are undone, another graph of the key is tried, and then the step runs as an ordinary one
-compare    replays 1, 10, 100 …: the same step also runs as an ordinary one, which counts; gradients are compared
+ordinary   the step itself. Its reads, changes and waits are noted until it is captured; a step in which torch compiles
+           something does not count
+capture    once a key was seen a few times, and no rank has noted a reason against it
+replay     the passes; then the update, if the step has read the values that were assumed; otherwise the passes are
+           undone, another graph of the key is tried, and then the step runs as an ordinary one
+compare    replays 1, 10, 100 …: the step is undone and runs as an ordinary one; the gradients of both are compared
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.comm.host_group import HostGroup
-from shardwise.comm.leave import let_go_before_leaving
+from shardwise.comm.leave import release_before_leaving
 from shardwise.comm.rank_progress import PROGRESS
 from shardwise.engine.captured.graph_store import GraphStore, KeyHistory, StoredGraph
 from shardwise.engine.captured.probed_step import ProbedStep, StepProbe
@@ -26,42 +26,39 @@ from shardwise.engine.captured.replayed_grads import GradientComparison, is_comp
 from shardwise.engine.captured.shared_evaluation import SharedEvaluation
 from shardwise.engine.captured.step_device import StepDevice
 from shardwise.engine.captured.step_graphs import RecordedStep, StepRecorder
-from shardwise.engine.captured.step_key import StepInputs, StepKey, optimizer_key, step_key, take_apart
+from shardwise.engine.captured.step_key import StepInputs, StepKey, flatten_inputs, optimizer_key, step_key
 from shardwise.engine.captured.step_memory import STEPS, StepMemory
 from shardwise.engine.core.step_events import heard_by
 from shardwise.engine.engine import Engine
+from shardwise.engine.protocol import Tell
 from shardwise.errors import InvalidModel
 
-# Ordinary steps before anything is captured, and those of a key before it is.
+# Ordinary steps before the first capture, and ordinary steps of a key before its capture.
 WARM_STEPS = 3
 _WARM_STEPS_OF_A_KEY = 2
-# After so many, half of them should have been replays.
+# After this many steps, half of them should have been replays.
 _MANY_STEPS = 200
 # Graphs that are tried for one step.
 _MOST_TRIES = 2
-# Replays whose time is measured, and how much longer than an ordinary step they may take.
+# Replays that are timed, and the largest ratio of their time to that of an ordinary step.
 _TIMED = range(2, 5)
 _MOST_RATIO = 1.1
 
-# What a rank proposes to do in a step; from the last one on, to replay the graph of a number. A rank where a replay
-# would overwrite something proposes that all graphs go.
+# A rank's proposal for a step: run it, capture it, drop all graphs (a replay would overwrite a live tensor), or, from
+# _FIRST_GRAPH on, replay the graph of number proposal - _FIRST_GRAPH.
 _ORDINARY, _CAPTURE, _DROP, _FIRST_GRAPH = range(4)
-
-
-Told = Callable[[str], None]
-"""Is told in one line what was decided; on rank 0."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepReport:
-    """Of the last step: whether a replay was what counted, and what was decided in it ("" if nothing was)."""
+    """The last step: whether it was a replay, and the decision that was made in it ("": none)."""
 
     captured: bool = False
     note: str = ""
 
 
 class CapturedStep:
-    """Called as the step that it was made of."""
+    """A step that is captured when it can be. It is called like the step itself."""
 
     def __init__(
         self,
@@ -76,7 +73,7 @@ class CapturedStep:
         memory: StepMemory,
         group: HostGroup,
         must: bool,
-        tell: Told,
+        tell: Tell,
     ) -> None:
         self.step = step
         self.report = StepReport()
@@ -89,32 +86,32 @@ class CapturedStep:
         self._memory = memory
         self._evaluation = SharedEvaluation(model, memory=memory, device=device)
         self._group = group
-        # Whether a step that cannot be captured is an error.
+        # A step that cannot be captured is an error (capture = 'on').
         self._must = must
         self._tell = tell
         self._store: GraphStore[RecordedStep] = GraphStore()
         self._parameters = [parameter for flat in engine.flats for parameter in flat.params]
         self._optimizer_key: tuple[Any, ...] = ()
         self._num_steps = 0
-        # Ordinary steps, less those in which something was compiled; and those.
+        # Ordinary steps without, and with, a compilation.
         self._num_warm = 0
         self._num_compiling = 0
         self._num_replays = 0
-        # Ordinary steps, one after the other, that could not have been captured, and why the last one could not.
+        # Consecutive ordinary steps that could not have been captured, and the reason of the last one.
         self._num_unfit = 0
         self._unfit = ""
         self._ordinary_seconds: list[float] = []
         self._replay_seconds: list[float] = []
-        let_go_before_leaving(self)
+        release_before_leaving(self)
         engine.captured.add(self)
 
-    def let_go(self) -> None:
-        """Destroy the graphs; what comes after is captured again."""
+    def release(self) -> None:
+        """Destroy the graphs; later steps are captured again."""
         self._store.clear()
 
     def follow_plan(self) -> None:
-        """The engine has another plan, and other memory: steps of that are captured, if they can be."""
-        self.let_go()
+        """Start over under the engine's new plan, which uses other memory."""
+        self.release()
         self._recorder.forget_samples()
         self._ordinary_seconds.clear()
         self._replay_seconds.clear()
@@ -131,29 +128,26 @@ class CapturedStep:
             self._give_up()
         if self.stopped:
             return self._ordinary(inputs)
-        apart = take_apart(inputs)
-        history, proposal, why = self._propose(apart)
-        # All ranks do the same, or each the ordinary thing.
+        flattened = flatten_inputs(inputs)
+        history, proposal, why = self._propose(flattened)
+        # Ranks whose proposals differ all run an ordinary step.
         same = self._group.all_same(proposal)
         if proposal == _DROP if same else _DROP in self._group.gather(proposal):
             self._drop_graphs()
         if not same or proposal in (_ORDINARY, _DROP):
             return self._watched(inputs, history)
-        if proposal == _CAPTURE and not self._capture(history, apart, why=why):
+        if proposal == _CAPTURE and not self._capture(history, flattened, why=why):
             return self._ordinary(inputs)
         assert history is not None
-        return self._replay(history, apart, inputs)
+        return self._replay(history, flattened, inputs)
 
     def _propose(self, inputs: StepInputs) -> tuple[KeyHistory[RecordedStep] | None, int, str]:
-        """What this rank would do: with which history, what, and what it has against capturing.
-
-        The number of a replay's graph says which one.
-        """
+        """Return the history of the step's key, this rank's proposal, and its reason against capturing ("": none)."""
         if self._engine.tape.recording or self._holds_grads():
             return None, _ORDINARY, ""
         settled = optimizer_key(self._optimizer)
         if settled != self._optimizer_key:
-            self.let_go()
+            self.release()
             self._optimizer_key = settled
         try:
             history = self._store.find(self._key(inputs))
@@ -165,7 +159,7 @@ class CapturedStep:
             return history, _ORDINARY, ""
         if history.probe is not None and history.probe.compiled:
             return history, _ORDINARY, ""
-        # One such step alone may have made what later ones find.
+        # A single unfit step may have made state that later ones find.
         if self._num_unfit > 1:
             return history, _CAPTURE, self._unfit
         return history, _CAPTURE if history.num_ordinary >= _WARM_STEPS_OF_A_KEY else _ORDINARY, ""
@@ -180,7 +174,7 @@ class CapturedStep:
         )
 
     def _holds_grads(self) -> bool:
-        """Gradients of an earlier backward would be part of the step."""
+        """Return whether there are gradients of an earlier backward, which would be part of the step."""
         return self._engine.core.holds_grads or any(flat.has_grads() for flat in self._engine.flats)
 
     # Ordinary steps
@@ -191,10 +185,10 @@ class CapturedStep:
         if self._store.num_graphs and not self._memory.is_shared_with(STEPS):
             # Blocks of ordinary steps are seldom used once there are graphs.
             self._device.release_memory()
-        return self._memory.taken_out(result, user=STEPS)
+        return self._memory.copied_out(result, user=STEPS)
 
     def _watched(self, inputs: tuple[Any, ...], history: KeyHistory[RecordedStep] | None) -> Any:
-        """An ordinary step, of which is noted what speaks against capturing it."""
+        """Run an ordinary step and note the reasons against capturing it."""
         if history is None:
             self._num_warm += 1
             return self._ordinary(inputs)
@@ -202,13 +196,13 @@ class CapturedStep:
         result = probed.run(lambda: self._ordinary(inputs), leaves_grads=self._holds_grads)
         history.probe = probed.probe
         if probed.probe.compiled:
-            # It waited for the compiler, and may have done what later steps will not do.
+            # Its time includes the compiler's, and later steps may run other code.
             self._num_compiling += 1
         else:
             self._count(history, probed.probe)
         if self._num_warm <= WARM_STEPS:
-            # A first step makes what later ones find.
-            self._state.look_again()
+            # First steps set attributes that later ones find.
+            self._state.find_places()
         self._optimizer_key = optimizer_key(self._optimizer) if self._num_steps == 1 else self._optimizer_key
         return result
 
@@ -222,9 +216,9 @@ class CapturedStep:
     # Capture
 
     def _capture(self, history: KeyHistory[RecordedStep] | None, inputs: StepInputs, *, why: str = "") -> bool:
-        """Record the step under the values that it looked at last; whether that went well on all ranks.
+        """Record the step, assuming the values that it read last; return whether all ranks succeeded.
 
-        `why`: what this rank has against it.
+        `why`: this rank's reason against it ("": none).
         """
         probe = None if history is None else history.probe
         if not why and probe is not None:
@@ -232,7 +226,7 @@ class CapturedStep:
         compiled = probe is not None and probe.compiled
         reads, early = probe is not None and bool(probe.reads), probe is None or probe.early
         everyone = self._group.gather((why, reads, early, compiled, self._memory.is_clear()))
-        # A step in which a rank has compiled says nothing of the next one.
+        # A step in which a rank has compiled does not describe the next one.
         if any(others[3] for others in everyone) or self._refused([others[0] for others in everyone]):
             return False
         if not all(is_clear for *_, is_clear in everyone):
@@ -256,7 +250,7 @@ class CapturedStep:
             why = str(failed)
         if self._refused(self._group.gather(why)) or recorded is None:
             if recorded is not None:
-                recorded.let_go()
+                recorded.release()
             return False
         is_first = self._store.num_graphs == 0 and self._num_replays == 0
         self._store.add(history, reads=tuple(probe.reads), graph=recorded)
@@ -267,14 +261,14 @@ class CapturedStep:
         return True
 
     def _drop_graphs(self) -> None:
-        """Something lives in memory that graphs write into: they are captured again, around it."""
+        """Destroy all graphs, because a live tensor is in memory that they write; they are captured again around it."""
         self._store.drop_graphs()
         user = self._memory.blame()
         if user:
             self._note(f"{user} leave tensors behind that replays would overwrite: they get memory of their own")
 
     def _refused(self, reasons: Sequence[str]) -> bool:
-        """Whether a rank has a reason not to capture; then none does from here on."""
+        """Stop capturing if any rank has a reason against it; return whether one has."""
         for rank, why in enumerate(reasons):
             if why:
                 self._stop(why if rank == 0 else f"rank {rank}: {why}")
@@ -282,7 +276,7 @@ class CapturedStep:
         return False
 
     def _give_up(self) -> None:
-        """To look at every step costs time."""
+        """Stop observing steps that are hardly ever replayed: observing costs time."""
         if not self._must:
             num_keys = len(self._store.histories)
             self._stop(
@@ -291,8 +285,8 @@ class CapturedStep:
             )
 
     def _stop(self, why: str) -> None:
-        """Ordinary steps from here on; an error where the plan insists."""
-        self.let_go()
+        """Run ordinary steps from now on; raise where the plan says capture = 'on'."""
+        self.release()
         self.stopped = why
         self._memory.has_replays = False
         if self._must:
@@ -305,16 +299,16 @@ class CapturedStep:
 
     # Replays
 
-    def _replay(self, history: KeyHistory[RecordedStep], apart: StepInputs, inputs: tuple[Any, ...]) -> Any:
-        # As an ordinary step's forward does.
+    def _replay(self, history: KeyHistory[RecordedStep], flattened: StepInputs, inputs: tuple[Any, ...]) -> Any:
+        # An ordinary step's forward makes the same check.
         self._engine.guards.managed.check(thorough=False)
-        # Of parameters that an ordinary step has updated: the graph begins with none under way.
+        # The graph assumes that no gather of an earlier update is in flight.
         self._engine.core.wait_gathers()
         timed = self._num_replays + 1 in _TIMED and not self._must
         began = self._device.settled_seconds() if timed else 0.0
         for tries, stored in enumerate(history.graphs[:_MOST_TRIES]):
             graph = stored.graph
-            graph.load(apart.leaves)
+            graph.load(flattened.leaves)
             graph.replay_passes()
             if not graph.holds():
                 graph.undo()
@@ -337,13 +331,13 @@ class CapturedStep:
         history.num_unfit += 1
         result = self._watched(inputs, history)
         if history.wants_another():
-            self._capture(history, apart)
+            self._capture(history, flattened)
         elif (why := history.why_not()) and not self._must:
             self._stop(why)
         return result
 
     def _compared(self, stored: StoredGraph[RecordedStep], inputs: tuple[Any, ...]) -> Any:
-        """After a replay of the passes: the same step as an ordinary one, which is the one that counts."""
+        """Undo replayed passes, run the step as an ordinary one instead, and compare the gradients of both."""
         samples = stored.graph.sample_grads()
         stored.graph.undo()
         comparison = GradientComparison(samples, self._recorder.owned_grads)
@@ -357,7 +351,7 @@ class CapturedStep:
         return result
 
     def _check_pays(self) -> None:
-        """Once a few replays were timed: whether they are faster than ordinary steps."""
+        """Stop capturing if the timed replays are slower than ordinary steps."""
         if len(self._replay_seconds) < len(_TIMED) - 1:
             return
         everyone = self._group.gather((min(self._replay_seconds), min(self._ordinary_seconds)))

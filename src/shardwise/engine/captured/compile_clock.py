@@ -1,4 +1,4 @@
-"""What torch.compile compiles, in which step, and for how long."""
+"""Counts and times the compilations of torch.compile."""
 
 import time
 from types import TracebackType
@@ -6,10 +6,10 @@ from typing import Any, Self
 
 
 class CompileClock:
-    """Runs while torch compiles inside of `with clock:`; may be entered again and again, and adds up.
+    """Counts compilations inside `with clock:`, and adds up their seconds. It may be entered several times.
 
-    A forward is compiled in the first call that needs it, its backward in the first that comes to it, both perhaps
-    several times: for another shape, or another mode.
+    A forward is compiled when it is first called, its backward when it first runs, and both again for another shape or
+    mode.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class CompileClock:
         self._began = 0.0
 
     def __enter__(self) -> Self:
-        # A user's torch._dynamo.reset() forgets callbacks, so they are given again each time.
+        # Registered each time, because a user's torch._dynamo.reset() drops callbacks.
         handler = _handler()
         handler.register_start_callback(self._start)
         handler.register_end_callback(self._end)

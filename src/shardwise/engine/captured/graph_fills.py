@@ -1,4 +1,4 @@
-"""Small memsets of a recorded graph, as kernels.
+"""Replaces the small memsets of a recorded graph by kernels.
 
 Reductions and matrix products reset a few bytes before they run. Inside a CUDA graph the device waits 3 to 14 µs around
 each of these memsets, and under 1 µs between two kernels: on an H200 that was 5% of a step of BERT-large.
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-# Longer ones are few, and are left to the driver: the kernel has a thread for every word.
+# Larger ones are rare and stay memsets: the kernel has one thread per word.
 _MOST_BYTES = 2**20
 _WORD = 4
 _THREADS = 256
@@ -68,13 +68,13 @@ class _Memset(Structure):
 
     @property
     def is_small(self) -> bool:
-        """One row of whole words."""
+        """Whether it is one row of complete words, up to _MOST_BYTES."""
         is_of_words = self.place % _WORD == self.num_bytes % _WORD == 0
         return bool(is_of_words and self.height == 1 and 0 < self.num_bytes <= _MOST_BYTES)
 
     @property
     def word(self) -> int:
-        """The value, as often as it fits into a word."""
+        """The value, repeated to fill a word."""
         element = self.value.to_bytes(_WORD, "little")[: self.element_bytes]
         return int.from_bytes(element * (_WORD // self.element_bytes), "little")
 
@@ -95,9 +95,9 @@ class _Kernel(Structure):
 
 
 def fill_by_kernels(graph: torch.cuda.CUDAGraph) -> int:
-    """Replace the small memsets of a graph that is recorded and not yet instantiated; how many there were.
+    """Replace the small memsets of a graph that is recorded and not yet instantiated; return how many.
 
-    A memset stays where the driver does not know what this needs.
+    They stay where the driver lacks the functions that this needs.
     """
     function = _fill_function(torch.cuda.current_device())
     if function is None:
@@ -113,7 +113,7 @@ def _driver() -> Any:
 
 @cache
 def _fill_function(device: int) -> c_void_p | None:
-    """The kernel on the current device; None if there is no such driver, or it does not take it."""
+    """Return the kernel on the current device; None if there is no such driver, or it does not load the kernel."""
     module, function = c_void_p(), c_void_p()
     try:
         driver = _driver()
@@ -142,7 +142,7 @@ def _small_memsets(graph: int) -> Iterator[tuple[int, _Memset]]:
 
 
 def _listed(function: str, of: int) -> list[int] | None:
-    """The nodes that a function of the driver lists; None if it refuses, as for edges that are more than an order."""
+    """Return the nodes that a function of the driver lists; None if it fails, as it does for edges with data."""
     count = c_size_t()
     if getattr(_driver(), function)(c_void_p(of), None, byref(count)) != _DONE:
         return None

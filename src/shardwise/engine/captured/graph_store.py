@@ -1,8 +1,7 @@
-"""The graphs of a step: for which key each was captured, how it fared, and which goes when there are too many.
+"""The graphs of a step by key, with their statistics. The least recently used graph is evicted when there are too many.
 
-Graphs are numbered in the order in which they were captured, which all ranks do together, so a number means the same
-on each of them; the keys are each rank's own. A key has several graphs where the values that its steps look at differ
-from one to the next.
+Graphs are numbered in the order of their capture, which is the same on all ranks, so a number means the same graph on
+each of them; keys are local to a rank. A key has several graphs if its steps do not always read the same values.
 """
 
 from dataclasses import dataclass, field
@@ -14,17 +13,17 @@ from shardwise.engine.captured.step_key import StepKey
 
 MOST_GRAPHS = 8
 MOST_GRAPHS_OF_A_KEY = 3
-# A key's guards may fail in so many of its steps, once there have been a few.
+# The largest share of a key's steps in which its guards may fail, after the first _FEW steps.
 MOST_FAILURES = 0.05
 _FEW = 20
-# Replays that are thrown away cost as much as those that count.
+# The largest share of undone replays, which cost as much as others.
 MOST_WASTED = 0.25
 
 
 class Recorded(Protocol):
     """A captured step (step_graphs.py)."""
 
-    def let_go(self) -> None: ...
+    def release(self) -> None: ...
 
 
 GraphT = TypeVar("GraphT", bound=Recorded)
@@ -32,7 +31,7 @@ GraphT = TypeVar("GraphT", bound=Recorded)
 
 @dataclass(slots=True, kw_only=True)
 class StoredGraph(Generic[GraphT]):
-    """A graph, and the values that it assumes."""
+    """A graph, and the reads that it assumes."""
 
     number: int
     reads: tuple[Read, ...]
@@ -42,14 +41,14 @@ class StoredGraph(Generic[GraphT]):
 
 @dataclass(slots=True, kw_only=True)
 class KeyHistory(Generic[GraphT]):
-    """The steps of one key: ordinary ones so far, its graphs with the one that was right last in front."""
+    """The steps of one key, and its graphs: the one whose guards held last is in front."""
 
     key: StepKey
-    # What was seen in the last ordinary step.
+    # Observations of the last ordinary step.
     probe: StepProbe | None = None
     num_ordinary: int = 0
     num_captured: int = 0
-    # Steps for which the first graph that was tried was wrong; and those for which all that were tried were.
+    # Steps in which the guards of the first graph failed, and steps in which those of all graphs that were tried did.
     num_wasted: int = 0
     num_unfit: int = 0
     graphs: list[StoredGraph[GraphT]] = field(default_factory=list)
@@ -60,13 +59,13 @@ class KeyHistory(Generic[GraphT]):
         return self.num_captured + self.num_unfit
 
     def wants_another(self) -> bool:
-        """Whether the values of a step for which no graph was right should have one of their own."""
+        """Return whether a step for which the guards of all graphs failed should get another graph."""
         if len(self.graphs) >= MOST_GRAPHS_OF_A_KEY:
             return False
         return self.num_unfit > 1 and self.num_unfit > MOST_FAILURES * self.num_steps
 
     def why_not(self) -> str:
-        """Why this key should no longer be captured; "" if it should."""
+        """Return why this key should no longer be captured; "" if it should."""
         if self.num_steps < _FEW:
             return ""
         if self.num_unfit > MOST_FAILURES * self.num_steps and len(self.graphs) >= MOST_GRAPHS_OF_A_KEY:
@@ -77,7 +76,7 @@ class KeyHistory(Generic[GraphT]):
 
 
 class GraphStore(Generic[GraphT]):
-    """All keys and graphs. Of more than `limit` graphs the one that was not used for longest goes."""
+    """All keys and graphs: at most `limit` graphs, the least recently used one is evicted."""
 
     def __init__(self, *, limit: int = MOST_GRAPHS) -> None:
         self.limit = limit
@@ -86,13 +85,13 @@ class GraphStore(Generic[GraphT]):
         self._clock = 0
 
     def find(self, key: StepKey) -> KeyHistory[GraphT]:
-        """The history of a key; a new one for a new key."""
+        """Return the history of a key; a new one for a new key."""
         for history in self.histories:
             if history.key == key:
                 return history
         history = KeyHistory(key=key)
         self.histories.append(history)
-        # Keys that were seen a few times and not again are no use.
+        # Bounds the number of keys that were never captured.
         without = [other for other in self.histories if not other.graphs]
         if len(without) > 4 * self.limit:
             self.histories.remove(without[0])
@@ -108,7 +107,7 @@ class GraphStore(Generic[GraphT]):
         return stored
 
     def use(self, history: KeyHistory[GraphT], stored: StoredGraph[GraphT]) -> None:
-        """It was right: next time it is tried first."""
+        """Move a graph whose guards held to the front: it is tried first next time."""
         self._clock += 1
         stored.used = self._clock
         history.graphs.remove(stored)
@@ -119,17 +118,17 @@ class GraphStore(Generic[GraphT]):
         _, number, history = min(held, key=lambda found: found[:2])
         (stored,) = [stored for stored in history.graphs if stored.number == number]
         history.graphs.remove(stored)
-        stored.graph.let_go()
+        stored.graph.release()
 
     def drop_graphs(self) -> None:
-        """Let go of all graphs."""
+        """Release all graphs."""
         for history in self.histories:
             for stored in history.graphs:
-                stored.graph.let_go()
+                stored.graph.release()
             history.graphs.clear()
 
     def clear(self) -> None:
-        """Let go of all graphs, and forget what was seen."""
+        """Release all graphs, and forget all keys."""
         self.drop_graphs()
         self.histories.clear()
 

@@ -1,4 +1,4 @@
-"""An ordinary step that is looked at: what of it would be lost, or could not be done, in a captured one."""
+"""Observes an ordinary step: its reads, and the reasons why a captured one would not do the same."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +19,13 @@ _GENERATORS = ("torch's", "Python's", "numpy's")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProbe:
-    """reads     the truth values that the step looked at, in order; `early`: all before its last backward
-    why_not   what speaks against capturing it, in one line; "" if nothing does
-    written   tensors that it wrote into and that outlive it
-    seconds   how long it took, with the device idle before and after
-    compiled  torch.compile compiled something in it, so that it says nothing of other steps
+    """Observations of one ordinary step.
+
+    reads     the truth values that the step has read, in order; `early`: all before its last backward
+    why_not   the reason against capturing it, in one line; "" if there is none
+    written   tensors that it has written and that outlive it
+    seconds   its time, with the device idle before and after
+    compiled  torch.compile has compiled something in it, so that it does not describe other steps
     """
 
     reads: tuple[Read, ...]
@@ -35,7 +37,7 @@ class StepProbe:
 
 
 class ProbedStep:
-    """Runs one step. `probe` is there afterwards."""
+    """Runs one step, and sets `probe`."""
 
     def __init__(self, engine: Engine, *, state: PythonState, device: StepDevice) -> None:
         self._engine = engine
@@ -87,7 +89,7 @@ class ProbedStep:
         return result
 
     def _uncounted(self) -> set[int]:
-        """Return the tensors, by id, that torch writes into without counting it: statistics of batch normalisation."""
+        """Return the ids of tensors that torch writes without counting: statistics of batch normalisation."""
         norms = [module for module in self._engine.core.model.modules() if isinstance(module, _NormBase)]
         statistics = (tensor for norm in norms if norm.training for tensor in (norm.running_mean, norm.running_var))
         return {id(tensor) for tensor in statistics if tensor is not None}

@@ -1,9 +1,9 @@
-"""What a step's Python depends on, and what it changes.
+"""Python state that a step depends on or changes.
 
 A replay runs no Python. So a value that Python reads (`self.training`, `p` of a dropout, a variable of the closure) is
-part of what a graph was captured for; and a step that changes one (a counter, a list that grows), or draws a random
-number on the CPU (layerdrop), cannot be captured. Tensors that a step writes into (statistics of a BatchNorm) are
-found by their version counters: to run a step again, they are put back.
+part of a graph's key; and a step that changes one (a counter, a list that grows), or draws a random number on the CPU
+(layerdrop), cannot be captured. Tensors that a step writes (statistics of a BatchNorm) are found by their version
+counters; they are restored before a step runs again.
 """
 
 import functools
@@ -17,28 +17,28 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _COUNTED = (list, dict, set)
-# What nn.Module itself keeps; its only plain value is `training`.
+# Attributes of nn.Module itself; its only plain value is `training`.
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 
-# Their hooks compute something and look at nothing else.
+# Hooks of these packages only compute, so that a replay does their work too.
 _QUIET_PACKAGES = ("torch", "shardwise", "transformers")
 
 Values = tuple[Any, ...]
 
 
 class PythonState:
-    """The plain values and the tensors that a model, and functions that are called with it, can get at by name."""
+    """The plain values and the tensors that a model, and functions that are called with it, can reach by name."""
 
     def __init__(self, model: nn.Module, *, functions: Sequence[Callable[..., Any]] = ()) -> None:
         self._model = model
         self._functions = functions
         self._places: list[_Place] = []
-        self.look_again()
+        self.find_places()
 
-    def look_again(self) -> None:
-        """Find the places: modules may have got new attributes since."""
+    def find_places(self) -> None:
+        """Find the places again: modules may have new attributes."""
         self._places = list(_places_of_module(self._model, "model"))
         seen = {id(self._model)}
         for function in self._functions:
@@ -46,34 +46,34 @@ class PythonState:
         self._with_tensors = [place for place in self._places if place.with_tensors]
 
     def values(self) -> Values:
-        """All plain values as they are now; what can be compared."""
+        """Return all plain values as they are now, in a form that can be compared."""
         return tuple(place.values() for place in self._places)
 
     def changed(self, before: Values) -> str:
-        """The name of a value that differs from `before`; "" if none does."""
+        """Return the name of a value that differs from `before`; "" if none does."""
         for place, old in zip(self._places, before, strict=True):
             if place.values() != old:
                 return place.difference(old)
         return ""
 
     def addresses(self) -> Values:
-        """Where those tensors lie."""
+        """Return the addresses of the tensors."""
         return tuple(tensor.data_ptr() for place in self._with_tensors for _, tensor in place.tensors())
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name: buffers, and tensors that are attributes or in closures; no parameters."""
+        """Return, by name, buffers and tensors that are attributes or in closures; no parameters."""
         return {name: tensor for place in self._with_tensors for name, tensor in place.tensors()}
 
 
 class _Place:
-    """A namespace: the values in it that are plain, by their keys as they were found."""
+    """A namespace, and the keys that have plain values, containers or tensors in it."""
 
     def __init__(self, name: str, namespace: dict[str, Any], keys: Sequence[str], *, closed: bool = True) -> None:
         self.name = name
         self.namespace = namespace
-        # Whether a key that is new is of interest.
+        # Whether a new key is a change.
         self.closed = closed
-        self.keys = sorted(key for key in keys if isinstance(namespace[key], _PLAIN))
+        self.keys = sorted(key for key in keys if isinstance(namespace[key], PLAIN))
         self.counted = sorted(key for key in keys if isinstance(namespace[key], _COUNTED))
         self.with_tensors = sorted(key for key in keys if isinstance(namespace[key], Tensor))
         self._get = itemgetter(*self.keys) if self.keys else None
@@ -84,7 +84,7 @@ class _Place:
             plain = self._get(namespace) if self._get is not None else None
             counts = [len(namespace[key]) for key in self.counted] if self.counted else []
         except (KeyError, TypeError):
-            # One is gone, or has become something else.
+            # A key is gone, or has a value of another kind.
             return (None, None, None)
         return (plain, counts, len(namespace) if self.closed else 0)
 
@@ -106,7 +106,7 @@ class _Place:
 
 
 def _as_tuple(values: Any, keys: Sequence[str]) -> tuple[Any, ...]:
-    """itemgetter gives a single value by itself."""
+    """Return the values of an itemgetter, which does not make a tuple of a single one."""
     return values if len(keys) > 1 else (values,)
 
 
@@ -120,7 +120,7 @@ def _places_of_module(module: nn.Module, name: str) -> Iterator[_Place]:
 
 
 def _places_of_function(function: Any, seen: set[int]) -> Iterator[_Place]:
-    """What a function's code names: its closure, globals, and those of functions in its closure."""
+    """Yield the closure and the globals that a function's code names, and those of functions in its closure."""
     if id(function) in seen:
         return
     seen.add(id(function))
@@ -142,7 +142,7 @@ def _places_of_function(function: Any, seen: set[int]) -> Iterator[_Place]:
 
 
 class _Cells(dict[str, Any]):
-    """The variables of a closure by name, as they are at the moment."""
+    """The current variables of a closure by name."""
 
     def __init__(self, cells: Iterable[tuple[str, Any]]) -> None:
         self._cells = dict(cells)
@@ -169,7 +169,7 @@ class _Cells(dict[str, Any]):
 
 
 def foreign_hook(model: nn.Module) -> str:
-    """A module with a hook that is neither torch's nor ours: a replay would not call it. "" if there is none."""
+    """Return a module that has a user's hook, which a replay would not call; "" if there is none."""
     for path, module in model.named_modules():
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             for hook in getattr(module, name).values():
@@ -181,7 +181,7 @@ def foreign_hook(model: nn.Module) -> str:
 
 
 def generators() -> tuple[Any, ...]:
-    """Where the generators of the CPU stand: torch's, Python's and numpy's."""
+    """Return the states of the CPU's random generators: torch's, Python's and numpy's."""
     name, keys, position, *_ = np.random.get_state(legacy=True)
     return (
         torch.get_rng_state().numpy().tobytes(),
@@ -191,5 +191,5 @@ def generators() -> tuple[Any, ...]:
 
 
 def versions(tensors: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Name → which tensor it is, and how often it was written into."""
+    """Return, by name, the id of each tensor and its count of writes."""
     return {name: (id(tensor), tensor._version) for name, tensor in tensors.items()}

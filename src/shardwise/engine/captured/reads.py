@@ -1,12 +1,12 @@
-"""The values that a step's Python looks at.
+"""Values that a step's Python reads from the device.
 
 `if mask.all():` reads one value from the device and takes a branch. A captured step takes the branch that an ordinary
-one took, and compares on the device: `flag |= (mask.all() != what it was)`. Only such reads of a truth value can be
-guarded. A number that is read may be an index, a shape or a log line; a step that reads one is not captured.
+one took, and compares on the device: `flag |= (mask.all() != the value then)`. Only such reads of a truth value can be
+guarded. A number may be used as an index, a shape or in a log line; a step that reads one is not captured.
 
-Reads are seen by replacing methods of torch.Tensor while a step runs. A dispatch mode would see more, but compiled code
-refuses it, and in backward it changes how gradients add up. Compiled code ends where Python looks at a value, and goes
-on after it: the look itself is Python's, and is seen.
+Reads are intercepted by replacing methods of torch.Tensor while a step runs. A dispatch mode would intercept more, but
+compiled code refuses it, and in backward it changes how gradients add up. Compiled code breaks its graph where Python
+reads a value: the read itself is Python's, and is intercepted.
 """
 
 import linecache
@@ -24,25 +24,25 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-# Each hands a value to Python, and so waits for the device.
+# Each returns a value to Python, and so waits for the device.
 _NUMBERS = ("item", "tolist", "__int__", "__float__", "__complex__", "__index__")
 _OWN_PACKAGES = ("torch", "shardwise")
 
 
-class NotCaptured(Exception):  # noqa: N818 - says why; never leaves this package
-    """A step that cannot be captured. The message is one line."""
+class NotCaptured(Exception):  # noqa: N818 - never leaves this package
+    """A step cannot be captured. The message is the reason, in one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """A truth value that the step looked at: where in its source, and what it was."""
+    """A truth value that the step has read: the place in its source, and the value."""
 
     place: str
     value: bool
 
 
 class NotedReads:
-    """What one step read, which it watches: truth values in order.
+    """The truth values that one step has read, in order.
 
     `unguarded`: the first read that cannot be guarded, in words; "" if there was none.
     """
@@ -50,7 +50,7 @@ class NotedReads:
     def __init__(self) -> None:
         self.reads: list[Read] = []
         self.unguarded = ""
-        # Whether all of them were read before the last backward began, and whether that or the passes are over.
+        # Whether all of them were read before the last backward; the rest is the state of the step.
         self.early = True
         self.in_last_backward = False
         self.passes_over = False
@@ -74,7 +74,7 @@ class NotedReads:
 
 @contextmanager
 def noting_reads(device_type: str) -> Iterator[NotedReads]:
-    """Note what the step in here reads from the device."""
+    """Note the values that the step in this block reads from the device."""
     noted = NotedReads()
     thread = threading.get_ident()
 
@@ -101,9 +101,9 @@ def noting_reads(device_type: str) -> Iterator[NotedReads]:
 def assuming_reads(
     reads: Sequence[Read], *, device_type: str, compare: Callable[[Tensor, bool], None]
 ) -> Iterator[None]:
-    """The step in here reads what `reads` say, in this order; each is compared on the device.
+    """Give the step in this block the values of `reads`, in order; each is compared on the device.
 
-    Raises NotCaptured where it reads something else, or another number of values.
+    Raises NotCaptured if it reads at another place, or more or fewer values.
     """
     thread = threading.get_ident()
     left = list(reads)
@@ -130,12 +130,12 @@ _Reader = Callable[[Tensor, Callable[[Tensor], Any]], Any]
 
 @contextmanager
 def _replaced_reads(device_type: str, *, thread: int, truth: _Reader, number: _Reader) -> Iterator[None]:
-    """torch.Tensor's own methods hand their reads to `truth` and `number`: of this thread, and of its backward."""
+    """Send the reads of this thread, and of its backward, to `truth` and `number` instead of torch.Tensor's methods."""
 
     def replaced(name: str) -> Callable[..., Any]:
         own = getattr(Tensor, name)
 
-        # What compiled code calls would be compiled as well.
+        # Otherwise compiled code that calls it would compile it too.
         @_disable_dynamo
         def read(tensor: Tensor) -> Any:
             ours = threading.get_ident() == thread or torch._C._current_graph_task_id() != -1
@@ -157,13 +157,13 @@ def _replaced_reads(device_type: str, *, thread: int, truth: _Reader, number: _R
             if name in before:
                 setattr(Tensor, name, before[name])
             else:
-                # Inherited from the class below, and so again.
+                # Inherited from the base class.
                 delattr(Tensor, name)
 
 
 @contextmanager
 def _allowed_to_wait(device_type: str) -> Iterator[None]:
-    """A read that is known needs no warning of `warned_of_waits`."""
+    """Turn off torch's warning about waits (StepDevice.noting_waits): this read is noted already."""
     if device_type != "cuda":
         yield
         return
@@ -177,12 +177,12 @@ def _allowed_to_wait(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def hidden_capture() -> Iterator[None]:
-    """Whoever asks in here whether the stream is being captured is told no, unless it is torch or this package.
+    """Report to all code but torch's and ours that the stream is not being captured.
 
-    Models ask in order to leave out what they think cannot be captured (transformers then builds attention masks that
-    it otherwise does without), and would run other kernels than in an ordinary step. SyncBatchNorm and optimizers ask
-    what to do, and are told the truth. torch.cuda's own function stays in its place and only learns another answer:
-    compiled code was compiled for that function, and would be compiled again for another.
+    A model that asks leaves out code that it assumes cannot be captured (transformers then builds attention masks that
+    it otherwise does without), and would run other kernels than in an ordinary step. SyncBatchNorm and optimizers need
+    the true answer. torch.cuda's function stays the same object, only its answer changes: code compiled with that
+    function would be compiled again for another one.
     """
     graphs: Any = torch.cuda.graphs
     truth, function = graphs._cuda_isCurrentStreamCapturing, graphs.is_current_stream_capturing.__code__
@@ -203,7 +203,7 @@ def hidden_capture() -> Iterator[None]:
 
 
 def _place(frame: FrameType | None) -> str:
-    """The line of the user's source that a frame belongs to; torch's own frames are passed over."""
+    """Return the line of the user's source that called a frame; torch's own frames are skipped."""
     while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch":
         frame = frame.f_back
     if frame is None:
@@ -216,7 +216,7 @@ def _place(frame: FrameType | None) -> str:
 def failing_line(error: BaseException) -> str:
     """Return the last line of source outside of torch and this package that an error passed through; "" if none.
 
-    Frames are judged by their module, not by their path: a user's code may well lie in a folder called `shardwise`.
+    Frames are classified by module, not by path: a user's code may be in a folder called `shardwise`.
     """
     users = [
         source_line(frame.f_code.co_filename, number)
@@ -231,6 +231,6 @@ def _is_own(frame: FrameType) -> bool:
 
 
 def source_line(file: str, number: int) -> str:
-    """`model.py:12 (if mask.all():)`."""
+    """Return a line as `model.py:12 (if mask.all():)`."""
     text = linecache.getline(file, number).strip()
     return f"{Path(file).name}:{number}" + (f" ({text[:80]})" if text else "")

@@ -1,6 +1,6 @@
-"""Evaluations in the memory of the steps: the model's forward under no_grad, wherever it is called from.
+"""Evaluations in the memory of the steps: any forward of the model under no_grad.
 
-It runs on the stream of the steps, whose free blocks no other stream can use.
+It runs on the stream of the steps, because no other stream can use the free blocks of that one.
 """
 
 import threading
@@ -21,7 +21,7 @@ class SharedEvaluation:
         self._memory = memory
         self._device = device
         self._thread = threading.get_ident()
-        # The stream on which the evaluation was called; None outside of one. Forwards within that forward.
+        # The stream on which the evaluation was called (None outside of one), and the depth of nested forwards.
         self._caller: Any = None
         self._depth = 0
         model.register_forward_pre_hook(_Hook(self, "begin"), prepend=True)
@@ -42,10 +42,10 @@ class SharedEvaluation:
             self._depth -= 1
             return None
         self.leave()
-        return self._memory.taken_out(output, user=EVALUATIONS)
+        return self._memory.copied_out(output, user=EVALUATIONS)
 
     def leave(self) -> None:
-        """Back to the caller's stream and memory. A forward that was interrupted has not done so."""
+        """Return to the caller's stream and memory. A forward that was interrupted has not done so."""
         if self._caller is not None:
             self._memory.pool.end()
             self._device.leave_stream(self._caller)
@@ -53,7 +53,7 @@ class SharedEvaluation:
 
 
 class _Hook:
-    """A hook that does nothing once its listener is gone, and in a copy of the model."""
+    """A hook that does nothing after its listener is gone, or in a copy of the model."""
 
     def __init__(self, listener: SharedEvaluation | None, name: str) -> None:
         self._listener = weakref.ref(listener) if listener is not None else None

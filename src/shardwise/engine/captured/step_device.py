@@ -1,4 +1,4 @@
-"""The device that a step runs on, as far as capturing is concerned."""
+"""The device of captured steps: its stream, its generator, its free memory, and waits for it."""
 
 import time
 import warnings
@@ -12,7 +12,7 @@ from shardwise.vocabulary.quantities import bytes_text
 
 _WAITS = "called a synchronizing CUDA operation"
 _PROTOTYPE = "Synchronization debug mode"
-# What the driver keeps of the graphs of a step.
+# Memory that the driver uses for the graphs of a step.
 _GRAPH_BYTES = 256 * 2**20
 
 
@@ -28,7 +28,7 @@ class StepDevice:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """On the stream that captures: autograd remembers on which stream it gave a parameter its gradient."""
+        """Run on the stream that captures: autograd remembers on which stream it gave a parameter its gradient."""
         caller = self.enter_stream()
         try:
             yield
@@ -36,7 +36,7 @@ class StepDevice:
             self.leave_stream(caller)
 
     def enter_stream(self) -> torch.cuda.Stream:
-        """From here on, on the stream that captures; the one of before."""
+        """Make the stream that captures the current one; return the previous one."""
         caller = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(caller)
         torch.cuda.set_stream(self.stream)
@@ -47,11 +47,11 @@ class StepDevice:
         caller.wait_stream(self.stream)
 
     def random_offset(self) -> int:
-        """How many random numbers were drawn on the device."""
+        """Return the offset of the device's random generator: how many numbers were drawn."""
         return self._generator.get_offset()
 
     def settled_seconds(self) -> float:
-        """The time, when all that was issued is done."""
+        """Wait for the device; return the time."""
         self.settle()
         return time.perf_counter()
 
@@ -60,7 +60,7 @@ class StepDevice:
 
     @contextmanager
     def noting_waits(self) -> Iterator[list[str]]:
-        """The lines of source that wait for the device in here, filled in at the end; other warnings are passed on."""
+        """Collect the lines of source that wait for the device, at the end of the block; pass other warnings on."""
         waits: list[str] = []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -73,26 +73,26 @@ class StepDevice:
         for warning in caught:
             text = str(warning.message)
             if text.startswith(_WAITS):
-                # A checkpoint is written by a thread of its own.
+                # A checkpoint is written by another thread.
                 if "/shardwise/checkpoint/" not in warning.filename:
                     waits.append(source_line(warning.filename, warning.lineno))
             elif not text.startswith(_PROTOTYPE):
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
     def release_memory(self) -> None:
-        """Give back what the allocator keeps and nothing lies in."""
+        """Return unused memory of the caching allocator to the device."""
         self.settle()
         torch.cuda.empty_cache()
 
     def free_share(self) -> float:
-        """How much of the device's memory is free."""
+        """Return the share of the device's memory that is free."""
         free_bytes, device_bytes = torch.cuda.mem_get_info(self.device)
         return free_bytes / device_bytes
 
     def lacks_memory(self) -> str:
-        """Whether what the driver keeps of graphs could be too much for the device: a line; "" if there is room.
+        """Return why the device may be too full for the driver's data of graphs; "" if there is room.
 
-        Their tensors need no room: they lie in memory that ordinary steps use, or that is given back before.
+        Their tensors need no further memory: they use that of ordinary steps.
         """
         self.release_memory()
         free_bytes, _ = torch.cuda.mem_get_info(self.device)

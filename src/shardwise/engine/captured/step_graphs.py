@@ -1,12 +1,12 @@
 """A step as two CUDA graphs: its passes up to the reduced gradients, and its update. A third one, for comparisons,
 copies some elements of the gradients.
 
-    A   flag = 0 · copies of what the step writes into · passes and reduces; each value that Python looks at is compared
-        with what was assumed, and the flag that all ranks share is copied to the host as soon as the last of them is
-    B   clipping, update, and the gathers that follow on it
+    A   flag = 0 · copies of the tensors that the step writes · passes and reduces; each value that Python reads is
+        compared with the assumed one, and after the last read the sum of all ranks' flags is copied to the host
+    B   clipping, update, and the gathers after it
 
-The flag is on the host while backward still runs, so that B is launched before A has ended. Where a flag is up, B is
-not launched: the step is undone, and nothing that outlives it has changed.
+The flag is on the host while backward still runs, so that B is launched before A has ended. If it is not 0, B is not
+launched: the step is undone, and everything that outlives it is unchanged.
 """
 
 import gc
@@ -34,11 +34,11 @@ from shardwise.engine.core.step_events import heard_by
 from shardwise.engine.engine import Engine
 from shardwise.engine.out_of_memory.undo import WrittenTensors
 
-# What the host sees before the device has written the flag.
+# The flag on the host before the device has written it.
 _NOT_YET = -1
 _POLL_SECONDS = 2e-5
 _LIMIT_SECONDS = 1800.0
-# How torch says that code would have to be compiled again, which a recording does not allow.
+# The beginning of torch's error for code that would have to be compiled again during a recording.
 _RECOMPILES = "Detected recompile when torch.compile stance is 'fail_on_recompile'."
 
 
@@ -52,7 +52,7 @@ class StepRecorder:
         self.memory = memory
         self.generator = torch.cuda.default_generators[stream.device_index]
         self._side = torch.cuda.Stream(engine.device)  # type: ignore[no-untyped-call]
-        # A few elements of each gradient; a graph's are only read right after its replay.
+        # Some elements of each gradient, shared by all graphs: they are read right after a replay.
         self._samples: dict[int, Tensor] = {}
 
     def record(
@@ -67,15 +67,15 @@ class StepRecorder:
     ) -> "RecordedStep":
         """Run `step` once, on copies of its inputs, without computing anything. Raises NotCaptured.
 
-        reads      what it is to find where it looks at a value
-        guarded    whether any rank looks at one
-        early      all of them come before the last backward, on all ranks
-        written    what it writes into besides parameters, gradients and the optimizer's state
+        reads      the values that it is given where it reads one
+        guarded    whether any rank reads one
+        early      all reads come before the last backward, on all ranks
+        written    the tensors that it writes besides parameters, gradients and the optimizer's state
         """
-        # What the graph reads lies where its inputs are copied to.
+        # The graph reads its inputs at these addresses: `load` copies them there.
         leaves = tree_map_only(Tensor, Tensor.clone, inputs.leaves)
         recorded = RecordedStep(self, leaves=leaves, written=written, guarded=guarded, early=early)
-        # A gather that an earlier update has started is none of the graph's.
+        # A gather that an earlier update has started is not part of the graph.
         self.engine.core.wait_gathers()
         gc.collect()
         torch.cuda.synchronize(self.engine.device)
@@ -89,8 +89,8 @@ class StepRecorder:
                 recorded.end()
             recorded.held = self.memory.end_recording(in_use, result=recorded.result)
         except (NotCaptured, RuntimeError) as error:
-            recorded.break_off()
-            # A capture that fails leaves the device's generator waiting for its end: no random number could be drawn.
+            recorded.abort()
+            # After a failed capture the device's generator still waits for its end, and could not draw numbers.
             self.generator.graphsafe_set_state(random_state)
             self.engine.core.abandon_captured()
             self.optimizer.zero_grad(set_to_none=True)
@@ -118,15 +118,15 @@ class StepRecorder:
             self.memory.is_recording = False
 
     def owned_grads(self) -> list[Tensor | None]:
-        """What the update will step by, on this rank."""
+        """Return the gradients that the update will use on this rank."""
         return [part.parameter.grad for flat in self.engine.flats for part in flat.owned]
 
     def forget_samples(self) -> None:
-        """Gradients are of other sizes from here on."""
+        """Drop the samples: gradients have other sizes from now on."""
         self._samples.clear()
 
     def samples(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Places for `sampled(grads)`, the same ones each time."""
+        """Return the tensors into which `sampled(grads)` are copied, always the same ones."""
         for index, sample in enumerate(sampled(grads)):
             if sample is not None and index not in self._samples:
                 self._samples[index] = torch.empty_like(sample)
@@ -134,13 +134,13 @@ class StepRecorder:
 
 
 class RecordedStep:
-    """The two graphs of a step. It also listens to the step while it is recorded."""
+    """The graphs of a step. It also listens to the step while it is recorded."""
 
     def __init__(
         self, recorder: StepRecorder, *, leaves: list[Any], written: Sequence[Tensor], guarded: bool, early: bool
     ) -> None:
         self.result: Any = None
-        # What it holds in the pool.
+        # Blocks of the pool that it keeps in use.
         self.held: set[Block] = set()
         self._recorder = recorder
         self._leaves = leaves
@@ -152,14 +152,14 @@ class RecordedStep:
         self._sent = False
         self._passes = torch.cuda.CUDAGraph(keep_graph=True)
         self._update = torch.cuda.CUDAGraph(keep_graph=True)
-        # Copies a few elements of the gradients. They themselves are free memory once the step is recorded.
+        # Copies some elements of the gradients, whose own memory is free once the step is recorded.
         self._sampling = torch.cuda.CUDAGraph(keep_graph=True)
         self._samples: list[Tensor | None] = []
         self._capturing: torch.cuda.CUDAGraph | None = None
         self._offset = 0
         self._alive = True
 
-    # While it is recorded
+    # Recording
 
     def begin(self) -> None:
         self._begin(self._passes)
@@ -168,7 +168,7 @@ class RecordedStep:
         self._written.note()
 
     def compare(self, tensor: Tensor, assumed: bool) -> None:
-        """The step looks at a value and is told `assumed`."""
+        """Compare a value that the step reads with the `assumed` one that it is given."""
         with torch.no_grad():
             self._flag.add_(tensor.detach().reshape(()).bool().ne(assumed))
 
@@ -177,10 +177,10 @@ class RecordedStep:
             self._send_flag()
 
     def passes_are_over(self) -> None:
-        """The first graph ends, and the second begins."""
+        """End the first graph and begin the second."""
         if self._capturing is not self._passes:
             return
-        # No collective may be under way when a graph ends.
+        # No collective may be in flight when a graph ends.
         self._recorder.engine.core.wait_gathers()
         self._send_flag()
         if self._sent:
@@ -204,8 +204,8 @@ class RecordedStep:
             raise NotCaptured("the step leaves gradients behind: call optimizer.zero_grad() at its end")
         self._end()
 
-    def break_off(self) -> None:
-        """The recording failed: end what was begun, in whatever state it is."""
+    def abort(self) -> None:
+        """End a failed recording, in any state."""
         ended = True
         if self._capturing is not None:
             graph, self._capturing = self._capturing, None
@@ -213,15 +213,15 @@ class RecordedStep:
                 with torch.cuda.stream(self._recorder.stream):
                     graph.capture_end()
             except RuntimeError:
-                # It says again that the capture has failed, which is known.
+                # The error of the failed capture, again.
                 ended = False
-        self.let_go()
+        self.release()
         if not ended:
-            self._recorder.memory.pool.break_off()
+            self._recorder.memory.pool.abort()
 
     def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
         self._capturing = graph
-        # The backend's own threads look at the device meanwhile, and may.
+        # thread_local: the backend's threads may query the device meanwhile.
         graph.capture_begin(pool=self._recorder.memory.pool.id, capture_error_mode="thread_local")
 
     def _end(self) -> None:
@@ -232,7 +232,7 @@ class RecordedStep:
         graph.instantiate()
 
     def _send_flag(self) -> None:
-        """The sum of all ranks' flags to the host, while the device computes what comes next."""
+        """Copy the sum of all ranks' flags to the host while the device continues."""
         if self._sent or not self._guarded:
             return
         self._sent = True
@@ -260,7 +260,7 @@ class RecordedStep:
         self._passes.replay()
 
     def holds(self) -> bool:
-        """Whether the step looked at the values that were assumed, on all ranks. Waits until that is known."""
+        """Return whether the step has read the assumed values on all ranks. Waits until that is known."""
         if not self._guarded:
             return True
         seen = self._seen.numpy()
@@ -278,21 +278,21 @@ class RecordedStep:
         self._update.replay()
 
     def sample_grads(self) -> list[Tensor | None]:
-        """After `replay_passes`: elements of the gradients, as `sampled` chooses them."""
+        """Return some elements of the gradients (`sampled`), after `replay_passes`."""
         self._sampling.replay()
         return self._samples
 
     def undo(self) -> None:
-        """After `replay_passes`: all that outlives a step is as it was before."""
+        """Undo `replay_passes`: restore everything that outlives a step."""
         self._written.undo()
         self._recorder.generator.set_offset(self._offset)
 
     def take_result(self) -> Any:
-        # The next replay writes over them.
+        # The next replay overwrites the result.
         return tree_map_only(Tensor, Tensor.clone, self.result)
 
-    def let_go(self) -> None:
-        """Destroy the graphs, and with them their hold on communicators and memory."""
+    def release(self) -> None:
+        """Destroy the graphs, which keep communicators and memory in use."""
         if not self._alive:
             return
         self._alive = False

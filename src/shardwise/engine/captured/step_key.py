@@ -1,4 +1,4 @@
-"""What has to be the same for a graph to be replayed: a step's inputs but for their values, and what it runs under."""
+"""The key of a step, which must be equal for a graph to be replayed: forms of its inputs, modes, and Python state."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from shardwise.engine.captured.python_state import PythonState, Values
+from shardwise.engine.captured.python_state import PLAIN, PythonState, Values
 from shardwise.engine.captured.reads import NotCaptured
 from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.core.pass_state import PassState
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepKey:
-    """inputs    the tree of what a step is given, with the keys of dicts in their order
-    leaves       of each leaf: a tensor's shape, strides and dtype; or the plain value itself
+    """The key of a step.
+
+    inputs       the tree of a step's inputs, with the keys of dicts in their order
+    leaves       for each leaf, a tensor's shape, strides and dtype; or the plain value itself
     modes        torch's modes and flags, the pass's weight, which parameters are trained
-    state        plain values that the step's Python can see, and where buffers lie
+    state        plain values that the step's Python can read, and the addresses of buffers
     """
 
     inputs: TreeSpec
@@ -33,13 +33,13 @@ class StepKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """What a step is given, taken apart."""
+    """The inputs of a step as the leaves of a tree."""
 
     leaves: list[Any]
     tree: TreeSpec
 
 
-def take_apart(inputs: Any) -> StepInputs:
+def flatten_inputs(inputs: Any) -> StepInputs:
     leaves, tree = tree_flatten(inputs)
     return StepInputs(leaves=leaves, tree=tree)
 
@@ -52,7 +52,7 @@ def step_key(
     passes: PassState,
     state: PythonState,
 ) -> StepKey:
-    """The key of a step. Raises NotCaptured for inputs that a graph cannot be given."""
+    """Return the key of a step. Raises NotCaptured for inputs that a graph cannot take."""
     return StepKey(
         inputs=inputs.tree,
         leaves=tuple(_form(leaf, device=device) for leaf in inputs.leaves),
@@ -62,8 +62,8 @@ def step_key(
 
 
 def _form(leaf: Any, *, device: torch.device) -> tuple[Any, ...]:
-    if isinstance(leaf, _PLAIN):
-        # True is 1, and 1 is 1.0; to a step they are not.
+    if isinstance(leaf, PLAIN):
+        # With its type, because True == 1 == 1.0, and a step may tell them apart.
         return (type(leaf), leaf)
     if type(leaf) is not Tensor:
         raise NotCaptured(
@@ -78,7 +78,7 @@ def _form(leaf: Any, *, device: torch.device) -> tuple[Any, ...]:
 
 
 def _modes(device_type: str) -> tuple[Any, ...]:
-    """torch's own switches: another one may be another kernel."""
+    """Return torch's global switches, which may change the kernels."""
     backends: Any = torch.backends.cuda
     return (
         torch.is_grad_enabled(),
@@ -106,7 +106,7 @@ def _trained(parameters: Sequence[nn.Parameter]) -> Values:
 
 
 def optimizer_key(optimizer: Optimizer) -> tuple[Any, ...]:
-    """What a graph has of an optimizer in it: options that are numbers, and where parameters, state and rates lie."""
+    """Return the part of an optimizer that graphs contain: options, and addresses of parameters, state and rates."""
     options = [
         (key, value.data_ptr() if isinstance(value, Tensor) else value)
         for group in optimizer.param_groups

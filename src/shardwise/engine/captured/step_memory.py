@@ -1,14 +1,14 @@
-"""Memory that captured and ordinary steps share, so that together they take no more than one of them does.
+"""Memory that captured and ordinary steps share, so that together they need no more than one of them does.
 
-A graph writes to the addresses that it was recorded with. They lie in a pool (step_pool.py), and ordinary steps and
-evaluations allocate there too: they never run at the same time as a replay. To the allocator, what a graph uses within
-a replay is free memory. So a tensor that an ordinary step leaves alive there would be overwritten by the next replay.
-What a step returns is copied out of the pool; the rest is looked for before a replay (`is_clear`), and if there is any,
-all graphs go. They are recorded again, around it. What lives in the pool when a graph is recorded, such as the
-optimizer's state, is safe: the graph is recorded around it.
+A graph writes to the addresses that it was recorded with. They are in a pool (step_pool.py), and ordinary steps and
+evaluations allocate there too: they never run at the same time as a replay. To the allocator, memory that a graph uses
+only within a replay is free. So the next replay would overwrite a tensor that an ordinary step leaves alive there.
+Results of a step are copied out of the pool; other live tensors are searched for before a replay (`is_clear`), and if
+there are any, all graphs are dropped and recorded again. A recording never uses memory that is in use, so tensors that
+are alive then, such as the optimizer's state, are safe.
 
-Where no graph is recorded, the pool is as good as the allocator's own memory, but for one thing: the allocator does not
-give back what it keeps there when the device is full. Steps of new shapes may need that; then they leave the pool.
+Without graphs the pool is as good as the allocator's own memory, with one exception: the allocator does not return its
+unused blocks when the device is full. Steps of new shapes may need that memory; then they leave the pool.
 """
 
 import gc
@@ -27,33 +27,33 @@ from shardwise.engine.captured.step_pool import Block
 
 STEPS = "ordinary steps"
 EVALUATIONS = "evaluations"
-# A device with less of its memory free than this is full.
+# A device counts as full if less than this share of its memory is free.
 FULL = 0.1
-# So often may what one of them leaves behind cost all graphs.
+# Tensors that a user of the pool leaves alive may drop all graphs this many times.
 _MOST_COSTS = 2
-# What is copied in any case, such as a loss.
+# Results of evaluations up to this size, such as a loss, are always copied.
 _SMALL_BYTES = 2**20
-# A graph may hold so much for itself, such as the state of its random numbers.
+# A graph may keep blocks of this size in use, such as the state of its random numbers.
 _TINY_BYTES = 512
-# Tensors that move out of the pool before the memory that they leave is given back.
+# Tensors that move out of the pool between two calls that return memory to the device.
 _MOVED_TOGETHER = 16
 
 
 class Pool(Protocol):
-    """As StepPool."""
+    """The methods of StepPool."""
 
     is_filled: bool
     id: Any
 
     def begin(self) -> None: ...
     def end(self) -> None: ...
-    def break_off(self) -> None: ...
+    def abort(self) -> None: ...
     def blocks(self, *, settled: bool = False) -> set[Block]: ...
     def renew(self) -> None: ...
 
 
 class MemoryDevice(Protocol):
-    """As StepDevice."""
+    """The methods of StepDevice that are called here."""
 
     def settle(self) -> None: ...
     def free_share(self) -> float: ...
@@ -61,22 +61,22 @@ class MemoryDevice(Protocol):
 
 
 class StepMemory:
-    """One pool, who uses it, and what of it graphs write into."""
+    """One pool, its users, and the blocks that graphs do not write."""
 
     def __init__(self, pool: Pool, *, device: MemoryDevice, optimizer: Optimizer) -> None:
         self.pool = pool
         self._device = device
         self._optimizer = optimizer
-        # Whether there is any replay from here on; whether a graph is being recorded, in the pool.
+        # Whether there will be replays; whether a graph is being recorded in the pool.
         self.has_replays = True
         self.is_recording = False
-        # Who uses the pool; since it was last found clear; and whom that has cost all graphs how often.
+        # Who may use the pool; who has used it since it was last clear; and how often each has cost all graphs.
         self._sharing = {STEPS, EVALUATIONS}
         self._users: set[str] = set()
         self._costs = {STEPS: 0, EVALUATIONS: 0}
-        # Shapes of steps so far, as one number each.
+        # Hashes of the shapes of steps so far.
         self._shapes: set[int] = set()
-        # What was in use when the graphs were recorded: they write into none of it. And what they hold themselves.
+        # Blocks that were in use when the graphs were recorded, which they do not write; and those of their results.
         self._kept: list[Block] = []
         self._results: list[set[Block]] = []
 
@@ -87,7 +87,7 @@ class StepMemory:
 
     @contextmanager
     def of_step(self, inputs: Any) -> Iterator[None]:
-        """What the ordinary step in here allocates lies in the pool."""
+        """Allocate in the pool during an ordinary step."""
         self._make_room(inputs)
         entered = self.enter(STEPS)
         try:
@@ -97,7 +97,7 @@ class StepMemory:
                 self.pool.end()
 
     def enter(self, user: str) -> bool:
-        """Allocate in the pool until `pool.end()`; whether that is so."""
+        """Allocate in the pool until `pool.end()`; return False if this user may not."""
         if self.pool.is_filled or self.is_recording or user not in self._sharing:
             return False
         self._users.add(user)
@@ -105,7 +105,7 @@ class StepMemory:
         return True
 
     def _make_room(self, inputs: Any) -> None:
-        """Steps of new shapes take blocks of other sizes. On a full device the allocator has to give back others."""
+        """Free memory on a full device for steps of new shapes, which need blocks of other sizes."""
         shapes = hash(tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)))
         if shapes in self._shapes:
             return
@@ -117,11 +117,11 @@ class StepMemory:
                 self._leave()
 
     def _leave(self) -> None:
-        """Graphs alone use the pool from here on. The optimizer's state moves out of it, a few tensors at a time."""
+        """Leave the pool to graphs. The optimizer's state moves out of it, a few tensors at a time."""
         self._sharing.clear()
         self.pool.renew()
         states = [(state, key) for state in self._optimizer.state.values() for key in state]
-        # Other optimizers may hold on to their state by other ways.
+        # Other optimizers may keep further references to their state.
         known = type(self._optimizer).__module__.startswith("torch.optim.")
         moved = [place for place in states if known and isinstance(place[0][place[1]], Tensor)]
         for number, (state, key) in enumerate(sorted(moved, key=lambda place: place[0][place[1]].data_ptr())):
@@ -133,15 +133,15 @@ class StepMemory:
     # Graphs
 
     def begin_recording(self) -> set[Block]:
-        """A graph is recorded from here on; what is in use."""
+        """Return the blocks that are in use before a graph is recorded."""
         return self.pool.blocks()
 
     def end_recording(self, before: set[Block], *, result: Any) -> set[Block]:
-        """What the graph holds in the pool: its result, and small things of torch's own.
+        """Return the blocks that the graph keeps in use: its result, and small ones of torch's.
 
-        Raises NotCaptured where there is more: whoever holds that would find it overwritten by replays.
+        Raises NotCaptured if there are more: replays would overwrite a tensor that is still used.
         """
-        # Of what was recorded, nothing else may be alive, not even in a cycle of references.
+        # Cycles of references would keep other tensors of the recording alive.
         gc.collect()
         new = self.pool.blocks() - before
         returned = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
@@ -152,11 +152,11 @@ class StepMemory:
         return new
 
     def forget(self, held: set[Block]) -> None:
-        """The graph that holds these is gone."""
+        """Forget the blocks of a graph that was released."""
         self._results = [other for other in self._results if other is not held]
 
     def is_clear(self) -> bool:
-        """Whether replays overwrite nothing that is still in use."""
+        """Return whether replays overwrite no tensor that is still in use."""
         if not self._users or not self._results:
             return True
         if not self._is_kept(self.pool.blocks()):
@@ -168,9 +168,9 @@ class StepMemory:
         return True
 
     def _is_kept(self, blocks: set[Block]) -> bool:
-        """Whether each of them is a graph's own, or lies within what no graph writes into."""
+        """Return whether each block belongs to a graph's result, or to memory that no graph writes."""
         for held in self._results:
-            # What is no longer in use may be used by others next.
+            # A block that is no longer in use may be used by others next.
             held &= blocks
         starts = [start for start, _ in self._kept]
         for start, end in blocks.difference(*self._results):
@@ -180,10 +180,10 @@ class StepMemory:
         return True
 
     def blame(self) -> str:
-        """All graphs went because of what is alive. Who no longer shares the pool for it; "" if that is nobody."""
+        """Note that live tensors have cost all graphs; return the user that now loses the pool ("": none)."""
         users, self._users = self._users, set()
         if not users:
-            # It is alive on another rank.
+            # The tensors are alive on another rank.
             return ""
         user = EVALUATIONS if EVALUATIONS in users else STEPS
         self._costs[user] += 1
@@ -192,10 +192,11 @@ class StepMemory:
         self._sharing.discard(user)
         return user
 
-    def taken_out(self, result: Any, *, user: str) -> Any:
-        """What a step or an evaluation returned, where no replay writes.
+    def copied_out(self, result: Any, *, user: str) -> Any:
+        """Return the result of a step or an evaluation, copied to where no replay writes.
 
-        What an evaluation returns is often large, and gone before the next step. So it is copied only once it was not.
+        The result of an evaluation is often large, and gone before the next step. So it is copied only after one has
+        outlived its evaluation.
         """
         if not self.has_replays:
             return result

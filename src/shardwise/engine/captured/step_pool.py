@@ -5,20 +5,20 @@ from contextlib import suppress
 import torch
 
 Block = tuple[int, int]
-"""Where memory that is in use begins and ends."""
+"""Start and end address of a block in use."""
 
 
 def why_no_pool() -> str:
-    """Why this process cannot have one, in a line; "" if it can."""
+    """Return why this process cannot have a pool; "" if it can."""
     backend = torch.cuda.get_allocator_backend()
     return "" if backend == "native" else f"torch's allocator is {backend}, not its own (native)"
 
 
 class StepPool:
-    """Between `begin` and `end`, what any thread allocates on the stream lies in the pool.
+    """Between `begin` and `end`, all threads allocate in the pool what they allocate on the stream.
 
-    torch.cuda.use_mem_pool would leave out what autograd's own thread allocates, which is most of a backward. And a
-    torch.cuda.MemPool gives its memory back in the moment in which it is collected, whatever is captured just then.
+    torch.cuda.use_mem_pool would not cover the allocations of autograd's thread, which are most of a backward. And a
+    torch.cuda.MemPool returns its memory when it is collected, even during a capture.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -28,10 +28,10 @@ class StepPool:
         self._open()
 
     def _open(self) -> None:
-        # What the allocator keeps besides cannot be used in here.
+        # Unused blocks of the allocator cannot be used in the pool.
         torch.cuda.empty_cache()
         self.id = torch.cuda.graph_pool_handle()
-        # A pool goes with its last graph, and cannot be used again. It has one that stays, and is never replayed.
+        # A pool ends with its last graph. This one is never replayed, and keeps the pool alive.
         self._anchor = torch.cuda.CUDAGraph()
         place = torch.zeros((), device=self._stream.device)
         with torch.cuda.stream(self._stream):
@@ -54,14 +54,14 @@ class StepPool:
         torch._C._cuda_endAllocateToPool(self._device, self.id)
         torch._C._cuda_releasePool(self._device, self.id)
 
-    def break_off(self) -> None:
-        """A capture into the pool has failed, and its graph is gone. Not all versions of torch end its use then."""
-        # It is not in use where torch has.
+    def abort(self) -> None:
+        """End the use of the pool after a failed capture, which not all versions of torch do."""
+        # Raised where torch has ended it.
         with suppress(RuntimeError):
             self._end()
 
     def blocks(self, *, settled: bool = False) -> set[Block]:
-        """The blocks in use; with `settled` the device is idle, and none is in use that nobody holds."""
+        """Return the blocks in use; `settled`: the device is idle, so blocks that wait for an event are free."""
         free = ("inactive", "active_pending_free") if settled else ("inactive",)
         found = set()
         for segment in torch.cuda.memory_snapshot(self.id):  # type: ignore[no-untyped-call]
@@ -73,6 +73,6 @@ class StepPool:
         return found
 
     def renew(self) -> None:
-        """Another pool in its place; no graph may be left. What nobody holds in the old one goes back to the device."""
+        """Replace the pool, when it has no graph left. Unused memory of the old one returns to the device."""
         self._anchor.reset()
         self._open()

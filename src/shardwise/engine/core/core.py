@@ -45,7 +45,7 @@ class Core:
 
     def __init__(self, model: nn.Module, *, units: dict[str, Unit], setting: CoreSetting) -> None:
         self.model, self.units, self.setting = model, units, setting
-        self._runner = Runner(model, units=units, setting=setting)
+        self._runner = Runner(units, setting=setting)
         self._handles: list[Any] = []
 
     # What it is

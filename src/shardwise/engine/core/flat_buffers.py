@@ -28,7 +28,7 @@ FOR_STATE = CollectiveName("gather for a state dict")
 
 
 class HostMemory(Protocol):
-    """Host memory from and to which the device copies while it computes (offload/host.py)."""
+    """Host memory from and to which the device copies while it computes (offload/transfer.py)."""
 
     def zeros(self, size: int, *, dtype: torch.dtype) -> Tensor: ...
 

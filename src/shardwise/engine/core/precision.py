@@ -58,7 +58,7 @@ def check_kept(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> None:
             )
 
 
-def tell_upcast(spec: ModelSpec, *, plan: Plan) -> None:
+def warn_upcast(spec: ModelSpec, *, plan: Plan) -> None:
     """Say so where a model in half precision computes in fp32, which a plan does unless it is told otherwise."""
     params = [param for unit in spec.units for param in unit.params]
     narrow = [param for param in params if param.dtype in (PRECISIONS["bf16"], PRECISIONS["fp16"])]

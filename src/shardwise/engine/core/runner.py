@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
 
 from shardwise.comm.agreement import exchange, meet
 from shardwise.comm.rank_progress import BACKWARD, FORWARD, PROGRESS
@@ -43,14 +42,13 @@ class Runner:
     limit_seconds    how long this rank waits for the others where it leaves the program
     """
 
-    def __init__(self, model: nn.Module, *, units: dict[str, Unit], setting: CoreSetting) -> None:
+    def __init__(self, units: dict[str, Unit], *, setting: CoreSetting) -> None:
         self.units, self.setting = units, setting
         self.spec, self.plan, self.passes = setting.spec, setting.plan, setting.passes
         self.tape, self.events, self.groups = setting.tape, setting.events, setting.groups
         self.root = units[ROOT]
         self.limit_seconds = 60.0
         self.flags = UsedFlags(units.values(), setting=setting)
-        self._send_buffers = partial(broadcast_buffers, model, setting=setting)
         self.executor = EngineExecutor(
             units,
             flags=self.flags,
@@ -107,7 +105,7 @@ class Runner:
     def _broadcast_buffers(self) -> None:
         """Send rank 0's buffers, but not between two forwards of one backward: autograd may have saved the old ones."""
         if self.forwards <= 1:
-            self._send_buffers()
+            broadcast_buffers(self.root.module, setting=self.setting)
 
     def awaits(self, unit: Unit) -> bool:
         """Where nothing is sharded, only to begin a backward: before autograd adds to averages that `p.grad` shows."""

@@ -1,7 +1,7 @@
 """Tensors that a parameter carries as Python attributes: the scales of a quantised weight.
 
-bitsandbytes' Params4bit, say, is a packed weight with a `quant_state` that unpacks it. No list of parameters or
-buffers has it, but it belongs to the weight: where the weight comes from rank 0, so must this.
+bitsandbytes' Params4bit, for example, is a packed weight with a `quant_state` that unpacks it. It is no parameter or
+buffer, but it belongs to the weight: when the weight comes from rank 0, it must too.
 """
 
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.engine.core.flat import FlatParams
 
-# How deep attributes are looked into: a parameter → its state → a nested state → what is in that.
+# Levels of attributes that are searched: a parameter → its state → a nested state → its attributes.
 _DEPTH = 4
 _PLAIN = (bool, int, float, str, torch.dtype, torch.Size)
-# They have states of their own, or none.
-_NOT_LOOKED_INTO = (nn.Module, nn.Parameter, type)
+# Their state is handled elsewhere.
+_NOT_SEARCHED = (nn.Module, nn.Parameter, type)
 
 
 def describe_carried(model: nn.Module) -> list[str]:
-    """A line for each tensor that a parameter carries, and for the plain values with it."""
+    """Return one line for each tensor that a parameter carries, and for each plain value next to it."""
     return [
         f"{name}.{path} {list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"{name}.{path} = {value}"
         for name, parameter in model.named_parameters()
@@ -32,7 +32,7 @@ def describe_carried(model: nn.Module) -> list[str]:
 
 
 def carried_tensors(parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
-    """(path, tensor) of what a parameter carries; not what is its own memory by another name."""
+    """Return (path, tensor) for each tensor that a parameter carries, without references to its own memory."""
     found = [(path, value) for path, value in _carried(parameter) if isinstance(value, Tensor)]
     if not found or parameter.is_meta:
         return found
@@ -42,7 +42,7 @@ def carried_tensors(parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
 
 
 def is_packed(parameter: nn.Parameter) -> bool:
-    """Whether its elements are no numbers of their own but bits that a state says how to read."""
+    """Return whether its elements are packed bits that need a carried state to be read."""
     return (
         type(parameter) is not nn.Parameter
         and not is_traceable_wrapper_subclass(parameter)
@@ -53,7 +53,7 @@ def is_packed(parameter: nn.Parameter) -> bool:
 
 @torch.no_grad()
 def broadcast_carried(model: nn.Module, *, device: torch.device, group: ProcessGroup | None = None) -> None:
-    """Rank 0's values into the tensors that every rank's parameters carry. Collective."""
+    """Copy rank 0's values into the tensors that every rank's parameters carry. Collective."""
     for parameter in model.parameters():
         for _, tensor in _carried(parameter):
             if isinstance(tensor, Tensor):
@@ -62,23 +62,18 @@ def broadcast_carried(model: nn.Module, *, device: torch.device, group: ProcessG
                 tensor.copy_(value)
 
 
-def let_follow(parameter: nn.Parameter, *, module: nn.Module, place: Tensor) -> bool:
-    """What is the parameter's own memory under another name moves to `place` with it, before the parameter does.
+def follow_carried(flat: FlatParams, index: int, parameter: nn.Parameter, module: nn.Module) -> None:
+    """Point other references to the parameter's memory to its place in `flat`, before the parameter itself moves.
 
-    bitsandbytes' int8 weights have it as an attribute, and from the first forward on in a state of the module's. As a
-    copy of its own it would stay whole on every rank. Whether there is any.
+    bitsandbytes' int8 weights have one as an attribute, and after the first forward in a state of the module. It would
+    keep an unsharded copy alive on every rank. Sets `flat.followed` if there is any.
     """
     with torch._C.DisableTorchFunctionSubclass():
         own = (parameter.data_ptr(), parameter.shape, parameter.dtype)
-    if own[0] == 0:
-        return False
-    found = [_replace(vars(holder), own=own, place=place, depth=_DEPTH, seen=set()) for holder in (parameter, module)]
-    return any(found)
-
-
-def follow_carried(flat: FlatParams, index: int, parameter: nn.Parameter, module: nn.Module) -> None:
-    """Note in `flat` whether a module holds on to the memory of a parameter by another name, and move that."""
-    flat.followed |= let_follow(parameter, module=module, place=flat.full_views[index])
+    if own[0] != 0:
+        place = flat.full_views[index]
+        for holder in (parameter, module):
+            flat.followed |= _replace(vars(holder), own=own, place=place, depth=_DEPTH, seen=set())
 
 
 def _replace(
@@ -86,7 +81,7 @@ def _replace(
 ) -> bool:
     replaced = False
     for name, value in attributes.items():
-        if isinstance(value, _PLAIN + _NOT_LOOKED_INTO) or depth == 0 or id(value) in seen:
+        if isinstance(value, _PLAIN + _NOT_SEARCHED) or depth == 0 or id(value) in seen:
             continue
         seen.add(id(value))
         if type(value) is Tensor:
@@ -100,11 +95,11 @@ def _replace(
 
 
 def _carried(parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
-    """(path, value) of what the attributes of a parameter hold, in the order in which they were set."""
+    """Yield (path, value) for the tensors and plain values in a parameter's attributes, in the order they were set."""
     seen: set[int] = set()
     for name, value in vars(parameter).items():
         found = list(_inside(value, path=name, depth=_DEPTH, seen=seen))
-        # A plain value counts where it says how to read a tensor.
+        # Plain values count only next to a tensor: they tell how to read it.
         if any(isinstance(item, Tensor) for _, item in found):
             yield from found
 
@@ -113,7 +108,7 @@ def _inside(value: Any, *, path: str, depth: int, seen: set[int]) -> Iterator[tu
     if isinstance(value, _PLAIN):
         yield path, value
         return
-    if depth == 0 or id(value) in seen or isinstance(value, _NOT_LOOKED_INTO):
+    if depth == 0 or id(value) in seen or isinstance(value, _NOT_SEARCHED):
         return
     seen.add(id(value))
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""What both engines settle before they touch a model: its device, and what all ranks must have been given alike."""
+"""Checks of both engines before a model is changed: its device, its precision, and a description to compare."""
 
 import warnings
 
@@ -17,7 +17,7 @@ from shardwise.vocabulary.dtypes import compute_dtype, master_dtype
 
 
 def asked_device(model: nn.Module, *, device: torch.device | str | None) -> torch.device | None:
-    """The device that is asked for, or the one that the model is on; None for a model on the meta device."""
+    """Return the device that was asked for, or that of the model; None for a model on the meta device."""
     if device is not None:
         return torch.device(device)
     found = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
@@ -29,7 +29,7 @@ def asked_device(model: nn.Module, *, device: torch.device | str | None) -> torc
 
 
 def check_precision(model: nn.Module, *, plan: Plan) -> None:
-    """Refuse what the plan's precision would change beyond rounding to it: float64, and packed bits called floats."""
+    """Refuse parameters that the plan's precision would damage: float64, and packed bits stored as floats."""
     if plan.precision == "native":
         return
     for name, parameter in model.named_parameters():
@@ -52,7 +52,7 @@ def check_precision(model: nn.Module, *, plan: Plan) -> None:
 
 
 def describe(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> str:
-    """A plan and a model, a line each thing: equal on all ranks, or they would wait for each other in vain."""
+    """Describe a plan and a model, one property per line. Ranks with different lines would wait for each other."""
     lines = [f"{name} = {value}" for name, value in plan.to_dict().items()]
     for unit in spec.units:
         lines += [f"{p.name} {list(p.shape)} {p.dtype} trainable={p.trainable}" for p in unit.params]
@@ -61,8 +61,8 @@ def describe(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def tell_hardly_cut(spec: ModelSpec, *, plan: Plan, mesh: Mesh) -> None:
-    """Say so, on rank 0, where parameters are sharded but most of them are in one unit."""
+def warn_hardly_cut(spec: ModelSpec, *, plan: Plan, mesh: Mesh) -> None:
+    """Warn, on rank 0, if parameters are sharded but most of them are in one unit."""
     line = why_hardly_cut(spec, units=plan.units)
     if not line or dist.get_rank() != 0 or mesh.shard == 1:
         return

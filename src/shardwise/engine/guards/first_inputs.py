@@ -1,7 +1,6 @@
-"""Warns once if ranks train on the same batch, as a loader without a distributed sampler makes them.
+"""Warns once if ranks train on the same batch, as they do with a loader without a distributed sampler.
 
-All ranks under every plan of ours are data parallel, so none has a reason to share a batch. Only the first step is
-looked at.
+All ranks are data parallel under every plan, so no two of them should share a batch. Only the first step is checked.
 """
 
 import hashlib
@@ -18,21 +17,21 @@ from torch.utils._pytree import tree_leaves
 from shardwise.comm.agreement import exchange
 from shardwise.units import called_modules
 
-# Elements of a tensor that are looked at, evenly spread: a batch of images is not copied from a GPU for this.
+# Elements of a tensor that are compared, evenly spread, so that no batch of images is copied from a GPU.
 _MOST_ELEMENTS = 1 << 16
 
 
 class FirstInputs:
-    """What this rank's model was given in the first step."""
+    """A digest of the inputs of this rank's model in the first step."""
 
     def __init__(self) -> None:
         self._digest: str | None = None
-        # In a rehearsal (comm/absent.py) every other rank has what this one has.
+        # In a rehearsal (comm/absent.py) the other ranks are absent.
         self._compares = dist.get_world_size() > 1 and dist.get_backend() != "fake"
         self._handles: list[Any] = []
 
     def watch(self, model: nn.Module) -> list[Any]:
-        """Look at what the model is given until the ranks have compared it; handles that end this."""
+        """Digest the model's inputs until the ranks have compared them. Returns the handles of the hooks."""
         if not self._compares:
             return []
         self._handles = [
@@ -42,7 +41,7 @@ class FirstInputs:
         return self._handles
 
     def compare(self) -> None:
-        """Warn, on rank 0, where ranks were given the same; then look no more. Collective, the first time."""
+        """Warn, on rank 0, if ranks have equal inputs; then remove the hooks. Collective, the first time."""
         if not self._compares:
             return
         self._compares = False
@@ -65,7 +64,7 @@ class FirstInputs:
 
 
 def _ranks_alike(digests: Sequence[str | None]) -> str:
-    """The first ranks that were given the same, in words; "" where all differ or nothing tells them apart."""
+    """Return the first ranks with equal digests, in words; "" if all differ or there are no digests."""
     for digest in digests:
         ranks = [rank for rank, other in enumerate(digests) if other == digest]
         if digest is not None and len(ranks) > 1:
@@ -77,18 +76,18 @@ def _ranks_alike(digests: Sequence[str | None]) -> str:
 
 @torch.no_grad()
 def digest(inputs: Any) -> str | None:
-    """Of the tensors in here, wherever they lie; None where there is none that tells one batch from another."""
+    """Return a hash of all tensors in `inputs`; None if all of them are constant."""
     hashed = hashlib.blake2b(digest_size=16)
-    tells = False
+    varies = False
     for tensor in tree_leaves(inputs):
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             continue
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, -(-flat.numel() // _MOST_ELEMENTS))].contiguous().cpu()
         elements = sample.view(torch.uint8).view(-1, sample.element_size())
-        # A constant (a mask, a batch of zeros to try something out) may well be the same everywhere.
+        # A constant (a mask, a batch of zeros in a trial) may be the same on all ranks.
         if bool((elements != elements[:1]).any()):
-            tells = True
+            varies = True
             hashed.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
             hashed.update(elements.numpy().tobytes())
-    return hashed.hexdigest() if tells else None
+    return hashed.hexdigest() if varies else None

@@ -1,9 +1,9 @@
-"""Parameters that answer a careless read with one line instead of a crash or a wrong number.
+"""Parameters that raise an error when they are read at the wrong time, instead of a crash or a wrong number.
 
-While a parameter's storage is freed, reading it would read memory that is not there; while its gradient is
-sharded, `p.grad` would be a silent None; while it is gathered after an update, it is half old and half new. So a
-parameter at rest has a class that notices reads, but for those that ask for its shape, dtype, device and the
-like. At work it is a plain Parameter.
+While a parameter's storage is freed, a read would access freed memory; while its gradient is sharded, `p.grad` would be
+None; while it is gathered after an update, some of its elements are old and some new. So a resting parameter has a
+class that intercepts reads of its values and its gradient, not of its shape, dtype, device and the like. While its unit
+computes, it is a plain Parameter.
 """
 
 import sys
@@ -20,7 +20,7 @@ class ShardedParameter(ShardwiseError):  # noqa: N818
     """A parameter or gradient was read that this rank holds only a slice of."""
 
 
-# By the names that torch gives to the functions and property getters that it hands to __torch_function__.
+# Names of the functions and property getters in __torch_function__ that read neither values nor the gradient.
 _ABOUT_THE_PARAMETER = frozenset(
     {
         "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_meta", "is_cuda", "is_cpu",
@@ -34,7 +34,7 @@ _ABOUT_THE_PARAMETER = frozenset(
 
 
 class Resting(nn.Parameter):
-    """A parameter at rest. `_touched(is_grad=…)` is called before it is read: it refuses, or makes it readable."""
+    """A resting parameter. `_touched(is_grad=…)` is called before a read: it refuses, or makes it readable."""
 
     _touched: Callable[[bool], None]
     _drop_grad: Callable[[], None]
@@ -58,7 +58,7 @@ class Resting(nn.Parameter):
 
 
 def _resting(arguments: Iterable[Any]) -> Iterator[Resting]:
-    """The parameters at rest among a function's arguments, also in lists, as torch.stack and foreach take them."""
+    """Yield the resting parameters among a function's arguments, also in lists (torch.stack, foreach)."""
     for argument in arguments:
         if isinstance(argument, Resting):
             yield argument
@@ -67,7 +67,7 @@ def _resting(arguments: Iterable[Any]) -> Iterator[Resting]:
 
 
 def _name(function: Any) -> str:
-    """`shape` for the getter of Tensor.shape, `add` for Tensor.add."""
+    """Return `shape` for the getter of Tensor.shape, `add` for Tensor.add."""
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__"):
         return str(getattr(function.__self__, "__name__", ""))
@@ -75,7 +75,7 @@ def _name(function: Any) -> str:
 
 
 def refuse(name: str, *, is_grad: bool) -> None:
-    """The answer to a read of what this rank holds only a slice of."""
+    """Refuse to read a parameter or gradient of which this rank holds only a slice."""
     if is_grad:
         raise ShardedParameter(
             f"the gradient of {name} is sharded: call shardwise.clip_grad_norm_, clip_grad_value_ or grad_norms with "
@@ -88,7 +88,7 @@ def refuse(name: str, *, is_grad: bool) -> None:
 
 
 def runs_forward_of(module: nn.Module) -> bool:
-    """Whether whoever reads a parameter does so in this module's forward."""
+    """Return whether the caller runs inside this module's forward."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -98,12 +98,12 @@ def runs_forward_of(module: nn.Module) -> bool:
 
 
 def rest(parameters: Iterable[nn.Parameter]) -> None:
-    """From now on a read is noticed."""
+    """Intercept reads of these parameters."""
     for parameter in parameters:
         parameter.__class__ = Resting
 
 
 def wake(parameters: Iterable[nn.Parameter]) -> None:
-    """From now on these are ordinary parameters."""
+    """Make these plain parameters again."""
     for parameter in parameters:
         parameter.__class__ = nn.Parameter

@@ -1,4 +1,4 @@
-"""All guards of one model: they listen to its core, and refuse or repair what would go wrong in silence.
+"""All guards of one model: they listen to its core, and refuse or repair misuse that would give wrong results.
 
 The core computes the same without them.
 """
@@ -19,10 +19,10 @@ from shardwise.engine.guards.same_order import SameOrder
 class Guards:
     """The guards of a model under one plan.
 
-    managed       parameters that were added, moved or written
-    replicas      what ranks hold alike, compared every so many steps
-    same_order    whether ranks have issued the same collectives
-    inputs        whether ranks were given the same batch
+    managed       finds parameters that were added, moved or written
+    replicas      compares replicated memory of the ranks every `compare_every` steps
+    same_order    compares the collectives that ranks have issued
+    inputs        compares the ranks' first batches
     """
 
     def __init__(self, core: Core, *, inputs: FirstInputs, compare_every: int) -> None:
@@ -40,7 +40,7 @@ class Guards:
         events.update_ended.append(lambda: self.managed.writes.settled())
         events.values_read.append(lambda announced: self.managed.writes.settle(announced=announced))
         events.values_written.append(lambda: self.managed.writes.settled())
-        # Hooks that refuse gradients, until the first forward brings those that take them.
+        # Hooks that refuse gradients until the first forward registers those that accept them.
         self._refusals: list[Any] = []
 
     def cover(self) -> None:
@@ -50,12 +50,12 @@ class Guards:
         self.replicas = Replicas(core.flats, groups=core.setting.groups, every=self._compare_every)
 
     def resume(self, before: "Guards") -> None:
-        """Count on where the guards of another plan have stopped."""
+        """Continue the counts of the previous plan's guards."""
         self.same_order.resume_from(before.same_order)
         self.replicas.resume_from(before.replicas)
 
     def attach(self) -> list[Any]:
-        """Listen to the model; until its first forward, to gradients that come without one. Returns handles."""
+        """Register hooks, which refuse gradients until the first forward. Returns their handles."""
         self.detach()
         with unguarded():
             self._refusals = [
@@ -67,7 +67,7 @@ class Guards:
         return self.inputs.watch(self._core.model)
 
     def detach(self) -> None:
-        """Accept gradients that come without a forward."""
+        """Stop refusing gradients."""
         while self._refusals:
             self._refusals.pop().remove()
 
@@ -76,7 +76,7 @@ class Guards:
         self.managed.check(thorough=not learned)
 
     def _begin_update(self) -> None:
-        self.same_order.look()
+        self.same_order.check()
         self.managed.writes.before_step()
         self.replicas.count_step()
 

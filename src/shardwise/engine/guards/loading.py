@@ -1,6 +1,6 @@
-"""`load_state_dict` of a module inside the model, where parameters are copies of the master in another dtype.
+"""`load_state_dict` of a module inside the model whose parameters are copies of the master in another dtype.
 
-torch copies each value into the parameter; the master takes it first, with all its digits.
+torch copies each value into the parameter; these hooks first copy it into the master, in full precision.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from shardwise.plan.placement import SHARDED
 
 
 def attach_loads(model: nn.Module, *, flats: Iterable[FlatParams]) -> list[Any]:
-    """Listen to the modules whose parameters are such copies."""
+    """Register hooks on the modules whose parameters are such copies. Returns their handles."""
     copied = [flat for flat in flats if flat.placement.params is not SHARDED and not flat.aliased]
     places = {id(parameter): (flat, index) for flat in copied for index, parameter in enumerate(flat.params)}
     return [
@@ -32,7 +32,7 @@ def _fill(
         if id(parameter) not in places or not isinstance(value, Tensor):
             continue
         flat, index = places[id(parameter)]
-        # Of another shape: torch says so.
+        # torch raises an error for another shape.
         if value.shape == flat.layout.shapes[index]:
             flat.wait_gather()
             flat.fill(index, value)

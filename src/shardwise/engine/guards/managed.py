@@ -1,7 +1,7 @@
-"""Whether the parameters of a prepared model are still those that `prepare` put into buffers.
+"""Checks that the parameters of a prepared model are still those that `prepare` put into buffers.
 
-A parameter that was added later would be trained by each rank alone; one that was torn out of its buffer (`p.data = …`)
-would train on with values that no state dict shows.
+A parameter that was added later would be trained separately by each rank; one that was moved out of its buffer
+(`p.data = …`) would be trained with values that no state dict contains.
 """
 
 import weakref
@@ -19,7 +19,7 @@ from shardwise.engine.guards.written import Writes
 from shardwise.errors import InvalidModel
 from shardwise.plan.placement import SHARDED
 
-# Parameters whose memory is looked at in one forward: all of them in turn, and all before a state is saved.
+# Parameters whose address is checked in one forward, all of them in turn; before a state is saved, all are.
 _PLACES_PER_FORWARD = 64
 
 
@@ -29,32 +29,32 @@ class ManagedParameters:
     def __init__(self, model: nn.Module, *, flats: Sequence[FlatParams]) -> None:
         self._model = model
         self._ids = {id(parameter) for flat in flats for parameter in flat.params}
-        # Where those lie that are never freed. A sharded one is at rest, and nobody gets at its data.
-        whole = [flat for flat in flats if flat.placement.params is not SHARDED]
-        self._params = [parameter for flat in whole for parameter in flat.params]
-        self._names = [name for flat in whole for name in flat.names]
-        self._pointers = [view.data_ptr() for flat in whole for view in flat.full_views]
+        # Addresses of replicated parameters. Sharded ones are guarded at rest, so their data cannot be replaced.
+        replicated = [flat for flat in flats if flat.placement.params is not SHARDED]
+        self._params = [parameter for flat in replicated for parameter in flat.params]
+        self._names = [name for flat in replicated for name in flat.names]
+        self._pointers = [view.data_ptr() for flat in replicated for view in flat.full_views]
         self._next = 0
-        # The model's modules when they were last walked through; whether anything new was registered since, anywhere.
+        # The model's modules at the last full check; whether anything new was registered since, in any module.
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._is_outdated = True
         self.writes = Writes(flats)
         _MANAGED.add(self)
 
     def note(self, registered: nn.Module | nn.Parameter | None) -> None:
-        """A module of this process got a parameter or a child: new, unless it is the model's own.
+        """Note a parameter or child that any module of this process has registered, unless the model has it already.
 
-        A slice of a ModuleList, over which many models loop in every forward, registers the model's own modules again.
+        A slice of a ModuleList, over which many models loop in every forward, registers the model's modules again.
         """
         known = self._modules.get(id(registered))
         if id(registered) not in self._ids and (known is None or known() is not registered):
             self._is_outdated = True
 
     def check(self, *, thorough: bool) -> None:
-        """Refuse a parameter that is new, or no longer in its buffer; take over, or refuse, what was written.
+        """Refuse a parameter that is new, or no longer in its buffer; take over, or refuse, written values.
 
-        The modules are walked through only if any module of this process got a parameter or a child that is new to the
-        model since the last time, or with `thorough`.
+        Looks for new parameters only if any module of this process has registered a parameter or child that is not the
+        model's since the last time, or with `thorough`.
         """
         if thorough or self._is_outdated:
             self._check_added()
@@ -64,7 +64,7 @@ class ManagedParameters:
         self.writes.settle()
 
     def _check_places(self, *, thorough: bool) -> None:
-        """All of them, or the next few: to ask a parameter costs half a microsecond, and nothing wrong is saved."""
+        """Check all addresses, or the next few (half a microsecond each)."""
         first, last = (0, len(self._params)) if thorough else (self._next, self._next + _PLACES_PER_FORWARD)
         self._next = last if last < len(self._params) else 0
         with unguarded():

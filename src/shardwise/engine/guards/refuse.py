@@ -1,4 +1,4 @@
-"""Models that this engine cannot run, refused before anything of them is touched."""
+"""Refuses models that this engine cannot run, before they are changed."""
 
 import sys
 from typing import Any
@@ -16,7 +16,7 @@ from shardwise.plan import Plan
 
 
 def check_model(model: nn.Module, *, plan: Plan) -> None:
-    """Refuse what is distributed already, is part of a prepared model, or would lose precision without notice."""
+    """Refuse a model that is distributed already, is part of a prepared model, or would lose precision."""
     for path, module in model.named_modules():
         if _is_prepared(module):
             raise InvalidModel(
@@ -45,7 +45,7 @@ def check_model(model: nn.Module, *, plan: Plan) -> None:
 
 
 def check_tensor(name: str, tensor: torch.Tensor, *, can_be_taken_apart: bool = False) -> None:
-    """Refuse what cannot lie in a buffer."""
+    """Refuse a tensor that cannot be put into a flat buffer."""
     if isinstance(tensor, dtensor_types()):
         raise InvalidModel(
             f"{name} is a DTensor (fully_shard, tensor parallel): shardwise.prepare takes the model as it was before, "
@@ -64,14 +64,14 @@ def _is_prepared(module: nn.Module) -> bool:
 
 
 def _wrappers() -> tuple[type[Any], ...]:
-    """torch's data-parallel wrappers; FSDP only if it is imported, as it is wherever there is one."""
+    """Return torch's data-parallel wrappers; FSDP only if it was imported."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     found = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     return found if fsdp is None else (*found, fsdp.FullyShardedDataParallel)
 
 
 def _refuse_wrapper(parent: nn.Module, name: str, child: Any) -> None:
-    """A module gets a child: a wrapper around a prepared model would average its gradients a second time."""
+    """Refuse a wrapper around a prepared model: it would average the gradients a second time."""
     if isinstance(child, nn.Module) and _is_prepared(child) and isinstance(parent, _wrappers()):
         raise InvalidModel(
             f"{type(parent).__name__} around a model that has been through shardwise.prepare: it is distributed "

@@ -1,8 +1,8 @@
-"""Whether what all ranks should hold alike still is alike, bit by bit: asked every so many steps.
+"""Compares replicated memory of the ranks bit by bit, every `compare_every` steps.
 
-A bit that flips in one rank's memory, or code that writes to a parameter on one rank, is noticed by nobody: gradients
-are averaged, and each replica is stepped by the same amount from another place. So the bits of each buffer are added up
-as whole numbers, on its device, and the sums are exchanged; which parameter it is, is asked only where they differ.
+A bit that flips in one rank's memory, or code that writes to a parameter on one rank, would go unnoticed: gradients
+are averaged, and every replica is stepped by the same amount from different values. So the bits of each buffer are
+summed as integers, on its device, and the sums are exchanged; only if they differ, those of each parameter are.
 
     params replicated     the full buffer, on all ranks
     optim replicated      the master, on all ranks, where it is not the full buffer itself
@@ -32,7 +32,7 @@ def check_compare_every(steps: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Replica:
-    """A buffer of which other ranks hold the same. `sharded`: only those at this rank's place of the shard axis."""
+    """A replicated buffer. `sharded`: only ranks at this rank's place of the shard axis hold the same."""
 
     flat: FlatParams
     is_master: bool
@@ -43,7 +43,7 @@ class _Replica:
         return self.flat.master if self.is_master else self.flat.full
 
     def parts(self) -> list[tuple[str, Tensor]]:
-        """The parameters that lie in it."""
+        """Return the parameters in the buffer, by name."""
         flat = self.flat
         if not self.is_master:
             return list(zip(flat.names, flat.full_views, strict=True))
@@ -51,7 +51,7 @@ class _Replica:
 
 
 class Replicas:
-    """The buffers of one model of which other ranks hold the same."""
+    """The replicated buffers of one model."""
 
     def __init__(self, flats: Sequence[FlatParams], *, groups: MeshGroups, every: int) -> None:
         self._groups = groups
@@ -70,20 +70,20 @@ class Replicas:
         self._every = 0 if alone else every
 
     def resume_from(self, before: "Replicas") -> None:
-        """Count on where another plan of the same job has stopped."""
+        """Continue the count of the previous plan."""
         self._num_steps = before._num_steps
 
     def count_step(self) -> None:
-        """Before an update. Collective where a comparison is due: every rank counts alike."""
+        """Count a step before its update. Collective when a comparison is due, which is so on all ranks together."""
         self._num_steps += 1
         if self._every and self._num_steps % self._every == 0:
             self.compare()
 
     @torch.no_grad()
     def compare(self) -> None:
-        """Refuse to continue where ranks hold different bits; the rank and the parameter are named. Collective."""
+        """Raise, naming the ranks and the parameter, if ranks hold different bits. Collective."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            # Nothing is computed yet.
+            # A capture computes nothing.
             return
         everyone = exchange(bit_sums([replica.buffer for replica in self._replicas]))
         for number, replica in enumerate(self._replicas):
@@ -93,17 +93,17 @@ class Replicas:
 
     def _refuse(self, replica: _Replica, *, found: list[list[int]]) -> None:
         parts = replica.parts()
-        # Slices on other places of the shard axis hold other parameters.
+        # By name: ranks at other places of the shard axis hold slices of other parameters.
         named = dict(zip([name for name, _ in parts], bit_sums([part for _, part in parts]), strict=True))
         everyone = exchange(named)
         for name in dict.fromkeys(name for sums in everyone for name in sums):
             ranks = self._differing([sums.get(name) for sums in everyone], sharded=replica.sharded)
             if ranks:
-                raise RanksDisagree(_told(name, ranks))
-        raise RanksDisagree(_told(f"the padding between {', '.join(replica.flat.names)}", found))
+                raise RanksDisagree(_describe(name, ranks))
+        raise RanksDisagree(_describe(f"the padding between {', '.join(replica.flat.names)}", found))
 
     def _differing(self, sums: Sequence[int | None], *, sharded: bool) -> list[list[int]]:
-        """Ranks that should all hold the same and do not: those that do, together; the fewest first."""
+        """Return the first ranks that should have equal sums and do not, grouped by sum, the smallest group first."""
         mesh = self._groups.mesh
         together = {mesh.replicate_group(rank) if sharded else tuple(range(len(sums))) for rank in range(len(sums))}
         for ranks in sorted(together):
@@ -115,26 +115,26 @@ class Replicas:
 
 
 def bit_sums(buffers: Sequence[Tensor]) -> list[int]:
-    """The bits of each, added up as whole numbers modulo 2^64; waits for the device once."""
+    """Return the sum of each buffer's bits as integers modulo 2^64; waits for the device once."""
     if not buffers:
         return []
     sums = [_bits(buffer).sum(dtype=torch.int64) for buffer in buffers]
     if len({total.device for total in sums}) > 1:
-        # Some lie in host memory.
+        # Some are in host memory.
         sums = [total.cpu() for total in sums]
     return [int(total) for total in torch.stack(sums).tolist()]
 
 
 def _bits(buffer: Tensor) -> Tensor:
-    """As int64 where that fits, so that nothing is copied to be added up: whole buffers are padded to that."""
+    """View a buffer as int64 if its size and alignment allow it, which those of flat buffers do; else as bytes."""
     flat = buffer.detach().reshape(-1)
     if buffer.nbytes % 8 == 0 and flat.data_ptr() % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0:
         return flat.view(torch.int64)
     return flat.view(torch.uint8)
 
 
-def _told(name: str, ranks: Sequence[Sequence[int]]) -> str:
-    """`ranks`: those that hold the same together, the fewest first; with two of two nobody knows who is right."""
+def _describe(name: str, ranks: Sequence[Sequence[int]]) -> str:
+    """Describe a difference. `ranks`: groups of equal ranks, the smallest first; of two equal groups none is blamed."""
     few = [] if not ranks or len(ranks[0]) == len(ranks[-1]) else ranks[0]
     each = " and ".join(f"rank {group[0]}" for group in ranks)
     who = f"rank {', '.join(map(str, few))} differs from the others" if few else f"{each} differ"

@@ -1,4 +1,4 @@
-"""Units whose parameters answer a careless read while they are freed, being gathered, or without their gradients."""
+"""Guards the parameters of units that are freed or being gathered, or whose gradients are sharded."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,13 +14,13 @@ from shardwise.plan.placement import SHARDED
 
 
 def guard_units(events: StepEvents) -> None:
-    """Notice reads of the parameters of units at rest, and writes to those of sharded units at work."""
+    """Intercept reads of the parameters of resting units, and refuse writes to those of sharded units at work."""
     events.unit_settled.append(_guard)
     writes = _LostWrites()
     # Before a parameter at rest is refused to whoever looks at it.
     events.unit_rests.append(writes.check)
-    events.unit_rests.append(_rest)
-    events.unit_wakes.append(_wake)
+    events.unit_rests.append(lambda unit, parameters: rest(parameters))
+    events.unit_wakes.append(lambda unit: wake(unit.settled))
     events.unit_wakes.append(writes.note)
 
 
@@ -56,18 +56,10 @@ def _guard(unit: Unit) -> None:
             parameter._drop_grad = partial(flat.drop_grads, {index})  # type: ignore[attr-defined]
 
 
-def _rest(unit: Unit, parameters: Sequence[nn.Parameter]) -> None:
-    rest(parameters)
-
-
-def _wake(unit: Unit) -> None:
-    wake(unit.settled)
-
-
 def _touched(unit: Unit, flat: FlatParams, name: str, is_grad: bool) -> None:
-    """Refuse a read of a parameter at rest, or make it readable."""
+    """Refuse a read of a resting parameter, or make it readable."""
     if is_grad:
-        # Before a backward there is no gradient, and None is the truth.
+        # Before a backward there is no gradient: None is correct.
         if flat.shows_grads or not any(other.has_grads() for other in unit.flats):
             return
         if unit.placement.grads is SHARDED:
@@ -83,5 +75,5 @@ def _touched(unit: Unit, flat: FlatParams, name: str, is_grad: bool) -> None:
         refuse(name, is_grad=False)
     for other in unit.flats:
         other.wait_gather()
-    # It may be written to in ways that torch does not count.
+    # A write through `p.data` would not be counted by torch.
     flat.touched = True

@@ -1,16 +1,16 @@
-"""Whether all ranks have issued the same collectives in the same order, asked before each update, at no extra bytes.
+"""Compares the order of collectives across ranks before each update, without extra communication.
 
-The flags of used parameters are summed over all ranks at the end of a backward (used.py). They are whole numbers, and a
-sum of them needs few bits; the other bits of the first flag carry
+The flags of used parameters are summed over all ranks at the end of a backward (used.py). They are integers, and their
+sum needs few bits; the other bits of the first flag carry
 
-    Σ_r c_r · h_r  (mod 2^18)        h_r: what rank r has issued, as one number (comm/issued.py)
+    Σ_r c_r · h_r  (mod 2^18)        h_r: a hash of the collectives that rank r has issued (comm/issued.py)
 
-The coefficients c_r add up to 0, so that the sum is 0 where all h_r are equal; where they are not it is 0 in one case
-of 2^18. The sum is the same on all ranks: all of them stop, and only then tell each other what they have issued. A rank
-that has failed in the step, and has only taken part since, adds 1: then all hear of that before anyone updates.
+The coefficients c_r add up to 0, so the sum is 0 if all h_r are equal; otherwise it is 0 with probability 2^-18. The
+sum is the same on all ranks: if it is not 0, all of them stop and exchange lists of their collectives. A rank that has
+failed in the step, and since then only takes part in collectives, adds 1: all ranks know before any of them updates.
 
-On a GPU nobody waits for it: the flag is copied to the host during the computation, and looked at as soon as it is
-there, at the latest before the update after the one that it was sent for.
+On a GPU no rank waits for it: the flag is copied to the host during the computation, and checked as soon as it has
+arrived, at the latest before the next update.
 """
 
 from zlib import crc32
@@ -24,46 +24,46 @@ from shardwise.comm.groups import MeshGroups
 from shardwise.comm.issued import Issued, disagreement, first_difference, fold_all, names_of
 from shardwise.engine.core.pass_state import PassState
 
-# Of the first flag's 32 bits these count the ranks that used the parameter; torch's jobs are smaller.
+# Bits of the first flag (of 32) that count the ranks that used the parameter; jobs are smaller than 2^14 ranks.
 _COUNT_BITS = 14
 _MASK = 0xFFFFFFFF
 
 
 def coefficient(rank: int, *, num_ranks: int) -> int:
-    """Of all ranks they add up to 0; any two differ, and any that do not add up to 0 by chance."""
+    """Return a rank's coefficient. Those of all ranks add up to 0; the others are pseudo-random odd numbers."""
     if rank == num_ranks - 1:
         return -sum(coefficient(other, num_ranks=num_ranks) for other in range(num_ranks - 1))
     return crc32(b"%d" % rank) | 1
 
 
 class SameOrder:
-    """What one rank adds to the first flag, and what it finds there when all have."""
+    """Writes this rank's part of the first flag, and checks the sum of all ranks."""
 
     def __init__(self, *, groups: MeshGroups, passes: PassState) -> None:
         self.flag: Tensor
         self._passes = passes
-        # Rank → how it has failed in this step.
+        # Failures in this step, by rank.
         self._failures: dict[int, str] = {}
         self._logs = {name: group.log for name, group in groups.by_name().items()}
         world = groups.reduce_world
-        # A job of absent ranks adds nothing up.
-        heard = world.size > 1 and dist.is_initialized() and dist.get_backend() != "fake"
-        self._coefficient = coefficient(world.index, num_ranks=world.size) if heard else 0
-        # How often ranks have compared, and what was issued before the last time.
+        # With absent ranks (a rehearsal) nothing is summed.
+        compares = world.size > 1 and dist.is_initialized() and dist.get_backend() != "fake"
+        self._coefficient = coefficient(world.index, num_ranks=world.size) if compares else 0
+        # The number of comparisons, and the collectives that the last one covers.
         self._num_sent = 0
         self._sent: dict[str, Issued] = {}
-        # Of a GPU's last flag: its copy on the host, when that is there, and what was issued before it.
+        # A GPU's last flag: its copy on the host, the event of that copy, and the collectives that it covers.
         self._copy: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
         self._copied_of: dict[str, Issued] = {}
 
     def resume_from(self, before: "SameOrder") -> None:
-        """Count on where another plan of the same job has stopped, so that no number comes twice."""
-        before.look(wait=True)
+        """Continue the numbers of the previous plan, so that none is used twice."""
+        before.check(wait=True)
         self._num_sent = before._num_sent
 
     def send(self, used: int) -> None:
-        """Write the first flag: whether its parameter was used (0 or 1), and what was issued up to here."""
+        """Write the first flag: whether its parameter was used (0 or 1), and the hash of issued collectives."""
         if not self._coefficient:
             for log in self._logs.values():
                 log.restart()
@@ -76,26 +76,26 @@ class SameOrder:
         self._num_sent += 1
 
     def take_failures(self) -> dict[int, str]:
-        """Once the flag is summed: rank → how it has failed in this step. Waits for a GPU."""
+        """Return the failures in this step by rank, after the flag is summed. Waits for a GPU."""
         if not self._coefficient:
             return {0: self._passes.failed} if self._passes.failed else {}
-        self.look(wait=True)
+        self.check(wait=True)
         failures, self._failures = self._failures, {}
         return failures
 
     def users(self, summed: int) -> int:
-        """How many ranks used the parameter of a flag."""
+        """Return how many ranks used the parameter of a flag."""
         return summed & (1 << _COUNT_BITS) - 1
 
     def read(self) -> None:
-        """The flag is summed: refuse to continue if ranks differ, now or (a GPU's) as soon as it is on the host."""
+        """Check the summed flag: now on a CPU, as soon as it is on the host on a GPU."""
         if not self._coefficient:
             return
         if self.flag.device.type == "cpu":
-            # Not int(): that would count as a value which the step looks at (captured/reads.py).
-            self._judge(self.flag.numpy().item(), issued=self._sent)
+            # Not int(), which would count as a read of the step (captured/reads.py).
+            self._check_sum(self.flag.numpy().item(), issued=self._sent)
         elif not torch.cuda.is_current_stream_capturing():
-            self.look(wait=True)
+            self.check(wait=True)
             if self._copy is None:
                 self._copy = torch.empty(1, dtype=self.flag.dtype, pin_memory=True)
             self._copy.copy_(self.flag, non_blocking=True)
@@ -103,20 +103,20 @@ class SameOrder:
             self._copied.record()
             self._copied_of = self._sent
 
-    def look(self, *, wait: bool = False) -> None:
-        """Judge a GPU's flag if it is on the host."""
+    def check(self, *, wait: bool = False) -> None:
+        """Check a GPU's flag if it has arrived on the host."""
         if self._copied is None or torch.cuda.is_current_stream_capturing():
-            # An event cannot be asked while a stream captures; the next ordinary step does it.
+            # An event cannot be queried while a stream captures; the next ordinary step does it.
             return
         if not (wait or self._copied.query()):  # type: ignore[no-untyped-call]
             return
         self._copied.synchronize()
         self._copied = None
         assert self._copy is not None
-        self._judge(int(self._copy), issued=self._copied_of)
+        self._check_sum(int(self._copy), issued=self._copied_of)
 
     def history(self) -> dict[int, dict[str, list[str]]]:
-        """What was issued since the last comparison but one, by the number of the comparison that it is part of."""
+        """Return the collectives of the last comparison and those since, by number of the comparison."""
         now = {name: log.issued for name, log in self._logs.items()}
         return {
             number: {name: names_of(issued) for name, issued in logs.items()}
@@ -124,7 +124,7 @@ class SameOrder:
         }
 
     def numbered(self) -> dict[str, list[tuple[int, str]]]:
-        """The same by group, each with its number among all that was compared in the group: for a record (comm/)."""
+        """Return the same by group, each collective with its number in the group: for a record (comm/)."""
         found = {}
         for name, log in self._logs.items():
             now, before = log.issued, self._sent.get(name, [])
@@ -132,7 +132,7 @@ class SameOrder:
             found[name] = list(enumerate((*names_of(before), *names_of(now)), start=first))
         return found
 
-    def _judge(self, summed: int, *, issued: dict[str, Issued]) -> None:
+    def _check_sum(self, summed: int, *, issued: dict[str, Issued]) -> None:
         if (summed & _MASK) >> _COUNT_BITS == 0:
             return
         mine = {name: names_of(collectives) for name, collectives in issued.items()}

@@ -1,8 +1,8 @@
-"""Frozen parameters that are tensor subclasses, such as torchao's quantised weights, as the plain tensors inside them.
+"""Splits frozen parameters that are tensor subclasses, such as torchao's quantised weights, into plain tensors.
 
-A flat buffer holds plain elements. So the tensors inside become frozen parameters, which are sharded, gathered and
-freed like any other, and the subclass is put together again around them whenever the module reads its weight: torch's
-own parametrization does that. They are kept as bytes, so that no precision of the plan changes them.
+A flat buffer holds plain elements. So the inner tensors become frozen parameters, which are sharded, gathered and freed
+like any other, and torch's parametrization rebuilds the subclass from them whenever the module reads its weight. They
+are stored as bytes, so that the plan's precision does not change them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ Rebuild = Callable[[Iterator[Tensor]], Tensor]
 
 
 def take_apart(model: nn.Module) -> None:
-    """Each tensor subclass among the model's parameters as a parametrization of plain ones."""
+    """Make each tensor subclass among the model's parameters a parametrization of plain ones."""
     for module in list(model.modules()):
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and is_traceable_wrapper_subclass(parameter):
@@ -24,7 +24,7 @@ def take_apart(model: nn.Module) -> None:
 
 
 class _PutTogether(nn.Module):
-    """From the plain tensors to the subclass, and back."""
+    """Rebuilds the subclass from plain tensors, and splits it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _PutTogether(nn.Module):
 
 
 def _taken_apart(tensor: Tensor) -> tuple[list[Tensor], Rebuild]:
-    """The plain tensors inside, at any depth, and what makes the same of others like them."""
+    """Return the plain tensors inside, at any depth, and the function that rebuilds the subclass from such tensors."""
     if not is_traceable_wrapper_subclass(tensor):
         dtype, shape = tensor.dtype, tensor.shape
         as_bytes = tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,50 +1,79 @@
 """Values that were written outside of an update: into a module's parameters, or into the slices of an optimizer.
 
-A value may lie in two places: in the full buffer, in the dtype that modules compute in, and in the master that the
-optimizer steps. What was written into one of them, the other must follow before anybody reads it:
+A value may be stored twice: in the full buffer, in the dtype that modules compute in, and in the master that the
+optimizer steps. After a write to one of them, the other is updated before it is read:
 
-written                  params replicated                         params sharded
-module's parameters      the master takes it over                  refused when they are touched (guard.py)
-slices, optim whole      cast into the full buffer                 -
-slices, optim sharded    refused: other ranks have the old ones,   seen by the next gather
-                         unless shardwise.edit tells them
+written                    params replicated                         params sharded
+module's parameters        copied into the master                    refused when they are read (guard.py)
+slices, optim replicated   cast into the full buffer                 -
+slices, optim sharded      refused: other ranks have the old ones,   the next gather includes it
+                           unless written inside shardwise.edit
 
 Where both are the same memory there is nothing to do.
+
+torch counts the writes to a tensor (`_version`), and the views of a buffer share one count. Writes through `p.data` are
+not counted, so between two updates slices have a class that intercepts `p.data` (the counts: core/master_writes.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import refresh, unguarded
-from shardwise.engine.guards.slice_writes import Slice
 from shardwise.errors import InvalidModel
 from shardwise.plan.placement import SHARDED
 
+# torch's own property, which `Slice.data` hides.
+_DATA: Any = torch._C.TensorBase.__dict__["data"]
+
+
+class Slice(nn.Parameter):
+    """A slice that an optimizer steps, between two updates: `p.data` is noticed, and cannot be replaced.
+
+    During an update it is a plain Parameter: torch's optimizers choose their fast implementations by exact class.
+    """
+
+    _lend: Callable[[], None]
+
+    @property
+    def data(self) -> Tensor:
+        self._lend()
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise InvalidModel(
+            "p.data = … of a slice in optimizer.param_groups takes it out of the model's memory: write into it "
+            "(p.copy_(…)) inside `with shardwise.edit(model):`"
+        )
+
 
 class Writes:
-    """The writes to a model's parameters and slices, and how the other copies follow."""
+    """Finds writes to a model's parameters and slices, and updates the other copies."""
 
     def __init__(self, flats: Sequence[FlatParams]) -> None:
         replicated = [flat for flat in flats if flat.placement.params is not SHARDED]
-        # Whose module's parameters are copies of the master.
+        # Buffers whose module's parameters are copies of the master.
         self._copied = [flat for flat in replicated if not flat.aliased]
         self._params = [parameter for flat in self._copied for parameter in flat.params]
         cut = [flat for flat in flats if flat.master is not flat.full]
         self._slices = [part.parameter for flat in cut for part in flat.owned]
-        # Of whose slices there are copies: in the full buffer, here or on other ranks, or staged.
+        # Buffers whose slices have copies: in the full buffer, here or on other ranks, or staged.
         self._sliced = [f for f in cut if f.placement.params is not SHARDED or f.staged is not f.master]
-        # Whose slices' gradients are views of the gradients that the module's parameters show.
+        # Buffers whose slices' gradients are views of the gradients that the module's parameters show.
         self._shown = [flat for flat in cut if flat.shows_grads]
         for flat in cut:
-            lend = flat.lend_master if flat in self._sliced else _nothing
+            # Without copies there is nothing to update: the next gather includes the write.
+            lend = flat.lend_master if flat in self._sliced else (lambda: None)
             for part in flat.owned:
                 part.parameter._lend = lend  # type: ignore[attr-defined]
         self.settled()
 
     def settled(self) -> None:
-        """From here on a write is not the engine's."""
+        """Begin to look for writes: those up to now were the engine's."""
         self._counts = self._count()
         for flat in self._copied:
             flat.touched = False
@@ -54,25 +83,25 @@ class Writes:
             parameter.__class__ = Slice
 
     def release(self) -> None:
-        """Look after nothing any more: the parameters lie in other buffers now."""
+        """Stop looking for writes: the parameters are in other buffers now."""
         self._copied, self._params, self._slices, self._sliced, self._shown = [], [], [], [], []
         self.settled()
 
     def before_step(self) -> None:
-        """What was written into the module's parameters is stepped; what into slices is seen after the update."""
+        """Copy values written into the module's parameters into the masters; those in slices are settled later."""
         self._take_over(but=())
         for parameter in self._slices:
             parameter.__class__ = nn.Parameter
 
     def follow_grads(self) -> None:
-        """Where `p.grad` of the module was replaced, the slices' gradients follow."""
+        """Update the slices' gradients where `p.grad` of the module was replaced."""
         for flat in self._shown:
             flat.follow_shown_grads()
 
     def settle(self, *, announced: bool = False) -> None:
-        """Before values are read: every copy of what was written follows, or the write is refused.
+        """Update all copies of written values before they are read, or refuse the write.
 
-        With `announced`, the other ranks know, and what was written into slices is gathered next.
+        With `announced`, all ranks have written (shardwise.edit), and the slices are gathered next.
         """
         slices = [flat for flat in self._sliced if flat.writes.found]
         if not self._take_over(but=slices) and not slices:
@@ -95,7 +124,7 @@ class Writes:
             return [parameter._version for parameter in self._params]
 
     def _take_over(self, *, but: Sequence[FlatParams]) -> bool:
-        """The masters of written parameters follow; refused where slices of the same buffer were written as well."""
+        """Copy written parameters into their masters; refuse if slices of the same buffer were written as well."""
         counts = self._count()
         if counts == self._counts and not any(flat.touched for flat in self._copied):
             return False
@@ -111,7 +140,3 @@ class Writes:
                 )
             flat.take_over()
         return True
-
-
-def _nothing() -> None:
-    """What is written is seen by the next gather."""

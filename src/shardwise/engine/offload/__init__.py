@@ -1,1 +1,1 @@
-"""Host memory: states that live there, and activations that wait there for backward."""
+"""Copies between device and host memory, for offloaded states and activations."""

@@ -1,6 +1,6 @@
-"""The lane between a device's memory and the host's: copies that run while the device computes.
+"""Copies between a device's memory and the host's that run while the device computes.
 
-Without a GPU a copy is a clone, made at once, so that everything else is the same and can be tried anywhere.
+Without a GPU a copy is a clone, made at once, so that all other code is the same and can be tested anywhere.
 """
 
 from typing import Any, Protocol
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class Lane(Protocol):
-    """Each copy comes with an event; `wait` makes the stream that computes wait for it."""
+    """Each copy comes with an event; `wait` makes the compute stream wait for it."""
 
     def send(self, source: Tensor) -> tuple[Tensor, Any]:
-        """A copy in host memory. The source must stay until the event."""
+        """Copy to host memory. The source must be kept until the event."""
         ...
 
     def bring(self, sources: list[Tensor]) -> list[tuple[Tensor, Any]]:
-        """Copies on the device, which must stay until their events."""
+        """Copy to the device. The copies must be kept until their events."""
         ...
 
     def wait(self, event: Any) -> None: ...
@@ -28,14 +28,14 @@ def lane_of(device: torch.device) -> Lane:
 
 
 class GpuLane:
-    """One stream for both directions, so that nothing is brought in before it has been sent out."""
+    """One stream for both directions, so that nothing is copied in before it was copied out."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def send(self, source: Tensor) -> tuple[Tensor, Any]:
-        # Pinned memory comes from torch's cache, which hands it out again only after the copies that use it.
+        # torch's cache of pinned memory reuses a block only after the copies that use it.
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
@@ -44,7 +44,7 @@ class GpuLane:
 
     def bring(self, sources: list[Tensor]) -> list[tuple[Tensor, Any]]:
         copies = [torch.empty(source.shape, dtype=source.dtype, device=self.device) for source in sources]
-        # The memory is of the stream that computes, which may still use it for what was there before.
+        # The compute stream may still use this memory for a tensor that was there before.
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         found = []
         with torch.cuda.stream(self.stream):
@@ -66,3 +66,29 @@ class HostLane:
 
     def wait(self, event: Any) -> None:
         pass
+
+
+class HostCopies:
+    """Tensors that are copied from the device to the host and read there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pinned = device.type == "cuda"
+        self._lane = lane_of(device)
+        # Sources are held until the copies are done: the allocator would reuse their memory.
+        self._in_flight: list[tuple[Tensor, Any]] = []
+
+    def zeros(self, size: int, *, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype, pin_memory=self.pinned)
+
+    def fetch(self, source: Tensor) -> Tensor:
+        """Start to copy a tensor of the device; the copy that is returned may be read after `land`."""
+        target, event = self._lane.send(source)
+        self._in_flight.append((source, event))
+        return target
+
+    def land(self) -> None:
+        """Wait for all copies that were started by `fetch`."""
+        for _, event in self._in_flight:
+            if isinstance(event, torch.cuda.Event):
+                event.synchronize()
+        self._in_flight.clear()

@@ -1,1 +1,1 @@
-"""The optimizer: what a rank steps, and the fp16 scaler."""
+"""Optimizers of a prepared model: slices and matrices that they step, their states, and the fp16 scaler."""

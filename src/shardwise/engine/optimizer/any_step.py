@@ -1,4 +1,4 @@
-"""Hooks on every optimizer and every scaler of this process: one that nobody handed over may step a prepared model."""
+"""Hooks on all optimizers and scalers of this process, to find those that step a prepared model unannounced."""
 
 import weakref
 from functools import wraps
@@ -15,23 +15,23 @@ from shardwise.engine.optimizer.scaler import GradScaler, foreign_scaler
 _PREPARED: weakref.WeakSet[OwnedParameters] = weakref.WeakSet()
 
 
-def look_after(parameters: OwnedParameters) -> None:
-    """From here on, as long as they live, whatever steps them is recognised."""
+def watch_optimizers(parameters: OwnedParameters) -> None:
+    """Adopt any optimizer that steps these parameters, for as long as they exist."""
     _PREPARED.add(parameters)
 
 
 def _recognise(optimizer: Optimizer) -> None:
-    """Collective, at the first call for an optimizer of a prepared model."""
+    """Adopt an optimizer of a prepared model at its first call. Collective then."""
     for owner in list(_PREPARED):
         if not owner.adopted(optimizer) and owner.concerns(optimizer):
-            # In a step, the hooks that it registers are called for that step already.
-            owner.adopt_alike(optimizer)
+            # The hooks that it registers are already called for the current step.
+            owner.adopt_on_all_ranks(optimizer)
 
 
 _HOOK = register_optimizer_step_pre_hook(lambda optimizer, *_: _recognise(optimizer))
 
 
-# torch's scaler looks at gradients here on every rank, also on one that then skips its step for an overflow.
+# torch's scaler reads gradients here on every rank, also on one that then skips its step because of an overflow.
 _TORCHS_UNSCALE = torch.amp.GradScaler._unscale_grads_
 
 
@@ -44,7 +44,7 @@ def _unscale_grads(scaler: torch.amp.GradScaler, optimizer: Optimizer, *argument
 
 
 def _with_slices(optimizer: Optimizer) -> Any:
-    """What a scaler looks at: an optimizer's groups; and, of what it steps whole, the gradients in slices."""
+    """Return the optimizer for a scaler; if it has owned matrices, with their slices, which hold the gradients."""
     slices = [part for owner in list(_PREPARED) for part in owner.matrices.slices(optimizer)]
     if not slices:
         return optimizer

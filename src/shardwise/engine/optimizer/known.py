@@ -1,4 +1,4 @@
-"""Which optimizers can step slices, and what ranks compare of theirs."""
+"""Decides which optimizers can step slices, and describes optimizers so that ranks can compare theirs."""
 
 import warnings
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from shardwise.engine.optimizer.reach import Reach, Verdict, is_plain, own_attri
 from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.vocabulary.layout import ALIGNMENT
 
-# Each element's update depends on that element's gradient and state alone, whatever their options, so a slice can be
-# updated by itself. By exact class: a subclass, or another package's class of the same name, may do something else.
+# With any options, each element's update depends on that element's gradient and state alone, so a slice can be updated
+# by itself. By exact class: a subclass, or another package's class of the same name, may do something else.
 ELEMENTWISE = frozenset(
     {
         torch.optim.ASGD,
@@ -33,21 +33,21 @@ ELEMENTWISE = frozenset(
 
 
 class StaleOptimizer(ShardwiseError):  # noqa: N818
-    """An optimizer whose state belongs to parameters that are no longer there."""
+    """An optimizer whose state belongs to parameters that no longer exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped:
-    """How a parameter is to be stepped: in slices or whole, and in which dtype."""
+    """Whether a parameter is stepped in slices, and in which dtype."""
 
     sharded: bool
     dtype: torch.dtype
 
 
 def check_optimizer(optimizer: Optimizer, *, stepped: Mapping[int, Stepped]) -> None:
-    """Refuse an optimizer of parameters that are not the model's (`stepped`, by id), or that has stepped others.
+    """Refuse an optimizer of other parameters than the model's (`stepped`, by id), or one that has stepped before.
 
-    And one that cannot step the gradients which it will be given.
+    And one that cannot step the gradients that it will get.
     """
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in stepped:
@@ -73,14 +73,14 @@ def check_optimizer(optimizer: Optimizer, *, stepped: Mapping[int, Stepped]) -> 
 
 
 def _is_first(state: Any) -> bool:
-    """Whether a parameter's state is that of no step yet: Adagrad makes it at once."""
+    """Return whether a parameter's state is from before the first step: Adagrad allocates it at once."""
     return isinstance(state, dict) and "step" in state and float(state["step"]) == 0
 
 
 def judge(
     optimizer: Optimizer, *, stepped: Mapping[int, Stepped], device: torch.device, first_group: int = 0
 ) -> dict[int, Verdict]:
-    """How far the update of each parameter that is stepped in slices looks, by its id."""
+    """Return the reach of the update of each parameter that is stepped in slices, by its id."""
     found: dict[int, Verdict] = {}
     tried: dict[tuple[int, int, torch.dtype], Verdict] = {}
     for number, group in list(enumerate(optimizer.param_groups))[first_group:]:
@@ -97,18 +97,18 @@ def judge(
 
 
 def slice_alignment(verdicts: Mapping[Any, Verdict]) -> int:
-    """Where slices may begin that all parameters with elementwise updates can be stepped in."""
+    """Return the alignment of slices in which all parameters with elementwise updates can be stepped."""
     found = (verdict.alignment for verdict in verdicts.values() if verdict.reach is Reach.ELEMENT)
     return max(found, default=ALIGNMENT)
 
 
 def needs_owner(verdict: Verdict, *, alignment: int) -> bool:
-    """Whether an optimizer must step a parameter whole where slices begin at multiples of `alignment`."""
+    """Return whether a parameter must be stepped unsharded if slices begin at multiples of `alignment`."""
     return verdict.reach is not Reach.ELEMENT or verdict.alignment > alignment
 
 
 def check_reach(optimizer: Optimizer, *, verdicts: Mapping[int, Verdict]) -> None:
-    """Refuse an optimizer that looks beyond the tensor that it updates: nobody holds all of them whole."""
+    """Refuse an optimizer whose update of one tensor reads others: no rank holds all of them unsharded."""
     for verdict in verdicts.values():
         if verdict.reach is not Reach.MODEL:
             continue
@@ -125,8 +125,8 @@ def check_reach(optimizer: Optimizer, *, verdicts: Mapping[int, Verdict]) -> Non
         )
 
 
-def tell_owned(optimizer: Optimizer, *, num_owned: int, num_held: int) -> None:
-    """Say so where an optimizer steps whole parameters, which have to move; unless its class says that it does."""
+def warn_owned(optimizer: Optimizer, *, num_owned: int, num_held: int) -> None:
+    """Warn that parameters move to the ranks that own them, unless the optimizer's class announces it."""
     if getattr(optimizer, "takes_whole_matrices", False):
         return
     warnings.warn(
@@ -142,7 +142,7 @@ def name_of(optimizer: Optimizer) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-# What a trial depends on → what it found.
+# Results of trials, by all that a trial depends on.
 _FOUND: dict[tuple[Any, ...], Verdict] = {}
 
 
@@ -157,28 +157,27 @@ def _verdict(optimizer: Optimizer, group: int, num_dims: int, dtype: torch.dtype
 
 
 def _options(optimizer: Optimizer) -> str:
-    """Whatever an update may depend on, as text; "" if it has anything that text does not tell."""
-    left_out = ("params", "param_names")
-    told = [
+    """Return all options that an update may depend on as text; "" if text cannot describe one of them."""
+    options = [
         (key, value)
-        for options in (own_attributes(optimizer), *optimizer.param_groups)
-        for key, value in options.items()
-        if key not in left_out
+        for namespace in (own_attributes(optimizer), *optimizer.param_groups)
+        for key, value in namespace.items()
+        if key not in ("params", "param_names")
     ]
-    return str([(key, _shown(value)) for key, value in told]) if all(_is_told(value) for _, value in told) else ""
+    return str([(key, _shown(value)) for key, value in options]) if all(_is_shown(v) for _, v in options) else ""
 
 
-def _is_told(value: Any) -> bool:
-    """Whether `_shown` says all there is to a value."""
+def _is_shown(value: Any) -> bool:
+    """Return whether `_shown` describes a value completely."""
     if isinstance(value, dict):
-        return all(map(_is_told, value.values()))
+        return all(map(_is_shown, value.values()))
     if isinstance(value, tuple | list):
-        return all(map(_is_told, value))
+        return all(map(_is_shown, value))
     return is_plain(value) or (isinstance(value, Tensor) and value.numel() <= 1)
 
 
 def describe_optimizer(optimizer: Optimizer, *, names: Mapping[int, str]) -> str:
-    """An optimizer, a line each thing that must be equal on all ranks; `names`: of the parameters, by id."""
+    """Describe an optimizer, one line per property that must be equal on all ranks; `names`: parameters by id."""
     lines = [f"optimizer = {name_of(optimizer)}"]
     for number, group in enumerate(optimizer.param_groups):
         lines += [
@@ -191,7 +190,7 @@ def describe_optimizer(optimizer: Optimizer, *, names: Mapping[int, str]) -> str
 
 
 def _shown(value: Any) -> str:
-    """A value as text that is the same in all processes."""
+    """Return a value as text that is the same in all processes."""
     if isinstance(value, Tensor):
         return str(value.tolist())
     if isinstance(value, tuple | list):

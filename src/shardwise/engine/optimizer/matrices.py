@@ -1,13 +1,13 @@
-"""Matrices that one rank owns: an optimizer that needs whole parameters steps them there.
+"""Matrices that one rank owns: an optimizer that needs unsharded parameters steps them there.
 
-Parameters, gradients and masters lie in slices as ever. What a rank owns is the optimizer's state of some of them:
+Parameters, gradients and masters are in slices as usual. A rank owns the optimizer's state of some matrices:
 
     to owners     before an update, the slices of a matrix and of its gradient go to the rank that owns it
-    update        the optimizer steps the whole matrix there
+    update        the optimizer steps the unsharded matrix there
     from owners   its new values go back into the slices
 
-Each is an all-to-all per unit over the shard axis. Between two updates the owner holds nothing of a matrix but its
-state: what the optimizer's groups hold then says so when it is read.
+Each is an all-to-all per unit over the shard axis. Between two updates the owner holds only the state of a matrix:
+reading the parameter in the optimizer's groups then raises an error.
 """
 
 import weakref
@@ -35,8 +35,8 @@ from shardwise.program.owners import assign_owners
 class OwnedMatrix:
     """A parameter whose optimizer state lives on one rank.
 
-    owner    its place in the shard axis
-    whole    what the optimizer steps; on the owner
+    owner       its place in the shard axis
+    unsharded   the parameter that the optimizer steps; None on other ranks
     """
 
     name: str
@@ -44,14 +44,14 @@ class OwnedMatrix:
     flat: FlatParams
     index: int
     owner: int
-    whole: nn.Parameter | None
+    unsharded: nn.Parameter | None
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.flat.layout.shapes[self.index]
 
     def part_of(self, rank: int) -> tuple[int, int]:
-        """The elements of it, counted from its first, that lie in a rank's slice."""
+        """Return the start and stop, counted from its first element, of its part in a rank's slice."""
         size = self.flat.layout.slice_elements
         offset = self.flat.layout.offsets[self.index]
         start, stop = rank * size - offset, (rank + 1) * size - offset
@@ -76,13 +76,13 @@ class OwnedMatrices:
         self._from = {name: CollectiveName(f"{Kind.FROM_OWNERS.value} {name}") for name in self._units}
 
     def of(self, optimizer: Optimizer | None) -> list[OwnedMatrix]:
-        """Those that an optimizer steps; without one, all."""
+        """Return the matrices that an optimizer steps; without one, all."""
         if optimizer is None:
             return [matrix for matrices in self._of.values() for matrix in matrices]
         return self._of.get(optimizer, [])
 
     def own(self, optimizer: Optimizer, names: Sequence[str]) -> dict[str, nn.Parameter | None]:
-        """Give these parameters owners: what the optimizer is to step for each of them on this rank."""
+        """Assign owners to these parameters; return the one that the optimizer steps for each (None: not here)."""
         places = {
             name: (unit, flat, index)
             for unit in self._units.values()
@@ -97,11 +97,11 @@ class OwnedMatrices:
         owners = assign_owners(shapes, num_ranks=group.size, loads=self._loads(group.size))
         self._of[optimizer] = [*self.of(optimizer)]
         for (name, unit, flat, index), owner in zip(found, owners, strict=True):
-            whole = _at_rest(flat, index, name=name) if owner == group.index else None
-            matrix = OwnedMatrix(name=name, unit=unit, flat=flat, index=index, owner=owner, whole=whole)
+            unsharded = _at_rest(flat, index, name=name) if owner == group.index else None
+            matrix = OwnedMatrix(name=name, unit=unit, flat=flat, index=index, owner=owner, unsharded=unsharded)
             self._of[optimizer].append(matrix)
-        wholes = {matrix.name: matrix.whole for matrix in self._of[optimizer]}
-        return {name: wholes.get(name) for name in names}
+        stepped = {matrix.name: matrix.unsharded for matrix in self._of[optimizer]}
+        return {name: stepped.get(name) for name in names}
 
     def _loads(self, num_ranks: int) -> list[int]:
         loads = [0] * num_ranks
@@ -110,26 +110,26 @@ class OwnedMatrices:
         return loads
 
     def begin_step(self, optimizer: Optimizer) -> None:
-        """The next update is this optimizer's: of its matrices, those that have a gradient move."""
+        """Prepare an update of this optimizer: those of its matrices that have a gradient move."""
         self._stepping = [matrix for matrix in self.of(optimizer) if matrix.flat.has_grad(matrix.index)]
         for matrix in self._stepping:
             if matrix.flat not in matrix.unit.trained_flats and not matrix.unit.sharded:
                 raise frozen_was_stepped([matrix.name])
 
     def slices(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """What this rank holds of an optimizer's matrices between updates, where their gradients are."""
+        """Return this rank's slices of an optimizer's matrices; they have the gradients between updates."""
         return [
             part.parameter for matrix in self.of(optimizer) for part in matrix.flat.owned if part.index == matrix.index
         ]
 
     def zero_grads(self, optimizer: Optimizer) -> None:
-        """Fill the gradients of an optimizer's matrices with zeros, as they lie in slices."""
+        """Fill the gradients in the slices of an optimizer's matrices with zeros."""
         for parameter in self.slices(optimizer):
             if parameter.grad is not None:
                 parameter.grad.zero_()
 
     def _moving(self, unit: str) -> Iterator[list[OwnedMatrix]]:
-        """The matrices of a unit that move, those of one dtype together."""
+        """Yield the matrices of a unit that move, those of one buffer together."""
         flats = self._units[unit].flats
         moving = ([matrix for matrix in self._stepping if matrix.flat is flat] for flat in flats)
         return (matrices for matrices in moving if matrices)
@@ -143,10 +143,10 @@ class OwnedMatrices:
             exchange = _Exchange(matrices, tensors_each=2, is_local=operation.is_local)
             received = exchange.send_slices(name=self._to[unit])
             for matrix, (values, grads) in received:
-                assert matrix.whole is not None
-                wake([matrix.whole])
-                matrix.whole.data = values.view(matrix.shape)
-                matrix.whole.grad = grads.view(matrix.shape)
+                assert matrix.unsharded is not None
+                wake([matrix.unsharded])
+                matrix.unsharded.data = values.view(matrix.shape)
+                matrix.unsharded.grad = grads.view(matrix.shape)
         if num_bytes:
             self._tape.record(Kind.TO_OWNERS, unit, lambda: num_bytes)
 
@@ -158,14 +158,14 @@ class OwnedMatrices:
             num_bytes += _num_bytes(matrices)
             _Exchange(matrices, tensors_each=1, is_local=operation.is_local).return_slices(name=self._from[unit])
             for matrix in matrices:
-                if matrix.whole is not None:
-                    _put_to_rest(matrix.whole)
+                if matrix.unsharded is not None:
+                    _put_to_rest(matrix.unsharded)
         if num_bytes:
             self._tape.record(Kind.FROM_OWNERS, unit, lambda: num_bytes)
 
 
 class _Exchange:
-    """One all-to-all of matrices that lie in one flat buffer: how many elements go from which rank to which."""
+    """One all-to-all of the matrices of one flat buffer, and its split sizes."""
 
     def __init__(self, matrices: list[OwnedMatrix], *, tensors_each: int, is_local: bool) -> None:
         self._is_local = is_local
@@ -175,14 +175,14 @@ class _Exchange:
         self._here = self._group.index
         self._mine = [matrix for matrix in matrices if matrix.owner == self._here]
         ranks = range(self._group.size)
-        # In elements: what this rank's slice has of each owner's matrices, and each rank's slice of this rank's.
+        # Elements of each owner's matrices in this rank's slice, and of this rank's matrices in each rank's slice.
         self._by_owner = [
             tensors_each * sum(m.size_on(self._here) for m in matrices if m.owner == rank) for rank in ranks
         ]
         self._by_slice = [tensors_each * sum(m.size_on(rank) for m in self._mine) for rank in ranks]
 
     def send_slices(self, *, name: CollectiveName) -> Iterator[tuple[OwnedMatrix, list[Tensor]]]:
-        """This rank's matrices, and for each its values and its gradient, in one dimension."""
+        """Send slices to the owners; return this rank's matrices, each with its flat values and gradient."""
         parts = {part.index: part for part in self._flat.owned}
         pieces: list[Tensor] = []
         for matrix in sorted(self._matrices, key=lambda matrix: matrix.owner):
@@ -199,9 +199,9 @@ class _Exchange:
         pieces = []
         for rank in range(self._group.size):
             for matrix in self._mine:
-                assert matrix.whole is not None
+                assert matrix.unsharded is not None
                 start, stop = matrix.part_of(rank)
-                pieces.append(matrix.whole.detach().reshape(-1)[start:stop])
+                pieces.append(matrix.unsharded.detach().reshape(-1)[start:stop])
         received = self._move(pieces, sizes=self._by_slice, received_sizes=self._by_owner, name=name)
         parts = {part.index: part for part in self._flat.owned}
         held = [m for m in sorted(self._matrices, key=lambda matrix: matrix.owner) if m.index in parts]
@@ -224,7 +224,7 @@ class _Exchange:
         return received
 
     def _cut(self, received: Tensor, *, tensors_each: int) -> dict[str, list[tuple[Tensor, ...]]]:
-        """Name of a matrix → of each rank that has a part of it, that part of each tensor."""
+        """Return, by name of a matrix, the parts of its tensors from each rank."""
         places = [(m, rank) for rank in range(self._group.size) for m in self._mine]
         sizes = [m.size_on(rank) for m, rank in places for _ in range(tensors_each)]
         pieces = torch.split(received, sizes)
@@ -239,24 +239,24 @@ def _num_bytes(matrices: Sequence[OwnedMatrix]) -> int:
 
 
 def _at_rest(flat: FlatParams, index: int, *, name: str) -> nn.Parameter:
-    """What an optimizer's group holds of a matrix that this rank owns: its shape, and no memory."""
+    """Return a parameter of the matrix's shape without memory, for the optimizer's group between updates."""
     shape = flat.layout.shapes[index]
-    whole = nn.Parameter(torch.zeros((), dtype=flat.master_dtype, device=flat.device).expand(shape))
-    whole._touched = partial(_refuse, name)  # type: ignore[attr-defined]
-    whole._drop_grad = lambda: None  # type: ignore[attr-defined]
-    rest([whole])
-    return whole
+    unsharded = nn.Parameter(torch.zeros((), dtype=flat.master_dtype, device=flat.device).expand(shape))
+    unsharded._touched = partial(_refuse, name)  # type: ignore[attr-defined]
+    unsharded._drop_grad = lambda: None  # type: ignore[attr-defined]
+    rest([unsharded])
+    return unsharded
 
 
-def _put_to_rest(whole: nn.Parameter) -> None:
+def _put_to_rest(unsharded: nn.Parameter) -> None:
     with unguarded():
-        whole.grad = None
-        whole.data = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(whole.shape)
-    rest([whole])
+        unsharded.grad = None
+        unsharded.data = torch.zeros((), dtype=unsharded.dtype, device=unsharded.device).expand(unsharded.shape)
+    rest([unsharded])
 
 
 def _refuse(name: str, is_grad: bool) -> None:
-    """The answer to a read of a matrix between two updates."""
+    """Refuse to read a matrix between two updates."""
     if is_grad:
         return
     raise ShardedParameter(

@@ -1,4 +1,4 @@
-"""An optimizer's `state_dict` as a plain one's: states of full tensors, under the numbers that torch gives."""
+"""State dicts of an optimizer in torch's format: states of full tensors, by number of the parameter."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 def numbered_state(
     optimizer: Optimizer, *, states: Mapping[str, Any], names: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """The optimizer's own state dict, with these states of full names in place of its slices'.
+    """Return the optimizer's state dict, with `states` (by full name) instead of those of its slices.
 
-    names   of each param group's parameters, also of what this rank owns nothing of
+    names   for each param group, all its parameters, including those that this rank owns no part of
     """
     state = type(optimizer).state_dict(optimizer)
     groups = numbered(names)
@@ -34,8 +34,8 @@ def load_numbered(
 ) -> None:
     """Load a state dict of full tensors.
 
-    states   all that is in it, by full names; what has another key belongs to no parameter
-    own      of those, what this rank steps: by what its groups hold
+    states   its states by full name; other keys belong to no parameter
+    own      this rank's part of them, by the parameter in its groups
     """
     groups = numbered([group["params"] for group in optimizer.param_groups])
     known = {name for group in names for name in group}
@@ -52,6 +52,6 @@ def load_numbered(
 
 
 def numbered(groups: Iterable[Sequence[Any]]) -> list[dict[int, Any]]:
-    """Each group's members under numbers that count through all groups, as torch's state dicts do."""
+    """Number the members of all groups consecutively, as torch's state dicts do."""
     count = itertools.count()
     return [{next(count): member for member in group} for group in groups]

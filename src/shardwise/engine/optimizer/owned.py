@@ -1,7 +1,7 @@
-"""An optimizer of a prepared model: what is checked, stepped and saved of it in addition to the core's slices.
+"""The optimizers of a prepared model: checks, owned matrices and state dicts, in addition to the core's slices.
 
-An optimizer that is made after `prepare`, or was not handed to it, is recognised at its first step by the parameters
-that it holds (any_step.py). Parameters of which it looks at more than an element are stepped whole, by their owners.
+An optimizer that was not given to `prepare` is recognised at its first step by its parameters (any_step.py). Parameters
+whose update reads more than one element at a time are stepped unsharded, by the ranks that own them.
 """
 
 import weakref
@@ -18,6 +18,7 @@ from shardwise.comm.agreement import agree, meet
 from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.optimizer_slices import OptimizerSlices
+from shardwise.engine.core.step_errors import not_reduced_yet
 from shardwise.engine.optimizer.known import (
     Stepped,
     check_optimizer,
@@ -26,22 +27,22 @@ from shardwise.engine.optimizer.known import (
     judge,
     name_of,
     needs_owner,
-    tell_owned,
+    warn_owned,
 )
 from shardwise.engine.optimizer.matrices import OwnedMatrices
 from shardwise.engine.optimizer.numbered_state import load_numbered, numbered_state
-from shardwise.engine.optimizer.ownership import own
 from shardwise.engine.optimizer.scaler import called_by_torchs, foreign_scaler
-from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
+from shardwise.engine.optimizer.unsharded_state import named_states, own_states, unsharded_states
 from shardwise.errors import InvalidPlan
+from shardwise.plan.patterns import short_patterns
 from shardwise.plan.placement import SHARDED
 
 
 class OwnedParameters(OptimizerSlices):
     """The optimizers of a prepared model.
 
-    matrices        what is stepped whole
-    limit_seconds   how long a rank waits for the others in a state_dict
+    matrices        the parameters that are stepped unsharded
+    limit_seconds   limit of a rank's wait for the others in a state_dict
     """
 
     def __init__(self, core: Core, *, any_optimizer: bool) -> None:
@@ -49,7 +50,7 @@ class OwnedParameters(OptimizerSlices):
         self.matrices = OwnedMatrices(core)
         self.limit_seconds = 60.0
         self._stepped: dict[int, Stepped] = {}
-        # Whether any parameter of an optimizer is stepped in slices.
+        # Whether an optimizer steps any slices.
         self._steps_slices: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._any_optimizer = any_optimizer
 
@@ -58,7 +59,7 @@ class OwnedParameters(OptimizerSlices):
         return self.core.flats
 
     def follow_core(self, core: Core) -> None:
-        """The model has another plan, and this core."""
+        """Use the core of the model's new plan."""
         self.core = core
         self.matrices = OwnedMatrices(core)
 
@@ -67,7 +68,7 @@ class OwnedParameters(OptimizerSlices):
         self._stepped[id(parameter)] = Stepped(sharded=flat.placement.optim is SHARDED, dtype=flat.master_dtype)
 
     def follow(self, names: Mapping[str, str]) -> None:
-        """Parameters have other names now (old → new), or are gone; what stands for them is what was added last."""
+        """Rename the parameters (old → new name) and forget those that are not in `names`."""
         for key in [key for key, name in self._names.items() if name not in names]:
             del self._owned[key], self._stepped[key], self._names[key]
         self._names = {key: names[name] for key, name in self._names.items()}
@@ -76,21 +77,21 @@ class OwnedParameters(OptimizerSlices):
                 held[:] = [names[name] for name in held if name in names]
 
     def rewrite(self) -> None:
-        """Every param group again from what stands for its parameters."""
-        stands = {name: self._owned[key] for key, name in self._names.items()}
+        """Fill all param groups again from this rank's slices."""
+        slices = {name: self._owned[key] for key, name in self._names.items()}
         in_slices = {self._names[key] for key, how in self._stepped.items() if how.sharded}
         for optimizer, groups in self.group_names.items():
             for group, held in zip(optimizer.param_groups, groups, strict=True):
-                group["params"][:] = [owned for name in held if (owned := stands[name]) is not None]
+                group["params"][:] = [owned for name in held if (owned := slices[name]) is not None]
             self._steps_slices[optimizer] = any(name in in_slices for held in groups for name in held)
 
     def check(self, optimizer: Optimizer, *, sharded: Mapping[str, bool]) -> None:
-        """Refuse an adopted optimizer that cannot step what would be in slices, by name."""
+        """Refuse an adopted optimizer that cannot step slices of the parameters that would be `sharded`, by name."""
         if self._any_optimizer or not self._flats:
             return
         stepped: dict[int, Stepped] = {}
         for group, names in zip(optimizer.param_groups, self.group_names[optimizer], strict=True):
-            # Where this rank does not hold a part of each, they lie in slices already.
+            # If this rank does not hold a part of each, they are in slices already.
             now = [sharded[name] for name in names] if len(names) == len(group["params"]) else None
             for number, parameter in enumerate(group["params"]):
                 stepped[id(parameter)] = Stepped(sharded=now is not None and now[number], dtype=parameter.dtype)
@@ -102,15 +103,15 @@ class OwnedParameters(OptimizerSlices):
                 "slices: save a checkpoint and prepare the model again"
             )
 
-    def exchange(self, owned: Mapping[str, nn.Parameter | None], *, sharded: bool) -> None:
-        """Other slices, or none, stand for the parameters of these names from here on; in all optimizers."""
+    def replace_slices(self, owned: Mapping[str, nn.Parameter | None], *, sharded: bool) -> None:
+        """Replace this rank's slices of these parameters (None: it has none) in all optimizers."""
         for key, name in self._names.items():
             if name in owned:
                 self._owned[key], self._stepped[key] = owned[name], replace(self._stepped[key], sharded=sharded)
         self.rewrite()
 
     def in_slices(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer steps, or will step, slices of ours."""
+        """Return whether an optimizer steps, or will step, slices of the model."""
         if self.adopted(optimizer):
             return self._steps_slices[optimizer]
         held = (self._stepped.get(id(p)) for group in optimizer.param_groups for p in group["params"])
@@ -119,9 +120,8 @@ class OwnedParameters(OptimizerSlices):
     def concerns(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._owned for group in optimizer.param_groups for p in group["params"])
 
-    def adopt_alike(self, optimizer: Optimizer) -> None:
-        """Adopt an optimizer of which the ranks have not told each other yet. Collective."""
-
+    def adopt_on_all_ranks(self, optimizer: Optimizer) -> None:
+        """Adopt an optimizer after comparing it with those of the other ranks. Collective."""
         owned: list[str] = []
 
         def describe() -> str:
@@ -134,7 +134,7 @@ class OwnedParameters(OptimizerSlices):
             self.adopt(optimizer, owned=owned)
 
     def _to_own(self, optimizer: Optimizer, *, first_group: int = 0) -> list[str]:
-        """The parameters that must be stepped whole, since the optimizer looks at more than an element of them."""
+        """Return the parameters that must be stepped unsharded: their update reads more than one element at a time."""
         if self._any_optimizer or not self._flats:
             return []
         flat = self._flats[0]
@@ -144,16 +144,16 @@ class OwnedParameters(OptimizerSlices):
             self._names[key] for key, verdict in verdicts.items() if needs_owner(verdict, alignment=flat.alignment)
         ]
         if found and dist.get_rank() == 0:
-            tell_owned(optimizer, num_owned=len(found), num_held=len(verdicts))
+            warn_owned(optimizer, num_owned=len(found), num_held=len(verdicts))
         return found
 
     def adopt(self, optimizer: Optimizer, *, owned: Sequence[str] = ()) -> None:
-        """Rewrite the param groups; their options, and whoever holds them (schedulers), stay. It has been checked.
+        """Rewrite the param groups of a checked optimizer in place, so that schedulers keep working.
 
-        owned   the names of parameters that it must step whole; the plan may have more
+        owned   the names of parameters that it must step unsharded; the plan may have more
         """
-        own(self.core, owned)
-        # Some optimizers make state before their first step.
+        self._own(owned)
+        # Some optimizers allocate state before their first step.
         made = {self._names[id(parameter)]: state for parameter, state in optimizer.state.items()}
         optimizer.state.clear()
         super().adopt(optimizer)
@@ -166,15 +166,26 @@ class OwnedParameters(OptimizerSlices):
             if callable(getattr(optimizer, switch, None)):
                 setattr(optimizer, switch, partial(self._switch, held_weakly, switch))
 
+    def _own(self, names: Sequence[str]) -> None:
+        """From the next update on, have each of these parameters stepped unsharded, by the rank that owns it."""
+        core = self.core
+        new = [name for name in names if not core.plan.owns(name)]
+        if not new:
+            return
+        if core.holds_grads:
+            raise not_reduced_yet()
+        every = [name for flat in core.flats for name in flat.names]
+        core.follow_plan(replace(core.plan, owned=(*core.plan.owned, *short_patterns(new, among=every))))
+
     def _switch(self, held: "weakref.ref[Optimizer]", switch: str) -> None:
-        """`train` and `eval` of a schedule-free optimizer: it exchanges the parameters' values. Collective."""
+        """Run `train` or `eval` of a schedule-free optimizer, which exchanges the parameters' values. Collective."""
         optimizer = held()
         assert optimizer is not None
         with self.core.editing():
             getattr(type(optimizer), switch)(optimizer)
 
     def _add_param_group(self, held: "weakref.ref[Optimizer]", param_group: dict[str, Any]) -> None:
-        """The optimizer's own, for parameters of the model that it does not step yet."""
+        """Run the optimizer's own `add_param_group`, for parameters of the model that it does not step yet."""
         optimizer = held()
         assert optimizer is not None
         params = param_group["params"]
@@ -191,7 +202,7 @@ class OwnedParameters(OptimizerSlices):
         except InvalidPlan:
             optimizer.param_groups.pop()
             raise
-        own(self.core, owned)
+        self._own(owned)
         self._rewrite(optimizer.param_groups[-1], optimizer=optimizer)
 
     def _stepped_for(
@@ -207,7 +218,7 @@ class OwnedParameters(OptimizerSlices):
         return [matrices.get(name, part) for name, part in zip(names, slices, strict=True)]
 
     def _zero_grad(self, held: "weakref.ref[Optimizer]", set_to_none: bool = True) -> None:
-        """Clear also what lies in slices of matrices."""
+        """Clear also the gradients in slices of owned matrices."""
         optimizer = held()
         assert optimizer is not None
         if not set_to_none:
@@ -215,15 +226,15 @@ class OwnedParameters(OptimizerSlices):
         super()._zero_grad(held, set_to_none)
 
     def _state_dict(self, held: "weakref.ref[Optimizer]") -> dict[str, Any]:
-        """The optimizer's own, with full tensors under the numbers that a plain optimizer would give. Collective."""
+        """Return the state dict of a plain optimizer: full tensors, by number. Collective."""
         optimizer = held()
         assert optimizer is not None
         meet("optimizer.state_dict", limit_seconds=self.limit_seconds)
-        states = whole_states(optimizer, flats=self._flats, matrices=self.matrices.of(optimizer))
+        states = unsharded_states(optimizer, flats=self._flats, matrices=self.matrices.of(optimizer))
         return numbered_state(optimizer, states=states, names=self.group_names[optimizer])
 
     def _load_state_dict(self, held: "weakref.ref[Optimizer]", state_dict: Mapping[str, Any]) -> None:
-        """The optimizer's own, given this rank's slices of full states: torch's numbers or full names."""
+        """Load this rank's slices of full states, given by torch's numbers or by full names."""
         optimizer = held()
         assert optimizer is not None
         states = named_states(state_dict, groups=self.group_names[optimizer])
@@ -231,7 +242,7 @@ class OwnedParameters(OptimizerSlices):
         load_numbered(optimizer, state_dict, states=states, own=own, names=self.group_names[optimizer])
 
     def before_step(self, optimizer: Optimizer | None) -> None:
-        """Refuse torch's GradScaler: each rank's would see its own slices only, and skip a step that others take."""
+        """Refuse torch's GradScaler: each rank's would read its own slices only, and skip a step that others take."""
         assert optimizer is not None
         if self._steps_slices[optimizer] and called_by_torchs():
             raise foreign_scaler()

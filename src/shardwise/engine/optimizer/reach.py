@@ -1,16 +1,18 @@
-"""How far an optimizer's update looks, found out by trying: copies of it step small tensors, whole and cut.
+"""Tests the reach of an optimizer's update: the elements that the update of one element reads.
+
+Copies of the optimizer step small tensors:
 
     whole     one copy steps a tensor of more than 16,384 elements
     together  one copy steps that tensor and another one
-    pieces    a copy for each piece of the tensor, as ranks that hold slices would
+    pieces    one copy per piece of the tensor, like ranks that hold slices
 
 10 steps, with gradients of ordinary, tiny and huge size; parameters, states and options are compared bit by bit.
-No difference is allowed for: each element of an elementwise update is rounded by itself. Of a CPU's kernels only the
-last elements of a tensor, which do not fill a vector, run other code; pieces begin where vectors do, and the tensor is
+No difference is allowed: each element of an elementwise update is rounded by itself. In a CPU's kernels only the last
+elements of a tensor, which do not fill a vector, run other code; pieces begin at vector boundaries, and the tensor is
 small enough for one thread, so those are the same elements. A GPU's kernels run the same code for every element.
 
-A copy is what an optimizer is after `prepare`: the same object with other parameters in its groups. The optimizer
-itself, its state and the random generators stay as they are.
+A copy resembles an optimizer after `prepare`: the same object with other parameters in its groups. The optimizer
+itself, its state and the random generators do not change.
 """
 
 import copy
@@ -33,19 +35,19 @@ from torch.optim import Optimizer
 from shardwise.vocabulary.layout import ALIGNMENT
 
 NUM_STEPS = 10
-# A prime number of columns, and no multiple of a vector's length in all; the last for three and more dimensions.
+# Sizes that are no multiple of a vector's length; the last shape is for three and more dimensions.
 _SHAPES = ((16_637,), (131, 127), (37, 10, 5, 9))
-# What gradients are multiplied with, step by step; 0: large and small parts of one gradient.
+# Factors of the gradients, step by step; 0: large and small parts in one gradient.
 _SCALES = (1.0, 1.0, 1.0, 1.0, 1e-10, 1e-10, 0.0, 0.0, 1e10, 1e10)
 _LARGEST_ALIGNMENT = 4096
-# By the bytes of an element: what its bits are compared as.
-_WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-# A scheduler may begin at 0, with which nothing would move.
+# Integer dtypes by size, to compare bits.
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+# A scheduler may begin at 0, which would not move any parameter.
 _LEAST_LR = 1e-3
 
 
 class Reach(Enum):
-    """What the update of one element depends on: on that element, on its tensor, or on other tensors too."""
+    """The update of one element depends on that element, on its tensor, or on other tensors too."""
 
     ELEMENT = "element"
     TENSOR = "tensor"
@@ -54,10 +56,10 @@ class Reach(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What was found out.
+    """The result of a test.
 
-    alignment   where a tensor may be cut, for ELEMENT: larger than ours for an optimizer that works block by block
-    why         what went wrong, of one that could not be tried; "" otherwise
+    alignment   a tensor may be cut at multiples of this, for ELEMENT: larger than ours for an optimizer with blocks
+    why         the error of an optimizer that could not be tested; "" otherwise
     """
 
     reach: Reach
@@ -67,7 +69,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """What a copy has made of its tensors: their values step by step, their states and the options of their group."""
+    """The tensors of a copy after each step, their states, and the options of their group."""
 
     values: list[list[Tensor]]
     states: list[dict[str, Any]]
@@ -75,7 +77,7 @@ class _Outcome:
 
 
 def probe(optimizer: Optimizer, *, group: int, num_dims: int, dtype: torch.dtype, device: torch.device) -> Verdict:
-    """How far the update of parameters of this group and so many dimensions looks."""
+    """Test the reach of the update of parameters of this group with this number of dimensions."""
     shape: tuple[int, ...] = _SHAPES[min(max(num_dims, 1), len(_SHAPES)) - 1]
     shape += (1,) * (num_dims - len(shape))
     tensor, grads = _drawn(shape, seed=1, dtype=dtype, device=device)
@@ -87,7 +89,7 @@ def probe(optimizer: Optimizer, *, group: int, num_dims: int, dtype: torch.dtype
             moved = not _same(whole.values[-1][0], tensor)
             together = run([tensor, other], [grads, other_grads])
             alone = run([other], [other_grads])
-        # Somebody else's code, in a situation that it was not written for: whatever it raises is its answer.
+        # A user's code, in a situation that it was not written for, may raise any error.
         except Exception as error:
             return Verdict(reach=Reach.MODEL, why=f"{type(error).__name__}: {error}".splitlines()[0])
         if not moved:
@@ -105,7 +107,7 @@ def probe(optimizer: Optimizer, *, group: int, num_dims: int, dtype: torch.dtype
 def _drawn(
     shape: tuple[int, ...], *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
-    """A tensor and its gradients: noise around a direction that stays, as in training."""
+    """Draw a tensor and its gradients: noise around a constant direction, as in training."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw() -> Tensor:
@@ -120,7 +122,7 @@ def _drawn(
 def _cuts_alike(
     run: Callable[..., _Outcome], tensor: Tensor, grads: Sequence[Tensor], *, whole: _Outcome, alignment: int
 ) -> bool:
-    """Whether pieces that begin at multiples of `alignment`, each with a copy of its own, give the same bits."""
+    """Return whether pieces that begin at multiples of `alignment`, each with its own copy, give the same bits."""
     size = tensor.numel()
     last = size // alignment * alignment
     cuts = [0, alignment, size // 2 // alignment * alignment, last, size]
@@ -136,7 +138,7 @@ def _cuts_alike(
         expected = [piece(values[0]) for values in whole.values]
         if not all(_same(values[0], value) for values, value in zip(found.values, expected, strict=True)):
             return False
-        if not _is_same_options(found.options, whole.options):
+        if not _same(found.options, whole.options):
             return False
         (state,) = found.states
         if not _is_piece(state, whole.states[0], start=start, stop=stop, size=size, alignment=alignment):
@@ -147,7 +149,7 @@ def _cuts_alike(
 def _is_piece(
     piece: Mapping[str, Any], whole: Mapping[str, Any], *, start: int, stop: int, size: int, alignment: int
 ) -> bool:
-    """Whether the states of a piece are what was cut out of the whole tensor's: one per element, or one per block."""
+    """Return whether the states of a piece equal the cut states of the whole tensor: per element, or per block."""
     if piece.keys() != whole.keys():
         return False
     for key, value in whole.items():
@@ -155,39 +157,32 @@ def _is_piece(
             value = value.reshape(-1)[start:stop]
         elif isinstance(value, Tensor) and value.numel() == -(-size // alignment):
             value = value.reshape(-1)[start // alignment : -(-stop // alignment)]
-        if not _same(piece[key].reshape(-1) if _is_flat(value) else piece[key], value):
+        is_flat = isinstance(value, Tensor) and value.dim() == 1
+        if not _same(piece[key].reshape(-1) if is_flat else piece[key], value):
             return False
     return True
 
 
-def _is_flat(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 1
-
-
 def _is_pair(both: _Outcome, one: _Outcome, other: _Outcome) -> bool:
-    """Whether two tensors that were stepped together became what each became alone."""
+    """Return whether two tensors that were stepped together equal those that were stepped alone."""
     return (
         all(
             _same(values[0], ours[0]) and _same(values[1], theirs[0])
             for values, ours, theirs in zip(both.values, one.values, other.values, strict=True)
         )
         and _same(both.states, [*one.states, *other.states])
-        and _is_same_options(both.options, one.options)
-        and _is_same_options(both.options, other.options)
+        and _same(both.options, one.options)
+        and _same(both.options, other.options)
     )
 
 
-def _is_same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return _same(dict(one), dict(other))
-
-
 def _same(one: Any, other: Any) -> bool:
-    """Bit by bit, so that NaN equals itself; what is neither number nor tensor is equal if it is of one type."""
+    """Compare bit by bit, so that NaN equals itself; other objects than numbers and tensors are equal by type."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
-        whole_numbers = _WHOLE_NUMBERS.get(one.element_size(), torch.uint8)
-        bits = [value.detach().contiguous().reshape(-1).view(whole_numbers) for value in (one, other)]
+        integers = _INTEGERS.get(one.element_size(), torch.uint8)
+        bits = [value.detach().contiguous().reshape(-1).view(integers) for value in (one, other)]
         return torch.equal(*bits)
     if type(one) is not type(other):
         return False
@@ -210,7 +205,7 @@ def _run(optimizer: Optimizer, tensors: Sequence[Tensor], grads: Sequence[Sequen
     twin = _copy(optimizer, group=group, parameters=parameters)
     step = type(twin).step
     if getattr(step, "hooked", False):
-        # Without the hooks that others have registered for every optimizer's steps.
+        # Skips the hooks that are registered for every optimizer's steps.
         step = step.__wrapped__  # type: ignore[attr-defined]
     values = []
     for number in range(NUM_STEPS):
@@ -226,7 +221,7 @@ def _run(optimizer: Optimizer, tensors: Sequence[Tensor], grads: Sequence[Sequen
 
 
 def _copy(optimizer: Optimizer, *, group: int, parameters: list[nn.Parameter]) -> Optimizer:
-    """The same optimizer, with no state, and these parameters alone; in place of any other it holds, an empty one."""
+    """Copy the optimizer without its state, with only these parameters; references to others become empty ones."""
     twin: Optimizer = object.__new__(type(optimizer))
     groups: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
     state: defaultdict[Any, Any] = defaultdict(dict)
@@ -246,9 +241,9 @@ def _copy(optimizer: Optimizer, *, group: int, parameters: list[nn.Parameter]) -
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer carries in addition to its groups and state.
+    """Return the attributes of an optimizer other than its groups and state.
 
-    Without hooks, and without what stands in place of a method of its class (a scheduler's step, our zero_grad).
+    Without hooks, and without attributes that replace a method of its class (a scheduler's step, our zero_grad).
     """
     return {
         name: value
@@ -273,7 +268,7 @@ def _raise_lr(options: dict[str, Any]) -> None:
 
 @contextmanager
 def _untouched(device: torch.device) -> Iterator[None]:
-    """Random generators are afterwards as they were, and what a copy warns of is not said."""
+    """Restore the random generators afterwards, and silence warnings of copies."""
     devices = [device] if device.type == "cuda" else []
     drawn = random.getstate()
     numpy = sys.modules.get("numpy")

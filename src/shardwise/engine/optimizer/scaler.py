@@ -1,4 +1,4 @@
-"""fp16: gradients that would vanish are scaled up, and a step in which they overflow is skipped, on every rank."""
+"""Loss scaling for fp16: a step in which gradients overflow on any rank is skipped on every rank."""
 
 import sys
 from typing import Any
@@ -12,11 +12,10 @@ from shardwise.errors import InvalidPlan
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's own, whose decision is the same on all ranks.
+    """torch's GradScaler, with the same decision on all ranks.
 
-    Each rank looks at the slices that it owns, so a bad value that lies in one rank's slice is news to the others: what
-    each found is put together before anybody steps. `scale`, `unscale_`, `step` and `update` are called as torch's.
-    Collective, where torch's `unscale_` or `step` looks at gradients.
+    Each rank checks the slices that it owns; the results are combined before any rank steps. `scale`, `unscale_`,
+    `step` and `update` are called like torch's. Collective, where torch's `unscale_` or `step` reads gradients.
     """
 
     def __init__(
@@ -35,25 +34,25 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """torch's, then all ranks': 1 wherever any of them found an inf or a NaN."""
+        """Run torch's method, then combine: 1 if any rank has found an inf or a NaN."""
         found: dict[Any, Tensor] = dict(super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16))
         here = [_plain(value).to(found_inf.device) for value in found.values()]
         anywhere = torch.stack(here).amax() if here else torch.zeros_like(found_inf)
         if dist.is_initialized():
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
-        # A rank that owns no gradient has the same answer to give.
+        # A rank that owns no gradient returns the same answer.
         devices = list(found) or [found_inf.device]
         return {device: anywhere.to(device) for device in devices}
 
 
 def _plain(value: Tensor) -> Tensor:
-    """torch's `fully_shard` finds in DTensors, which add up by themselves when they are made whole."""
-    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return whole
+    """Return a plain tensor: torch's `fully_shard` gives DTensors, which are reduced when they are unsharded."""
+    unsharded: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return unsharded
 
 
 def called_by_torchs() -> bool:
-    """Whether the step that is going on was called by torch's own scaler, and not by ours."""
+    """Return whether the current step was called by torch's scaler, and not by ours."""
     frame = sys._getframe(1)
     for _ in range(12):
         if frame.f_back is None:

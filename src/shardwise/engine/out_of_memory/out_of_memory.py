@@ -1,8 +1,8 @@
-"""When a rank runs out of device memory: the error says what the memory was held for, and where the step was.
+"""Explains an out-of-memory error: which categories of memory were held, and where the step was.
 
-A kernel of backward or of an optimizer raises past all code of ours, and what it held is gone when somebody catches it.
-But every torch.OutOfMemoryError, whoever raises it, is made by a call of its class. So the class asks here, at that
-moment. While nothing fails, nothing runs. No memory of the device is needed to tell.
+A kernel of backward or of an optimizer may raise where none of our code catches it, and its memory is freed by the time
+a caller does. But every torch.OutOfMemoryError is created by a call of its class. So its `__init__` adds the
+explanation, at that moment. It costs nothing while no step fails, and allocates no device memory.
 """
 
 import weakref
@@ -23,7 +23,7 @@ from shardwise.plan.placement import STRATEGIES
 from shardwise.vocabulary.categories import ACTIVATIONS, CATEGORIES, HOST, OTHER
 from shardwise.vocabulary.quantities import bytes_text
 
-# The planner's rule for torch's own optimizers, and train's: (fused, one tensor after the other, all at once).
+# The planner's rules for torch's and train's optimizers: (fused, one tensor at a time, foreach).
 _RULES = {
     "Adam": ("adam-fused", "adamw-loop", "adamw-foreach"),
     "AdamW": ("adamw-fused", "adamw-loop", "adamw-foreach"),
@@ -33,29 +33,29 @@ _MODELS: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def explain_out_of_memory(model: nn.Module) -> None:
-    """From now on an error for want of memory tells of this prepared model, for as long as it exists."""
+    """Explain the memory of this prepared model in out-of-memory errors, for as long as it exists."""
     _MODELS.add(model)
     if not hasattr(torch.OutOfMemoryError, "_shardwise_explains"):
-        # Only where a model was prepared: nobody else's process is touched.
+        # Patched only in processes that prepare a model.
         torch.OutOfMemoryError.__init__ = _made  # type: ignore[method-assign, assignment]
         torch.OutOfMemoryError._shardwise_explains = True  # type: ignore[attr-defined]
 
 
 def _made(error: torch.OutOfMemoryError, *arguments: Any) -> None:
-    """The class's own `__init__`, and a note."""
+    """Replace the class's `__init__`: the same, and a note."""
     RuntimeError.__init__(error, *arguments)
     engines = [engine_of(model) for model in list(_MODELS) if is_prepared(model)]
     if not engines:
         return
     try:
-        note = "\n".join(_told(engines))
+        note = "\n".join(_describe(engines))
     except Exception as failed:
-        # The user's error is the one for want of memory, whatever is wrong with its explanation.
+        # The user's error is the out-of-memory error, even if its explanation fails.
         note = f"shardwise could not tell what the memory was held for: {type(failed).__name__}: {failed}"
     error.add_note(note)
 
 
-def _told(engines: Sequence[Engine]) -> Iterator[str]:
+def _describe(engines: Sequence[Engine]) -> Iterator[str]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     yield f"rank {rank} ran out of memory in {PROGRESS.standing(rank, idle_seconds=0.0)}"
     held = held_now(engines)
@@ -72,8 +72,10 @@ def _told(engines: Sequence[Engine]) -> Iterator[str]:
 
 
 def held_now(engines: Sequence[Engine]) -> dict[str, int]:
-    """Bytes on the device by category. What is allocated and the engines do not know of are activations in forward and
-    backward, and optimizer temporaries in an update; a CPU does not count what is allocated.
+    """Return the bytes on the device by category.
+
+    Allocated memory that the engines do not know is activations in forward and backward, and optimizer temporaries in
+    an update; on a CPU, allocations are not counted.
     """
     device = engines[0].device
     seen: dict[int, tuple[str, int]] = {}
@@ -107,13 +109,11 @@ def _of_device(device: torch.device) -> str:
 
 
 def states_bytes(engine: Engine, plan: Plan) -> int | None:
-    """The predicted peak under a plan of a model that was not traced: without activations. None if the planner has no
-    rule for the optimizer.
-    """
+    """Return the predicted peak without activations; None if the planner has no rule for the optimizer."""
     rule = _rule(next(iter(engine.owned.group_names), None), device=engine.device)
     if rule is None:
         return None
-    # Here, so that a job that does not fail does not import it.
+    # Imported only by a job that fails.
     from shardwise.planner.memory.peak import estimate
 
     found = estimate(
@@ -129,7 +129,7 @@ def states_bytes(engine: Engine, plan: Plan) -> int | None:
 
 
 def _states(engine: Engine) -> Iterator[str]:
-    """What the planner can say of a model that it has not traced: all but the activations."""
+    """Predict the peak of each strategy without activations: the model is not traced."""
     plan, needs = engine.plan, {}
     for strategy in STRATEGIES:
         num_bytes = states_bytes(engine, replace(plan, strategy=strategy, offload_states=False))
@@ -142,7 +142,7 @@ def _states(engine: Engine) -> Iterator[str]:
 
 
 def _rule(optimizer: Optimizer | None, *, device: torch.device) -> str | None:
-    """The planner's name for an optimizer; None for one that it has no rule for."""
+    """Return the planner's name for an optimizer; None if it has no rule for it."""
     if optimizer is None:
         return None
     name, options = type(optimizer).__name__, {**optimizer.defaults, **optimizer.param_groups[-1]}

@@ -1,7 +1,7 @@
-"""A plan that ran out of memory → the next one with less, of those that a prepared model can be given (replan.py).
+"""Finds a plan that needs less memory than the one that ran out, among those that `replan` allows.
 
-The model is not traced, so that its activations are not known: what a plan needs for parameters, gradients and states
-is predicted, and recomputation is known to keep less.
+The model is not traced, so its activations are not known: the memory for parameters, gradients and states is predicted,
+and recomputation is known to keep fewer activations.
 """
 
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 
 _RECOMPUTES = ("none", "selective", "full")
-# What a plan must at least be undercut by, or it is not worth the move.
+# A new plan must need at most this share of the old one's memory to be worth the move.
 _LESS = 0.9
 
 
 def smaller_plan(model: nn.Module) -> Plan | None:
-    """The first of `changes` that this model can be given and that needs less; None if there is none.
+    """Return the first change of the plan that is possible and needs less memory; None if there is none.
 
-    The same on every rank, which need not ask each other.
+    All ranks find the same one without communication.
     """
     engine = engine_of(model)
     now = states_bytes(engine, engine.plan)
@@ -36,8 +36,8 @@ def smaller_plan(model: nn.Module) -> Plan | None:
 
 
 def replannable(plan: Plan) -> Iterator[Plan]:
-    """The changes of a plan that keep each pass as it is, those first that cost little."""
-    # Here, so that a job that does not fail does not import it.
+    """Yield the changes of a plan that leave each pass unchanged, the cheapest first."""
+    # Imported only by a job that fails.
     from shardwise.planner.search.nearest import changes
 
     asked = replace(plan, micro_batch=plan.micro_batch or 1)
@@ -47,7 +47,7 @@ def replannable(plan: Plan) -> Iterator[Plan]:
 
 
 def keeps_passes(changed: Plan, *, of: Plan) -> bool:
-    """Whether a step has as many passes, of as many samples, whose gradients are summed up in the same order."""
+    """Return whether a step has equally many passes of equally many samples, summed in the same order."""
     passes, before = ((plan.micro_batch, plan.accumulate, plan.accumulate_reduced) for plan in (changed, of))
     return passes == before
 
@@ -61,7 +61,7 @@ def _is_possible(engine: Engine, plan: Plan) -> bool:
 
 
 def _needs_less(engine: Engine, plan: Plan, *, now: int | None) -> bool:
-    """Of states, or of activations with states that are about as large."""
+    """Return whether a plan needs less memory for states, or for activations with states of about the same size."""
     states = states_bytes(engine, plan)
     if now is None or states is None or states <= _LESS * now:
         return True

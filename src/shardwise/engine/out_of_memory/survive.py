@@ -1,4 +1,4 @@
-"""A step in which a rank may run out of memory: all ranks hear of it before anyone updates, and the step is undone.
+"""Survives steps that run out of memory: undoes them on all ranks before any updates, and shrinks the plan.
 
     guard.begin()
     for batch in batches:
@@ -6,11 +6,14 @@
     guard.agree()                                      # raises StepUndone on all ranks
     optimizer.step()
 
-A rank that runs out in forward or backward drops its graph and takes part in the rest (Core.finish_pass).
+A rank that runs out in forward or backward drops its graph and takes part in the rest (Core.finish_pass). `Surviving`
+then gives the model a plan that needs less memory, and the step runs again.
 """
 
 import gc
+import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 
 import torch
@@ -19,19 +22,25 @@ from torch import Tensor, nn
 
 from shardwise.engine.engine import engine_of
 from shardwise.engine.out_of_memory.undo import StepStart
+from shardwise.engine.plan_change.replan import replan
 from shardwise.errors import ShardwiseError
+from shardwise.plan import Plan
 
 
 class StepUndone(ShardwiseError):  # noqa: N818
-    """Ranks ran out of memory in a step, which was undone on all of them. `failures`: rank → a line."""
+    """Ranks ran out of memory in a step, which was undone on all of them. `failures`: one line by rank."""
 
     def __init__(self, failures: Mapping[int, str]) -> None:
         super().__init__("; ".join(failures.values()))
         self.failures = dict(failures)
 
 
+class NotSurvived(ShardwiseError):  # noqa: N818
+    """Memory ran out too often, or no plan needs less."""
+
+
 class NoGuard:
-    """Steps whose errors end the job. `undoes`: whether a step may be undone, and run again."""
+    """Steps whose errors end the job. `undoes`: whether a step may be undone and run again."""
 
     undoes = False
 
@@ -52,7 +61,7 @@ class StepGuard(NoGuard):
         self._model = model
         self._engine = engine_of(model)
         self._start: StepStart | None = None
-        # Collectives of the job's own group in the passes of a step: whether they are somebody else's.
+        # Collectives that the user's code has issued in the passes of the last step, in the job's default group.
         self._num_foreign = 0
         self._num_before = 0
 
@@ -61,7 +70,7 @@ class StepGuard(NoGuard):
         self._num_before = _num_collectives()
 
     def run(self, one_pass: Callable[[], Tensor]) -> Tensor | None:
-        """A forward and its backward; or, where this rank has run out of memory, its part in those of the others."""
+        """Run a forward and its backward; after this rank has run out of memory, take part in those of the others."""
         core = self._engine.core
         passes = core.passes
         if not passes.failed:
@@ -74,15 +83,15 @@ class StepGuard(NoGuard):
                         "forward; the other ranks wait for them"
                     )
                     raise
-                passes.failed = _told(error)
-                # What was computed so far is held by the frames that the error came through.
+                passes.failed = _describe(error)
+                # The frames of the traceback keep the activations so far alive.
                 traceback.clear_frames(error.__traceback__)
         gc.collect()
         core.finish_pass()
         return None
 
     def agree(self) -> None:
-        """After the last pass, before anything of the update: StepUndone if any rank has run out of memory."""
+        """Undo the step and raise StepUndone if any rank has run out of memory: after the passes, before the update."""
         engine = self._engine
         failures = engine.guards.same_order.take_failures()
         engine.core.passes.failed = ""
@@ -95,24 +104,24 @@ class StepGuard(NoGuard):
         raise StepUndone(failures)
 
     def drop(self) -> None:
-        """Undo a step in which no rank has failed, instead of its update: it was only a rehearsal."""
+        """Undo a step in which no rank has failed, instead of its update: it was a rehearsal."""
         assert self._start is not None
         self._start.undo(keeps_order=True)
 
     @property
     def copied_bytes(self) -> int:
-        """What it holds of the device's memory, so that a step can be undone."""
+        """Device memory of the copies that are needed to undo a step."""
         return self._start.copied_bytes if self._start is not None else 0
 
 
-def _told(error: torch.OutOfMemoryError) -> str:
-    """The first line of what the engine knows of it (out_of_memory.py)."""
+def _describe(error: torch.OutOfMemoryError) -> str:
+    """Return the first line of the engine's explanation (out_of_memory.py)."""
     notes = getattr(error, "__notes__", None) or [f"rank {dist.get_rank()} ran out of memory"]
     return str(notes[0]).splitlines()[0]
 
 
 def _num_collectives() -> int:
-    """That were issued in the job's own group, as its backend counts them."""
+    """Return the number of collectives issued in the job's default group, as its backend counts them."""
     world = dist.group.WORLD
     assert world is not None
     try:
@@ -120,3 +129,60 @@ def _num_collectives() -> int:
     except RuntimeError:
         # A backend that does not count.
         return 0
+
+
+class Surviving:
+    """The plans of one model, each smaller than the one before.
+
+    most      the largest number of changes
+    smaller   returns the next plan, the same on every rank; None if there is none
+    tell      receives a line, on rank 0
+    cost      the prediction for the last plan that `smaller` returned, in a few words
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        most: int,
+        smaller: Callable[[], Plan | None],
+        tell: Callable[[str], None],
+        cost: Callable[[], str] = str,
+    ) -> None:
+        self._model = model
+        self._most = most
+        self._smaller = smaller
+        self._tell = tell
+        self._cost = cost
+        self._count = 0
+
+    def shrink(self, undone: StepUndone) -> Plan:
+        """Give the model the next plan. Collective: the step was undone on all ranks."""
+        if self._count == self._most:
+            raise NotSurvived(f"{undone}; it has happened more than {self._most} times, so the job ends") from undone
+        self._count += 1
+        before = engine_of(self._model).plan
+        try:
+            plan = self._smaller()
+            if plan is None:
+                raise NotSurvived("there is no plan that needs less memory, so the job ends")
+            began = time.monotonic()
+            replan(self._model, plan)
+        except ShardwiseError as error:
+            raise NotSurvived(f"{undone}; {error}") from undone
+        if dist.get_rank() == 0:
+            changed = ", ".join(f"{name} = {value!r}" for name, value in _changes(before, plan).items())
+            self._tell(
+                f"{undone}: the step is undone and runs again with {changed} ({self._cost()}moved in "
+                f"{time.monotonic() - began:.1f} s; {self._count} of at most {self._most} times)"
+            )
+        return plan
+
+
+def _changes(before: Plan, plan: Plan) -> dict[str, object]:
+    then, now = before.to_dict(), plan.to_dict()
+    return {name: value for name, value in now.items() if then.get(name) != value}
+
+
+def warn(line: str) -> None:
+    warnings.warn(line, stacklevel=2)

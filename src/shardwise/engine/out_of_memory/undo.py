@@ -1,7 +1,7 @@
-"""A step that is undone before its update, so that it can run again: all that outlives it is as it was.
+"""Undoes a step before its update, so that it can run again: restores everything that outlives it.
 
-Parameters and optimizer state change in the update alone. What the passes change are tensors that modules write into
-(BatchNorm's statistics), random numbers and gradients. A captured step copies the tensors inside its graph
+Parameters and optimizer state change only in the update. The passes change tensors that modules write (BatchNorm's
+statistics), random numbers and gradients. A captured step copies the tensors inside its graph
 (captured/step_graphs.py); an ordinary one copies them before it begins.
 """
 
@@ -18,7 +18,7 @@ from shardwise.engine.engine import Engine
 
 
 class WrittenTensors:
-    """Tensors that a step writes into, besides parameters, gradients and optimizer state; and copies of them."""
+    """Tensors that a step writes besides parameters, gradients and optimizer state, and copies of them."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
@@ -26,7 +26,7 @@ class WrittenTensors:
 
     @torch.no_grad()
     def note(self) -> None:
-        """Copy them, before the step."""
+        """Copy the tensors before the step."""
         if self._tensors:
             torch._foreach_copy_(self._copies, self._tensors)
 
@@ -37,12 +37,12 @@ class WrittenTensors:
 
     @property
     def num_bytes(self) -> int:
-        """Of the copies."""
+        """Bytes of the copies."""
         return sum(copy.nbytes for copy in self._copies)
 
 
 class StepStart:
-    """An ordinary step's start: the model's buffers, where random numbers stood, and the gradients there were."""
+    """The state at an ordinary step's start: the model's buffers, random generators, and gradients."""
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._engine = engine
@@ -59,12 +59,13 @@ class StepStart:
 
     @property
     def copied_bytes(self) -> int:
-        """What it has taken of the device's memory itself, where the step begins without gradients."""
+        """Device memory of its copies, if the step begins without gradients."""
         return self._written.num_bytes
 
     def undo(self, *, keeps_order: bool = False) -> None:
-        """After the last pass, before anything of the update. `keeps_order`: all ranks have called all that they call,
-        so that what a first step has learned of it stays.
+        """Restore the state, after the last pass and before the update.
+
+        `keeps_order`: the passes were complete on all ranks, so the order that a first step has learned is kept.
         """
         self._written.undo()
         _restore(self._random, device=self._engine.device)

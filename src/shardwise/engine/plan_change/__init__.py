@@ -1,1 +1,1 @@
-"""Another plan, or more parameters, for a model that is being trained."""
+"""Changes of a model in training: another plan, or other parameters."""

@@ -1,8 +1,8 @@
-"""`extend`: a prepared model was changed (adapters added, a head replaced), and is to be trained as it is now.
+"""`extend`: takes over the new parameters of a prepared model that was changed (adapters added, a head replaced).
 
-Buffers whose parameters are still there stay as they are, and so does what optimizers hold of them. New parameters get
-buffers of their own, with rank 0's values. A buffer that has lost some of its parameters is laid out again for the
-others, one buffer at a time; so is one without masters of which something is trained by now.
+Buffers that still have all their parameters stay unchanged, and so does their optimizer state. New parameters get
+separate buffers, with rank 0's values. A buffer that has lost some of its parameters is laid out again for the others,
+one buffer at a time; so is one without masters if any of its parameters is trained now.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ from shardwise.engine.core.unit import Unit
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.guards.description import check_precision, describe
 from shardwise.engine.guards.refuse import check_tensor
-from shardwise.engine.optimizer.whole_state import own_states, whole_states
+from shardwise.engine.optimizer.unsharded_state import own_states, unsharded_states
 from shardwise.errors import InvalidModel
 from shardwise.program.buffers import FlatSpec, flat_specs
 from shardwise.spec import ModelSpec, TensorSpec
@@ -30,14 +30,14 @@ _NAME = "shardwise.extend(model)"
 
 
 def extend(model: nn.Module) -> None:
-    """A prepared model was given other parameters (adapters, a new head): take them over. Collective.
+    """Take over the parameters that were added to a prepared model (adapters, a new head). Collective.
 
         model.head = nn.Linear(width, 10)
         shardwise.extend(model)
         optimizer.add_param_group({"params": model.head.parameters()})
 
-    New parameters have rank 0's values. What is still there keeps its values and its optimizer's state; what is gone
-    leaves its optimizer. Gradients are cleared. A base that was frozen in bf16 is held without fp32 masters: after
+    New parameters get rank 0's values. Others keep their values and optimizer state; removed ones leave their
+    optimizer. Gradients are cleared. A base model that was frozen in bf16 has no fp32 masters: after
     requires_grad_(True) it gets them here.
     """
     engine = engine_of(model)
@@ -53,7 +53,7 @@ def extend(model: nn.Module) -> None:
 
 
 def _description(model: nn.Module, engine: Engine) -> str:
-    """What ranks must agree on; raises for what cannot be taken over, before anything is touched."""
+    """Return the description that ranks compare. Raises if the model cannot be extended, before it is changed."""
     plan, known = engine.plan, _known(engine)
     if engine.averages:
         raise InvalidModel(f"{_NAME} with a shardwise.EMA of the model, which is of the old parameters: make it after")
@@ -83,7 +83,7 @@ def _known(engine: Engine) -> dict[int, tuple[FlatParams, int]]:
 
 
 def _spec_now(model: nn.Module, engine: Engine) -> ModelSpec:
-    """The spec of the model as it is; what is known of a parameter stays, but for its names."""
+    """Return the spec of the changed model; known parameters keep theirs, except for their names."""
     before = engine.core.spec
     known, by_name = _known(engine), {param.name: param for unit in before.units for param in unit.params}
     parameters = dict(model.named_parameters())
@@ -115,7 +115,7 @@ class _Extension:
         self._model, self._engine, self._spec = model, engine, spec
         self._parameters = dict(model.named_parameters())
         self._known = _known(engine)
-        # Old name → new name, of the parameters that are still there.
+        # New names of the parameters that still exist, by old name.
         self._names = {
             flat.names[index]: name
             for name, parameter in self._parameters.items()
@@ -140,19 +140,19 @@ class _Extension:
         self._move_buffers()
         for unit in changed:
             unit.settle()
-        # The next step is a first one.
+        # The next step learns the order of units again.
         core.relearn(self._spec)
         engine.guards.cover()
         engine.owned.rewrite()
         engine.attach()
 
     def _flats_of(self, unit: Unit, params: tuple[TensorSpec, ...]) -> list[FlatParams]:
-        """The buffers of a unit as it is now: those of before, and after them those of what is new."""
+        """Return the buffers of a unit: the previous ones, followed by those of new parameters."""
         flats = []
         for flat in unit.flats:
             left = [param for param in params if self._place(param) is flat]
             stays = len(left) == len(flat.params) and not (flat.unstepped and any(one.trainable for one in left))
-            # In the order in which they lie there.
+            # In their order in the buffer.
             left.sort(key=lambda param: self._known[id(self._parameters[param.name])][1])
             flat.names = [self._names.get(name, name) for name in flat.names]
             if stays:
@@ -176,7 +176,7 @@ class _Extension:
         return flat
 
     def _filled(self, spec: FlatSpec, *, unit: Unit) -> FlatParams:
-        """A buffer of new parameters, with rank 0's values."""
+        """Return a buffer of new parameters, with rank 0's values."""
         flat = self._make(spec, unit=unit)
         for index, parameter in enumerate(flat.params):
             value = parameter.detach().to(self._engine.device).contiguous()
@@ -186,27 +186,27 @@ class _Extension:
         return flat
 
     def _laid_out_again(self, old: FlatParams, left: list[TensorSpec], *, unit: Unit) -> list[FlatParams]:
-        """Buffers of those parameters of an old one that are left, and what optimizers keep for them."""
+        """Return new buffers for the parameters that are left of an old one, and move their optimizer state."""
         if not left:
             self._forget_states(old)
             return []
         values = dict(zip(map(id, old.params), old.views(old.full_master()), strict=True))
         optimizers = list(self._engine.owned.group_names)
-        states = [whole_states(optimizer, flats=[old], matrices=()) for optimizer in optimizers]
-        # First: a replicated parameter may be what the optimizer steps, before and after.
+        states = [unsharded_states(optimizer, flats=[old], matrices=()) for optimizer in optimizers]
+        # Before the new states are set: an optimizer may step the same replicated parameter before and after.
         self._forget_states(old)
         flats = [self._make(spec, unit=unit) for spec in self._specs(left, unit=unit)]
         for flat in flats:
             for index, parameter in enumerate(flat.params):
                 flat.fill(index, values[id(parameter)])
-            for optimizer, whole in zip(optimizers, states, strict=True):
-                kept = {name: whole[name] for name in flat.names if name in whole}
+            for optimizer, unsharded in zip(optimizers, states, strict=True):
+                kept = {name: unsharded[name] for name in flat.names if name in unsharded}
                 optimizer.state.update(own_states(kept, flats=[flat], matrices=()))
             self._take_in(flat)
         return flats
 
     def _take_in(self, flat: FlatParams) -> None:
-        """Make the module's parameters views of a buffer, and let optimizers know what is stepped for them."""
+        """Make the module's parameters views of a buffer, and register its slices for optimizers."""
         for index, parameter in enumerate(flat.params):
             parameter.__class__ = nn.Parameter
             flat.attach(index, parameter)
@@ -218,7 +218,7 @@ class _Extension:
                 optimizer.state.pop(part.parameter, None)
 
     def _move_buffers(self) -> None:
-        """New modules' buffers; their values come from rank 0 before the next step, as always."""
+        """Move the buffers of new modules to the device; rank 0 broadcasts buffers before the next step, as always."""
         for module in self._model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != self._engine.device:

@@ -1,8 +1,8 @@
-"""`replan`: another plan for a prepared model, between two steps, without a checkpoint.
+"""`replan`: changes the plan of a prepared model between two steps, without a checkpoint.
 
-The model, the optimizer and whatever holds them stay the same objects. Their buffers are exchanged unit by unit, those
-first that become smaller: a rank holds no more than the larger of both plans, and one unit. Training continues as if it
-had been saved under the old plan and loaded under the new one, bit for bit.
+The model and the optimizer stay the same objects. Their buffers are exchanged unit by unit, those first that become
+smaller: a rank holds no more than the larger of both plans, and one unit. Training continues bit for bit as if it had
+been saved under the old plan and loaded under the new one.
 """
 
 from dataclasses import replace
@@ -24,8 +24,8 @@ from shardwise.engine.guards.guard import wake
 from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.resting_units import guard_units
 from shardwise.engine.last_issued import write_records_of
-from shardwise.engine.offload.host import HostCopies
-from shardwise.engine.plan_change.reshard import HeldBesides, held_besides, move
+from shardwise.engine.offload.transfer import HostCopies
+from shardwise.engine.plan_change.reshard import StatesAndGrads, move, states_and_grads
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
@@ -34,13 +34,13 @@ from shardwise.program.buffers import flat_specs
 from shardwise.spec import UnitSpec
 from shardwise.vocabulary.layout import ALIGNMENT
 
-# What a model was built with: another value would change what is computed, or which units there are.
+# Settings that cannot change: another value would change the computation, or the units.
 _FIXED = ("units", "precision", "keep_fp32", "reduce_dtype", "compile", "engine", "collectives")
 _WHAT = "shardwise.replan"
 
 
 def replan(model: nn.Module, plan: Plan) -> None:
-    """The model and its optimizers run `plan` from here on. Collective, between a backward and the next forward."""
+    """Make the model and its optimizers run `plan`. Collective, between a backward and the next forward."""
     engine = engine_of(model)
     meet(_WHAT, limit_seconds=engine.limit_seconds)
     mesh = plan.mesh or Mesh(shard=dist.get_world_size())
@@ -57,12 +57,12 @@ def replan(model: nn.Module, plan: Plan) -> None:
         tape=engine.tape,
         passes=engine.core.passes,
     )
-    besides = held_besides(engine)
+    others = states_and_grads(engine)
     engine.detach()
     try:
-        _exchange(engine, model, setting=setting, besides=besides)
+        _swap_buffers(engine, model, setting=setting, others=others)
     except BaseException:
-        # Some of its units are of one plan, some of the other.
+        # Some units have the old plan, some the new one: the model cannot be used.
         engine.handles = [model.register_forward_pre_hook(_refuse)]
         raise
     for captured in list(engine.captured):
@@ -70,7 +70,7 @@ def replan(model: nn.Module, plan: Plan) -> None:
 
 
 def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
-    """What ranks must agree on; raises for what cannot be, before anything is touched."""
+    """Return the description that ranks compare. Raises for a plan that is not possible, before any change."""
     core = engine.core
     core.passes.check_values(_WHAT)
     if core.is_in_step:
@@ -105,7 +105,7 @@ def describe_replan(engine: Engine, *, plan: Plan, mesh: Mesh) -> str:
 
 
 def fixed_by(engine: Engine, *, plan: Plan) -> str:
-    """What keeps a model under the plan that it has, whatever the other one is; "" if nothing does."""
+    """Return the trait of a model that keeps it under its current plan; "" if `plan` may replace it."""
     traits = {
         "parameters that are OWNED (stepped whole by one rank each)": bool(
             engine.owned.matrices.of(None) or plan.owned
@@ -117,14 +117,14 @@ def fixed_by(engine: Engine, *, plan: Plan) -> str:
 
 
 def _settle(engine: Engine) -> None:
-    """Wait for everything under way, and let values that users wrote go where they belong."""
+    """Wait for all communication, and copy values that users have written to where they belong."""
     engine.core.wait_gathers()
     engine.guards.managed.check(thorough=True)
     engine.guards.managed.writes.follow_grads()
     engine.core.land()
 
 
-def _exchange(engine: Engine, model: nn.Module, *, setting: CoreSetting, besides: HeldBesides) -> None:
+def _swap_buffers(engine: Engine, model: nn.Module, *, setting: CoreSetting, others: StatesAndGrads) -> None:
     before, plan = engine.core, setting.plan
     placements = plan.placements(before.units)
     held = before.take_held()
@@ -138,7 +138,7 @@ def _exchange(engine: Engine, model: nn.Module, *, setting: CoreSetting, besides
         for old, spec in zip(unit.flats, flat_specs(unit_spec, plan=plan), strict=True):
             new = make_flat(list(old.params), spec=spec, placement=placements[unit.name], setting=setting)
             new.lay_out()
-            move(engine, numbers[id(old)], new, besides=besides)
+            move(engine, numbers[id(old)], new, others=others)
             flats[unit.name].append(new)
     units = {
         name: make_unit(name, module=unit.module, placement=placements[name], flats=flats[name], setting=setting)
@@ -164,7 +164,7 @@ def _exchange(engine: Engine, model: nn.Module, *, setting: CoreSetting, besides
 
 
 def _smaller_first(before: Core, *, placements: dict[str, Placement], setting: CoreSetting) -> list[UnitSpec]:
-    """The units, those first of which a rank will hold less: so it never holds more than the larger of both plans."""
+    """Sort the units by growth, so that a rank never holds more than the larger of both plans."""
     slices_before, slices = before.setting.groups.gather.size, setting.groups.gather.size
 
     def growth(unit: UnitSpec) -> float:
@@ -176,7 +176,7 @@ def _smaller_first(before: Core, *, placements: dict[str, Placement], setting: C
 
 
 def _held_share(placement: Placement, num_slices: int) -> float:
-    """What a rank holds of parameters, gradients, and two states, in sizes of the parameters."""
+    """Return a rank's bytes of parameters, gradients and two states, in multiples of the parameters' bytes."""
     kinds = (placement.params, placement.grads, placement.optim, placement.optim)
     return sum(1 / num_slices if kind is SHARDED else 1.0 for kind in kinds)
 

@@ -1,8 +1,8 @@
-"""From the buffers of one plan to those of another, a buffer at a time: values, gradients, state and averages.
+"""Moves the buffers of one plan to those of another, one at a time: values, gradients, state and averages.
 
-What a rank holds of a buffer is its slice or all of it. Between two equal cuts into slices each rank copies its own;
-else the ranks gather the whole, and each keeps what it owns next. The old buffer goes before the next one is moved, so
-that a rank holds both of one buffer at most.
+A rank holds a slice of a buffer or all of it. If both plans cut it into the same slices, each rank copies its own;
+otherwise the ranks gather it, and each keeps its new part. The old buffer is freed before the next one is moved, so a
+rank holds at most one buffer twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,19 +17,19 @@ from shardwise.comm.agreement import exchange
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import Owned, unguarded
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer.whole_state import Laid, own_state, state_kinds
+from shardwise.engine.optimizer.unsharded_state import Laid, own_state, state_kinds
 from shardwise.errors import InvalidModel
 from shardwise.plan.placement import SHARDED
 from shardwise.vocabulary.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldBesides:
-    """What there is besides the parameters, on any rank.
+class StatesAndGrads:
+    """States and gradients on any rank, besides the parameters.
 
-    kinds      of each optimizer: (flat, parameter, key) → the kind of a state
-    counts     of each optimizer: the keys of states that are one number, whatever the parameter
-    with_grad  (flat, parameter) that have a reduced gradient
+    kinds      for each optimizer, the kind of each state by (flat, parameter, key)
+    counts     for each optimizer, the keys of states that are one number for every parameter
+    with_grad  the (flat, parameter) that have a reduced gradient
     """
 
     kinds: Mapping[Optimizer, Mapping[tuple[int, int, str], Any]]
@@ -37,8 +37,8 @@ class HeldBesides:
     with_grad: frozenset[tuple[int, int]]
 
 
-def held_besides(engine: Engine) -> HeldBesides:
-    """A rank knows only of what it owns, so the ranks tell each other. Collective."""
+def states_and_grads(engine: Engine) -> StatesAndGrads:
+    """Exchange which states and gradients each rank holds. Collective."""
     flats = engine.flats
     mine = {
         (number, part.index)
@@ -64,19 +64,19 @@ def held_besides(engine: Engine) -> HeldBesides:
         )
         for optimizer, found in kinds.items()
     }
-    return HeldBesides(kinds=kinds, counts=counts, with_grad=with_grad)
+    return StatesAndGrads(kinds=kinds, counts=counts, with_grad=with_grad)
 
 
 @torch.no_grad()
-def move(engine: Engine, number: int, new: FlatParams, *, besides: HeldBesides) -> None:
-    """All that a buffer of the engine holds into `new`, which is for the same parameters. Collective."""
+def move(engine: Engine, number: int, new: FlatParams, *, others: StatesAndGrads) -> None:
+    """Move all values of a buffer of the engine into `new`, which has the same parameters. Collective."""
     old = engine.flats[number]
     new.writes.before_own()
     new.master.copy_(_moved(old.master, old=old, new=new))
     new.writes.after_own()
-    for optimizer, kinds in besides.kinds.items():
+    for optimizer, kinds in others.kinds.items():
         of_flat = {(index, key): kind for (flat, index, key), kind in kinds.items() if flat == number}
-        moving = _MovingState(optimizer, kinds=of_flat, counts=besides.counts[optimizer], old=old, new=new)
+        moving = _MovingState(optimizer, kinds=of_flat, counts=others.counts[optimizer], old=old, new=new)
         states = moving.states()
         for part in old.owned:
             optimizer.state.pop(part.parameter, None)
@@ -84,11 +84,11 @@ def move(engine: Engine, number: int, new: FlatParams, *, besides: HeldBesides) 
     for ema in engine.averages:
         average = ema.of_flat(old)
         if average is not None:
-            ema.exchange(old, new, _moved(average, old=old, new=new).to(new.master.device))
-    indices = {index for place, index in besides.with_grad if place == number}
+            ema.replace_buffer(old, new, _moved(average, old=old, new=new).to(new.master.device))
+    indices = {index for place, index in others.with_grad if place == number}
     grads = _moved_grads(old=old, new=new) if indices else None
     owned = {part.index: part.parameter for part in new.owned}
-    engine.owned.exchange(
+    engine.owned.replace_slices(
         {name: owned.get(index) for index, name in enumerate(new.names)}, sharded=new.placement.optim is SHARDED
     )
     params = list(old.params)
@@ -100,34 +100,34 @@ def move(engine: Engine, number: int, new: FlatParams, *, besides: HeldBesides) 
 
 
 def _moved(mine: Tensor, *, old: FlatParams, new: FlatParams, sharded: bool | None = None) -> Tensor:
-    """What this rank holds of `old`, as its master is cut, cut as `new`'s master; or whole or not, as `sharded` says.
+    """Return this rank's part of a tensor that is cut like `old`'s master, cut like `new`'s; on the device.
 
-    On the device, wherever it was.
+    `sharded` says whether the result is a slice (default: as the master of `new` is).
     """
     sharded = new.placement.optim is SHARDED if sharded is None else sharded
     was_sharded = old.placement.optim is SHARDED
     same = old.layout == new.layout and old.groups.gather.ranks == new.groups.gather.ranks
     if same and sharded == was_sharded:
         return mine.to(new.device, copy=True)
-    whole = old.whole_of(mine)
+    unsharded = old.whole_of(mine)
     size = new.layout.slice_elements if sharded else new.layout.num_elements
     target = torch.zeros(size, dtype=mine.dtype, device=new.device)
     first = new.groups.gather.index * new.layout.slice_elements if sharded else 0
     for index, start, stop in _parts(new.layout, index=new.groups.gather.index if sharded else None):
         begin = old.layout.offsets[index] + first + start - new.layout.offsets[index]
-        target[start:stop].copy_(whole[begin : begin + stop - start])
+        target[start:stop].copy_(unsharded[begin : begin + stop - start])
     return target
 
 
 def _parts(layout: Layout, *, index: int | None) -> Sequence[tuple[int, int, int]]:
-    """(parameter, start, stop) of what lies in a slice, or in everything."""
+    """Return (parameter, start, stop) for the parts in slice `index`, or (None) in the full buffer."""
     if index is not None:
         return layout.owned(index)
     return [(number, offset, offset + size) for number, (offset, size) in enumerate(layout.sizes())]
 
 
 def _moved_grads(*, old: FlatParams, new: FlatParams) -> Tensor:
-    """The averages that the optimizer would step by, as `new` takes them: whole where gradients are replicated."""
+    """Return the reduced gradients as `new` takes them: unsharded if its gradients are replicated."""
     mine = torch.zeros(old.master.numel(), dtype=old.master_dtype, device=old.device)
     for part in old.owned:
         grad = part.parameter.grad
@@ -138,7 +138,7 @@ def _moved_grads(*, old: FlatParams, new: FlatParams) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _MovingState:
-    """An optimizer's state of one buffer on its way. `kinds`: (parameter, key) → kind."""
+    """The state of one optimizer for one buffer, while it moves. `kinds`: by (parameter, key)."""
 
     optimizer: Optimizer
     _: KW_ONLY
@@ -148,7 +148,7 @@ class _MovingState:
     new: FlatParams
 
     def states(self) -> dict[Tensor, dict[str, Any]]:
-        """What the optimizer will find for each part that this rank owns; the old state goes key by key."""
+        """Return the state of each part that this rank will own; the old state is freed key by key."""
         states: dict[Tensor, dict[str, Any]] = {}
         for key in dict.fromkeys(key for _, key in self.kinds):
             moved = self._moved(key)
@@ -158,7 +158,7 @@ class _MovingState:
         return states
 
     def _moved(self, key: str) -> Tensor | None:
-        """One kind of state, cut as the new master; None where it is one number for each parameter."""
+        """Return one kind of state, cut like the new master; None if it is one number per parameter."""
         laid = next((kind for (_, other), kind in self.kinds.items() if other == key and isinstance(kind, Laid)), None)
         if laid is None:
             return None
@@ -176,7 +176,7 @@ class _MovingState:
         if not isinstance(kind, Tensor):
             return kind
         if key not in self.counts and kind.numel() == 1:
-            # Of a parameter without dimensions.
+            # A parameter without dimensions.
             return kind.to(device, copy=True).view_as(part.parameter)
         groups = self.optimizer.param_groups
         on_device = any(group.get("capturable") or group.get("fused") for group in groups)

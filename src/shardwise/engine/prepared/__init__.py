@@ -1,1 +1,1 @@
-"""What is asked of a prepared model: state dicts, clipping, accumulation, what it holds."""
+"""Functions for a prepared model: state dicts, clipping, accumulation, an inventory of its memory."""

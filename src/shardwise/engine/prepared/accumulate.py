@@ -10,10 +10,10 @@ from shardwise.engine.engine import engine_of
 
 @contextmanager
 def accumulate(model: nn.Module, *, enabled: bool = True) -> Iterator[None]:
-    """A backward in here does not reduce its gradients; the next one outside reduces them all.
+    """Do not reduce gradients in this block; the next backward outside of it reduces them all.
 
-    They add up on each rank, in the reduce dtype. Where the plan says `accumulate_reduced`, every backward reduces all
-    the same, and it is the averages that add up: a slice of memory instead of the whole, and more communication.
+    They add up on each rank, in the reduce dtype. If the plan says `accumulate_reduced`, every backward reduces, and
+    the averages add up: memory for a slice instead of the unsharded gradient, but more communication.
     """
     passes = engine_of(model).core.passes
     before = passes.accumulating

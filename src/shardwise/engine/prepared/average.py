@@ -25,9 +25,9 @@ class EMA:
         with ema.applied(), torch.no_grad():
             evaluate(model)
 
-    An update talks to nobody: each rank averages the slices that it steps, in fp32 at least. Frozen parameters have no
-    average, which would be their value; buffers are not averaged. `decay` may be set from step to step. Checkpoints
-    hold the averages if they are given the EMA (`checkpoints.save(model, optimizer, step=step, ema=ema)`).
+    An update needs no communication: each rank averages the slices that it steps, in fp32 or wider. Frozen parameters
+    have no average, because it would equal their value; buffers are not averaged. `decay` may be changed between steps.
+    Checkpoints contain the averages if they get the EMA (`checkpoints.save(model, optimizer, step=step, ema=ema)`).
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -57,7 +57,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After an update of the parameters. Local to this rank."""
+        """Average the parameters after an update. Local to this rank."""
         core = self._engine.core
         core.passes.check_values("ema.update()")
         announce(core.events.values_read, False)
@@ -73,9 +73,9 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model has the averages for values: to evaluate, to export. Collective; no step in here.
+        """Give the parameters their averages as values, to evaluate or export. Collective; no step in this block.
 
-        Meanwhile this rank holds its slices of the parameters' own values once more, which come back after the block.
+        This rank keeps a copy of its slices, and restores them after the block.
         """
         engine = self._engine
         passes = engine.core.passes
@@ -85,19 +85,19 @@ class EMA:
         engine.core.wait_gathers()
         announce(engine.core.events.values_read, False)
         own = {flat: flat.master.clone() for flat in self._averages}
-        self._exchange(self._averages)
+        self._set_values(self._averages)
         passes.values_by = f"`with {_APPLIED}:`"
         try:
             yield
         finally:
             passes.values_by = ""
-            # A rank may come here by an error that the others did not have.
+            # A rank may get here by an error that the others did not have.
             meet(f"the end of {_APPLIED}", limit_seconds=engine.limit_seconds)
             engine.core.wait_gathers()
-            self._exchange(own)
+            self._set_values(own)
 
     @torch.no_grad()
-    def _exchange(self, values: dict[FlatParams, Tensor]) -> None:
+    def _set_values(self, values: dict[FlatParams, Tensor]) -> None:
         for flat, value in values.items():
             flat.writes.before_own()
             flat.master.copy_(value)
@@ -105,20 +105,20 @@ class EMA:
         self._engine.core.distribute()
 
     def of_flat(self, flat: FlatParams) -> Tensor | None:
-        """The averages of a buffer's parameters, as its master; None where it has none."""
+        """Return the averages of a buffer's parameters, laid out like its master; None if it has none."""
         return self._averages.get(flat)
 
-    def exchange(self, old: FlatParams, new: FlatParams, average: Tensor) -> None:
-        """The parameters of one buffer have moved to another, and this is their average there."""
+    def replace_buffer(self, old: FlatParams, new: FlatParams, average: Tensor) -> None:
+        """Replace the average of a buffer whose parameters have moved to another buffer."""
         del self._averages[old]
         self._averages[new] = average
 
     def tensors(self) -> list[Tensor]:
-        """What this rank holds, as single allocations."""
+        """Return all averages of this rank, one tensor per buffer."""
         return list(self._averages.values())
 
     def slices(self) -> dict[nn.Parameter, Tensor]:
-        """What this rank's optimizer steps → its average, in the same shape."""
+        """Return the average of each slice that this rank's optimizer steps, in the same shape."""
         return {
             part.parameter: average[part.start : part.stop].view(part.parameter.shape)
             for flat, average in self._averages.items()
@@ -126,7 +126,7 @@ class EMA:
         }
 
     def names(self) -> list[str]:
-        """The full names of the parameters that have an average, on any rank."""
+        """Return the full names of all parameters that have an average."""
         return sorted(name for flat in self._averages for name in flat.names)
 
 
@@ -135,5 +135,5 @@ def _is_trained(flat: FlatParams) -> bool:
 
 
 def _dtype(flat: FlatParams) -> torch.dtype:
-    """A narrow average would lose small changes."""
+    """Return the dtype of averages: a narrow one would lose small changes."""
     return flat.master_dtype if flat.master_dtype.itemsize >= 4 else torch.float32

@@ -1,4 +1,4 @@
-"""Evaluation in which each rank runs as many forwards as it likes."""
+"""Evaluation in which ranks may run different numbers of forwards."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,14 +12,14 @@ _NAME = "shardwise.evaluating(model)"
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In here each rank may run the model without gradients as often as it likes. Collective, on both ends.
+    """Allow each rank to run the model without gradients any number of times. Collective at both ends of the block.
 
         with shardwise.evaluating(model), torch.no_grad():
             for batch in loader:      # more batches on some ranks than on others
                 model(batch)
 
-    Where parameters are sharded a gather needs every rank. So the ranks tell each other before each gather what they
-    want next, and all take part; one that has come to the end of the block goes on taking part until all have
+    A gather of sharded parameters needs every rank. So before each gather the ranks exchange which unit each of them
+    needs next, and all take part; a rank that has reached the end of the block takes part until all have
     (engine/core/first_forward.py). Without sharded parameters it costs nothing.
     """
     core = engine_of(model).core

@@ -1,4 +1,4 @@
-"""Other methods of a prepared model, run as if they were its forward."""
+"""Runs other methods of a prepared model as its forward."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -17,13 +17,13 @@ Hooks = dict[str, "OrderedDict[int, Callable[..., Any]]"]
 
 
 def forward_method(model: nn.Module, name: str) -> None:
-    """From now on `model.NAME(…)` counts as a forward of the model, as a call of the model itself does.
+    """Make calls of `model.NAME(…)` count as a forward of the model.
 
         model, optimizer = shardwise.prepare(model, optimizer, plan)
         shardwise.forward_method(model, "training_step")
         model.training_step(batch).backward()
 
-    What the method returns is what backward comes through. In it, `self(x)` is an ordinary call.
+    Backward starts from the tensors that the method returns. Inside it, `self(x)` is an ordinary call.
     """
     engine_of(model)
     kind = type(model)
@@ -38,17 +38,17 @@ def forward_method(model: nn.Module, name: str) -> None:
         return run_inside_forward(self, name, *arguments, method=method, **options)
 
     inside._runs_inside_forward = True  # type: ignore[attr-defined]
-    # The class is this model's alone (prepared_module.py), and copies do not have it.
+    # The class belongs to this model only (prepared_module.py); copies do not have it.
     setattr(kind, name, inside)
 
 
 def run_inside_forward(
     model: nn.Module, name: str, *arguments: Any, method: Callable[..., Any] | None = None, **options: Any
 ) -> Any:
-    """The model is called, so that our hooks see a forward, and runs that method in it.
+    """Call the model, so that our hooks see a forward, and run the method in place of its forward.
 
-    In there `self(batch)` is an ordinary call without our hooks: the forward that they know of is under way already.
-    The user's hooks are called by both, as they are under Lightning's own DDP.
+    Inside it `self(batch)` is an ordinary call without our hooks: for them the forward has begun already. The user's
+    hooks run for both calls, as they do under Lightning's own DDP.
     """
     hooks: Hooks = {table: getattr(model, table) for table in _TABLES}
     own = method or getattr(type(model), name)
@@ -72,7 +72,7 @@ def _without_ours(model: nn.Module, hooks: Hooks) -> Hooks:
 
 @contextmanager
 def _set(model: nn.Module, hooks: Mapping[str, Any], *, forward: Callable[..., Any] | None) -> Iterator[None]:
-    """The model with these hooks and this forward; None is its class's."""
+    """Give the model these hooks and this forward (None: that of its class)."""
     attributes = model.__dict__
     before = {name: attributes[name] for name in (*_TABLES, "forward") if name in attributes}
     attributes.update(hooks)

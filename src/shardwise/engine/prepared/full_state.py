@@ -1,4 +1,4 @@
-"""Full state dicts: from slices to whole named tensors, and back."""
+"""Full state dicts: from slices to unsharded tensors by name, and back."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from shardwise.comm.agreement import meet
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.engine import Engine, engine_of
-from shardwise.engine.optimizer.whole_state import named_states, own_states, whole_states
+from shardwise.engine.optimizer.unsharded_state import named_states, own_states, unsharded_states
 from shardwise.errors import InvalidData
 from shardwise.plan.placement import SHARDED
 
@@ -20,7 +20,7 @@ from shardwise.plan.placement import SHARDED
 def full_state_dict(
     model: nn.Module, optimizer: Optimizer | None = None, *, rank0_only: bool = False
 ) -> dict[str, Any]:
-    """{"model": names → full tensors, "optimizer": names → full states, and groups}. Collective.
+    """Return {"model": full tensors by name, "optimizer": full states by name, and groups}. Collective.
 
     With `rank0_only`, the other ranks take part and get an empty dict: they hold one buffer of one unit at a time.
     """
@@ -35,14 +35,14 @@ def full_state_dict(
 
 
 def _take_part(engine: Engine, optimizer: Optimizer | None) -> None:
-    """What another rank's state needs of this one, which keeps nothing."""
+    """Take part in the collectives of rank 0's state, and keep nothing."""
     _begin_state(engine)
     for flat in engine.flats:
         if flat.placement.optim is SHARDED:
             flat.full_master()
     if optimizer is not None:
-        engine.owned.adopt_alike(optimizer)
-        whole_states(optimizer, flats=engine.flats, matrices=engine.owned.matrices.of(optimizer), keeps=False)
+        engine.owned.adopt_on_all_ranks(optimizer)
+        unsharded_states(optimizer, flats=engine.flats, matrices=engine.owned.matrices.of(optimizer), keeps=False)
 
 
 def _begin_state(engine: Engine) -> None:
@@ -53,7 +53,7 @@ def _begin_state(engine: Engine) -> None:
 def load_full_state_dict(
     model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], *, from_rank0: bool = False
 ) -> None:
-    """Load what `full_state_dict(model, optimizer)` gave, under any plan and number of ranks. Collective.
+    """Load a state of `full_state_dict(model, optimizer)`, saved under any plan and number of ranks. Collective.
 
     With `from_rank0`, only rank 0's `state` is read.
     """
@@ -65,7 +65,7 @@ def load_full_state_dict(
 
 
 def check_order(optimizer: object) -> None:
-    """Refuse a state in the optimizer's place."""
+    """Refuse a state that is passed as the optimizer."""
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise InvalidData(
             f"the optimizer is a {type(optimizer).__name__}: call load_full_state_dict(model, optimizer, state), with "
@@ -74,7 +74,7 @@ def check_order(optimizer: object) -> None:
 
 
 def received_state(state: Mapping[str, Any], *, with_optimizer: bool, from_rank0: bool) -> Mapping[str, Any]:
-    """The state to load: this rank's own, or rank 0's; refused where it is not one."""
+    """Return the state to load, this rank's or rank 0's; refuse other dicts."""
     if from_rank0:
         box = [state if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(box, src=0)
@@ -111,7 +111,7 @@ def load_tensors(
     unexpected = [name for name in state if name not in own]
     if strict and (missing or unexpected):
         raise InvalidData(f"the state does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}")
-    # Nothing may still be on its way into what is filled; and not every name need be in the state.
+    # No gather may still write into the slices, and names that are not in the state keep their values.
     engine.core.wait_gathers()
     announce(engine.core.events.values_read, False)
     places = {id(p): (flat, index) for flat in engine.flats for index, p in enumerate(flat.params)}
@@ -135,20 +135,20 @@ def load_tensors(
 
 
 def _optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
-    engine.owned.adopt_alike(optimizer)
+    engine.owned.adopt_on_all_ranks(optimizer)
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
         for group, names in zip(optimizer.param_groups, engine.owned.group_names[optimizer], strict=True)
     ]
     return {
-        "state": whole_states(optimizer, flats=engine.flats, matrices=engine.owned.matrices.of(optimizer)),
+        "state": unsharded_states(optimizer, flats=engine.flats, matrices=engine.owned.matrices.of(optimizer)),
         "param_groups": groups,
     }
 
 
 @torch.no_grad()
 def _load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    engine.owned.adopt_alike(optimizer)
+    engine.owned.adopt_on_all_ranks(optimizer)
     states = named_states(state, groups=engine.owned.group_names[optimizer])
     own = own_states(states, flats=engine.flats, matrices=engine.owned.matrices.of(optimizer))
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):

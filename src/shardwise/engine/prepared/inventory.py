@@ -1,4 +1,4 @@
-"""What a rank holds for a model, by category."""
+"""The memory that a rank holds for a model, by category."""
 
 from collections.abc import Iterator
 
@@ -13,20 +13,20 @@ from shardwise.vocabulary.categories import GATHERED, GRADS, HOST, OPTIM, OTHER,
 
 
 def held_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, int]:
-    """Bytes that this rank holds between steps: `params`, `gathered`, `grads` and `optim`; and those on the `host`.
+    """Return the bytes that this rank holds between steps: `params`, `gathered`, `grads`, `optim`, and on the `host`.
 
     params    the full buffers of replicated parameters, the slices of sharded ones that compute in fp32
     gathered  full buffers of sharded parameters that are not freed
     grads     reduced gradients
-    optim     the optimizer's state, its fp32 master where that is a copy of its own, and averages (shardwise.EMA)
-    host      all of the above that the plan offloads, gradients left out
+    optim     the optimizer's state, its fp32 master if that is a separate copy, and averages (shardwise.EMA)
+    host      all of the above that the plan offloads, without gradients
     """
     held = dict.fromkeys((PARAMS, GATHERED, GRADS, OPTIM, HOST), 0)
     seen: set[int] = set()
     for flat in engine_of(model).flats:
         for category, tensor in _of_flat(flat, optimizer):
             storage = tensor.untyped_storage()
-            # Views share one: a bucket's gradients, a master that is the full buffer.
+            # Views share a storage: a bucket's gradients, a master that is the full buffer.
             if storage.data_ptr() not in seen and category in held:
                 seen.add(storage.data_ptr())
                 held[category] += storage.nbytes()
@@ -38,9 +38,9 @@ def held_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
 
 
 def held_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(category, tensor) of all that the engine knows of at any moment of a step; the first says of what a storage is.
+    """Yield (category, tensor) for all memory that the engine knows at this moment; a storage has its first category.
 
-    As above, and: reduce, the buffers that are being reduced, with what autograd has left to be put into them;
+    As above, and: reduce, the buffers that are being reduced, and autograd's gradients that are not yet in them;
     other, the module's buffers and the flags of used parameters.
     """
     engine = engine_of(model)
@@ -55,25 +55,25 @@ def held_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterat
 
 
 def _averages(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Of the parameters (shardwise.EMA): where the masters are that they follow."""
+    """Yield the averages of the parameters (shardwise.EMA), which are where the masters are."""
     for ema in engine.averages:
         for average in ema.tensors():
             yield HOST if average.device.type != engine.device.type else OPTIM, average
 
 
 def _of_matrices(engine: Engine, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    """The states of matrices that this rank owns; during an update also the matrices and their gradients."""
+    """Yield the states of matrices that this rank owns; during an update also the matrices and their gradients."""
     if optimizer is None:
         return
     for matrix in engine.owned.matrices.of(optimizer):
-        if matrix.whole is None:
+        if matrix.unsharded is None:
             continue
-        for value in optimizer.state.get(matrix.whole, {}).values():
+        for value in optimizer.state.get(matrix.unsharded, {}).values():
             if isinstance(value, Tensor):
                 yield OPTIM, value
-        if matrix.whole.grad is not None:
-            yield OTHER, matrix.whole.grad
-            yield OTHER, matrix.whole.detach()
+        if matrix.unsharded.grad is not None:
+            yield OTHER, matrix.unsharded.grad
+            yield OTHER, matrix.unsharded.detach()
 
 
 def _of_flat(flat: FlatParams, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
@@ -95,7 +95,7 @@ def _of_flat(flat: FlatParams, optimizer: Optimizer | None) -> Iterator[tuple[st
         shown = [parameter.grad for parameter in flat.params]
     for grad in shown:
         if grad is not None:
-            # In a backward it is autograd's own, until it is taken.
+            # During a backward it is autograd's, until it is copied into a bucket.
             yield REDUCE if flat.awaits_grads else GRADS, grad
 
 

@@ -1,4 +1,4 @@
-"""What a prepared model answers differently: state dicts in full, `zero_grad`, copies, and what other libraries ask."""
+"""Methods that a prepared model overrides: state dicts, `zero_grad`, copies, and attributes that libraries read."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -18,16 +18,16 @@ from shardwise.errors import InvalidModel
 
 
 class PreparedModule(nn.Module):
-    """Mixed into the model's own class, so that the model stays the same object and keeps its type."""
+    """A mixin for the model's own class: the model stays the same object and keeps its type."""
 
-    # Accelerate's `prepare` takes a model that says so as it is (seen with 1.15).
+    # Accelerate's `prepare` returns such a model unchanged (seen with 1.15).
     _is_accelerate_prepared = True
-    # What Dynamo asks where the next one is true: modules compute with ordinary parameters.
+    # Dynamo reads it if `_is_fsdp_managed_module` is true: modules compute with ordinary parameters.
     _fsdp_use_orig_params = True
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
-        """transformers' `generate` asks: a rank whose sentences are done continues while any other's are not.
+        """Read by transformers' `generate`: a rank that has finished continues until all ranks have.
 
         Inside shardwise.evaluating it need not, and another rank may not generate at all.
         """
@@ -35,11 +35,11 @@ class PreparedModule(nn.Module):
         return core.any_sharded and core.evaluation.agreed is None
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A pass in here does not reduce its gradients, as under DistributedDataParallel (`shardwise.accumulate`)."""
+        """Do not reduce gradients in this block, as under DistributedDataParallel (`shardwise.accumulate`)."""
         return accumulate(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, also those that the optimizer steps by."""
+        """Clear the gradients, including those of the optimizer's slices."""
         engine = engine_of(self)
         kept = [] if set_to_none else [part.parameter.grad for flat in engine.flats for part in flat.owned]
         engine.core.forget_grads({name for flat in engine.flats for name in flat.names}, drop=set_to_none)
@@ -48,7 +48,7 @@ class PreparedModule(nn.Module):
                 grad.zero_()
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Full names, shapes and master values, on every rank. Collective; inside shardwise.whole they are there."""
+        """Return full names, shapes and master values, on every rank. Collective, except inside shardwise.whole."""
         if engine_of(self).core.passes.lent:
             return super().state_dict(*arguments, **options)
         with unguarded():
@@ -56,19 +56,19 @@ class PreparedModule(nn.Module):
         return full_tensors(engine_of(self), state, keep_vars=options.get("keep_vars", False))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load full tensors, of which every rank keeps what it owns."""
+        """Load full tensors; every rank keeps its slices."""
         with unguarded():
             own = super().state_dict(keep_vars=True)
         return load_tensors(engine_of(self), own, state_dict, strict=strict)
 
     def _apply(self, function: Any, recurse: bool = True) -> Any:
-        """`to`, `cuda`, `half` … would tear the parameters out of their buffers, unless they change nothing."""
+        """Refuse `to`, `cuda`, `half` …, which would move parameters out of their buffers, if they change anything."""
         if _changes_nothing(self, function):
             return self
         raise InvalidModel("a prepared model cannot be moved or cast: do it before, or with device= and plan.precision")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """An ordinary, whole model of the original class, with nothing of the plan in it. Collective."""
+        """Return an ordinary, unsharded model of the original class. Collective."""
         values = self.state_dict()
         engine, carried = unregister(self), drop_engine(self)
         engine.detach()
@@ -92,7 +92,7 @@ class PreparedModule(nn.Module):
 
 
 def _changes_nothing(model: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
-    """Whether `function`, which a method like `to` applies to every tensor of the model, hands each back as it is."""
+    """Return whether `function`, which a method like `to` applies to all tensors, returns each of them unchanged."""
     kinds = {
         (flat.full.dtype, flat.device, len(shape)) for flat in engine_of(model).flats for shape in flat.layout.shapes
     }
@@ -106,6 +106,6 @@ def _changes_nothing(model: nn.Module, function: Callable[[Tensor], Tensor]) -> 
 
 
 def become_prepared(model: nn.Module) -> None:
-    """Give the model the answers above."""
+    """Mix PreparedModule into the model's class."""
     own = type(model)
     model.__class__ = type(own.__name__, (PreparedModule, own), {"__module__": own.__module__})

@@ -1,4 +1,4 @@
-"""What a rank holds of a prepared model, by full names: for whoever saves it, or fills it again."""
+"""The slices that a rank holds of a prepared model, by full names: to save them, or to fill them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from shardwise.plan.placement import SHARDED
 
 
 def held(model: nn.Module) -> OwnedModel:
-    """What this rank's optimizer steps, frozen parameters as well, and the buffers; no gather still writes into it."""
+    """Return this rank's slices, including those of frozen parameters, and the buffers. Waits for all gathers."""
     engine = engine_of(model)
     assert isinstance(model, PreparedModule)
     engine.check_state(what="a checkpoint")
@@ -63,30 +63,30 @@ def _owned_slices(engine: Engine) -> list[OwnedSlice]:
 def _stepped(engine: Engine, slices: list[OwnedSlice]) -> list[OwnedSlice]:
     matrices = engine.owned.matrices.of(None)
     owned = {matrix.name for matrix in matrices}
-    wholes = [
+    unsharded = [
         OwnedSlice(
             name=matrix.name,
             shape=matrix.shape,
             start=0,
             stop=prod(matrix.shape),
-            parameter=matrix.whole,
+            parameter=matrix.unsharded,
             copy=matrix.flat.groups.replicate.index,
             num_copies=matrix.flat.groups.replicate.size,
         )
         for matrix in matrices
-        if matrix.whole is not None
+        if matrix.unsharded is not None
     ]
-    return [*(part for part in slices if part.name not in owned), *wholes]
+    return [*(part for part in slices if part.name not in owned), *unsharded]
 
 
 def slices_filled(model: nn.Module) -> None:
-    """New values have come into the owned slices: whatever else holds them follows. Collective."""
+    """Distribute new values of the owned slices to all other copies. Collective."""
     engine_of(model).core.distribute()
 
 
 @contextmanager
 def edit(model: nn.Module) -> Iterator[None]:
-    """What is written into `optimizer.param_groups` in here reaches every rank. Collective."""
+    """Distribute values that are written into `optimizer.param_groups` in this block to every rank. Collective."""
     engine = engine_of(model)
     engine.check_between_steps(what="shardwise.edit")
     engine.core.passes.check_values("shardwise.edit")
@@ -95,7 +95,7 @@ def edit(model: nn.Module) -> Iterator[None]:
 
 
 def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The full names in each param group, also of what this rank holds nothing of."""
+    """Return the full names in each param group, including those that this rank holds no part of."""
     owned = engine_of(model).owned
-    owned.adopt_alike(optimizer)
+    owned.adopt_on_all_ranks(optimizer)
     return owned.group_names[optimizer]

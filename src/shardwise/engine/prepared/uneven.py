@@ -1,7 +1,7 @@
-"""Ranks that hold different amounts of data, and ranks that run out of it.
+"""Ranks that have different amounts of data, and ranks that run out of it.
 
-The engine averages gradients over ranks. That is the gradient of the mean over all samples only where every rank
-holds as many; elsewhere a loss has to be divided by what all ranks hold together.
+The engine averages gradients over ranks. That is the gradient of the mean over all samples only if every rank has
+equally many; otherwise a loss has to be divided by the count of all ranks together.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,12 +20,12 @@ Batch = TypeVar("Batch")
 
 
 def mean_count(model: nn.Module, count: float) -> float:
-    """The mean over ranks of how many samples, or tokens, each of them holds: what to divide a summed loss by.
+    """Return the mean over ranks of a count of samples or tokens, by which a summed loss is divided.
 
         loss = cross_entropy(model(x), y, reduction="sum") / shardwise.mean_count(model, num_tokens)
 
-    gives Σ losses / Σ counts over all ranks, whatever each holds: Σ_r (l_r / mean) / W = Σ_r l_r / Σ_r n_r. In an
-    accumulation give the count of the whole step to every pass. Collective, and it waits for the others.
+    gives Σ losses / Σ counts over all ranks for any counts: Σ_r (l_r / mean) / W = Σ_r l_r / Σ_r n_r. In an
+    accumulation pass the count of the complete step in every pass. Collective; it waits for the other ranks.
     """
     engine = engine_of(model)
     passes = engine.core.passes
@@ -34,7 +34,7 @@ def mean_count(model: nn.Module, count: float) -> float:
 
 
 def summed(count: float, *, device: torch.device) -> float:
-    """Over all ranks of the job."""
+    """Return the sum of a count over all ranks of the job."""
     total = torch.tensor(float(count), dtype=torch.float64, device=device)
     with waiting_in("mean_count"):
         dist.all_reduce(total)
@@ -44,11 +44,11 @@ def summed(count: float, *, device: torch.device) -> float:
 
 
 def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """This rank's batches, and after them its last one again for as long as any other rank has some left.
+    """Yield this rank's batches, then its last one again while any other rank has some left.
 
-    Every rank then runs the loop equally often, with all that it calls, so nobody waits for one that has gone. What a
-    rank computes when it has run out does not count: its gradients are not added, an average is over the ranks that
-    have a batch, and BatchNorm's statistics come from one of those. Collective: a small exchange a batch.
+    Every rank then runs the loop, and all its collectives, equally often. The passes of a rank that has run out do not
+    count: its gradients are not added, averages are over the ranks that have a batch, and BatchNorm's statistics come
+    from one of those. Collective: one small exchange per batch.
     """
     engine = engine_of(model)
     if engine.core.passes.num_counting is not None:
@@ -79,6 +79,6 @@ def _joined(engine: Engine, mine: Iterator[Batch]) -> Iterator[Batch]:
         passes.source = counting[0]
         assert last is not None
         yield last
-    # The buffers that count are those of a rank that had data to the end.
+    # The buffers come from a rank that had data to the end.
     engine.core.broadcast_buffers()
     passes.source = 0

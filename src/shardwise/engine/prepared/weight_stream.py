@@ -1,4 +1,4 @@
-"""A model's weights one after the other, whole on every rank: for an inference engine, or whoever takes them."""
+"""Streams a model's weights one after the other, unsharded on every rank: for an inference engine, for example."""
 
 from collections.abc import Iterator
 
@@ -15,9 +15,9 @@ _NAME = "`for … in shardwise.weight_stream(model):`"
 
 
 def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor) of all that a state dict holds, in the order in which a step calls the units. Collective.
+    """Yield (name, full tensor) for all entries of a state dict, in the order of the step's units. Collective.
 
-    A buffer of one unit's parameters is gathered at a time, and is the receiver's to keep or to let go.
+    One buffer of a unit's parameters is gathered at a time; the caller may keep or drop it.
     """
     engine = engine_of(model)
     passes = engine.core.passes
@@ -26,12 +26,12 @@ def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iter
     before, passes.values_by = passes.values_by, _NAME
     try:
         for name in _in_order(engine):
-            # A rank that has stopped to take weights is named, instead of being waited for.
+            # Names a rank that has stopped iterating, instead of waiting for it.
             meet(f"shardwise.weight_stream at {name}", limit_seconds=engine.limit_seconds)
             for flat in engine.core.units[name].flats:
                 yield from _named(flat, flat.full_master(dtype=_wanted(flat.master, dtype)), found)
         for name, value in found.buffers.items():
-            # A module's extra state is no weight.
+            # A module's extra state is not a weight.
             if not isinstance(value, Tensor):
                 continue
             yield name, value.detach().to(_wanted(value, dtype), copy=True)
@@ -47,17 +47,17 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _in_order(engine: Engine) -> list[str]:
-    """The units as a step calls them, then those that it does not call."""
+    """Return the units in the order in which a step calls them, then those that it does not call."""
     return list(dict.fromkeys((*engine.core.spec.call_order, *engine.core.units)))
 
 
-def _named(flat: FlatParams, whole: Tensor, found: OwnedModel) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter of a buffer by all its names."""
-    for name, view in zip(flat.names, flat.views(whole), strict=True):
+def _named(flat: FlatParams, gathered: Tensor, found: OwnedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield each parameter of a buffer under all its names."""
+    for name, view in zip(flat.names, flat.views(gathered), strict=True):
         for known in (name, *(alias for alias, first in found.aliases.items() if first == name)):
             yield known, view
 
 
 def _wanted(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What it is handed out in; integers stay as they are."""
+    """Return the dtype in which a tensor is yielded; integers keep theirs."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

@@ -1,8 +1,8 @@
-"""Parameters whole on every rank, for a block of code that reads or writes them.
+"""`shardwise.whole`: unsharded parameters on every rank, for a block of code that reads or writes them.
 
-In the block the module's parameters show what the optimizer steps, in its dtype: all digits, also where units compute
-in bf16. Where that is the memory that modules compute with (replicated fp32 parameters), it costs nothing; elsewhere a
-buffer of each unit's parameters is gathered, and lives as long as the block.
+In the block the module's parameters have the values of the optimizer's masters in full precision, even if units compute
+in bf16. Where modules compute with the masters themselves (replicated fp32 parameters), it costs nothing; elsewhere a
+buffer of each unit's parameters is gathered, and freed after the block.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _NAME = "shardwise.whole(model)"
 
 @contextmanager
 def whole(model: nn.Module, *, write: bool = False) -> Iterator[None]:
-    """The model's parameters are whole in here. Collective, on the way in, and with `write` on the way out."""
+    """Unshard the model's parameters in this block. Collective at its start, and with `write` at its end."""
     engine = engine_of(model)
     passes = engine.core.passes
     passes.check_values(_NAME)
@@ -53,35 +53,35 @@ def whole(model: nn.Module, *, write: bool = False) -> Iterator[None]:
 
 
 class _Lent:
-    """A flat buffer's parameters as the block has them."""
+    """A flat buffer whose parameters are unsharded in the block."""
 
     def __init__(self, flat: FlatParams) -> None:
         self.flat = flat
         self._classes = [type(parameter) for parameter in flat.params]
-        # Of parameters that are whole, and of which the optimizer steps the same memory, nothing is copied.
-        self._whole = None if flat.aliased else flat.full_master()
-        self.views: list[Tensor] = flat.full_views if self._whole is None else flat.views(self._whole)
+        # None if the optimizer steps the memory that modules compute with.
+        self._gathered = None if flat.aliased else flat.full_master()
+        self.views: list[Tensor] = flat.full_views if self._gathered is None else flat.views(self._gathered)
 
     def lend(self) -> None:
         for parameter, view in zip(self.flat.params, self.views, strict=True):
             parameter.__class__ = nn.Parameter
-            if self._whole is not None:
+            if self._gathered is not None:
                 parameter.data = view
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """What the optimizer steps becomes what the block has left."""
+        """Copy the values that the block has left into the masters."""
         flat = self.flat
-        if self._whole is not None:
+        if self._gathered is not None:
             sharded = flat.placement.optim is SHARDED
             flat.writes.before_own()
-            flat.master.copy_(own_slice(self._whole, group=flat.groups.gather) if sharded else self._whole)
+            flat.master.copy_(own_slice(self._gathered, group=flat.groups.gather) if sharded else self._gathered)
             flat.writes.after_own()
 
     def take_back(self) -> None:
-        """The parameters are views of the memory that modules compute with again, guarded as before."""
+        """Make the parameters views of the full buffer again, with their guards."""
         for parameter, view, kind in zip(self.flat.params, self.flat.full_views, self._classes, strict=True):
-            if self._whole is not None:
+            if self._gathered is not None:
                 parameter.data = view
             parameter.__class__ = kind
 
@@ -91,7 +91,7 @@ def _names(lent: list[_Lent]) -> list[str]:
 
 
 def _seen(lent: list[_Lent]) -> list[tuple[int, int]]:
-    """For each parameter how often torch has counted a write to it, and the sum of its bits."""
+    """Return, for each parameter, torch's count of writes to it and the sum of its bits."""
     counts = [parameter._version for one in lent for parameter in one.flat.params]
     return list(zip(counts, bit_sums([view for one in lent for view in one.views]), strict=True))
 
@@ -106,7 +106,7 @@ def _check_unwritten(lent: list[_Lent], *, before: list[tuple[int, int]]) -> Non
 
 
 def _check_alike(lent: list[_Lent]) -> None:
-    """Each rank keeps its own slices, so what ranks have written must be the same. Collective."""
+    """Refuse different values on different ranks, since each rank keeps only its own slices. Collective."""
     everyone = exchange(bit_sums([view for one in lent for view in one.views]))
     for name, *sums in zip(_names(lent), *everyone, strict=True):
         different = next((rank for rank, one in enumerate(sums) if one != sums[0]), None)

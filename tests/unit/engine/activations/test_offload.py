@@ -1,4 +1,4 @@
-"""What goes to host memory, when it is let go, and that nothing is read or handed back before a copy is done."""
+"""Which tensors are copied to host memory, when their device memory is released, and that no copy is used before it is done."""
 
 import gc
 import weakref
@@ -97,7 +97,7 @@ def test_offloaded_units_train_the_same_however_late_the_copies_are(mode: str, t
     found = train(model, twice=twice)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     # Nothing outlasts the step.
-    assert not offload._coming
+    assert not offload._incoming
     assert not offload._copies
 
 
@@ -201,7 +201,7 @@ def test_backwards_that_do_not_come_by_leave_no_copy_unawaited() -> None:
     with torch.no_grad():
         model(tokens(0))
     train(model, num_steps=2)
-    assert not offload._coming
+    assert not offload._incoming
 
 
 class Shared(nn.Module):
@@ -241,7 +241,7 @@ def test_what_is_written_into_after_it_was_saved_is_refused_as_torch_refuses_it(
         loss.backward()
 
 
-def test_a_model_that_is_let_go_is_freed_with_all_that_it_saved() -> None:
+def test_a_dropped_model_is_freed_with_all_that_it_saved() -> None:
     model, offload, _ = make(mode="selective")
     train(model, num_steps=1)
     loss = model(tokens(0)).sum()

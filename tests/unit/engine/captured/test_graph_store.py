@@ -11,7 +11,7 @@ from shardwise.engine.captured.replayed_grads import gradient_distance, is_compa
 class Graph:
     alive = True
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.alive = False
 
 
@@ -25,7 +25,7 @@ def store_of(*names: str, limit: int = 3) -> tuple[GraphStore[Graph], dict[str, 
     return store, found
 
 
-def test_the_least_recently_used_graph_goes_and_is_let_go() -> None:
+def test_the_least_recently_used_graph_is_evicted_and_released() -> None:
     store, found = store_of("a", "b", "c")
     first = {name: history.graphs[0] for name, history in found.items()}
     store.use(found["a"], first["a"])

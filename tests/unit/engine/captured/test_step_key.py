@@ -8,7 +8,7 @@ from torch import nn
 
 from shardwise.engine.captured.python_state import PythonState, foreign_hook
 from shardwise.engine.captured.reads import NotCaptured
-from shardwise.engine.captured.step_key import StepKey, optimizer_key, step_key, take_apart
+from shardwise.engine.captured.step_key import StepKey, flatten_inputs, optimizer_key, step_key
 from shardwise.engine.core.pass_state import PassState
 
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def key(*inputs: Any, model: nn.Module | None = None, passes: PassState | None = None) -> StepKey:
     model = model or MODEL
     return step_key(
-        take_apart(inputs),
+        flatten_inputs(inputs),
         device=CPU,
         parameters=list(model.parameters()),
         passes=passes or PassState(),

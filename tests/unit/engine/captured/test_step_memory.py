@@ -110,7 +110,7 @@ def test_large_results_of_evaluations_are_copied_once_they_were_kept_and_others_
     result = {"logits": large, "loss": small}
 
     def copies(user: str) -> list[bool]:
-        found = memory.taken_out(result, user=user)
+        found = memory.copied_out(result, user=user)
         assert all(torch.equal(found[name], result[name]) for name in result)
         return [found[name] is not result[name] for name in ("logits", "loss")]
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import refresh
-from shardwise.engine.offload.host import HostCopies
+from shardwise.engine.offload.transfer import HostCopies
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, STRATEGIES

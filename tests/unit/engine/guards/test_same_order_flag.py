@@ -19,6 +19,6 @@ def test_while_a_stream_captures_nothing_is_asked_of_the_device(monkeypatch: pyt
     same_order: Any = SameOrder.__new__(SameOrder)
     same_order._copied = Asked()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    same_order.look()
+    same_order.check()
     # It is still to be looked at.
     assert same_order._copied is not None

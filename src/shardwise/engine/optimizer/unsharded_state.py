@@ -1,7 +1,7 @@
-"""An optimizer's state, whole: from the slices that ranks hold to full tensors by name, and back.
+"""The unsharded state of an optimizer: from the slices of the ranks to full tensors by name, and back.
 
-Two formats go in. torch's: states under numbers that count the parameters through the groups, as the user gave them
-to the optimizer. Ours (`shardwise.full_state_dict`): states under the parameters' full names.
+Two formats can be loaded. torch's: states by number, counting the parameters through the groups in the order in which
+the user gave them to the optimizer. Ours (`shardwise.full_state_dict`): states by the parameters' full names.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,14 +26,14 @@ States = Mapping[Any, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Uncut:
-    """A tensor of which a rank's part cannot be told: neither as large as its slice, nor one number."""
+    """A tensor that cannot be cut into slices: neither as large as the rank's slice, nor one number."""
 
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A state with one value per element of its parameter, or one per block of elements."""
+    """A state with one value per element of its parameter, or per block of elements."""
 
     dtype: torch.dtype
     block: int = 1
@@ -48,40 +48,40 @@ class _Shaped:
 
 
 @torch.no_grad()
-def whole_states(
+def unsharded_states(
     optimizer: Optimizer, *, flats: Sequence[FlatParams], matrices: Sequence[OwnedMatrix], keeps: bool = True
 ) -> dict[str, dict[str, Any]]:
-    """Name → full states. Collective; a rank that keeps nothing takes part, one buffer after the other."""
+    """Return full states by name, gathered one buffer at a time. Collective, also for a rank that `keeps` nothing."""
     kinds = state_kinds(optimizer, flats=flats)
     states: dict[str, dict[str, Any]] = _sent_by_owners(optimizer, matrices=matrices, keeps=keeps)
     for number, flat in enumerate(flats):
         for key in dict.fromkeys(key for (n, _, key) in kinds if n == number):
-            whole: dict[Laid, Tensor] = {}
+            gathered: dict[Laid, Tensor] = {}
             for index, name in enumerate(flat.names):
                 if (number, index, key) not in kinds:
                     continue
                 kind = kinds[number, index, key]
                 if isinstance(kind, Laid):
-                    if kind not in whole:
-                        whole[kind] = _gather_state(flat, optimizer, key=key, kind=kind)
+                    if kind not in gathered:
+                        gathered[kind] = _gather_state(flat, optimizer, key=key, kind=kind)
                     if keeps:
-                        states.setdefault(name, {})[key] = _cut_state(flat, whole[kind], index=index, kind=kind)
+                        states.setdefault(name, {})[key] = _cut_state(flat, gathered[kind], index=index, kind=kind)
                 elif keeps:
                     states.setdefault(name, {})[key] = kind
     return states
 
 
 def _sent_by_owners(optimizer: Optimizer, *, matrices: Sequence[OwnedMatrix], keeps: bool) -> dict[str, dict[str, Any]]:
-    """Name → full states of the matrices that one rank each owns: tensors of any shape, and whatever else is there."""
+    """Return full states of owned matrices by name, sent by their owners: tensors of any shape, and other values."""
     if not matrices:
         return {}
     held = {
         matrix.name: {
             key: _Shaped(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
-            for key, value in optimizer.state.get(matrix.whole, {}).items()
+            for key, value in optimizer.state.get(matrix.unsharded, {}).items()
         }
         for matrix in matrices
-        if matrix.whole is not None
+        if matrix.unsharded is not None
     }
     group = matrices[0].flat.groups.gather
     everyone = {name: states for theirs in exchange(held, group=group) for name, states in theirs.items()}
@@ -92,7 +92,7 @@ def _sent_by_owners(optimizer: Optimizer, *, matrices: Sequence[OwnedMatrix], ke
                 if keeps:
                     found.setdefault(matrix.name, {})[key] = kind
                 continue
-            mine = optimizer.state[matrix.whole][key] if matrix.whole is not None else None
+            mine = optimizer.state[matrix.unsharded][key] if matrix.unsharded is not None else None
             device = matrix.flat.device
             sent = torch.empty(kind.shape, dtype=kind.dtype, device=device) if mine is None else mine.to(device)
             sent = sent.contiguous().clone()
@@ -100,15 +100,15 @@ def _sent_by_owners(optimizer: Optimizer, *, matrices: Sequence[OwnedMatrix], ke
             matrix.flat.collectives.broadcast(sent.view(-1), source=matrix.owner, group=group).wait()
             if not keeps:
                 continue
-            # As numbers are given out that lie in slices.
+            # On the CPU, like the numbers of slices.
             found.setdefault(matrix.name, {})[key] = sent.cpu() if not kind.shape else sent
     return found
 
 
 def state_kinds(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[tuple[int, int, str], Any]:
-    """(flat, parameter, key) → how a state lies that is as large as the parameter, or the value of a number.
+    """Return, by (flat, parameter, key), the layout of a state as large as the parameter, or the value of a number.
 
-    A rank knows only the states of what it owns, so the ranks of a shard group tell each other.
+    A rank knows only the states of its own slices, so the ranks of a shard group exchange them.
     """
     mine: dict[tuple[int, int, str], Any] = {}
     for number, flat in enumerate(flats):
@@ -119,7 +119,7 @@ def state_kinds(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[tu
     kinds: dict[tuple[int, int, str], Any] = {}
     for theirs in everyone:
         for place, kind in theirs.items():
-            # Of a slice of one element, a state by blocks looks like one by elements.
+            # For a slice of one element, a state per block looks like one per element.
             if not isinstance(kinds.get(place), Laid) or kinds[place].block == 1:
                 kinds[place] = kind
     for (number, index, key), kind in kinds.items():
@@ -144,41 +144,41 @@ def _kind(flat: FlatParams, part: Owned, value: Any) -> Any:
 
 
 def own_state(flat: FlatParams, optimizer: Optimizer, *, key: str, kind: Laid, into: Tensor | None = None) -> Tensor:
-    """One kind of state of all parameters of a flat buffer, where they lie in its master: what this rank has of it."""
+    """Return this rank's part of one kind of state of a flat buffer, laid out like its master."""
     mine = (
         torch.zeros(flat.master.numel() // kind.block, dtype=kind.dtype, device=flat.device) if into is None else into
     )
     for part in flat.owned:
         value = optimizer.state.get(part.parameter, {}).get(key)
-        # Of a parameter in the same buffer it may be something else.
+        # It may be of another kind for another parameter of the buffer.
         if isinstance(value, Tensor) and _kind(flat, part, value) == kind:
             mine[part.start // kind.block : -(-part.stop // kind.block)].copy_(value.reshape(-1))
     return mine
 
 
 def _gather_state(flat: FlatParams, optimizer: Optimizer, *, key: str, kind: Laid) -> Tensor:
-    """One kind of state of all of a flat buffer's parameters, in its layout."""
+    """Gather one kind of state of all parameters of a flat buffer, in its layout."""
     if flat.placement.optim is not SHARDED:
         return own_state(flat, optimizer, key=key, kind=kind)
-    whole = torch.zeros(flat.layout.num_elements // kind.block, dtype=kind.dtype, device=flat.device)
-    own_state(flat, optimizer, key=key, kind=kind, into=own_slice(whole, group=flat.groups.gather))
+    gathered = torch.zeros(flat.layout.num_elements // kind.block, dtype=kind.dtype, device=flat.device)
+    own_state(flat, optimizer, key=key, kind=kind, into=own_slice(gathered, group=flat.groups.gather))
     flat.groups.gather.log.name = FOR_STATE
-    flat.collectives.all_gather(whole, group=flat.groups.gather).wait()
-    return whole
+    flat.collectives.all_gather(gathered, group=flat.groups.gather).wait()
+    return gathered
 
 
-def _cut_state(flat: FlatParams, whole: Tensor, *, index: int, kind: Laid) -> Tensor:
-    """One parameter's part of what was gathered."""
+def _cut_state(flat: FlatParams, gathered: Tensor, *, index: int, kind: Laid) -> Tensor:
+    """Return a copy of one parameter's part of a gathered state."""
     if kind.block == 1:
-        return flat.views(whole)[index].clone()
+        return flat.views(gathered)[index].clone()
     start = flat.layout.offsets[index] // kind.block
-    return whole[start : start + -(-prod(flat.layout.shapes[index]) // kind.block)].clone()
+    return gathered[start : start + -(-prod(flat.layout.shapes[index]) // kind.block)].clone()
 
 
 def named_states(state: Mapping[str, Any], *, groups: Sequence[Sequence[str]]) -> dict[Any, Mapping[str, Any]]:
-    """Name → full states, of a state in torch's format or ours; refused where it is not this optimizer's.
+    """Return full states by name, from torch's format or ours; refuse a state that does not fit the optimizer.
 
-    `groups`: the full names in each of the optimizer's param groups. What torch keeps under no parameter stays.
+    `groups`: the full names in each of the optimizer's param groups. States of no parameter keep their key.
     """
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
         raise InvalidData('this is not the state of an optimizer: it must have "state" and "param_groups"')
@@ -197,7 +197,7 @@ def named_states(state: Mapping[str, Any], *, groups: Sequence[Sequence[str]]) -
 
 
 def _names_in_group(saved: Sequence[Any], ours: Sequence[str], *, number: int) -> dict[Any, str]:
-    """What a saved param group calls its parameters → their names here."""
+    """Return the names of a saved param group's parameters, by number or name in the saved state."""
     if not any(isinstance(key, str) for key in saved):
         if len(saved) != len(ours):
             raise InvalidData(
@@ -221,22 +221,22 @@ def _first(names: Iterable[Any]) -> str:
 def own_states(
     states: Mapping[Any, Mapping[str, Any]], *, flats: Sequence[FlatParams], matrices: Sequence[OwnedMatrix]
 ) -> dict[Tensor, dict[str, Any]]:
-    """What this rank keeps of full states: those of the slices, and of the matrices, that it owns."""
+    """Return this rank's part of full states: those of the slices and of the matrices that it owns."""
     owned = {matrix.name for matrix in matrices}
-    of_wholes: dict[Tensor, dict[str, Any]] = {
-        matrix.whole: {
+    of_matrices: dict[Tensor, dict[str, Any]] = {
+        matrix.unsharded: {
             key: value.to(matrix.flat.device if value.dim() else value.device, copy=True)
             if isinstance(value, Tensor)
             else value
             for key, value in states[matrix.name].items()
         }
         for matrix in matrices
-        if matrix.whole is not None and matrix.name in states
+        if matrix.unsharded is not None and matrix.name in states
     }
     states = {name: state for name, state in states.items() if name not in owned}
     _check_shapes(states, flats=flats)
     numbers = _keys_of_numbers(states, flats=flats)
-    return of_wholes | {
+    return of_matrices | {
         part.parameter: {
             key: _own_part(flat, part, value, is_number=key in numbers)
             for key, value in states[flat.names[part.index]].items()
@@ -248,7 +248,7 @@ def own_states(
 
 
 def _keys_of_numbers(states: States, *, flats: Sequence[FlatParams]) -> set[str]:
-    """The keys under which one number is kept: of a parameter without dimensions every state looks like one."""
+    """Return the keys of states that are one number; every state of a parameter without dimensions looks like one."""
     with_dims = {name for flat in flats for name, shape in zip(flat.names, flat.layout.shapes, strict=True) if shape}
     return {"step"} | {
         key
@@ -259,7 +259,7 @@ def _keys_of_numbers(states: States, *, flats: Sequence[FlatParams]) -> set[str]
 
 
 def _check_shapes(states: States, *, flats: Sequence[FlatParams]) -> None:
-    """Refuse what cannot be cut; on every rank, also on those that own no part of it."""
+    """Refuse states that cannot be cut, on every rank, including those that own no part of them."""
     for flat in flats:
         if flat.placement.optim is not SHARDED:
             continue
@@ -274,7 +274,7 @@ def _check_shapes(states: States, *, flats: Sequence[FlatParams]) -> None:
 
 
 def _own_part(flat: FlatParams, part: Owned, value: Any, *, is_number: bool) -> Any:
-    """This rank's slice of a tensor as large as the parameter; all of a number."""
+    """Return this rank's slice of a tensor as large as the parameter; a number as it is."""
     if not isinstance(value, Tensor):
         return value
     shape = flat.layout.shapes[part.index]

@@ -1,17 +1,13 @@
-"""`python tests/fuzz [--ranks N] [--seeds FROM:TO]`: tries random compositions until stopped, or all of these seeds.
+"""`make fuzz ARGS="--ranks N --seeds FROM:TO"`: tries random compositions until stopped, or all of these seeds.
 
 Prints a case that fails, cut down, with the command that repeats it; at the end counts, and the pairs of features that
 were tried together.
 """
 
 import argparse
-import sys
 import time
 from collections import Counter
 from itertools import combinations, count
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parents[1] / "dist"), str(Path(__file__).parents[1])]
 
 from compositions import draw_case
 from outcomes import cut_down, outcomes

@@ -1,0 +1,131 @@
+"""Norms and clipping of gradients whose slices lie on several ranks."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.comm.rank_progress import waiting_in
+from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.core.step_events import announce
+from shardwise.engine.engine import Engine, engine_of
+from shardwise.errors import InvalidData
+from shardwise.plan.placement import SHARDED
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale the gradients so that their norm is at most `max_norm`; return the norm before, equal on all ranks.
+
+    Collective. Like torch's function, but for the unsharded gradient. Norms add up in float64, so that the result
+    hardly depends on how the gradient is cut into slices.
+    """
+    engine = _between_steps(model, what="clip_grad_norm_")
+    replicated, slices = (_grads(flats) for flats in _replicated_and_sharded(engine))
+    total = _norm(replicated, slices, engine=engine, norm_type=float(norm_type))
+    if error_if_nonfinite and not total.isfinite():
+        raise InvalidData(f"the norm of the gradients is {total.item()}: they cannot be clipped")
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grads in (replicated, slices):
+        if grads:
+            # Slices may be in host memory.
+            torch._foreach_mul_(grads, scale.to(grads[0].device, grads[0].dtype))
+    return total.to(torch.float32)
+
+
+@torch.no_grad()
+def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
+    """Clamp every element of the gradients to ±clip_value. Each rank clamps its own slices."""
+    if not clip_value >= 0:
+        raise InvalidData(f"clip_value = {clip_value!r}: must be a number of at least 0")
+    grads = _grads(_between_steps(model, what="clip_grad_value_").flats)
+    if grads:
+        torch._foreach_clamp_min_(grads, -clip_value)
+        torch._foreach_clamp_max_(grads, clip_value)
+
+
+@torch.no_grad()
+def grad_norms(model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]:
+    """Return the norm of each parameter's unsharded gradient by name, in the model's order, where there is one.
+
+    Collective. Σ |g|^p adds up over slices, in float64; it waits for the device once.
+    """
+    engine = _between_steps(model, what="grad_norms")
+    power = float(norm_type)
+    replicated, sharded = _replicated_and_sharded(engine)
+    sums = _power_sums(replicated, engine, power=power)
+    if sharded:
+        slices = _power_sums(sharded, engine, power=power)
+        _reduce(slices, engine=engine, power=power, what="grad_norms")
+        sums = torch.cat([sums, slices])
+    names = [name for flat in (*replicated, *sharded) for name in flat.names]
+    found = {
+        name: total if math.isinf(power) else total ** (1 / power)
+        for name, (total, has) in zip(names, sums.tolist(), strict=True)
+        if has
+    }
+    return {name: found[name] for name, _ in model.named_parameters() if name in found}
+
+
+def _between_steps(model: nn.Module, *, what: str) -> Engine:
+    """Return the engine, once values that were written into `p.grad` are in the slices."""
+    engine = engine_of(model)
+    engine.check_between_steps(what=what)
+    announce(engine.core.events.gradients_asked)
+    return engine
+
+
+def _replicated_and_sharded(engine: Engine) -> tuple[list[FlatParams], list[FlatParams]]:
+    """Return the buffers that every rank steps in full, and those that are stepped in slices."""
+    sharded = [flat for flat in engine.flats if flat.placement.optim is SHARDED]
+    return [flat for flat in engine.flats if flat.placement.optim is not SHARDED], sharded
+
+
+def _grads(flats: list[FlatParams]) -> list[Tensor]:
+    """Return the gradients that this rank's optimizer steps by."""
+    return [part.parameter.grad for flat in flats for part in flat.owned if part.parameter.grad is not None]
+
+
+def _norm(replicated: list[Tensor], slices: list[Tensor], *, engine: Engine, norm_type: float) -> Tensor:
+    total = _power_sum(replicated, norm_type=norm_type, device=engine.device)
+    if any(flat.placement.optim is SHARDED for flat in engine.flats):
+        others = _power_sum(slices, norm_type=norm_type, device=engine.device)
+        _reduce(others, engine=engine, power=norm_type, what="clip_grad_norm_")
+        total = torch.maximum(total, others) if math.isinf(norm_type) else total + others
+    return total if math.isinf(norm_type) else total ** (1 / norm_type)
+
+
+def _reduce(sums: Tensor, *, engine: Engine, power: float, what: str) -> None:
+    """Combine sums over slices (maxima for p = ∞) from all ranks that hold slices."""
+    operation = dist.ReduceOp.MAX if math.isinf(power) else dist.ReduceOp.SUM
+    with waiting_in(what):
+        dist.all_reduce(sums, op=operation, group=engine.groups.reduce.handle)
+
+
+def _power_sum(grads: list[Tensor], *, norm_type: float, device: torch.device) -> Tensor:
+    """Return Σ |g|^p, or the maximum for p = ∞."""
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=torch.float64)).to(device)
+    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
+
+
+def _power_sums(flats: list[FlatParams], engine: Engine, *, power: float) -> Tensor:
+    """Return, for each parameter, Σ |g|^p of this rank's part (the maximum for p = ∞), and whether there is any."""
+    sums = torch.zeros(sum(len(flat.names) for flat in flats), 2, dtype=torch.float64, device=engine.device)
+    places, grads = [], []
+    first = 0
+    for flat in flats:
+        for part in flat.owned:
+            if part.parameter.grad is not None:
+                places.append(first + part.index)
+                grads.append(part.parameter.grad)
+        first += len(flat.names)
+    if grads:
+        norms = torch.stack(torch._foreach_norm(grads, power, dtype=torch.float64)).to(engine.device)
+        sums[places, 0] = norms if math.isinf(power) else norms**power
+        sums[places, 1] = 1
+    return sums
