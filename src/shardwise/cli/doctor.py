@@ -75,8 +75,7 @@ def _setup(path: Path) -> "ForeignSetup":
     from shardwise.interchange.recognise import is_foreign, read_setup
 
     if path.suffix == ".toml" and not is_foreign(path):
-        plan = _our_plan(path)
-        return ForeignSetup(tool="shardwise", plan=plan, settings={}, wraps_nothing=plan.units == "none")
+        return ForeignSetup(tool="shardwise", plan=_our_plan(path), settings={})
     return read_setup(path)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.engines import clip_grad_norm_
 from shardwise.errors import InvalidModel, InvalidPlan
-from shardwise.integrations.asked_plan import asked_plan, framework_precision, refuse_capture
+from shardwise.integrations.asked_plan import asked_plan, refuse_capture
 from shardwise.integrations.prepared_models import PreparedModels
 from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.plan import Plan
@@ -58,10 +58,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             )
         if self.state.dynamo_plugin.backend.value != "NO":
             raise InvalidPlan("torch_compile or a dynamo plugin: set plan.compile = 'inductor' instead")
-        setting = f"mixed_precision={self.mixed_precision!r}"
-        self.plan = asked_plan(
-            plan, precision=framework_precision(self.mixed_precision, setting=setting), setting=setting
-        )
+        said = self.mixed_precision
+        self.plan = asked_plan(plan, said=said, setting=f"mixed_precision={said!r}")
         self._prepared = PreparedModels(self.plan, device=lambda: self.device)
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:

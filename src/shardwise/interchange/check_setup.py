@@ -24,7 +24,7 @@ def check_setup(setup: ForeignSetup) -> list[Mistake]:
 
 
 def _nothing_wrapped(setup: ForeignSetup) -> Iterator[Mistake]:
-    if setup.wraps_nothing and placement_of(setup.plan.strategy).params is SHARDED:
+    if setup.plan.units == "none" and placement_of(setup.plan.strategy).params is SHARDED:
         fixes = {
             "accelerate": "set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
             "lightning": "give FSDPStrategy an auto_wrap_policy with the class of the model's blocks",

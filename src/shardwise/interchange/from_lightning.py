@@ -41,7 +41,6 @@ def from_lightning(data: Mapping[str, Any]) -> ForeignSetup | None:
         foreign="deepspeed" if "deepspeed" in named.lower() else "",
         master_dtype="bf16" if precision == "bf16-true" else "fp16" if precision == "16-true" else "fp32",
         wraps=wraps,
-        wraps_nothing=wraps_nothing,
     )
 
 

@@ -51,7 +51,6 @@ def from_trainer(data: Mapping[str, Any]) -> ForeignSetup | None:
         foreign="deepspeed" if deepspeed else "",
         left_out=tuple(left_out),
         wraps=wraps,
-        wraps_nothing=wraps_nothing,
     )
 
 
