@@ -97,7 +97,7 @@ class Turn:
 
     @property
     def folder_name(self) -> str:
-        return f"{self.round}-{self.case.label}"
+        return f"{self.round}-{self.case.engine}-{self.case.strategy}"
 
     def __str__(self) -> str:
         return f"{self.round.replace('-', ' ')}: {self.case.name}"

@@ -37,11 +37,6 @@ class Case:
     silent: list[Ranks] = field(default_factory=list)
 
     @property
-    def label(self) -> str:
-        """The name in folder names."""
-        return f"{self.engine}-{self.strategy}"
-
-    @property
     def name(self) -> str:
         """The name in tables."""
         return CaseResult(engine=self.engine, strategy=self.strategy).name

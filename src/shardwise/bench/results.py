@@ -74,6 +74,11 @@ class Bench:
     capacity_bytes: int | None = None
     scaling: tuple[Mapping[str, Any], ...] = ()
 
+    @property
+    def ran(self) -> list[CaseResult]:
+        """The cases that ran."""
+        return [case for case in self.cases if case.ran]
+
     def samples_per_s(self, case: CaseResult) -> float | None:
         return None if case.step_seconds is None else self.step_samples / case.step_seconds.median
 

@@ -212,7 +212,7 @@ def _show(found: "Bench") -> None:
         # In a file or a log, names need not be wrapped.
         console.width = max(console.width, _WIDTH_OF_FILES)
     console.print(heading(found), highlight=False, markup=False, soft_wrap=True)
-    if any(case.ran for case in found.cases):
+    if found.ran:
         console.print(as_table(found))
         peaks = peak_table(found)
         if peaks is not None:

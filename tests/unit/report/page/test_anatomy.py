@@ -16,8 +16,9 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES, Placement
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.program import Kind, build
-from shardwise.report.page.anatomy import SCRIPT, STYLE, anatomy_data, anatomy_markup
+from shardwise.report.page.anatomy import SCRIPT, STYLE, anatomy_data
 from shardwise.report.page.captions import caption
+from shardwise.report.page.html_document import asset
 from shardwise.report.snapshots import STATES, Holding, snapshots_of
 from shardwise.report.tape_spans import tape_scale
 from shardwise.report.text.ring_rounds import rounds
@@ -445,7 +446,7 @@ def test_every_kind_of_operation_has_a_caption(placement: Placement) -> None:
 
 def test_nothing_in_the_markup_needs_a_looser_policy() -> None:
     """No styles or handlers in attributes, nothing from elsewhere, and no text that a script would parse as markup."""
-    assert not re.search(r"\s(style|on\w+|href|src)=|<script|<style", anatomy_markup())
+    assert not re.search(r"\s(style|on\w+|href|src)=|<script|<style", asset("anatomy.html"))
     for forbidden in ("innerHTML", "outerHTML", "insertAdjacent", "eval(", "fetch(", 'setAttribute("style"', "http:"):
         assert forbidden not in SCRIPT.replace("http://www.w3.org/2000/svg", ""), forbidden
     assert "</script" not in SCRIPT
