@@ -18,11 +18,7 @@ class Issued:
     """One collective."""
 
     number: int = key(..., "its place among those of its group, the same on all ranks")
-    name: str = key(
-        ...,
-        "an operation and its sizes, or an operation of the step program and its unit",
-        form=string,
-    )
+    name: str = key(..., "an operation and its sizes, or an operation of the step program and its unit", form=string)
     ended: bool = key(..., "whether it was over on this rank")
     place: str = key("", "the line of the user's code that issued it, where the record has it", form=string)
 

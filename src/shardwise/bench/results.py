@@ -95,7 +95,6 @@ class Bench:
         return path
 
     def to_data(self) -> dict[str, Any]:
-        """Return JSON types."""
         data = {"format": _FORMAT, **asdict(replace(self, cases=())), "cases": [case.to_data() for case in self.cases]}
         return dict(_finite(data))
 

@@ -37,7 +37,6 @@ class BenchRun:
     started: float = 0.0
 
     def to_data(self) -> dict[str, Any]:
-        """Return JSON types."""
         return {name: getattr(self, name) for name in self.__slots__} | {"config": self.config.to_dict()}
 
     @classmethod

@@ -191,7 +191,6 @@ def _environment(run: BenchRun, *, place: Place) -> dict[str, Any]:
 
 
 def main(folder: str) -> None:
-    """Read the request, do it, and write the result."""
     if LOG in os.environ:
         # The terminal is for the bench; torch's profiler and other engines print messages.
         write_to_log(1, 2)

@@ -42,7 +42,6 @@ class Rehearsal:
     history: str | None = None
 
     def to_data(self) -> dict[str, Any]:
-        """Return JSON types."""
         return {name: getattr(self, name) for name in self.__slots__} | {"plan": self.plan.to_dict()}
 
     @classmethod
@@ -75,7 +74,6 @@ class Measured:
         return self.ledger.adding_up_to(self.allocated_bytes)
 
     def to_data(self) -> dict[str, Any]:
-        """Return JSON types."""
         return asdict(self) | {"ledger": self.ledger.to_data()}
 
     @classmethod

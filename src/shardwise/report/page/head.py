@@ -6,14 +6,7 @@ from datetime import datetime
 from shardwise.bench.case_result import NOT_MEASURABLE, CaseResult
 from shardwise.bench.results import Bench
 from shardwise.report.page.markup import Markup, element, join, small, table
-from shardwise.report.page.section import (
-    PageSection,
-    exposed_text,
-    is_chosen,
-    off_text,
-    section,
-    shown,
-)
+from shardwise.report.page.section import PageSection, exposed_text, is_chosen, off_text, section, shown
 from shardwise.vocabulary.quantities import bytes_text, digits, seconds_text
 
 _TOO_NOISY = "Too noisy to rank"

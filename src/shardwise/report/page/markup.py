@@ -35,7 +35,6 @@ def element(tag: str, *children: Child, **attributes: str | float | None) -> Mar
 
 
 def join(children: Iterable[Child]) -> Markup:
-    """Concatenate children."""
     return Markup("".join(one if isinstance(one, Markup) else escape(one) for one in children if one is not None))
 
 

@@ -7,13 +7,7 @@ from shardwise.bench.results import Bench
 from shardwise.report.page.axes import second_ticks, ticks
 from shardwise.report.page.bars import Bar, BarPiece, bar_chart, key
 from shardwise.report.page.markup import Markup, numbers_below, table
-from shardwise.report.page.section import (
-    PageSection,
-    exposed_text,
-    is_chosen,
-    off_text,
-    section,
-)
+from shardwise.report.page.section import PageSection, exposed_text, is_chosen, off_text, section
 from shardwise.vocabulary.quantities import digits, seconds_text
 
 
