@@ -38,7 +38,7 @@ class RankRecord:
     rank: int = key(..., "its number in the job", least=0)
     groups: Mapping[str, GroupRecord] = key(..., "group → its collectives")
     state: str = key("", "where it stood, in words, and what its step program says next", form=string)
-    failed: str = key("", "the error of its own that ended it; empty where it waited for others", form=string)
+    failed: str = key("", "the rank's own error that ended it; empty if it waited for others", form=string)
     heard: Mapping[int, str] = key(dict, "rank → where it stood when this rank last heard from it", form=_BY_RANK)
     program: Mapping[str, Sequence[str]] = key(
         dict, "group → the collectives of a step, in the order of the step program", form=table(each(string))

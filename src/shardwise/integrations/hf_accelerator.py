@@ -54,7 +54,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         if self.distributed_type in [getattr(DistributedType, name) for name in _OTHER_ENGINES]:
             raise InvalidPlan(
                 f"Accelerate is set to {self.distributed_type.value} (a plugin, `accelerate config` or a variable): "
-                "Shardwise is an engine of its own; leave that out and set plan.strategy"
+                "Shardwise is another engine; leave that out and set plan.strategy"
             )
         if self.state.dynamo_plugin.backend.value != "NO":
             raise InvalidPlan("torch_compile or a dynamo plugin: set plan.compile = 'inductor' instead")

@@ -92,7 +92,7 @@ def _split_ties(setup: ForeignSetup) -> Iterator[Finding]:
     split = [name for name in setup.wraps or () if name.endswith(_EMBEDDINGS)]
     if split:
         yield (
-            f"{', '.join(split)} as units of their own: an embedding tied to the head becomes two parameters",
+            f"{', '.join(split)} as separate units: an embedding tied to the head becomes two parameters",
             "wrap the model's blocks alone, so that both stay with the root",
         )
 

@@ -23,7 +23,7 @@ class ForeignSetup:
     """A setup of another tool.
 
     tool             the tool that the file belongs to
-    plan             the closest plan of Shardwise
+    plan             the closest plan of Shardwise; recognise.py sets its engine
     settings         the keys of the file, flattened: `fsdp_config.fsdp_version`
     num_ranks        ranks of the job; None if the file does not say
     foreign          the engine that runs it, for the planner's times ("" for torch's own)

@@ -30,8 +30,6 @@ def from_lightning(data: Mapping[str, Any]) -> ForeignSetup | None:
         precision="bf16" if precision.startswith("bf16") else "fp16" if precision.startswith("16") else "fp32",
         recompute="full" if options.get("activation_checkpointing_policy") else "none",
         offload_states=as_bool(options.get("cpu_offload")) or "offload" in named,
-        engine="shardwise" if "deepspeed" in named.lower() else "torch",
-        capture="off",
     )
     return ForeignSetup(
         tool="lightning",

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ def read_setup(path: Path) -> ForeignSetup:
     data = _table(path)
     try:
         setup = next(filter(None, (read(data) for read in _READERS)), None)
+        if setup is not None:
+            # Other tools run steps operation by operation.
+            plan = replace(setup.plan, engine="shardwise" if setup.foreign else "torch", capture="off")
+            return replace(setup, plan=plan)
     except ShardwiseError as error:
         raise InvalidPlan(f"{path}: {error}") from error
-    if setup is not None:
-        return setup
     raise InvalidPlan(
         f"{path}: not a file of Accelerate, DeepSpeed, Lightning, torchtitan or the Hugging Face Trainer, "
         "and not a plan of Shardwise"

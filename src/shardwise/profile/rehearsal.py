@@ -103,7 +103,7 @@ def _failure(rehearsal: Rehearsal, *, code: int, output: str) -> RehearsalFailed
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     why = lines[-1] if lines else f"exit code {code}"
     if code < 0:
-        why = f"killed by signal {-code}" + (", perhaps for want of memory" if code == -9 else "")
+        why = f"killed by signal {-code}" + (", perhaps for lack of memory" if code == -9 else "")
     error = RehearsalFailed(f"{rehearsal.model} under {rehearsal.plan.strategy}: {why[:400]}")
     error.add_note(output)
     return error

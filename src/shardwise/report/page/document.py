@@ -61,7 +61,7 @@ def _main(bench: Bench, sections: list[PageSection]) -> Markup:
 
 
 def _hatch() -> Markup:
-    """Return the pattern of exposed communication, so that it can be told apart without colours."""
+    """Return the pattern of exposed communication, so that it can be recognised without colours."""
     lines = element("path", d="M0 6L6 0M-1 1L1 -1M5 7L7 5", class_="hatch")
     pattern = element(
         "pattern", element("rect", width=6, height=6, class_="hatched"), lines,

@@ -61,7 +61,7 @@ def split_section(bench: Bench) -> PageSection | None:
         numbers_below(
             _split_table(cases),
             "Without communication: the same processes, whose collectives return at once, so that each rank computes "
-            "all that it would and waits for nobody. What a step takes longer than that is exposed communication. "
+            "all that it would and waits for no other. The time by which a step takes longer is exposed communication. "
             f"Where the two times overlap in their interquartile ranges, or the step is the shorter one, it is "
             f"{NOT_MEASURABLE}: the difference is noise.",
         ),

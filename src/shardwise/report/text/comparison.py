@@ -83,7 +83,7 @@ def row(bench: Bench, case: CaseResult) -> list[str]:
     rate = bench.samples_per_s(case) if bench.step_tokens is None else bench.tokens_per_s(case)
     assert rate is not None
     return [
-        # The mode has a column of its own.
+        # The mode has a separate column.
         replace(case, engine=without_mode(case.engine)).name,
         case.mode,
         table_rate(rate),
