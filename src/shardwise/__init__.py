@@ -5,11 +5,11 @@ command line do not pay for torch (two seconds) before they need it.
 """
 
 from collections.abc import Callable
-from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardwise.vocabulary.auto_solver import register_solver
+from shardwise.vocabulary.lazy_names import lazy_names
 from shardwise.vocabulary.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -51,29 +51,18 @@ if TYPE_CHECKING:
     from shardwise.units import model_spec as model_spec
 
 
-@cache
-def _homes() -> dict[str, str]:
-    """Return public name → module, as the imports above say it."""
-    import ast
-    from pathlib import Path
-
-    (block,) = (node for node in ast.parse(Path(__file__).read_bytes()).body if isinstance(node, ast.If))
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
-
-
 def __getattr__(name: str) -> object:
     if name == "__all__":
-        return sorted(_homes())
-    if name not in _homes():
+        return sorted(lazy_names(__file__))
+    if name not in lazy_names(__file__):
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
-    value: object = getattr(import_module(_homes()[name]), name)
+    value: object = getattr(import_module(lazy_names(__file__)[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_homes()})
+    return sorted({*globals(), *lazy_names(__file__)})
 
 
 def _auto_plan() -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from training import line
 import shardwise
 from shardwise import Plan
 from shardwise.integrations import tested_versions
-from shardwise.integrations.asked_plan import asked_plan, framework_precision, refuse_capture
+from shardwise.integrations.asked_plan import asked_plan, refuse_capture
 
 
 def needs(package: str) -> None:
@@ -234,9 +234,9 @@ def test_a_version_that_was_not_tested_is_told_in_one_line(monkeypatch: pytest.M
 
 def test_the_precision_of_a_strategys_name_is_the_frameworks() -> None:
     assert "its steps are not captured" in line(lambda: refuse_capture(Plan(capture="on")))
-    assert asked_plan("zero2", precision="bf16", setting="bf16=True") == Plan(strategy="zero2", precision="bf16")
-    assert framework_precision("bf16-mixed", setting="") == "bf16"
-    assert "use bf16" in line(lambda: framework_precision("fp16", setting="mixed_precision='fp16'"))
+    for said in ("bf16", "bf16-mixed"):
+        assert asked_plan("zero2", said=said, setting="") == Plan(strategy="zero2", precision="bf16")
+    assert "use bf16" in line(lambda: asked_plan("zero2", said="fp16", setting="mixed_precision='fp16'"))
 
 
 def test_integrations_import_no_framework_before_it_is_used_and_name_the_extra_that_brings_it() -> None:

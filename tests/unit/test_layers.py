@@ -80,7 +80,6 @@ WITHOUT_TORCH = [
     "shardwise.report.text.queue_lanes",
     "shardwise.report.text.verdict",
     "shardwise.report.text.profile_table",
-    "shardwise.report.outline",
     "shardwise.report.page",
     "shardwise.report.planner_page.planner_server",
     "shardwise.report.perfetto",

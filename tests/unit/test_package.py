@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from shardwise.vocabulary.lazy_names import lazy_names
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_every_public_name_is_there_and_at_home() -> None:
     assert len(shardwise.__all__) > 30
-    assert shardwise.__all__ == sorted(shardwise._homes())
-    for name, home in shardwise._homes().items():
+    assert shardwise.__all__ == sorted(lazy_names(shardwise.__file__))
+    for name, home in lazy_names(shardwise.__file__).items():
         value = getattr(shardwise, name)
         assert value is getattr(importlib.import_module(home), name)
         assert name in dir(shardwise)

@@ -36,7 +36,6 @@ def clear_records(folder: Path) -> None:
 
 
 def read_record(path: Path) -> RankRecord:
-    """Read the record that a rank left."""
     try:
         found = table(anything)(json.loads(read_at_most(path, _MOST_BYTES)), "")
         written = found.pop("shardwise", None)

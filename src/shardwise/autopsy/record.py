@@ -18,11 +18,7 @@ class Issued:
     """One collective."""
 
     number: int = key(..., "its place among those of its group, the same on all ranks")
-    name: str = key(
-        ...,
-        "an operation and its sizes, or an operation of the step program and its unit",
-        form=string,
-    )
+    name: str = key(..., "an operation and its sizes, or an operation of the step program and its unit", form=string)
     ended: bool = key(..., "whether it was over on this rank")
     place: str = key("", "the line of the user's code that issued it, where the record has it", form=string)
 
@@ -42,7 +38,7 @@ class RankRecord:
     rank: int = key(..., "its number in the job", least=0)
     groups: Mapping[str, GroupRecord] = key(..., "group → its collectives")
     state: str = key("", "where it stood, in words, and what its step program says next", form=string)
-    failed: str = key("", "the error of its own that ended it; empty where it waited for others", form=string)
+    failed: str = key("", "the rank's own error that ended it; empty if it waited for others", form=string)
     heard: Mapping[int, str] = key(dict, "rank → where it stood when this rank last heard from it", form=_BY_RANK)
     program: Mapping[str, Sequence[str]] = key(
         dict, "group → the collectives of a step, in the order of the step program", form=table(each(string))

@@ -1,9 +1,9 @@
 """Runs the same training under several engines and strategies, in turn, and recommends one of them.
 
 benchmark.py        runs all cases
-case.py             collects the runs of one case into a CaseResult (case_result.py); case_peak.py: its memory peak
+case.py             collects the runs of one case into a CaseResult (case_result.py)
 equivalence.py      checks that all cases did the same training
-recommendation.py   chooses a case, from the spread of its times (spread.py) and its moving parts (moving_parts.py)
+recommendation.py   chooses a case, from the spread of its times (spread.py) and its moving parts
 prediction.py       asks the planner for the same cases
 results.py          the results as values and as JSON; results_form.py: reads and checks that JSON
 contestants.py      the engines, and which of them can run a case; modes.py: eager, captured or compiled

@@ -97,23 +97,15 @@ class Turn:
 
     @property
     def folder_name(self) -> str:
-        return f"{self.round}-{self.case.label}"
+        return f"{self.round}-{self.case.engine}-{self.case.strategy}"
 
     def __str__(self) -> str:
         return f"{self.round.replace('-', ' ')}: {self.case.name}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """`done` of `total` runs are complete; `text` is the next run."""
-
-    done: int
-    total: int
-    text: str
-
-
 RunRanks = Callable[[BenchRun, Path], Ranks]
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[int, int, str], None]
+"""Called with the number of complete runs, the number of all runs, and the next run in words."""
 
 
 def turns(cases: Sequence[Case], *, rounds: int, num_ranks: int) -> list[Turn]:
@@ -128,7 +120,9 @@ def turns(cases: Sequence[Case], *, rounds: int, num_ranks: int) -> list[Turn]:
     ]
 
 
-def bench(asked: Asked, *, on_progress: OnProgress = lambda progress: None, run: RunRanks | None = None) -> Bench:
+def bench(
+    asked: Asked, *, on_progress: OnProgress = lambda done, total, text: None, run: RunRanks | None = None
+) -> Bench:
     """Run all cases; one that fails is left out of later rounds.
 
     Raises BenchStopped after ^C or SIGTERM. `run` starts the ranks of one run and waits for them.
@@ -146,11 +140,11 @@ def bench(asked: Asked, *, on_progress: OnProgress = lambda progress: None, run:
                 break
             if turn.case.why_not:
                 continue
-            on_progress(Progress(done=done, total=len(todo), text=str(turn)))
+            on_progress(done, len(todo), str(turn))
             _take_turn(turn, asked=asked, run=run)
             found = _found(asked, made=made, unfinished=f"Unfinished: {done + 1} of {len(todo)} runs.")
             found.save(asked.folder)
-    on_progress(Progress(done=len(todo), total=len(todo), text="done"))
+    on_progress(len(todo), len(todo), "done")
     found = recommended(found)
     found.save(asked.folder)
     return found

@@ -16,6 +16,7 @@ Ranks = Sequence[Found]
 """The results of the ranks of one run, rank 0 first."""
 
 NOT_REACHED = "the bench ended before its turn"
+_OF_RANK_0 = ("grad_norms", "param_norms", "calls", "units", "buckets", "tape", "tape_seconds")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,11 +36,6 @@ class Case:
     predicted: PredictedCase | None = None
     runs: list[Ranks] = field(default_factory=list)
     silent: list[Ranks] = field(default_factory=list)
-
-    @property
-    def label(self) -> str:
-        """The name in folder names."""
-        return f"{self.engine}-{self.strategy}"
 
     @property
     def name(self) -> str:
@@ -65,8 +61,6 @@ class Case:
             losses=tuple(
                 math.fsum(values) / len(ranks) for values in zip(*(rank.losses for rank in ranks), strict=True)
             ),
-            grad_norms=first.grad_norms,
-            param_norms=dict(first.param_norms),
             dtypes={
                 kind: tuple(sorted({name for rank in ranks for name in rank.dtypes.get(kind, ())}))
                 for kind in first.dtypes
@@ -79,12 +73,8 @@ class Case:
             reserved_bytes=_known(rank.reserved_bytes for rank in ranks),
             ledgers=tuple(rank.ledger for rank in ranks if rank.ledger is not None),
             sent_bytes=max(_known(rank.sent_bytes for rank in ranks), default=None),
-            calls=dict(first.calls),
-            units=first.units,
-            buckets=dict(first.buckets),
-            tape=first.tape,
-            tape_seconds=first.tape_seconds,
             predicted=self.predicted,
+            **{name: getattr(first, name) for name in _OF_RANK_0},
         )
 
 

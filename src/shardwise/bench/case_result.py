@@ -7,6 +7,8 @@ from typing import Any
 from shardwise.bench.modes import is_ours, mode_of
 from shardwise.bench.spread import Spread
 from shardwise.profile.memory_ledger import MemoryLedger
+from shardwise.spec import UnitSpec
+from shardwise.vocabulary.categories import CATEGORIES
 from shardwise.vocabulary.span import Span
 
 NOT_MEASURABLE = "not measurable here"
@@ -31,6 +33,11 @@ class UnitOutline:
     name: str
     num_params: int
     num_trained: int
+
+    @classmethod
+    def of(cls, unit: UnitSpec) -> "UnitOutline":
+        trained = sum(param.num_elements for param in unit.params if param.trainable)
+        return cls(name=unit.name, num_params=unit.num_params, num_trained=trained)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +65,7 @@ class CaseResult:
     silent_seconds     the same without communication (collectives return at once); `why_not_silent`, if that failed
     first_step_seconds from the start of the processes to the end of their first step
     allocated_bytes    the peak of a step, per rank; reserved_bytes: of the caching allocator, on a GPU
-    ledgers            of one step, per rank; raised to the peak: case_peak.py
+    ledgers            of one step, per rank; raised to the peak: `measured_ledger`
     sent_bytes         sent by a rank in one step; `calls`: collective → how often
     tape               the operations of one step of rank 0; tape_seconds: how long that step took
     buckets            name → units, as rank 0 reduces them
@@ -100,22 +107,43 @@ class CaseResult:
         return self.step_seconds is not None
 
     @property
+    def seconds(self) -> float:
+        """The median step time of a case that ran."""
+        assert self.step_seconds is not None
+        return self.step_seconds.median
+
+    @property
     def peak_bytes(self) -> int:
-        """The peak of the rank with the highest one."""
+        """The peak of the rank with the highest one, as the device counted it in the timed steps."""
         return max(self.allocated_bytes)
 
     @property
     def peak_rank(self) -> int:
-        return self.allocated_bytes.index(self.peak_bytes)
+        """The rank with the highest peak; 0 if no peak is known."""
+        return self.allocated_bytes.index(self.peak_bytes) if self.allocated_bytes else 0
+
+    def measured_ledger(self, rank: int) -> MemoryLedger | None:
+        """Return a rank's ledger, raised to the rank's peak (MemoryLedger.adding_up_to); None if it has none, or if the
+        recorded step held more than the timed ones, so that it was not the same step.
+        """
+        if rank >= len(self.ledgers):
+            return None
+        ledger = self.ledgers[rank]
+        peak_bytes = self.allocated_bytes[rank] if rank < len(self.allocated_bytes) else ledger.peak.total_bytes
+        return ledger.adding_up_to(peak_bytes) if peak_bytes >= ledger.peak.total_bytes else None
+
+    def peak_parts(self) -> Mapping[str, int] | None:
+        """Return category → bytes at the peak, which add up to `peak_bytes`; None if no step was recorded."""
+        ledger = self.measured_ledger(self.peak_rank)
+        return None if ledger is None else {name: ledger.peak.num_bytes.get(name, 0) for name in CATEGORIES}
 
     @property
     def exposed_seconds(self) -> float | None:
         """The time by which a step is shorter without communication; None if `why_not_exposed` says why."""
         if self.why_not_exposed:
             return None
-        assert self.step_seconds is not None
         assert self.silent_seconds is not None
-        return self.step_seconds.median - self.silent_seconds.median
+        return self.seconds - self.silent_seconds.median
 
     @property
     def why_not_exposed(self) -> str:
@@ -135,9 +163,9 @@ class CaseResult:
 
     @property
     def time_error(self) -> float | None:
-        if self.predicted is None or self.predicted.step_seconds is None or self.step_seconds is None:
+        if self.predicted is None or self.predicted.step_seconds is None or not self.ran:
             return None
-        return self.predicted.step_seconds / self.step_seconds.median - 1
+        return self.predicted.step_seconds / self.seconds - 1
 
     def to_data(self) -> dict[str, Any]:
         """Return JSON types, with exposed communication as the table and the page show it."""

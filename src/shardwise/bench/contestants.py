@@ -40,7 +40,6 @@ class Contestant:
     can_place   whether another library can run a unit of this placement
     """
 
-    what: str
     package: str = ""
     install: str = "'shardwise[peers]'"
     can_place: Callable[[Placement], bool] = lives_alike
@@ -137,19 +136,15 @@ def _has_zero_stage(placement: Placement) -> bool:
     return STAGES.get(strategy_of(placement), 0) > 0
 
 
-_MEGATRON = Contestant(what="Megatron-FSDP", package="megatron_fsdp", install="megatron-fsdp", can_place=_has_stage)
 ENGINES: Mapping[str, Contestant] = {
-    "shardwise": Contestant(what="this engine"),
-    "captured": Contestant(what="this engine, each step one CUDA graph"),
-    "compiled": Contestant(what="the same with compiled units"),
-    "torch": Contestant(what="DistributedDataParallel and fully_shard"),
-    "torch-captured": Contestant(what="the same, each step one CUDA graph"),
-    "torch-compiled": Contestant(what="the same with compiled units"),
-    "accelerate": Contestant(what="Hugging Face Accelerate", package="accelerate"),
-    "lightning": Contestant(what="Lightning Fabric", package="lightning"),
-    "megatron-fsdp": _MEGATRON,
-    "megatron-fsdp-captured": replace(_MEGATRON, what="the same, each step one CUDA graph"),
-    "deepspeed": Contestant(
-        what="DeepSpeed with ZeRO", package="deepspeed", install="deepspeed", can_place=_has_zero_stage
+    # Our engine, and torch's DistributedDataParallel and fully_shard.
+    **dict.fromkeys(("shardwise", "captured", "compiled", "torch", "torch-captured", "torch-compiled"), Contestant()),
+    "accelerate": Contestant(package="accelerate"),
+    # Lightning Fabric.
+    "lightning": Contestant(package="lightning"),
+    **dict.fromkeys(
+        ("megatron-fsdp", "megatron-fsdp-captured"),
+        Contestant(package="megatron_fsdp", install="megatron-fsdp", can_place=_has_stage),
     ),
+    "deepspeed": Contestant(package="deepspeed", install="deepspeed", can_place=_has_zero_stage),
 }

@@ -39,7 +39,6 @@ def by_deepspeed(
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """Return DeepSpeed's configuration of the same plan."""
     plan = config.plan
     return {
         "train_micro_batch_size_per_gpu": plan.micro_batch,

@@ -5,7 +5,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 
-from shardwise.bench.gradients import GradientNorms, parts_of, tells_gradients
+from shardwise.bench.gradients import GradientNorms, parts_of, shows_gradients
 from shardwise.bench.observer import Observer, stepped_dtypes
 from shardwise.bench.run_files import BenchRun, Found
 from shardwise.bench.subject import BenchTraining
@@ -21,7 +21,7 @@ def take_first_steps(found: Found, subject: BenchTraining, *, run: BenchRun) -> 
         (step, seconds), *_ = [_timed(subject, run=run) for _ in range(NUM_STEPS)]
         return replace(found, first_step_seconds=seconds, step_tokens=step.num_tokens)
     training = subject.training
-    names = subject.trained_names if tells_gradients(training.model) else []
+    names = subject.trained_names if shows_gradients(training.model) else []
     window = Window(device=training.device, num_ranks=training.sharing.num_ranks)
     gradients = GradientNorms(parts_of(training.model, names=names), names=names)
     observer = Observer()

@@ -44,7 +44,7 @@ def parts_of(model: nn.Module, *, names: Iterable[str]) -> list[Part]:
     ]
 
 
-def tells_gradients(model: nn.Module) -> bool:
+def shows_gradients(model: nn.Module) -> bool:
     """Return whether the optimizer's parameters hold the gradients. DeepSpeed steps its own parameters."""
     return type(model).__name__ != "DeepSpeedEngine"
 

@@ -20,5 +20,4 @@ def without_mode(engine: str) -> str:
 
 
 def mode_of(engine: str) -> str:
-    """Return one of MODES."""
     return next((mode for mode in MODES[1:] if engine.endswith(mode)), MODES[0])

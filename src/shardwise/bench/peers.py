@@ -34,7 +34,6 @@ from shardwise.units import unit_modules
 def by_accelerate(
     model: nn.Module, optimizer: Optimizer, *, config: TrainConfig, device: torch.device
 ) -> tuple[nn.Module, Optimizer, Update]:
-    """Call `Accelerator.prepare`."""
     make_real(model, optimizer, plan=config.plan, device=device)
     with job_variables(device):
         accelerator = _accelerator(model, plan=config.plan, device=device)
@@ -79,7 +78,6 @@ def _accelerator(model: nn.Module, *, plan: Plan, device: torch.device) -> Any:
 def by_lightning(
     model: nn.Module, optimizer: Optimizer, *, config: TrainConfig, device: torch.device
 ) -> tuple[nn.Module, Optimizer, Update]:
-    """Call `Fabric.setup_module` and `setup_optimizers`."""
     make_real(model, optimizer, plan=config.plan, device=device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     with job_variables(device):

@@ -1,31 +1,36 @@
 """Recommends a case, from measured numbers alone. No torch here.
 
 It is the fastest case. If several cannot be ranked (spread.py), it is the simplest of those that no case clearly beats:
-the one with fewer moving parts (moving_parts.py). If none of them is simpler, it is the one with the shortest step if
-they are about equally fast, and none if the times are too noisy. Our own engine is not preferred. The sentence compares
-speed with a case of the same mode (captured with captured), if there is one.
+the one with fewer moving parts. If none of them is simpler, it is the one with the shortest step if they are about
+equally fast, and none if the times are too noisy. Our own engine is not preferred, and does not count as a moving part,
+since every case has an engine. The sentence compares speed with a case of the same mode (captured with captured), if
+there is one.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.bench.case_result import CaseResult
-from shardwise.bench.moving_parts import is_simpler, missing_parts
 from shardwise.bench.results import Bench
 from shardwise.bench.spread import SpeedRelation, Spread, relation
+from shardwise.plan.placement import AUTO, SHARDED, STRATEGIES
 from shardwise.vocabulary.quantities import fixed_text, significant, table_unit
 
 # Memory savings below this factor are not mentioned.
 _WORTHWHILE = 1.05
 _SHARES = {2: "half", 3: "a third", 4: "a quarter"}
 _MOST_NAMED = 4
+_OPTIM, _GRADS, _PARAMS = "sharded optimizer state", "sharded gradients", "sharded parameters"
+_REGATHER, _PER_UNIT = "second gather", "plan per unit"
+_GRAPH, _COMPILER = "CUDA graph", "compiler"
+_MODES = {"captured": (_GRAPH,), "compiled": (_GRAPH, _COMPILER)}
 
 
 def recommended(bench: Bench) -> Bench:
     """Return the bench with a recommendation; without one if its cases did not do the same training, none ran, or the
     times are too noisy to rank.
     """
-    ran = [case for case in bench.cases if case.ran]
+    ran = bench.ran
     if not bench.equivalence.agrees:
         names = ", ".join(dict.fromkeys(difference.case for difference in bench.equivalence.differences))
         return replace(bench, recommended=None, why=f"Not ranked: not all did the same training ({names}).")
@@ -41,9 +46,35 @@ def contenders(ran: Sequence[CaseResult]) -> list[CaseResult]:
     """Return the case to use, or several if the times are too noisy to rank them and none is simpler."""
     unbeaten = [case for case in ran if not any(_is_faster(other, case) for other in ran)]
     simplest = [case for case in unbeaten if not any(is_simpler(other, case) for other in unbeaten)]
-    simplest.sort(key=_median)
+    simplest.sort(key=lambda case: case.seconds)
     noisy = [case for case in simplest[1:] if _relation(case, simplest[0]) is SpeedRelation.NOISY]
     return [simplest[0], *noisy]
+
+
+def moving_parts(case: CaseResult) -> tuple[str, ...]:
+    """Return the parts in words, always in the same order."""
+    if case.strategy == AUTO:
+        # The solver chooses which of them its plan has, so a reader has to know all.
+        return _OPTIM, _GRADS, _PARAMS, _REGATHER, _PER_UNIT, *_MODES.get(case.mode, ())
+    placement = STRATEGIES[case.strategy]
+    has = {
+        _OPTIM: placement.optim is SHARDED,
+        _GRADS: placement.grads is SHARDED,
+        _PARAMS: placement.params is SHARDED,
+        _REGATHER: placement.reshard_after_forward,
+    }
+    return *(part for part, is_there in has.items() if is_there), *_MODES.get(case.mode, ())
+
+
+def is_simpler(one: CaseResult, other: CaseResult) -> bool:
+    """Return whether the parts of `one` are a proper subset of the other's."""
+    return set(moving_parts(one)) < set(moving_parts(other))
+
+
+def missing_parts(one: CaseResult, other: CaseResult) -> str:
+    """Return what the simpler one lacks: "no sharded gradients or CUDA graph"."""
+    parts = [part for part in moving_parts(other) if part not in moving_parts(one)]
+    return "no " + " or ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def _seconds(case: CaseResult) -> Spread:
@@ -51,16 +82,12 @@ def _seconds(case: CaseResult) -> Spread:
     return case.step_seconds
 
 
-def _median(case: CaseResult) -> float:
-    return _seconds(case).median
-
-
 def _relation(one: CaseResult, other: CaseResult) -> SpeedRelation:
     return relation(_seconds(one), _seconds(other))
 
 
 def _is_faster(one: CaseResult, other: CaseResult) -> bool:
-    return _median(one) < _median(other) and _relation(one, other) is SpeedRelation.APART
+    return one.seconds < other.seconds and _relation(one, other) is SpeedRelation.APART
 
 
 def _too_noisy(bench: Bench, left: Sequence[CaseResult], ran: Sequence[CaseResult]) -> str:
@@ -86,7 +113,7 @@ def _why(bench: Bench, best: CaseResult, ran: Sequence[CaseResult]) -> str:
 
 def _compared(best: CaseResult, ran: Sequence[CaseResult]) -> str:
     """Compare the best case with the fastest other one of its mode, or else of any mode."""
-    others = sorted((case for case in ran if case is not best), key=_median)
+    others = sorted((case for case in ran if case is not best), key=lambda case: case.seconds)
     if not others:
         return ", the only one that ran"
     rival = next((case for case in others if case.mode == best.mode), others[0])
@@ -94,7 +121,7 @@ def _compared(best: CaseResult, ran: Sequence[CaseResult]) -> str:
     simpler = f", and simpler: {missing_parts(best, rival)}" if is_simpler(best, rival) else ""
     match _relation(best, rival):
         case SpeedRelation.APART:
-            return f", {_median(rival) / _median(best):.2f} times as fast as {name}"
+            return f", {rival.seconds / best.seconds:.2f} times as fast as {name}"
         case SpeedRelation.ALIKE:
             return f", about as fast as {name}{simpler}"
         case SpeedRelation.NOISY:
@@ -118,7 +145,7 @@ def _smallest(ran: Sequence[CaseResult]) -> CaseResult | None:
     if not known:
         return None
     least_bytes = min(case.peak_bytes for case in known)
-    return min((case for case in known if case.peak_bytes < _WORTHWHILE * least_bytes), key=_median)
+    return min((case for case in known if case.peak_bytes < _WORTHWHILE * least_bytes), key=lambda case: case.seconds)
 
 
 def _held(bench: Bench, case: CaseResult, *, than: CaseResult | None = None) -> str:

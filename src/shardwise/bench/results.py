@@ -74,6 +74,11 @@ class Bench:
     capacity_bytes: int | None = None
     scaling: tuple[Mapping[str, Any], ...] = ()
 
+    @property
+    def ran(self) -> list[CaseResult]:
+        """The cases that ran."""
+        return [case for case in self.cases if case.ran]
+
     def samples_per_s(self, case: CaseResult) -> float | None:
         return None if case.step_seconds is None else self.step_samples / case.step_seconds.median
 
@@ -90,7 +95,6 @@ class Bench:
         return path
 
     def to_data(self) -> dict[str, Any]:
-        """Return JSON types."""
         data = {"format": _FORMAT, **asdict(replace(self, cases=())), "cases": [case.to_data() for case in self.cases]}
         return dict(_finite(data))
 

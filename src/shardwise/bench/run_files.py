@@ -17,10 +17,6 @@ from shardwise.train.config import TrainConfig
 ASKED = "asked.json"
 
 
-def found_file(folder: Path, *, rank: int) -> Path:
-    return folder / f"rank-{rank}.json"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRun:
     """A request for one run, under one engine and the strategy of the config's plan.
@@ -41,7 +37,6 @@ class BenchRun:
     started: float = 0.0
 
     def to_data(self) -> dict[str, Any]:
-        """Return JSON types."""
         return {name: getattr(self, name) for name in self.__slots__} | {"config": self.config.to_dict()}
 
     @classmethod
@@ -75,11 +70,11 @@ class Found:
 
     def save(self, folder: Path) -> None:
         data = asdict(self) | {"ledger": None if self.ledger is None else self.ledger.to_data()}
-        found_file(folder, rank=self.rank).write_text(json.dumps(data), encoding="utf-8")
+        (folder / f"rank-{self.rank}.json").write_text(json.dumps(data), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path, *, rank: int) -> "Found":
-        data = json.loads(found_file(folder, rank=rank).read_text(encoding="utf-8"))
+        data = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
         return cls(
             **{
                 **data,

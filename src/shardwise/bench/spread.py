@@ -58,7 +58,6 @@ class Spread:
         return max(high - self.median, self.median - low) / self.median
 
     def overlaps(self, other: "Spread") -> bool:
-        """Return whether the interquartile ranges overlap."""
         return self.middle[0] <= other.middle[1] and other.middle[0] <= self.middle[1]
 
 

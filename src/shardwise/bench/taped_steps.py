@@ -22,7 +22,7 @@ from shardwise.profile.recording import StepRecording
 from shardwise.program import Kind
 
 NUM_TAPED = 6
-"""How many steps are taped; of all but the first, the most typical one is kept."""
+"""The number of steps that are taped; of all but the first, the most typical one is kept."""
 # An update is taped when it is done, other operations that compute when they begin.
 _LASTS = {Kind.FORWARD: Lasts.UNTIL_NEXT, Kind.BACKWARD: Lasts.UNTIL_NEXT, Kind.UPDATE: Lasts.SINCE_LAST}
 

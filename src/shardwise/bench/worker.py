@@ -35,7 +35,6 @@ from shardwise.comm.join import Place, joined
 from shardwise.engine.protocol import find_engine
 from shardwise.launch.failure import LOG, report, write_to_log
 from shardwise.profile.recording import WARM_UP_STEPS, StepRecording, allocations_on
-from shardwise.spec import ModelSpec
 from shardwise.train.batches import to_device
 from shardwise.train.loop import Training, Update
 from shardwise.train.metrics import Window
@@ -94,7 +93,7 @@ def _measured(run: BenchRun, *, place: Place) -> Found:
         rank=place.rank,
         environment=_environment(run, place=place),
         step_samples=training.sharing.step_samples,
-        units=_units(subject.spec),
+        units=tuple(map(UnitOutline.of, subject.spec.units)),
     )
     found = take_first_steps(found, subject, run=run)
     window = Window(device=device, num_ranks=place.num_ranks)
@@ -109,6 +108,7 @@ def _measured(run: BenchRun, *, place: Place) -> Found:
     for _ in range(run.blocks):
         seconds.append(_block(subject, run=run, window=window))
         losses += [step.loss for step in window.read()]
+    engine = find_engine(training.model)
     found = replace(
         found,
         # A silent rank has only its own part of the loss.
@@ -116,7 +116,7 @@ def _measured(run: BenchRun, *, place: Place) -> Found:
         block_seconds=_slowest(seconds, run=run, place=place),
         allocated_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
         reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
-        buckets=_buckets(training),
+        buckets={} if engine is None else engine.buckets(training.model),
     )
     return with_usual_tape(found, subject) if _is_recorded(run) else found
 
@@ -181,23 +181,6 @@ def _showing_batches(update: Update, recording: StepRecording) -> Update:
     return shown
 
 
-def _units(spec: ModelSpec) -> tuple[UnitOutline, ...]:
-    return tuple(
-        UnitOutline(
-            name=unit.name,
-            num_params=unit.num_params,
-            num_trained=sum(param.num_elements for param in unit.params if param.trainable),
-        )
-        for unit in spec.units
-    )
-
-
-def _buckets(training: Training) -> dict[str, tuple[str, ...]]:
-    """Return the units of each bucket, as our engine reduces them."""
-    engine = find_engine(training.model)
-    return {} if engine is None else engine.buckets(training.model)
-
-
 def _environment(run: BenchRun, *, place: Place) -> dict[str, Any]:
     """Return what results depend on, with the version of the engine's package, if it has one."""
     found = environment(device=place.device, num_ranks=place.num_ranks, command=())
@@ -208,7 +191,6 @@ def _environment(run: BenchRun, *, place: Place) -> dict[str, Any]:
 
 
 def main(folder: str) -> None:
-    """Read the request, do it, and write the result."""
     if LOG in os.environ:
         # The terminal is for the bench; torch's profiler and other engines print messages.
         write_to_log(1, 2)

@@ -4,7 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.config_section import InvalidConfig
 
 if TYPE_CHECKING:
-    from shardwise.bench.benchmark import Asked, Progress
+    from shardwise.bench.benchmark import Asked, OnProgress
     from shardwise.bench.case import Case
     from shardwise.bench.results import Bench
 
@@ -184,22 +184,19 @@ def _run(asked: "Asked", *, as_json: bool) -> int:
 
 
 @contextmanager
-def _progress() -> "Iterator[Callable[[Progress], None]]":
+def _progress() -> "Iterator[OnProgress]":
     """Report progress on standard error: a bar with the remaining time on a terminal, else one line per run."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda progress: print(f"{progress.done}/{progress.total} {progress.text}", file=sys.stderr, flush=True)
+        yield lambda done, total, text: print(f"{done}/{total} {text}", file=sys.stderr, flush=True)
         return
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Bar(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
-        yield lambda progress: bar.update(
-            task, completed=progress.done, total=progress.total, description=progress.text
-        )
+        yield lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
 
 
 def _show(found: "Bench") -> None:
@@ -212,7 +209,7 @@ def _show(found: "Bench") -> None:
         # In a file or a log, names need not be wrapped.
         console.width = max(console.width, _WIDTH_OF_FILES)
     console.print(heading(found), highlight=False, markup=False, soft_wrap=True)
-    if any(case.ran for case in found.cases):
+    if found.ran:
         console.print(as_table(found))
         peaks = peak_table(found)
         if peaks is not None:

@@ -7,7 +7,7 @@ from typer import Argument, Exit, Option
 
 from shardwise.cli.own_files import describe_own
 from shardwise.cli.shared_options import SampleLength
-from shardwise.errors import InvalidPlan
+from shardwise.errors import InvalidPlan, ShardwiseError
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED, placement_of
 
@@ -71,29 +71,25 @@ def doctor(
 
 def _setup(path: Path) -> "ForeignSetup":
     """Read a file as a setup; a plan of Shardwise is a setup without settings of another tool."""
+    from shardwise.files.toml_file import read_toml
     from shardwise.interchange.foreign_setup import ForeignSetup
-    from shardwise.interchange.recognise import is_foreign, read_setup
+    from shardwise.interchange.from_torchtitan import is_torchtitan
+    from shardwise.interchange.recognise import read_setup
 
-    if path.suffix == ".toml" and not is_foreign(path):
-        plan = _our_plan(path)
-        return ForeignSetup(tool="shardwise", plan=plan, settings={}, wraps_nothing=plan.units == "none")
-    return read_setup(path)
-
-
-def _our_plan(path: Path) -> Plan:
-    """Read the plan from a plan file, or from a config of `shardwise train`."""
-    from shardwise.files.toml_file import UnreadableFile, read_toml
-
+    if path.suffix != ".toml":
+        return read_setup(path)
     try:
-        is_config = "task" in read_toml(path)
-    except UnreadableFile:
+        table = read_toml(path)
+    except ShardwiseError:
         # Plan.load raises an error that says what is wrong with the file.
-        is_config = False
-    if not is_config:
-        return Plan.load(path)
+        table = {}
+    if is_torchtitan(table):
+        return read_setup(path)
+    if "task" not in table:
+        return ForeignSetup(tool="shardwise", plan=Plan.load(path), settings={})
     from shardwise.train.config import load_config
 
-    return load_config(path).plan
+    return ForeignSetup(tool="shardwise", plan=load_config(path).plan, settings={})
 
 
 def _show(setup: "ForeignSetup", path: Path) -> None:

@@ -1,12 +1,13 @@
 """`shardwise explain`: draws one step, or the ring, as text."""
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
 from shardwise.cli.shared_options import AsJson
 from shardwise.errors import InvalidPlan, UnknownName
+from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES, resolve_strategy
 
 if TYPE_CHECKING:
@@ -37,22 +38,18 @@ def explain(
         strategy = resolve_strategy(strategy, replicate=replicate)
     if strategy is not None and strategy not in known:
         raise UnknownName.of("strategy", strategy, known=known)
-    from shardwise.report.text.ring_rounds import explain_ring, ring_as_data
+    if ring or strategy is None or strategy == "ring":
+        from shardwise.report.text.ring_rounds import explain_ring, ring_as_data
+
+        _show(ring_as_data(num_ranks=ranks) if as_json else explain_ring(num_ranks=ranks))
+        return
+    from shardwise.plan import Plan
     from shardwise.report.text.step_picture import explain as explain_step
     from shardwise.report.text.step_picture import explain_as_data
 
-    if ring or strategy is None or strategy == "ring":
-        if as_json:
-            print(json.dumps(ring_as_data(num_ranks=ranks), indent=2))
-        else:
-            _show(explain_ring(num_ranks=ranks))
-        return
-    spec = _spec(model)
-    if as_json:
-        data = explain_as_data(spec, strategy=strategy, num_ranks=ranks, replicate=replicate, prefetch=prefetch)
-        print(json.dumps(data, indent=2, ensure_ascii=False))
-    else:
-        _show(explain_step(spec, strategy=strategy, num_ranks=ranks, replicate=replicate, prefetch=prefetch))
+    mesh = Mesh(replicate=replicate, shard=ranks // replicate)
+    drawn = explain_as_data if as_json else explain_step
+    _show(drawn(_spec(model), plan=Plan(strategy=strategy, mesh=mesh, prefetch=prefetch)))
 
 
 def _explain_file(path: str, *, model: str | None, ranks: int, as_json: bool) -> None:
@@ -63,28 +60,33 @@ def _explain_file(path: str, *, model: str | None, ranks: int, as_json: bool) ->
     plan = Plan.load(path)
     if model is None and (plan.overrides or plan.recompute_overrides):
         raise InvalidPlan(f"{path} names single units: give their model with --model")
-    spec = _spec(model)
-    num_ranks = plan.mesh.num_ranks if plan.mesh is not None else ranks
-    if as_json:
-        print(json.dumps(plan_as_data(spec, plan=plan, num_ranks=num_ranks), indent=2, ensure_ascii=False))
-    else:
-        _show(explain_plan(spec, plan=plan, num_ranks=num_ranks))
+    drawn = plan_as_data if as_json else explain_plan
+    _show(drawn(_spec(model), plan=plan, num_ranks=plan.mesh.num_ranks if plan.mesh is not None else ranks))
 
 
 def _spec(model: str | None) -> "ModelSpec":
     from shardwise.models.catalogue import shape_of
-    from shardwise.report.outline import outline, picture_model
+    from shardwise.report.text.step_picture import picture_model
+    from shardwise.spec.shipped import ready_spec
 
-    return outline(shape_of(model), name=model) if model else picture_model()
+    if model is None:
+        return picture_model()
+    shape_of(model)  # Raises an error that suggests similar names.
+    spec = ready_spec(model, ways=())
+    assert spec is not None
+    return spec
 
 
-def _show(lines: list[str]) -> None:
-    """Print lines; on a terminal with colours, computation and communication are highlighted."""
+def _show(drawn: "list[str] | dict[str, Any]") -> None:
+    """Print data as JSON, and lines; on a terminal with colours, computation and communication are highlighted."""
+    if isinstance(drawn, dict):
+        print(json.dumps(drawn, indent=2, ensure_ascii=False))
+        return
     from rich.console import Console
     from rich.text import Text
 
     console = Console()
-    for line in lines:
+    for line in drawn:
         text = Text(line)
         text.highlight_regex(r"^ (forward|backward|update) \S+", "bold")
         text.highlight_regex(r"░|(?<= )[+=][a-zΣ\d]+", "yellow")

@@ -52,7 +52,7 @@ def _bench(path: Path) -> str | None:
     from shardwise.bench.results import load_bench
 
     bench = load_bench(path)
-    ran = [case.name for case in bench.cases if case.ran]
+    ran = [case.name for case in bench.ran]
     verdict = "the losses match" if bench.equivalence.agrees else "the losses do not match"
     return f"a bench, {bench.name}, of {', '.join(ran) or 'no case that ran'} on {bench.num_ranks} ranks; {verdict}"
 

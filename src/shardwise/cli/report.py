@@ -18,7 +18,7 @@ def report(
 ) -> None:
     """Write a bench as one HTML page that opens offline."""
     from shardwise.bench.results import load_bench
-    from shardwise.report.page import page_of
+    from shardwise.report.page.document import page_of
     from shardwise.report.perfetto import trace_of
 
     bench = load_bench(folder)

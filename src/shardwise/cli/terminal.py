@@ -37,7 +37,6 @@ def check_output(option: str, path: Path) -> None:
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """Write a file and print its path."""
     try:
         with atomic_write(path) as file:
             file.write(content)

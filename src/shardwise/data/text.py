@@ -41,7 +41,6 @@ def byte_encoding() -> Encoding:
 
 
 def tokenizer_encoding(path: Path, *, end_token: str | None = None) -> Encoding:
-    """Return the encoding of a Hugging Face `tokenizer.json`."""
     try:
         from tokenizers import Tokenizer
     except ImportError:

@@ -10,35 +10,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from shardwise.errors import MissingExtra
+from shardwise.vocabulary.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from shardwise.integrations.fabric_strategy import ShardwiseFabricStrategy
-    from shardwise.integrations.hf_accelerator import ShardwiseAccelerator
-    from shardwise.integrations.hf_trainer import ShardwiseMixin, ShardwiseTrainer
-    from shardwise.integrations.lightning_strategy import ShardwiseStrategy
+    from shardwise.integrations.fabric_strategy import ShardwiseFabricStrategy as ShardwiseFabricStrategy
+    from shardwise.integrations.hf_accelerator import ShardwiseAccelerator as ShardwiseAccelerator
+    from shardwise.integrations.hf_trainer import ShardwiseMixin as ShardwiseMixin
+    from shardwise.integrations.hf_trainer import ShardwiseTrainer as ShardwiseTrainer
+    from shardwise.integrations.lightning_strategy import ShardwiseStrategy as ShardwiseStrategy
 
-# Name → its file, the packages that it needs, and the extra that installs them.
-_HOME = {
-    "ShardwiseAccelerator": ("hf_accelerator", ("accelerate",), "hf"),
-    "ShardwiseFabricStrategy": ("fabric_strategy", ("lightning",), "peers"),
-    "ShardwiseMixin": ("hf_trainer", ("transformers", "accelerate"), "hf"),
-    "ShardwiseStrategy": ("lightning_strategy", ("lightning",), "peers"),
-    "ShardwiseTrainer": ("hf_trainer", ("transformers", "accelerate"), "hf"),
+# File → the extra that installs the packages that it needs, and those packages.
+_NEEDS = {
+    "fabric_strategy": ("peers", "lightning"),
+    "hf_accelerator": ("hf", "accelerate"),
+    "hf_trainer": ("hf", "transformers", "accelerate"),
+    "lightning_strategy": ("peers", "lightning"),
 }
-
-__all__ = [
-    "ShardwiseAccelerator",
-    "ShardwiseFabricStrategy",
-    "ShardwiseMixin",
-    "ShardwiseStrategy",
-    "ShardwiseTrainer",
-]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    homes = lazy_names(__file__)
+    if name == "__all__":
+        return sorted(homes)
+    if name not in homes:
         raise AttributeError(f"module 'shardwise.integrations' has no attribute {name!r}")
-    file, packages, extra = _HOME[name]
+    extra, *packages = _NEEDS[homes[name].rpartition(".")[2]]
     for package in packages:
         try:
             import_module(package)
@@ -46,10 +42,10 @@ def __getattr__(name: str) -> object:
             if error.name != package:
                 raise
             raise MissingExtra.of(package, needed_for=f"shardwise.integrations.{name}", extra=extra) from error
-    value: object = getattr(import_module(f"shardwise.integrations.{file}"), name)
+    value: object = getattr(import_module(homes[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted({*globals(), *lazy_names(__file__)})

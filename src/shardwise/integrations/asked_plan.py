@@ -4,13 +4,18 @@ from shardwise.errors import InvalidPlan
 from shardwise.plan import Plan, as_plan
 from shardwise.plan.limits import LIMITS
 
+_PRECISIONS = {"no": "fp32", "32-true": "fp32", "bf16": "bf16", "bf16-mixed": "bf16"}
 
-def asked_plan(plan: Plan | str, *, precision: str, setting: str, accumulate: int | None = None) -> Plan:
-    """Return `plan`, or the plan of the strategy of that name in the framework's `precision`.
 
-    precision    fp32 or bf16: the precision that the framework was given in `setting` (as a user would write it)
+def asked_plan(plan: Plan | str, *, said: str, setting: str, accumulate: int | None = None) -> Plan:
+    """Return `plan`, or the plan of the strategy of that name in the framework's precision.
+
+    said         the framework's precision, which it was given in `setting` (as a user would write it)
     accumulate   passes per update, if the framework was given them
     """
+    if said not in _PRECISIONS:
+        raise InvalidPlan(f"{setting}: Shardwise computes in fp32 or bf16 here; use bf16, or Plan(precision=…)")
+    precision = _PRECISIONS[said]
     if isinstance(plan, str):
         return Plan(strategy=plan, precision=precision)
     plan = as_plan(plan)
@@ -31,11 +36,3 @@ def refuse_capture(plan: Plan) -> None:
     """Raise InvalidPlan for capture = 'on' in a loop that shows us parts of a step, not whole steps."""
     if plan.captures:
         raise InvalidPlan("capture = 'on' in a framework's loop: its steps are not captured; set capture = 'auto'")
-
-
-def framework_precision(said: str, *, setting: str) -> str:
-    """Return the plan's name for a framework's precision: no, 32-true, bf16 or bf16-mixed."""
-    known = {"no": "fp32", "32-true": "fp32", "bf16": "bf16", "bf16-mixed": "bf16"}
-    if said not in known:
-        raise InvalidPlan(f"{setting}: Shardwise computes in fp32 or bf16 here; use bf16, or Plan(precision=…)")
-    return known[said]

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from shardwise.engines import accumulate, clip_grad_norm_
 from shardwise.errors import InvalidPlan
-from shardwise.integrations.asked_plan import asked_plan, framework_precision, refuse_capture
+from shardwise.integrations.asked_plan import asked_plan, refuse_capture
 from shardwise.integrations.prepared_models import PreparedModels
 from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.plan import Plan
@@ -54,9 +54,8 @@ class ShardwiseFabricStrategy(DDPStrategy):  # type: ignore[misc]
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         if self._prepared is None:
-            setting = f"Fabric(precision={self._said_precision!r})"
-            precision = framework_precision(self._said_precision, setting=setting)
-            plan = asked_plan(self._asked_plan, precision=precision, setting=setting)
+            said = self._said_precision
+            plan = asked_plan(self._asked_plan, said=said, setting=f"Fabric(precision={said!r})")
             refuse_capture(plan)
             self._prepared = PreparedModels(plan, device=lambda: self.root_device)
         self._prepared.prepare(module)

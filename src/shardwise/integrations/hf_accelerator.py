@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.engines import clip_grad_norm_
 from shardwise.errors import InvalidModel, InvalidPlan
-from shardwise.integrations.asked_plan import asked_plan, framework_precision, refuse_capture
+from shardwise.integrations.asked_plan import asked_plan, refuse_capture
 from shardwise.integrations.prepared_models import PreparedModels
 from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.plan import Plan
@@ -54,14 +54,12 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         if self.distributed_type in [getattr(DistributedType, name) for name in _OTHER_ENGINES]:
             raise InvalidPlan(
                 f"Accelerate is set to {self.distributed_type.value} (a plugin, `accelerate config` or a variable): "
-                "Shardwise is an engine of its own; leave that out and set plan.strategy"
+                "Shardwise is another engine; leave that out and set plan.strategy"
             )
         if self.state.dynamo_plugin.backend.value != "NO":
             raise InvalidPlan("torch_compile or a dynamo plugin: set plan.compile = 'inductor' instead")
-        setting = f"mixed_precision={self.mixed_precision!r}"
-        self.plan = asked_plan(
-            plan, precision=framework_precision(self.mixed_precision, setting=setting), setting=setting
-        )
+        said = self.mixed_precision
+        self.plan = asked_plan(plan, said=said, setting=f"mixed_precision={said!r}")
         self._prepared = PreparedModels(self.plan, device=lambda: self.device)
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:

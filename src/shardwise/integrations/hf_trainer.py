@@ -52,7 +52,6 @@ class ShardwiseMixin:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the models."""
         plan: Plan = self.accelerator.plan
         return plan
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardwise.engine.prepared.forward_method import run_inside_forward
 from shardwise.engines import accumulate, clip_grad_norm_
 from shardwise.errors import InvalidPlan
-from shardwise.integrations.asked_plan import asked_plan, framework_precision, refuse_capture
+from shardwise.integrations.asked_plan import asked_plan, refuse_capture
 from shardwise.integrations.prepared_models import PreparedModels
 from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.plan import Plan
@@ -83,13 +83,9 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
                 self._prepared.adopt(optimizer)
 
     def _plan(self, trainer: Any) -> Plan:
-        setting = f"Trainer(precision={self._said_precision!r})"
-        plan = asked_plan(
-            self._asked_plan,
-            precision=framework_precision(self._said_precision, setting=setting),
-            setting=setting,
-            accumulate=trainer.accumulate_grad_batches,
-        )
+        said, accumulate = self._said_precision, trainer.accumulate_grad_batches
+        setting = f"Trainer(precision={said!r})"
+        plan = asked_plan(self._asked_plan, said=said, setting=setting, accumulate=accumulate)
         refuse_capture(plan)
         return plan
 

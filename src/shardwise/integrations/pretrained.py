@@ -11,6 +11,7 @@ import json
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -225,12 +226,8 @@ def _write(
     folder.mkdir(parents=True, exist_ok=True)
     for file_name, names in parts.items():
         with atomic_write(folder / file_name) as file:
-            write_tensors(
-                file,
-                {stored[name]: entries[name] for name in names},
-                _first(values, len(names)),
-                metadata={"format": "pt"},
-            )
+            inside = {stored[name]: entries[name] for name in names}
+            write_tensors(file, inside, islice(values, len(names)), metadata={"format": "pt"})
     config = model.config
     config.architectures = [type(model).__name__]
     config.dtype = str(next(iter(entries.values())).dtype).removeprefix("torch.")
@@ -246,9 +243,3 @@ def _write(
     for stale in (folder / ONE_FILE, *folder.glob("model-?????-of-?????.safetensors")):
         if stale.name not in parts:
             stale.unlink(missing_ok=True)
-
-
-def _first(values: Iterator[Tensor], count: int) -> Iterator[Tensor]:
-    """Yield the next `count` values; `zip` would take one more."""
-    for _ in range(count):
-        yield next(values)

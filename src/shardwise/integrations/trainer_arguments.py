@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import InvalidPlan
-from shardwise.integrations.asked_plan import asked_plan, framework_precision
+from shardwise.integrations.asked_plan import asked_plan
 from shardwise.plan import Plan
 
 # Setting → what to do instead. All of them are off by default.
@@ -35,13 +35,8 @@ def checked_plan(args: Any, *, plan: Plan | str) -> Plan:
             f"one process sees {args.n_gpu} GPUs, for which the Trainer takes DataParallel: start one process per GPU "
             "(torchrun --nproc-per-node)"
         )
-    precision = framework_precision(args.mixed_precision, setting=f"TrainingArguments({args.mixed_precision}=True)")
-    checked = asked_plan(
-        plan,
-        precision=precision,
-        setting="TrainingArguments(bf16=True)",
-        accumulate=args.gradient_accumulation_steps,
-    )
+    said, accumulate = args.mixed_precision, args.gradient_accumulation_steps
+    checked = asked_plan(plan, said=said, setting=f"TrainingArguments({said}=True)", accumulate=accumulate)
     if checked.micro_batch not in (None, args.per_device_train_batch_size):
         raise InvalidPlan(
             f"plan.micro_batch = {checked.micro_batch} with per_device_train_batch_size = "

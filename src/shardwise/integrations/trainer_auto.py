@@ -58,8 +58,8 @@ def _of_size(batch: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
     sizes = {len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0}
     if len(sizes) != 1:
         raise InvalidPlan(
-            f"plan = 'auto': the batch's tensors have {sorted(sizes)} entries, so that its samples cannot be told "
-            "apart; choose a plan with shardwise.Plan.auto(task), or by `shardwise plan`"
+            f"plan = 'auto': the batch's tensors have {sorted(sizes)} entries, so that its samples cannot be "
+            "separated; choose a plan with shardwise.Plan.auto(task), or by `shardwise plan`"
         )
     (size,) = sizes
 

@@ -23,14 +23,13 @@ class ForeignSetup:
     """A setup of another tool.
 
     tool             the tool that the file belongs to
-    plan             the closest plan of Shardwise
+    plan             the closest plan of Shardwise; recognise.py sets its engine
     settings         the keys of the file, flattened: `fsdp_config.fsdp_version`
     num_ranks        ranks of the job; None if the file does not say
     foreign          the engine that runs it, for the planner's times ("" for torch's own)
     left_out         one line per setting that a plan cannot express
     master_dtype     dtype of the weights that the optimizer updates
     wraps            classes that become units; None if the tool or the model decides
-    wraps_nothing    whether nothing is wrapped, so that all parameters are gathered at once
     """
 
     tool: str
@@ -41,7 +40,6 @@ class ForeignSetup:
     left_out: tuple[str, ...] = ()
     master_dtype: str = "fp32"
     wraps: tuple[str, ...] | None = None
-    wraps_nothing: bool = False
 
 
 def units_of(wraps: tuple[str, ...] | None, *, wraps_nothing: bool) -> str:

@@ -40,8 +40,6 @@ def from_accelerate(data: Mapping[str, Any]) -> ForeignSetup | None:
         recompute="full" if as_bool(fsdp.get("fsdp_activation_checkpointing")) else "none",
         offload_states=as_bool(fsdp.get("fsdp_offload_params"))
         or str(deepspeed.get("offload_optimizer_device", "none")) == "cpu",
-        engine="torch" if kind != "DEEPSPEED" else "shardwise",
-        capture="off",
     )
     return ForeignSetup(
         tool="accelerate",
@@ -51,7 +49,6 @@ def from_accelerate(data: Mapping[str, Any]) -> ForeignSetup | None:
         foreign="deepspeed" if kind == "DEEPSPEED" else "",
         left_out=tuple(left_out),
         wraps=wraps,
-        wraps_nothing=wraps_nothing,
     )
 
 

@@ -36,7 +36,6 @@ def from_deepspeed(data: Mapping[str, Any]) -> ForeignSetup | None:
         precision=precision,
         reduce_dtype=reduces_in,
         offload_states=offloads,
-        capture="off",
     )
     left_out = [f"{key}: a plan cannot express it" for key in data if key in ("sparse_attention", "autotuning", "moe")]
     return ForeignSetup(

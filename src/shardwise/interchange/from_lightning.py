@@ -30,8 +30,6 @@ def from_lightning(data: Mapping[str, Any]) -> ForeignSetup | None:
         precision="bf16" if precision.startswith("bf16") else "fp16" if precision.startswith("16") else "fp32",
         recompute="full" if options.get("activation_checkpointing_policy") else "none",
         offload_states=as_bool(options.get("cpu_offload")) or "offload" in named,
-        engine="shardwise" if "deepspeed" in named.lower() else "torch",
-        capture="off",
     )
     return ForeignSetup(
         tool="lightning",
@@ -41,7 +39,6 @@ def from_lightning(data: Mapping[str, Any]) -> ForeignSetup | None:
         foreign="deepspeed" if "deepspeed" in named.lower() else "",
         master_dtype="bf16" if precision == "bf16-true" else "fp16" if precision == "16-true" else "fp32",
         wraps=wraps,
-        wraps_nothing=wraps_nothing,
     )
 
 

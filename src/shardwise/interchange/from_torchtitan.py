@@ -44,8 +44,6 @@ def from_torchtitan(data: Mapping[str, Any]) -> ForeignSetup | None:
         compile="inductor"
         if as_bool(settings.get("compile.enable", settings.get("training.compile", False)))
         else "none",
-        engine="torch",
-        capture="off",
     )
     left_out = [
         f"parallelism.{axis} = {settings[f'parallelism.{axis}']}: a plan has no such axis"

@@ -40,8 +40,6 @@ def from_trainer(data: Mapping[str, Any]) -> ForeignSetup | None:
         recompute="full" if recomputes else "none",
         offload_states="offload" in words,
         compile="inductor" if as_bool(data.get("torch_compile")) else "none",
-        engine="shardwise" if deepspeed else "torch",
-        capture="off",
     )
     left_out = ["deepspeed: read that file too"] if isinstance(deepspeed, str) and deepspeed else []
     return ForeignSetup(
@@ -51,7 +49,6 @@ def from_trainer(data: Mapping[str, Any]) -> ForeignSetup | None:
         foreign="deepspeed" if deepspeed else "",
         left_out=tuple(left_out),
         wraps=wraps,
-        wraps_nothing=wraps_nothing,
     )
 
 

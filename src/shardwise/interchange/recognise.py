@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardwise.interchange.foreign_setup import ForeignSetup
 from shardwise.interchange.from_accelerate import from_accelerate
 from shardwise.interchange.from_deepspeed import from_deepspeed
 from shardwise.interchange.from_lightning import from_lightning
-from shardwise.interchange.from_torchtitan import from_torchtitan, is_torchtitan
+from shardwise.interchange.from_torchtitan import from_torchtitan
 from shardwise.interchange.from_trainer import from_trainer
 
 Table = Mapping[str, Any]
@@ -26,26 +27,19 @@ _READERS: tuple[Callable[[Table], ForeignSetup | None], ...] = (
 
 
 def read_setup(path: Path) -> ForeignSetup:
-    """Read the setup that a file of another tool describes."""
     data = _table(path)
     try:
         setup = next(filter(None, (read(data) for read in _READERS)), None)
+        if setup is not None:
+            # Other tools run steps operation by operation.
+            plan = replace(setup.plan, engine="shardwise" if setup.foreign else "torch", capture="off")
+            return replace(setup, plan=plan)
     except ShardwiseError as error:
         raise InvalidPlan(f"{path}: {error}") from error
-    if setup is not None:
-        return setup
     raise InvalidPlan(
         f"{path}: not a file of Accelerate, DeepSpeed, Lightning, torchtitan or the Hugging Face Trainer, "
         "and not a plan of Shardwise"
     )
-
-
-def is_foreign(path: Path) -> bool:
-    """Return whether a TOML file is torchtitan's; False if it cannot be read."""
-    try:
-        return is_torchtitan(read_toml(path))
-    except ShardwiseError:
-        return False
 
 
 def _table(path: Path) -> Table:

@@ -20,7 +20,7 @@ def to_kubernetes(plan: Plan, shape: JobShape) -> Exported:
     left_out.append("/config/train.toml and /runs: mount your config and a volume that all machines share")
     header = file_header("kubectl apply -f plan-configmap.yaml -f FILE", *(f"To do: {line}" for line in left_out))
     config_map = _manifest("ConfigMap", name=f"{_NAME}-plan", data={"plan.toml": plan_text(plan)})
-    # A service without an address of its own: pods find each other by name.
+    # A service without an address: pods find each other by name.
     service = _manifest("Service", spec={"clusterIP": "None", "selector": {"job-name": _NAME}})
     documents = {
         "plan-configmap.yaml": [config_map],

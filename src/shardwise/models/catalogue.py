@@ -111,7 +111,6 @@ CATALOGUE: Mapping[str, Shape] = MappingProxyType(
 
 
 def shape_of(name: str) -> Shape:
-    """Return the shape of a catalogue model."""
     try:
         return CATALOGUE[name]
     except KeyError:

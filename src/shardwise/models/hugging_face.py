@@ -16,7 +16,6 @@ class HuggingFaceLayout:
     derived      suffixes of tensors that are computed from the shape (masks, angles) and hold no weights
     """
 
-    name: str
     modules: Mapping[str, str]
     transposed: frozenset[str] = frozenset()
     prefix: str
@@ -41,7 +40,6 @@ class HuggingFaceLayout:
 
 
 GPT2 = HuggingFaceLayout(
-    name="gpt2",
     modules={
         "embed": "transformer.wte",
         "positions": "transformer.wpe",
@@ -61,7 +59,6 @@ GPT2 = HuggingFaceLayout(
     derived=(".attn.bias", ".attn.masked_bias"),
 )
 LLAMA = HuggingFaceLayout(
-    name="llama",
     modules={
         "embed": "model.embed_tokens",
         "blocks.*.norm1": "model.layers.*.input_layernorm",

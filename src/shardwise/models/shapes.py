@@ -2,12 +2,11 @@
 
 A shape has everything that its module needs; `dataclasses.replace` makes a variant of it.
 
-`num_params` is the published number. Language models hold a few more, `num_held`: their embedding and head are padded
-to a multiple of `vocab_multiple` rows, because matrix products are slow if a dimension is not a multiple of 8, and
-fastest at multiples of 128. The padding rows are 0 and stay 0 (layers.py).
+`num_params` is the published number. Language models hold a few more: their embedding and head are padded to
+`vocab_rows`, a multiple of `vocab_multiple`, because matrix products are slow if a dimension is not a multiple of 8,
+and fastest at multiples of 128. The padding rows are 0 and stay 0 (layers.py).
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,11 +14,6 @@ from typing import Literal
 def rounded_up(count: int, multiple: int) -> int:
     """Return the smallest multiple that is at least `count`."""
     return -(-count // multiple) * multiple
-
-
-def num_conv_params(convolutions: Iterable[tuple[int, int, int]]) -> int:
-    """Return the parameters of convolutions, given as (inputs, outputs, kernel size), and of the norm after each."""
-    return sum(inputs * outputs * kernel**2 + 2 * outputs for inputs, outputs, kernel in convolutions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,25 +33,18 @@ class GPTShape:
     vocab_multiple: int = 128
 
     @property
-    def num_block_params(self) -> int:
-        return 12 * self.width**2 + 13 * self.width
-
-    @property
     def num_params(self) -> int:
-        return self.num_layers * self.num_block_params + (2 + self.vocab_size + self.max_seq) * self.width
+        in_block = 12 * self.width**2 + 13 * self.width
+        return self.num_layers * in_block + (2 + self.vocab_size + self.max_seq) * self.width
 
     @property
     def vocab_rows(self) -> int:
         return rounded_up(self.vocab_size, self.vocab_multiple)
 
-    @property
-    def num_held(self) -> int:
-        return self.num_params + (self.vocab_rows - self.vocab_size) * self.width
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How Llama 3.1 stretches the rotary wavelengths for contexts longer than in its first training phase."""
+    """The factors by which Llama 3.1 stretches rotary wavelengths, for contexts longer than in its first training."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -87,21 +74,14 @@ class LlamaShape:
     vocab_multiple: int = 128
 
     @property
-    def num_block_params(self) -> int:
-        d, kv_width = self.width, self.num_kv_heads * self.width // self.num_heads
-        return 2 * d * d + 2 * d * kv_width + 3 * d * self.ffn_width + 2 * d
-
-    @property
     def num_params(self) -> int:
-        return self.num_layers * self.num_block_params + self.width * (1 + self.vocab_size * (1 if self.tied else 2))
+        d, kv_width = self.width, self.num_kv_heads * self.width // self.num_heads
+        in_block = 2 * d * d + 2 * d * kv_width + 3 * d * self.ffn_width + 2 * d
+        return self.num_layers * in_block + d * (1 + self.vocab_size * (1 if self.tied else 2))
 
     @property
     def vocab_rows(self) -> int:
         return rounded_up(self.vocab_size, self.vocab_multiple)
-
-    @property
-    def num_held(self) -> int:
-        return self.num_params + (self.vocab_rows - self.vocab_size) * self.width * (1 if self.tied else 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,18 +106,10 @@ class ViTShape:
         return (self.image_size // self.patch_size) ** 2
 
     @property
-    def num_block_params(self) -> int:
-        return 12 * self.width**2 + 13 * self.width
-
-    @property
     def num_params(self) -> int:
         d, patch = self.width, self.num_channels * self.patch_size**2
         embedding = (patch + 1) * d + d + (self.num_patches + 1) * d
-        return self.num_layers * self.num_block_params + 2 * d + embedding + (d + 1) * self.num_classes
-
-    @property
-    def num_held(self) -> int:
-        return self.num_params
+        return self.num_layers * (12 * d**2 + 13 * d) + 2 * d + embedding + (d + 1) * self.num_classes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,33 +132,25 @@ class ResNetShape:
     def expansion(self) -> int:
         return 1 if self.block == "basic" else 4
 
-    def convolutions(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Return block → (inputs, outputs, kernel size) of each of its convolutions."""
-        found = {}
+    @property
+    def num_params(self) -> int:
+        # Convolutions as (inputs, outputs, kernel size).
+        convolutions = [(self.num_channels, self.width, 3 if self.small_images else 7)]
         inputs = self.width
         for stage, depth in enumerate(self.num_blocks):
             inner = self.width * 2**stage
             outputs = inner * self.expansion
-            for index in range(depth):
-                block = [(inputs, inner, 3), (inner, inner, 3)]
+            for _ in range(depth):
                 if self.block == "bottleneck":
-                    block = [(inputs, inner, 1), (inner, inner, 3), (inner, outputs, 1)]
+                    convolutions += [(inputs, inner, 1), (inner, inner, 3), (inner, outputs, 1)]
+                else:
+                    convolutions += [(inputs, inner, 3), (inner, inner, 3)]
                 # The shortcut is a 1×1 convolution if the block's input differs from its output.
                 if inputs != outputs:
-                    block.append((inputs, outputs, 1))
-                found[f"layer{stage + 1}.{index}"] = block
+                    convolutions.append((inputs, outputs, 1))
                 inputs = outputs
-        return found
-
-    @property
-    def num_params(self) -> int:
-        stem = num_conv_params([(self.num_channels, self.width, 3 if self.small_images else 7)])
-        blocks = sum(map(num_conv_params, self.convolutions().values()))
-        return stem + blocks + (8 * self.width * self.expansion + 1) * self.num_classes
-
-    @property
-    def num_held(self) -> int:
-        return self.num_params
+        with_norms = sum(before * after * kernel**2 + 2 * after for before, after, kernel in convolutions)
+        return with_norms + (inputs + 1) * self.num_classes
 
 
 Shape = GPTShape | LlamaShape | ViTShape | ResNetShape

@@ -72,7 +72,6 @@ class Profile:
 
 
 def predict(rehearsal: Rehearsal, *, spec_for: SpecFor) -> PredictedMemory:
-    """Predict the memory of the same job."""
     return predict_memory(
         spec_for(rehearsal.plan),
         plan=rehearsal.plan,

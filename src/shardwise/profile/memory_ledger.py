@@ -116,7 +116,6 @@ class MemoryLedger:
         )
 
     def to_data(self) -> dict[str, Any]:
-        """Return JSON types."""
         return {
             "entries": [[entry.at, dict(entry.num_bytes), entry.reserved_bytes] for entry in self.entries],
             "at_rest": dict(self.at_rest.num_bytes),

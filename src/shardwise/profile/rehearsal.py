@@ -42,7 +42,6 @@ class Rehearsal:
     history: str | None = None
 
     def to_data(self) -> dict[str, Any]:
-        """Return JSON types."""
         return {name: getattr(self, name) for name in self.__slots__} | {"plan": self.plan.to_dict()}
 
     @classmethod
@@ -75,7 +74,6 @@ class Measured:
         return self.ledger.adding_up_to(self.allocated_bytes)
 
     def to_data(self) -> dict[str, Any]:
-        """Return JSON types."""
         return asdict(self) | {"ledger": self.ledger.to_data()}
 
     @classmethod
@@ -105,7 +103,7 @@ def _failure(rehearsal: Rehearsal, *, code: int, output: str) -> RehearsalFailed
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     why = lines[-1] if lines else f"exit code {code}"
     if code < 0:
-        why = f"killed by signal {-code}" + (", perhaps for want of memory" if code == -9 else "")
+        why = f"killed by signal {-code}" + (", perhaps for lack of memory" if code == -9 else "")
     error = RehearsalFailed(f"{rehearsal.model} under {rehearsal.plan.strategy}: {why[:400]}")
     error.add_note(output)
     return error

@@ -106,7 +106,6 @@ def _started(rehearsal: Rehearsal, *, device: torch.device) -> _Training:
 
 
 def _record(training: _Training, *, live: Recording) -> StepRecording:
-    """Record a step after the warm-up."""
     model, optimizer, spec = training.model, training.optimizer, training.spec
     recording = StepRecording(
         live, model=model, optimizer=optimizer, spec=spec, modules=training.modules, device=training.device
@@ -121,7 +120,6 @@ def _record(training: _Training, *, live: Recording) -> StepRecording:
 
 
 def _timed(training: _Training) -> float:
-    """Return the seconds of one step."""
     if training.device.type == "cuda":
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -169,7 +167,6 @@ class _InsteadOfMeta(TorchFunctionMode):
 
 
 def main(asked: str, found: str) -> None:
-    """Read a rehearsal, run it, and write its measurements."""
     try:
         measured = rehearse(Rehearsal.from_data(json.loads(Path(asked).read_text())))
     except ShardwiseError as error:

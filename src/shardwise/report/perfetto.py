@@ -12,7 +12,6 @@ The ledger has no clock: a row starts when its first operation on the tape was i
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardwise.bench.case_peak import measured_ledger
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench
 from shardwise.report.tape_spans import scaled_tape, spans_of
@@ -25,11 +24,10 @@ _PREDICTED, _RECORDED = "predicted", "rank 0"
 
 def trace_of(bench: Bench) -> dict[str, Any]:
     """Return the trace for JSON, without the cases that did not run."""
-    ran = [case for case in bench.cases if case.ran]
     return {
         "displayTimeUnit": "ms",
         "otherData": {"name": bench.name, "command": bench.command, "made": bench.made},
-        "traceEvents": [event for process, case in enumerate(ran, 1) for event in _process(case, process=process)],
+        "traceEvents": [event for number, case in enumerate(bench.ran, 1) for event in _process(case, process=number)],
     }
 
 
@@ -74,7 +72,7 @@ def _instants(case: CaseResult, *, process: int, thread: int, drawn: Sequence[Sp
 
 def _counters(case: CaseResult, *, process: int) -> Iterator[PerfettoEvent]:
     """Yield the most live bytes of each row, at the time when the row started."""
-    ledger, tape = measured_ledger(case, rank=0), scaled_tape(case)
+    ledger, tape = case.measured_ledger(0), scaled_tape(case)
     if ledger is None or not tape:
         return
     starts: dict[int, float] = {}

@@ -16,7 +16,7 @@ from shardwise.plan.placement import SHARDED, Placement
 from shardwise.planner.traffic import sent_by_kind
 from shardwise.program import Kind, Operation, Row, StepProgram, build, crossing_buckets
 from shardwise.program.run import run_in_order
-from shardwise.spec import ModelSpec, UnitSpec
+from shardwise.spec import ModelSpec
 
 STATES = ("params", "grads", "optim")
 _FP32_BYTES = 4
@@ -69,7 +69,7 @@ def snapshots_of(spec: ModelSpec, *, plan: Plan, num_ranks: int) -> StepSnapshot
     program = build(spec, plan=plan)
     mesh = plan.mesh or Mesh(shard=num_ranks)
     state = RankState(
-        map(_outline, spec.units),
+        map(UnitOutline.of, spec.units),
         placements=plan.placements(unit.name for unit in spec.units),
         buckets={bucket.name: bucket.units for bucket in program.buckets},
         crossing_buckets=crossing_buckets(program.operations()),
@@ -208,8 +208,3 @@ class RankState:
         if held is Holding.NOTHING:
             return 0
         return -(-num_bytes // self.num_slices) if held is Holding.SLICE else num_bytes
-
-
-def _outline(unit: UnitSpec) -> UnitOutline:
-    trained = sum(param.num_elements for param in unit.params if param.trainable)
-    return UnitOutline(name=unit.name, num_params=unit.num_params, num_trained=trained)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.bench.benchmark import Asked, BenchStopped, Progress, RunFailed, bench, run_ranks, turns
+from shardwise.bench.benchmark import Asked, BenchStopped, RunFailed, bench, run_ranks, turns
 from shardwise.bench.case import NOT_REACHED, Case, cases_of
 from shardwise.bench.results import Bench, InvalidBench, load_bench
 from shardwise.bench.run_files import BenchRun, Found
@@ -119,9 +119,9 @@ class TestOrder:
         assert (wanted.blocks, wanted.block_steps) == (blocks, block_steps)
 
     def test_progress_counts_the_runs(self, tmp_path: Path) -> None:
-        seen: list[Progress] = []
-        bench(asked(tmp_path, cases=cases("ddp"), rounds=1), run=Fake(), on_progress=seen.append)
-        assert [(one.done, one.total, one.text) for one in seen] == [
+        seen: list[tuple[int, int, str]] = []
+        bench(asked(tmp_path, cases=cases("ddp"), rounds=1), run=Fake(), on_progress=lambda *one: seen.append(one))
+        assert seen == [
             (0, 2, "round 1: ddp"),
             (1, 2, "silent: ddp"),
             (2, 2, "done"),

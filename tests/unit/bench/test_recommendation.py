@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.bench.case_result import CaseResult
-from shardwise.bench.moving_parts import is_simpler
-from shardwise.bench.recommendation import recommended
+from shardwise.bench.recommendation import is_simpler, recommended
 from shardwise.bench.results import Bench, Difference, Equivalence
 from shardwise.bench.spread import SpeedRelation, Spread, relation
 from shardwise.plan.placement import AUTO, STRATEGIES

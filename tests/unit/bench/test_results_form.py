@@ -10,7 +10,7 @@ import pytest
 
 from reliability.said import say
 from shardwise.bench.results import InvalidBench, load_bench
-from shardwise.report.page import page_of
+from shardwise.report.page.document import page_of
 from shardwise.report.perfetto import trace_of
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"

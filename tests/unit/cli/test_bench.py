@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from report.sample_bench import sample_bench
 
-from shardwise.bench.benchmark import Asked, BenchStopped, Progress
+from shardwise.bench.benchmark import Asked, BenchStopped
 from shardwise.bench.recommendation import recommended
 from shardwise.bench.results import Bench, Difference, Equivalence
 from shardwise.cli.app import main
@@ -84,7 +84,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
 
     def answer(wanted: Asked, *, on_progress: Any) -> Bench:
         seen.append(wanted)
-        on_progress(Progress(done=0, total=1, text="round 1: ddp"))
+        on_progress(0, 1, "round 1: ddp")
         return recommended(sample_bench(name=wanted.name))
 
     monkeypatch.setattr("shardwise.bench.benchmark.bench", answer)

@@ -14,7 +14,3 @@ Charts are SVG that is drawn here, with widths in percent: they reflow, their te
 are CSS variables. So a page has 100 to 500 kB instead of the 5 MB of a plotting library, needs no script for its charts
 and no `unsafe-eval` in its policy, and every number of a picture is also in a table below it.
 """
-
-from shardwise.report.page.document import page_of
-
-__all__ = ["page_of"]

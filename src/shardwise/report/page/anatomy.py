@@ -1,6 +1,6 @@
 """The anatomy of a step: the data of the picture in the page, the recorded tape of each strategy, frame by frame.
 
-What the ranks hold comes from replaying the tape (frames.py), bytes from the measured ledgers (bench/case_peak.py), and
+What the ranks hold comes from replaying the tape (frames.py), bytes from the measured ledgers (CaseResult), and
 the rounds of the ring from report/text/ring_rounds.py. The scripts (anatomy.js and anatomy_pictures.js) only draw. A
 tape that is not a complete step is left out, with a line that says why.
 """
@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardwise.bench.case_peak import measured_ledger
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.modes import is_ours
 from shardwise.bench.results import Bench
@@ -78,11 +77,6 @@ def anatomy_data(bench: Bench) -> dict[str, Any] | None:
     }
 
 
-def anatomy_markup() -> str:
-    """Return the empty section, which the script fills in."""
-    return asset("anatomy.html")
-
-
 def _drawn(num_ranks: int) -> Sequence[int]:
     if num_ranks <= MAX_RANKS:
         return range(num_ranks)
@@ -113,8 +107,8 @@ def _case(case: CaseResult, *, placements: Mapping[str, Placement], mesh: Mesh) 
     trained = {unit.name for unit in case.units if unit.num_trained}
     subjects = {name: (name,) for name in names} | dict(case.buckets)
     numbers = {name: number for number, name in enumerate(subjects)}
-    drawn, peak_rank = _drawn(mesh.num_ranks), case.peak_rank if case.allocated_bytes else 0
-    ledgers = {rank: measured_ledger(case, rank=rank) for rank in {*drawn, peak_rank}}
+    drawn, peak_rank = _drawn(mesh.num_ranks), case.peak_rank
+    ledgers = {rank: case.measured_ledger(rank) for rank in {*drawn, peak_rank}}
     is_after = all(ledger is None or len(ledger.operations) == len(operations) for ledger in ledgers.values())
     captions = {beginning(keeps_grads=bool(case.ledgers[0].at_rest.num_bytes.get(GRADS, 0))): 0}
     frames = []
@@ -140,7 +134,10 @@ def _case(case: CaseResult, *, placements: Mapping[str, Placement], mesh: Mesh) 
     return {
         "name": case.strategy,
         "about": f"{next(in_words(placement))}; also known as {OTHER_NAMES[placement]}",
-        "units": [[name, _letters(placements[name])] for name in names],
+        "units": [
+            [name, "".join("S" if getattr(placements[name], state) is SHARDED else "R" for state in STATES)]
+            for name in names
+        ],
         "subjects": [[bucket_label(units), [names.index(unit) for unit in units]] for units in subjects.values()],
         "captions": list(captions),
         "start": [_HELD[held] for held in states[0]],
@@ -152,10 +149,6 @@ def _case(case: CaseResult, *, placements: Mapping[str, Placement], mesh: Mesh) 
         "peaks": [None if (ledger := ledgers[rank]) is None else ledger.peak.total_bytes for rank in drawn],
         "curve": curve,
     }
-
-
-def _letters(placement: Placement) -> str:
-    return "".join("S" if getattr(placement, state) is SHARDED else "R" for state in STATES)
 
 
 def _changes(before: Sequence[Holding], after: Sequence[Holding]) -> list[int]:

@@ -16,10 +16,10 @@ def round_step(span: float, *, num_steps: int = 4) -> float:
     return next(step * power for step in (1, 2, 2.5, 5, 10, 20) if span / (step * power) <= num_steps * (1 + 1e-9))
 
 
-def ticks(highest: float, *, unit: tuple[float, str] = (1.0, ""), num_steps: int = 4) -> list[Tick]:
+def ticks(highest: float, *, unit: tuple[float, str] = (1.0, "")) -> list[Tick]:
     """Return ticks from 0 up to at most `highest`, at round numbers of the unit; the last one names the unit."""
     size, name = unit
-    step = round_step(highest / size, num_steps=num_steps)
+    step = round_step(highest / size)
     values = [index * step for index in range(int(highest / size / step * (1 + 1e-9)) + 1)]
     texts = [f"{value:,g}" for value in values]
     if name:
@@ -35,9 +35,9 @@ def second_ticks(highest: float) -> list[Tick]:
     return ticks(highest, unit=second_unit(highest))
 
 
-def between(low: float, high: float, *, num_steps: int = 6) -> list[Tick]:
+def between(low: float, high: float) -> list[Tick]:
     """Return ticks of an axis that does not start at 0; at least one."""
-    step = round_step(high - low, num_steps=num_steps)
+    step = round_step(high - low, num_steps=6)
     first = math.ceil(low / step - 1e-9)
     places = max(0, -math.floor(math.log10(step) + 1e-9) + (1 if f"{step:e}".startswith("2.5") else 0))
     values = [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]

@@ -38,7 +38,8 @@ def page_of(bench: Bench) -> str:
     if found is not None:
         style = f"{style}\n{anatomy.STYLE}"
         scripts.append(anatomy.SCRIPT)
-        drawn = Markup(anatomy.anatomy_markup()), data_script(found, id_="anatomy-data")
+        # The script fills in the empty section.
+        drawn = Markup(asset("anatomy.html")), data_script(found, id_="anatomy-data")
         sections.insert(0, section("anatomy", "Anatomy of a step", *drawn, short="Anatomy"))
     shown = [one for one in sections if one is not None]
     if any(one.anchor == "timeline" for one in shown):
@@ -60,7 +61,7 @@ def _main(bench: Bench, sections: list[PageSection]) -> Markup:
 
 
 def _hatch() -> Markup:
-    """Return the pattern of exposed communication, so that it can be told apart without colours."""
+    """Return the pattern of exposed communication, so that it can be recognised without colours."""
     lines = element("path", d="M0 6L6 0M-1 1L1 -1M5 7L7 5", class_="hatch")
     pattern = element(
         "pattern", element("rect", width=6, height=6, class_="hatched"), lines,

@@ -8,13 +8,13 @@ from shardwise.bench.results import Bench
 from shardwise.report.page.axes import ticks
 from shardwise.report.page.bars import Bar, BarPiece, bar_chart
 from shardwise.report.page.markup import numbers_below, small, table
-from shardwise.report.page.section import PageSection, cases_that_ran, section
+from shardwise.report.page.section import PageSection, section
 from shardwise.vocabulary.quantities import bytes_text, digits, error_text, seconds_text, table_rate
 
 
 def prediction_section(bench: Bench) -> PageSection | None:
     """Show one row per case that was predicted."""
-    cases = [case for case in cases_that_ran(bench) if case.predicted is not None]
+    cases = [case for case in bench.ran if case.predicted is not None]
     if not cases or not bench.equivalence.agrees:
         return None
     has_times = any(case.predicted is not None and case.predicted.step_seconds is not None for case in cases)
@@ -62,14 +62,13 @@ def scaling_section(bench: Bench) -> PageSection | None:
 
 def _compared(case: CaseResult) -> list[str]:
     assert case.predicted is not None
-    assert case.step_seconds is not None
     seconds = case.predicted.step_seconds
     return [
         case.name,
         bytes_text(case.peak_bytes) if case.allocated_bytes else "not measured",
         bytes_text(case.predicted.allocated_bytes),
         error_text(case.memory_error),
-        seconds_text(case.step_seconds.median),
+        seconds_text(case.seconds),
         "–" if seconds is None else seconds_text(seconds),
         "–" if seconds is None else error_text(case.time_error),
     ]

@@ -14,11 +14,7 @@ from shardwise.program.operations import COMPUTES, ON_BUCKETS, WAITS
 from shardwise.report.snapshots import Holding, RankState
 
 # What must be held of a unit's parameters before an operation of this kind.
-_NEEDED = {
-    Kind.FORWARD: Holding.WHOLE,
-    Kind.BACKWARD: Holding.WHOLE,
-    Kind.WAIT_GATHER: Holding.ON_ITS_WAY,
-}
+_NEEDED = {Kind.FORWARD: Holding.WHOLE, Kind.BACKWARD: Holding.WHOLE, Kind.WAIT_GATHER: Holding.ON_ITS_WAY}
 
 
 class WrongTape(ShardwiseError):  # noqa: N818

@@ -6,15 +6,7 @@ from datetime import datetime
 from shardwise.bench.case_result import NOT_MEASURABLE, CaseResult
 from shardwise.bench.results import Bench
 from shardwise.report.page.markup import Markup, element, join, small, table
-from shardwise.report.page.section import (
-    PageSection,
-    cases_that_ran,
-    exposed_text,
-    is_chosen,
-    off_text,
-    section,
-    shown,
-)
+from shardwise.report.page.section import PageSection, exposed_text, is_chosen, off_text, section, shown
 from shardwise.vocabulary.quantities import bytes_text, digits, seconds_text
 
 _TOO_NOISY = "Too noisy to rank"
@@ -53,7 +45,7 @@ def verdict(bench: Bench) -> Markup | None:
     """Say which case to use and why, or why none is recommended."""
     if not bench.equivalence.agrees:
         return _refusal(bench)
-    if not cases_that_ran(bench):
+    if not bench.ran:
         return element("div", element("h2", "Nothing ran"), _lines(bench.why), class_="answer refused")
     same = _equivalence_line(bench)
     if bench.recommended is not None:
@@ -70,7 +62,7 @@ def verdict(bench: Bench) -> Markup | None:
 
 def tiles(bench: Bench) -> Markup | None:
     """Show the numbers of the recommended case, or of the only one."""
-    cases = cases_that_ran(bench)
+    cases = bench.ran
     if not cases or not bench.equivalence.agrees:
         return None
     chosen = next((case for case in cases if is_chosen(bench, case)), cases[0] if len(cases) == 1 else None)
@@ -88,7 +80,7 @@ def tiles(bench: Bench) -> Markup | None:
 
 def cases_section(bench: Bench) -> PageSection | None:
     """Show the numbers of all cases as a table."""
-    cases = cases_that_ran(bench)
+    cases = bench.ran
     if len(cases) < 2 or not bench.equivalence.agrees:
         return None
     return section(
@@ -105,7 +97,7 @@ def cases_section(bench: Bench) -> PageSection | None:
 
 def _equivalence_line(bench: Bench) -> Markup | None:
     """Say that the cases agree, if there are at least two."""
-    num_cases = len(cases_that_ran(bench))
+    num_cases = len(bench.ran)
     if num_cases < 2:
         return None
     return element(
@@ -119,12 +111,11 @@ def _equivalence_line(bench: Bench) -> Markup | None:
 
 def _numbers(bench: Bench, case: CaseResult) -> dict[str, str | None]:
     """Return the columns of the table; None if a number is unknown."""
-    assert case.step_seconds is not None
     samples, tokens, first = bench.samples_per_s(case), bench.tokens_per_s(case), case.first_step_seconds
     return {
         "samples/s": None if samples is None else digits(samples),
         "tokens/s": None if tokens is None else digits(tokens),
-        "step time": seconds_text(case.step_seconds.median),
+        "step time": seconds_text(case.seconds),
         "±": off_text(case),
         "exposed communication": None if case.silent_seconds is None else exposed_text(case),
         "peak per rank": bytes_text(case.peak_bytes) if case.allocated_bytes else None,

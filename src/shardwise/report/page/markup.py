@@ -25,7 +25,7 @@ def element(tag: str, *children: Child, **attributes: str | float | None) -> Mar
     In names of attributes a final `_` is dropped, and others become hyphens. Attributes that are None are left out.
     """
     given = "".join(
-        f' {name.rstrip("_").replace("_", "-")}="{escape(_value(value))}"'
+        f' {name.rstrip("_").replace("_", "-")}="{escape(value if isinstance(value, str) else _short(value))}"'
         for name, value in attributes.items()
         if value is not None
     )
@@ -35,7 +35,6 @@ def element(tag: str, *children: Child, **attributes: str | float | None) -> Mar
 
 
 def join(children: Iterable[Child]) -> Markup:
-    """Concatenate children."""
     return Markup("".join(one if isinstance(one, Markup) else escape(one) for one in children if one is not None))
 
 
@@ -74,10 +73,6 @@ def title_of(text: str) -> Markup:
 def percent(value: float) -> str:
     """Return a length of SVG as a share of the chart's width."""
     return f"{_short(100 * value)}%"
-
-
-def _value(value: str | float) -> str:
-    return value if isinstance(value, str) else _short(value)
 
 
 def _short(value: float) -> str:

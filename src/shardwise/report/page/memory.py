@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from shardwise.bench.case_peak import peak_ledger, peak_parts
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger, paired
@@ -10,7 +9,7 @@ from shardwise.report.page.axes import Tick, byte_ticks
 from shardwise.report.page.bars import Bar, BarPiece, bar_chart, key
 from shardwise.report.page.markup import Markup, element, join, numbers_below, small, table
 from shardwise.report.page.plots import PlotFrame, area_plot
-from shardwise.report.page.section import PageSection, cases_that_ran, is_chosen, section
+from shardwise.report.page.section import PageSection, is_chosen, section
 from shardwise.vocabulary.categories import CATEGORIES
 from shardwise.vocabulary.quantities import byte_unit, bytes_text, digits_in, error_text
 
@@ -26,7 +25,7 @@ _PHASES = {"before forward": "forward", "before backward": "backward", "after st
 
 def peak_section(bench: Bench) -> PageSection | None:
     """Show one bar per case: the peak of the rank with the highest peak."""
-    cases = [case for case in cases_that_ran(bench) if any(case.allocated_bytes)]
+    cases = [case for case in bench.ran if any(case.allocated_bytes)]
     if not cases or not bench.equivalence.agrees:
         return None
     highest = max(max(case.peak_bytes, _predicted(case) or 0) for case in cases) * 1.02
@@ -69,7 +68,7 @@ def peak_section(bench: Bench) -> PageSection | None:
 
 def step_section(bench: Bench) -> PageSection | None:
     """Show one small chart per case, all on one scale."""
-    cases = [(case, ledger) for case in cases_that_ran(bench) if (ledger := peak_ledger(case)) is not None]
+    cases = [(case, ledger) for case in bench.ran if (ledger := case.measured_ledger(case.peak_rank)) is not None]
     if not cases:
         return None
     highest = 1.04 * max(entry.total_bytes for one in cases for row in _rows(*one) for entry in row if entry)
@@ -112,7 +111,7 @@ def _bar(bench: Bench, case: CaseResult) -> Bar:
 
 def _parts(case: CaseResult) -> Mapping[str, int]:
     """Return the peak by category, if there is a ledger."""
-    return peak_parts(case) or {"live": case.peak_bytes}
+    return case.peak_parts() or {"live": case.peak_bytes}
 
 
 def _predicted(case: CaseResult) -> int | None:

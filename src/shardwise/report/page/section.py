@@ -37,10 +37,6 @@ def section(
     return PageSection(anchor=anchor, title=title, short=short or title, body=join(body), look=look)
 
 
-def cases_that_ran(bench: Bench) -> list[CaseResult]:
-    return [case for case in bench.cases if case.ran]
-
-
 def is_chosen(bench: Bench, case: CaseResult) -> bool:
     """Return whether this case is recommended; none is if the cases did not do the same training."""
     return bench.equivalence.agrees and bench.recommended is not None and case is bench.cases[bench.recommended]
@@ -48,10 +44,9 @@ def is_chosen(bench: Bench, case: CaseResult) -> bool:
 
 def exposed_text(case: CaseResult) -> str:
     """Return the share of exposed communication; or that it is not measurable, or was not measured."""
-    exposed, seconds = case.exposed_seconds, case.step_seconds
-    if exposed is None or seconds is None:
+    if case.exposed_seconds is None:
         return NOT_MEASURABLE if case.why_not_exposed == NOT_MEASURABLE else "–"
-    return f"{exposed / seconds.median:.0%}"
+    return f"{case.exposed_seconds / case.seconds:.0%}"
 
 
 def off_text(case: CaseResult) -> str:

@@ -7,20 +7,13 @@ from shardwise.bench.results import Bench
 from shardwise.report.page.axes import second_ticks, ticks
 from shardwise.report.page.bars import Bar, BarPiece, bar_chart, key
 from shardwise.report.page.markup import Markup, numbers_below, table
-from shardwise.report.page.section import (
-    PageSection,
-    cases_that_ran,
-    exposed_text,
-    is_chosen,
-    off_text,
-    section,
-)
+from shardwise.report.page.section import PageSection, exposed_text, is_chosen, off_text, section
 from shardwise.vocabulary.quantities import digits, seconds_text
 
 
 def throughput_section(bench: Bench) -> PageSection | None:
     """Show one bar per case, with a whisker over the interquartile range of its blocks of steps."""
-    cases = cases_that_ran(bench)
+    cases = bench.ran
     if not cases or not bench.equivalence.agrees:
         return None
     highest = 1.02 * max(bench.step_samples / case.step_seconds.middle[0] for case in cases if case.step_seconds)
@@ -45,10 +38,10 @@ def throughput_section(bench: Bench) -> PageSection | None:
 
 def split_section(bench: Bench) -> PageSection | None:
     """Show the step times: computation, and communication that is not hidden behind it."""
-    cases = cases_that_ran(bench)
+    cases = bench.ran
     if not bench.equivalence.agrees or all(case.silent_seconds is None for case in cases):
         return None
-    highest = 1.02 * max(_seconds(case) for case in cases)
+    highest = 1.02 * max(case.seconds for case in cases)
     names = {"compute": "without communication", "exposed": "exposed communication"}
     reasons = list(dict.fromkeys(case.why_not_exposed for case in cases if case.why_not_exposed))
     if reasons:
@@ -68,17 +61,12 @@ def split_section(bench: Bench) -> PageSection | None:
         numbers_below(
             _split_table(cases),
             "Without communication: the same processes, whose collectives return at once, so that each rank computes "
-            "all that it would and waits for nobody. What a step takes longer than that is exposed communication. "
+            "all that it would and waits for no other. The time by which a step takes longer is exposed communication. "
             f"Where the two times overlap in their interquartile ranges, or the step is the shorter one, it is "
             f"{NOT_MEASURABLE}: the difference is noise.",
         ),
         look="half",
     )
-
-
-def _seconds(case: CaseResult) -> float:
-    assert case.step_seconds is not None
-    return case.step_seconds.median
 
 
 def _rate_bar(bench: Bench, case: CaseResult) -> Bar:
@@ -116,7 +104,7 @@ def _rate_table(bench: Bench, cases: Sequence[CaseResult]) -> Markup:
 
 
 def _split_bar(bench: Bench, case: CaseResult) -> Bar:
-    step, exposed = _seconds(case), case.exposed_seconds
+    step, exposed = case.seconds, case.exposed_seconds
     if exposed is None:
         words = f"{case.name}: {seconds_text(step)}, exposed communication {case.why_not_exposed}"
         pieces = [BarPiece(kind="live", value=step, title=words)]
@@ -138,7 +126,7 @@ def _split_table(cases: Sequence[CaseResult]) -> Markup:
         silent, exposed = case.silent_seconds, case.exposed_seconds
         return [
             case.name,
-            seconds_text(_seconds(case)),
+            seconds_text(case.seconds),
             "–" if silent is None else seconds_text(silent.median),
             case.why_not_exposed if exposed is None else f"{seconds_text(exposed)}, {exposed_text(case)}",
             ", ".join(f"{number} {name}" for name, number in case.calls.items()) or "–",

@@ -11,7 +11,7 @@ from shardwise.bench.results import Bench
 from shardwise.report.page.bars import key
 from shardwise.report.page.lanes import VERBS, exposed_gaps, kind_of, lane_chart, time_axis
 from shardwise.report.page.markup import Markup, element, numbers_below, table
-from shardwise.report.page.section import PageSection, cases_that_ran, section
+from shardwise.report.page.section import PageSection, section
 from shardwise.report.tape_spans import spans_of, tape_scale
 from shardwise.vocabulary.quantities import seconds_text
 from shardwise.vocabulary.span import Span
@@ -33,12 +33,10 @@ class CaseTimeline:
 def timelines(bench: Bench) -> list[CaseTimeline]:
     """Return the timelines of the cases that ran: from the tape, else from the planner's prediction."""
     found = []
-    for case in cases_that_ran(bench):
-        assert case.step_seconds is not None
+    for case in bench.ran:
         predicted = case.predicted
         if case.tape:
-            spans, seconds = spans_of(case), case.step_seconds.median
-            found.append(CaseTimeline(case=case, spans=spans, seconds=seconds, is_predicted=False))
+            found.append(CaseTimeline(case=case, spans=spans_of(case), seconds=case.seconds, is_predicted=False))
         elif predicted is not None and predicted.step_seconds is not None and predicted.spans:
             spans, seconds = list(predicted.spans), predicted.step_seconds
             found.append(CaseTimeline(case=case, spans=spans, seconds=seconds, is_predicted=True))
@@ -106,9 +104,8 @@ def _notes(found: Sequence[CaseTimeline]) -> list[str]:
 def _figure(one: CaseTimeline, *, end: float) -> Markup:
     words = f" {seconds_text(one.seconds)}"
     if one.is_predicted:
-        assert one.case.step_seconds is not None
         assert one.case.predicted is not None
-        words = f" predicted {seconds_text(one.seconds)}, measured {seconds_text(one.case.step_seconds.median)}"
+        words = f" predicted {seconds_text(one.seconds)}, measured {seconds_text(one.case.seconds)}"
         if one.case.predicted.exposed_seconds:
             words += f"; {seconds_text(one.case.predicted.exposed_seconds)} of it exposed communication"
     describe = f"Timeline of {one.case.name}: compute, gather and reduce"

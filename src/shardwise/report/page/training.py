@@ -9,7 +9,7 @@ from shardwise.report.page.axes import Tick, between, round_step
 from shardwise.report.page.bars import key
 from shardwise.report.page.markup import Markup, join, numbers_below, small, table
 from shardwise.report.page.plots import Curve, PlotFrame, curve_plot
-from shardwise.report.page.section import PageSection, cases_that_ran, section
+from shardwise.report.page.section import PageSection, section
 from shardwise.vocabulary.quantities import scientific
 
 _HEIGHT = 160
@@ -18,7 +18,7 @@ _NUM_COLOURS = 8
 
 def loss_section(bench: Bench) -> PageSection | None:
     """Draw all loss curves in one plot, and say how far apart they are."""
-    cases = [case for case in cases_that_ran(bench) if case.losses]
+    cases = [case for case in bench.ran if case.losses]
     if not cases:
         return None
     curves = [

@@ -20,7 +20,3 @@ Python exports everything that does not depend on a setting, as data; JavaScript
 
 A test compares both implementations (tests/unit/report/planner_page/test_planner_numbers.py).
 """
-
-from shardwise.report.planner_page.planner_document import planner_page
-
-__all__ = ["planner_page"]

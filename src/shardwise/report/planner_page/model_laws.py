@@ -253,7 +253,7 @@ def _changes(row: MemoryRow, step: NumberedStep, tables: _Tables) -> list[list[A
 
 
 def _change(change: MemoryChange, step: NumberedStep, tables: _Tables) -> Iterator[list[Any]]:
-    """A change of units that are left out is one of its own, with a 1 at its end."""
+    """Yield a change as JSON; that of units that are left out is a separate one, with a 1 at its end."""
     if isinstance(change, Change):
         assert change.per_sample == 0
         category = CATEGORIES.index(change.category)

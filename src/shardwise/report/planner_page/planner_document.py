@@ -38,7 +38,6 @@ _LONGEST = 131_072
 
 
 def catalogue_model(name: str) -> dict[str, Any]:
-    """Return the data of a catalogue model."""
     with _collector_paused():
         return model_data(Source(name).spec_for, name=name, longest=longest_sample(name))
 

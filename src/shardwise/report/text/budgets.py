@@ -15,7 +15,6 @@ _COSTS = ("global_batch", "global_batch_tokens", "mfu", "tokens_per_day", "days"
 
 
 def training_table(rows: Sequence[TrainingCost]) -> Table:
-    """Return a table with one row per plan."""
     heads = ["training", "samples/step", "tokens/step", "MFU", "tokens/day", "days", "GPU-hours"]
     if any(row.cost is not None for row in rows):
         heads.append("cost")

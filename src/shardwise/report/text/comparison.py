@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from rich.table import Table
 
-from shardwise.bench.case_peak import peak_parts
 from shardwise.bench.case_result import NOT_MEASURABLE, CaseResult
 from shardwise.bench.modes import is_ours, without_mode
 from shardwise.bench.results import Bench
@@ -46,7 +45,7 @@ def as_table(bench: Bench) -> Table:
 
 def peak_table(bench: Bench) -> Table | None:
     """Return a table of the peaks and their categories, which add up to them; None if no categories were measured."""
-    found = [(case, parts) for case in bench.cases if case.allocated_bytes and (parts := peak_parts(case)) is not None]
+    found = [(case, parts) for case in bench.cases if case.allocated_bytes and (parts := case.peak_parts()) is not None]
     if not found:
         return None
     unit = _unit(bench)
@@ -83,16 +82,14 @@ def row(bench: Bench, case: CaseResult) -> list[str]:
     assert seconds is not None
     rate = bench.samples_per_s(case) if bench.step_tokens is None else bench.tokens_per_s(case)
     assert rate is not None
-    base = baseline(bench).step_seconds
-    assert base is not None
     return [
-        # The mode has a column of its own.
+        # The mode has a separate column.
         replace(case, engine=without_mode(case.engine)).name,
         case.mode,
         table_rate(rate),
         "?" if seconds.off is None else f"{seconds.off:.0%}",
-        *([f"{base.median / seconds.median:.2f}"] if bench.equivalence.agrees else []),
-        table_number(1000 * seconds.median),
+        *([f"{baseline(bench).seconds / case.seconds:.2f}"] if bench.equivalence.agrees else []),
+        table_number(1000 * case.seconds),
         _exposed(case),
         table_number(case.peak_bytes / _unit(bench).size) if case.allocated_bytes else "?",
         error_text(case.memory_error, unknown="?"),
@@ -104,20 +101,18 @@ def row(bench: Bench, case: CaseResult) -> list[str]:
 def _exposed(case: CaseResult) -> str:
     if case.why_not_exposed == NOT_MEASURABLE:
         return _NOISE
-    exposed, seconds = case.exposed_seconds, case.step_seconds
-    return "?" if exposed is None or seconds is None else f"{exposed / seconds.median:.0%}"
+    return "?" if case.exposed_seconds is None else f"{case.exposed_seconds / case.seconds:.0%}"
 
 
 def baseline(bench: Bench) -> CaseResult:
     """Return the case that × is relative to: our engine with nothing sharded, else the first case that ran."""
-    ran = [case for case in bench.cases if case.ran]
-    ours = (case for case in ran if is_ours(case.engine))
-    return next((case for case in ours if placement_of(case.strategy).optim is not SHARDED), ran[0])
+    ours = (case for case in bench.ran if is_ours(case.engine))
+    return next((case for case in ours if placement_of(case.strategy).optim is not SHARDED), bench.ran[0])
 
 
 def remarks(bench: Bench) -> Iterator[str]:
     """Explain the columns, and say what did not run, whether all did the same training, and which one to use."""
-    ran = [case for case in bench.cases if case.ran]
+    ran = bench.ran
     if ran:
         times = f" ×: speed relative to {baseline(bench).name};" if bench.equivalence.agrees else ""
         yield (

@@ -87,7 +87,6 @@ def _name(candidate: Candidate) -> str:
 
 
 def _times(candidate: Candidate) -> tuple[str, str, str]:
-    """Return step time, throughput and exposed communication."""
     time = candidate.time
     if time is None:
         return "?", "?", "?"

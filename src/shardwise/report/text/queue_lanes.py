@@ -41,5 +41,4 @@ def _sign(column: dict[str, float]) -> str:
 
 
 def as_data(spans: Sequence[Span]) -> list[dict[str, object]]:
-    """Return the spans for JSON."""
     return [{"queue": s.queue, "name": s.name, "start_seconds": s.start, "end_seconds": s.end} for s in spans]

@@ -13,7 +13,7 @@ from shardwise.plan.placement import SHARDED, STRATEGIES, Placement, placement_o
 from shardwise.program import Kind, Trigger
 from shardwise.program.operations import ON_BUCKETS, WAITS
 from shardwise.report.snapshots import STATES, Holding, Snapshot, StepSnapshots, bucket_label, snapshots_of
-from shardwise.spec import ROOT, ModelSpec
+from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
 from shardwise.vocabulary.quantities import GIB, KIB, MIB, TIB, UnitOfMeasure, byte_unit, fixed, fixed_text
 
 WIDTH = 80
@@ -40,16 +40,24 @@ _OPERATION_WIDTH = 31
 _NUMBER_WIDTH = 7
 
 
-def explain(spec: ModelSpec, *, strategy: str, num_ranks: int, replicate: int = 1, prefetch: int = 1) -> list[str]:
-    """Draw one step, 80 columns wide; `replicate` is the number of groups of ranks that each hold all slices."""
-    placement = placement_of(strategy)
-    step = _step(spec, strategy=strategy, num_ranks=num_ranks, replicate=replicate, prefetch=prefetch)
-    mesh = Mesh(replicate=replicate, shard=num_ranks // replicate)
+def picture_model() -> ModelSpec:
+    """Return a model whose units have 4 Mi parameters each, 16 MiB in fp32, so that the numbers are easy to follow."""
+    names = (ROOT, *(f"blocks.{index}" for index in range(3)))
+    params = {name: TensorSpec(name=f"{name}.params", shape=(4 * 2**20,)) for name in names}
+    units = tuple(UnitSpec(name=name, class_name="Picture", params=(param,)) for name, param in params.items())
+    return ModelSpec(name="picture", units=units, call_order=names)
+
+
+def explain(spec: ModelSpec, *, plan: Plan) -> list[str]:
+    """Draw one step of a plan that has a mesh and the same placement for all units, 80 columns wide."""
+    assert plan.mesh is not None
+    placement = placement_of(plan.strategy)
+    step = snapshots_of(spec, plan=plan, num_ranks=plan.mesh.num_ranks)
     return [
-        f"{strategy}, also known as {OTHER_NAMES[placement]}",
-        *in_words(placement, num_groups=replicate),
+        f"{plan.strategy}, also known as {OTHER_NAMES[placement]}",
+        *in_words(placement, num_groups=plan.mesh.replicate),
         "",
-        *_owners(placement, mesh=mesh),
+        *_owners(placement, mesh=plan.mesh),
         "",
         *step_lines(step, spec=spec),
         "",
@@ -57,18 +65,17 @@ def explain(spec: ModelSpec, *, strategy: str, num_ranks: int, replicate: int = 
     ]
 
 
-def explain_as_data(
-    spec: ModelSpec, *, strategy: str, num_ranks: int, replicate: int = 1, prefetch: int = 1
-) -> dict[str, Any]:
-    """Return the step for JSON: the rows of the program, and what a rank holds after each operation."""
-    step = _step(spec, strategy=strategy, num_ranks=num_ranks, replicate=replicate, prefetch=prefetch)
+def explain_as_data(spec: ModelSpec, *, plan: Plan) -> dict[str, Any]:
+    """Return the same step for JSON: the rows of the program, and what a rank holds after each operation."""
+    assert plan.mesh is not None
+    step = snapshots_of(spec, plan=plan, num_ranks=plan.mesh.num_ranks)
     snapshots = iter(step.snapshots[1:])
     return {
         "model": spec.name,
-        "strategy": strategy,
-        "ranks": num_ranks,
-        "replicate": replicate,
-        "prefetch": prefetch,
+        "strategy": plan.strategy,
+        "ranks": plan.mesh.num_ranks,
+        "replicate": plan.mesh.replicate,
+        "prefetch": plan.prefetch,
         "units": [{"name": unit.name, "num_params": unit.num_params} for unit in spec.units],
         "buckets": [list(bucket.units) for bucket in step.program.buckets],
         "start": _snapshot_data(step.snapshots[0]),
@@ -93,11 +100,6 @@ def explain_as_data(
         "peak_bytes": step.peak.held_bytes,
         "sent_bytes": {kind.value: step.sent_bytes(kind) for kind in WAITS.values()},
     }
-
-
-def _step(spec: ModelSpec, *, strategy: str, num_ranks: int, replicate: int, prefetch: int) -> StepSnapshots:
-    mesh = Mesh(replicate=replicate, shard=num_ranks // replicate)
-    return snapshots_of(spec, plan=Plan(strategy=strategy, mesh=mesh, prefetch=prefetch), num_ranks=num_ranks)
 
 
 def _snapshot_data(snapshot: Snapshot) -> dict[str, Any]:
@@ -149,9 +151,8 @@ def _owners(placement: Placement, *, mesh: Mesh) -> Iterator[str]:
         for state in STATES:
             owned = range(mesh.shard) if getattr(placement, state) is not SHARDED else [rank % mesh.shard]
             held = [Holding.WHOLE if cell in owned else Holding.NOTHING for cell in cells]
-            line += "".join("…" if cell is None else GLYPHS[one] for cell, one in zip(cells, held, strict=True)).ljust(
-                width
-            )
+            drawn = ("…" if cell is None else GLYPHS[one] for cell, one in zip(cells, held, strict=True))
+            line += "".join(drawn).ljust(width)
         yield line.rstrip()
 
 

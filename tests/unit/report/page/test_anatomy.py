@@ -11,23 +11,29 @@ from report.sample_bench import sample_bench
 
 from shardwise.bench.case_result import CaseResult, Happening, UnitOutline
 from shardwise.bench.results import Bench
-from shardwise.models.catalogue import shape_of
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES, Placement
 from shardwise.profile.memory_ledger import LedgerEntry, MemoryLedger
 from shardwise.program import Kind, build
-from shardwise.report.outline import outline
-from shardwise.report.page.anatomy import SCRIPT, STYLE, anatomy_data, anatomy_markup
+from shardwise.report.page.anatomy import SCRIPT, STYLE, anatomy_data
 from shardwise.report.page.captions import caption
+from shardwise.report.page.html_document import asset
 from shardwise.report.snapshots import STATES, Holding, snapshots_of
 from shardwise.report.tape_spans import tape_scale
 from shardwise.report.text.ring_rounds import rounds
 from shardwise.spec import ROOT, ModelSpec
+from shardwise.spec.shipped import ready_spec
 from shardwise.vocabulary.categories import CATEGORIES
 
 States = list[dict[str, dict[str, str]]]
 """Before the first operation and after each: params, grads, optim → unit → what is held."""
+
+
+def shipped(name: str) -> ModelSpec:
+    spec = ready_spec(name, ways=())
+    assert spec is not None
+    return spec
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +141,7 @@ class Test_frames:
 
     @pytest.mark.parametrize("strategy", STRATEGIES)
     def test_the_tape_of_a_program_gives_what_explain_shows_of_it(self, bench: Bench, strategy: str) -> None:
-        spec = outline(shape_of("gpt-tiny"), name="gpt-tiny")
+        spec = shipped("gpt-tiny")
         data = anatomy_data(made_bench(spec, bench=bench, num_ranks=4))
         assert data is not None
         frames = snapshots_of(spec, plan=Plan(strategy=strategy), num_ranks=4).snapshots
@@ -202,7 +208,7 @@ class Test_frames:
             assert case["places"][-1] <= 1.0
 
     def test_overrides_of_the_plan_are_in_the_picture(self, bench: Bench) -> None:
-        spec = outline(shape_of("gpt-tiny"), name="gpt-tiny")
+        spec = shipped("gpt-tiny")
         data = anatomy_data(made_bench(spec, bench=bench, num_ranks=2, **{"plan.overrides": {"blocks.0": "ddp"}}))
         assert data is not None
         assert dict(case_of(data, "fsdp")["units"]) == {
@@ -214,7 +220,7 @@ class Test_frames:
         assert data["left_out"] == []
 
     def test_a_hybrid_mesh_has_as_many_slices_as_its_shard_axis(self, bench: Bench) -> None:
-        spec = outline(shape_of("gpt-tiny"), name="gpt-tiny")
+        spec = shipped("gpt-tiny")
         data = anatomy_data(made_bench(spec, bench=bench, num_ranks=8, **{"plan.mesh": {"replicate": 2, "shard": 4}}))
         assert data is not None
         assert (data["num_ranks"], data["num_slices"], sorted(data["rings"])) == (8, 4, ["2", "4", "8"])
@@ -223,7 +229,7 @@ class Test_frames:
 
     @pytest.mark.parametrize("strategy", ["zero2", "shard_grad_op", "fsdp"])
     def test_on_a_hybrid_mesh_a_gradient_is_there_when_its_slice_has_crossed(self, bench: Bench, strategy: str) -> None:
-        spec = outline(shape_of("gpt-tiny"), name="gpt-tiny")
+        spec = shipped("gpt-tiny")
         made = made_bench(spec, bench=bench, num_ranks=4, **{"plan.mesh": {"replicate": 2, "shard": 2}})
         data = anatomy_data(made)
         assert data is not None
@@ -246,7 +252,7 @@ class Test_frames:
         assert states == drawn
 
     def test_a_hybrid_tape_from_before_slices_were_on_it_is_drawn(self, bench: Bench) -> None:
-        spec = outline(shape_of("gpt-tiny"), name="gpt-tiny")
+        spec = shipped("gpt-tiny")
         made = made_bench(spec, bench=bench, num_ranks=4, **{"plan.mesh": {"replicate": 2, "shard": 2}})
         cases = [replace(case, tape=tuple(one for one in case.tape if "slice" not in one.kind)) for case in made.cases]
         data = anatomy_data(replace(made, cases=tuple(cases)))
@@ -290,7 +296,7 @@ class Test_a_tape_that_is_not_a_step:
 
     @pytest.mark.parametrize("gone", ["reduce slice", "wait slice"])
     def test_is_left_out_where_a_slice_is_sent_or_waited_for_alone(self, bench: Bench, gone: str) -> None:
-        spec = outline(shape_of("gpt-tiny"), name="gpt-tiny")
+        spec = shipped("gpt-tiny")
         made = made_bench(spec, bench=bench, num_ranks=4, **{"plan.mesh": {"replicate": 2, "shard": 2}})
         tape = tuple(one for one in tape_of(made, "fsdp") if (one.kind, one.subject) != (gone, "blocks.0"))
         data = anatomy_data(with_tape(made, "fsdp", tape))
@@ -318,7 +324,7 @@ class Test_a_tape_that_is_not_a_step:
 
 class Test_memory:
     def test_is_the_highest_row_around_each_operation_where_a_ledger_has_only_rows(self, bench: Bench) -> None:
-        spec = outline(shape_of("gpt-tiny"), name="gpt-tiny")
+        spec = shipped("gpt-tiny")
         made = made_bench(spec, bench=bench, num_ranks=3)
         data = anatomy_data(made)
         assert data is not None
@@ -424,7 +430,7 @@ class Test_ring:
 
 
 def test_twelve_layers_of_all_strategies_on_8_ranks_stay_below_400_kb(bench: Bench) -> None:
-    spec = outline(shape_of("gpt2-124m"), name="gpt2-124m")
+    spec = shipped("gpt2-124m")
     data = anatomy_data(made_bench(spec, bench=bench, num_ranks=8))
     assert data is not None
     assert len(data["cases"]) == len(STRATEGIES)
@@ -440,7 +446,7 @@ def test_every_kind_of_operation_has_a_caption(placement: Placement) -> None:
 
 def test_nothing_in_the_markup_needs_a_looser_policy() -> None:
     """No styles or handlers in attributes, nothing from elsewhere, and no text that a script would parse as markup."""
-    assert not re.search(r"\s(style|on\w+|href|src)=|<script|<style", anatomy_markup())
+    assert not re.search(r"\s(style|on\w+|href|src)=|<script|<style", asset("anatomy.html"))
     for forbidden in ("innerHTML", "outerHTML", "insertAdjacent", "eval(", "fetch(", 'setAttribute("style"', "http:"):
         assert forbidden not in SCRIPT.replace("http://www.w3.org/2000/svg", ""), forbidden
     assert "</script" not in SCRIPT

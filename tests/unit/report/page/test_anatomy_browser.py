@@ -10,8 +10,8 @@ import pytest
 from report.chromium import Page, needs_chromium, page
 from report.sample_bench import sample_bench
 
-from shardwise.report.page import page_of
 from shardwise.report.page.anatomy import anatomy_data
+from shardwise.report.page.document import page_of
 from shardwise.vocabulary.quantities import bytes_text
 
 pytestmark = needs_chromium

@@ -8,7 +8,7 @@ from report.chromium import needs_chromium, page
 from report.sample_bench import sample_bench
 
 from shardwise.bench.results import Difference, Equivalence
-from shardwise.report.page import page_of
+from shardwise.report.page.document import page_of
 
 pytestmark = needs_chromium
 

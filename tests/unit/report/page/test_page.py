@@ -11,8 +11,8 @@ from report.sample_bench import sample_bench, sample_case
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import Bench, Difference, Equivalence
 from shardwise.bench.spread import Spread
-from shardwise.report.page import page_of
 from shardwise.report.page.anatomy import anatomy_data
+from shardwise.report.page.document import page_of
 from shardwise.report.page.markup import Markup, data_script, element
 from shardwise.report.page.timeline import timelines
 from shardwise.vocabulary.quantities import bytes_text, seconds_text

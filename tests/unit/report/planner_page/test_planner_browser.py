@@ -10,8 +10,7 @@ from report.chromium import Page, needs_chromium, page
 from shardwise.cli.plan_answer import PlanQuestion, answer
 from shardwise.hardware import cluster_of
 from shardwise.plan import Plan
-from shardwise.report.planner_page import planner_page
-from shardwise.report.planner_page.planner_document import catalogue_model
+from shardwise.report.planner_page.planner_document import catalogue_model, planner_page
 from shardwise.sources import Source
 
 pytestmark = needs_chromium

@@ -32,10 +32,9 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 from shardwise.planner.search.candidates import capacity_bytes
 from shardwise.planner.time.step_time import timeline
-from shardwise.report.planner_page import planner_page
 from shardwise.report.planner_page.device_tables import hardware_data, offered_devices
 from shardwise.report.planner_page.model_laws import WAYS
-from shardwise.report.planner_page.planner_document import MODEL_SCRIPTS, catalogue_model
+from shardwise.report.planner_page.planner_document import MODEL_SCRIPTS, catalogue_model, planner_page
 
 NODE = shutil.which("node")
 ONE = """

@@ -2,30 +2,32 @@
 
 import pytest
 
-from shardwise.models.catalogue import CATALOGUE, shape_of
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.program import Kind, build
-from shardwise.report.outline import outline, picture_model
 from shardwise.report.snapshots import STATES, Holding, StepSnapshots, snapshots_of
-from shardwise.report.text.step_picture import GLYPHS, OTHER_NAMES, explain, explain_as_data
+from shardwise.report.text.step_picture import GLYPHS, OTHER_NAMES, explain, explain_as_data, picture_model
 from shardwise.spec import ROOT, ModelSpec, TensorSpec, UnitSpec
+from shardwise.spec.shipped import ready_spec
 
 PICTURE = picture_model()
 UNIT = 16  # MiB of each of its 4 units
 MIB = 2**20
 
 
-def snapshots(strategy: str, *, num_ranks: int = 4, prefetch: int = 1) -> StepSnapshots:
-    plan = Plan(strategy=strategy, mesh=Mesh(shard=num_ranks), prefetch=prefetch)
-    return snapshots_of(PICTURE, plan=plan, num_ranks=num_ranks)
+def plan(strategy: str, *, num_ranks: int = 4, prefetch: int = 1) -> Plan:
+    return Plan(strategy=strategy, mesh=Mesh(shard=num_ranks), prefetch=prefetch)
+
+
+def snapshots(strategy: str, *, num_ranks: int = 4) -> StepSnapshots:
+    return snapshots_of(PICTURE, plan=plan(strategy, num_ranks=num_ranks), num_ranks=num_ranks)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 16, 1000])
 def test_a_step_fits_on_a_screen(strategy: str, num_ranks: int) -> None:
-    lines = explain(PICTURE, strategy=strategy, num_ranks=num_ranks)
+    lines = explain(PICTURE, plan=plan(strategy, num_ranks=num_ranks))
     assert len(lines) <= 64
     assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
 
@@ -33,7 +35,9 @@ def test_a_step_fits_on_a_screen(strategy: str, num_ranks: int) -> None:
 @pytest.mark.parametrize("model", ["gpt-tiny", "gpt2-124m", "llama-3.1-405b", "vit-large", "resnet18", "resnet50"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_large_model_is_shortened_but_its_peak_is_drawn(strategy: str, model: str) -> None:
-    lines = explain(outline(shape_of(model), name=model), strategy=strategy, num_ranks=1024)
+    spec = ready_spec(model, ways=())
+    assert spec is not None
+    lines = explain(spec, plan=plan(strategy, num_ranks=1024))
     assert len(lines) <= 80
     assert all(len(line) <= 80 for line in lines)
     assert sum(line.endswith("◀") for line in lines) == 1
@@ -42,7 +46,7 @@ def test_a_large_model_is_shortened_but_its_peak_is_drawn(strategy: str, model: 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_operation_is_a_line_in_the_programs_order(strategy: str) -> None:
     """But for the copies into buckets. Buckets are named shortly, so for those the verb alone is compared."""
-    lines = explain(PICTURE, strategy=strategy, num_ranks=4)
+    lines = explain(PICTURE, plan=plan(strategy))
     first = next(index for index, line in enumerate(lines) if line.startswith("(the step begins)"))
     drawn = [line[:31].strip() for line in lines[first + 1 : lines.index("", first)] if not line.startswith("──")]
     operations = build(PICTURE, plan=Plan(strategy=strategy)).operations()
@@ -57,16 +61,16 @@ def test_every_operation_is_a_line_in_the_programs_order(strategy: str) -> None:
 
 def test_fsdp_holds_one_unit_ahead_of_the_one_that_computes() -> None:
     """█ whole, ▂ own slice, ░ arriving: the root, block 0 and block 1 while block 0 computes."""
-    lines = explain(PICTURE, strategy="fsdp", num_ranks=4, prefetch=1)
+    lines = explain(PICTURE, plan=plan("fsdp", prefetch=1))
     (line,) = [line for line in lines if line.startswith(" forward blocks.0")]
     assert line.split()[2:] == ["█", "█", "░", "▂", *"····", *"▂▂▂▂", "96.0", "████████"]
-    lines = explain(PICTURE, strategy="fsdp", num_ranks=4, prefetch=0)
+    lines = explain(PICTURE, plan=plan("fsdp", prefetch=0))
     (line,) = [line for line in lines if line.startswith(" forward blocks.0")]
     assert line.split()[2:6] == ["█", "█", "▂", "▂"]
 
 
 def test_the_header_shows_which_rank_owns_which_slice() -> None:
-    lines = explain(PICTURE, strategy="zero2", num_ranks=3)
+    lines = explain(PICTURE, plan=plan("zero2", num_ranks=3))
     start = next(index for index, line in enumerate(lines) if line.split() == list(STATES))
     assert [line.split() for line in lines[start + 1 : start + 4]] == [
         ["rank", "0", "███", "█··", "█··"],
@@ -138,7 +142,7 @@ def test_on_a_hybrid_mesh_gathers_stay_in_a_group_and_slices_go_from_one_to_anot
 
 
 def test_on_a_hybrid_mesh_a_slice_is_drawn_on_its_way_until_it_is_waited_for() -> None:
-    lines = explain(PICTURE, strategy="fsdp", num_ranks=8, replicate=2)
+    lines = explain(PICTURE, plan=Plan(strategy="fsdp", mesh=Mesh(replicate=2, shard=4)))
     assert "8 ranks in 2 groups; what each has of every unit, in 4 slices, at the update:" in lines
     assert [line.split()[2] for line in lines if line.startswith("  rank")] == ["█···", "·█··", "··█·", "···█"] * 2
     (sent,) = [index for index, line in enumerate(lines) if line.startswith("   reduce slice blocks.2")]
@@ -171,7 +175,7 @@ def test_frozen_units_have_no_gradients_and_no_optimizer_state() -> None:
 
 
 def test_the_data_holds_the_programs_rows() -> None:
-    data = explain_as_data(PICTURE, strategy="fsdp", num_ranks=4)
+    data = explain_as_data(PICTURE, plan=plan("fsdp"))
     program = build(PICTURE, plan=Plan(strategy="fsdp"))
     assert [(row["trigger"], row["unit"], row["call"]) for row in data["rows"]] == [
         (row.trigger.value, row.unit, row.call) for row in program.rows
@@ -184,30 +188,9 @@ def test_the_data_holds_the_programs_rows() -> None:
     assert operations[0]["params"] == {ROOT: "on its way", **{f"blocks.{i}": "own slice" for i in range(3)}}
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
-def test_the_outline_of_a_model_has_the_units_of_the_model(name: str) -> None:
-    from shardwise.models.make import build_model
-    from shardwise.units import model_spec
-
-    def sizes(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
-        return {
-            unit.name: (
-                unit.num_params,
-                sum(param.num_bytes for param in unit.params),
-                sum(buffer.num_bytes for buffer in unit.buffers if buffer.persistent),
-            )
-            for unit in spec.units
-        }
-
-    drawn = outline(shape_of(name), name=name)
-    real = model_spec(build_model(shape_of(name), device="meta"), name=name)
-    assert drawn.call_order == real.call_order
-    assert {unit: (params, 4 * params, buffers) for unit, (params, _, buffers) in sizes(drawn).items()} == sizes(real)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_that_is_alone_computes_with_whole_parameters(strategy: str) -> None:
-    lines = explain(PICTURE, strategy=strategy, num_ranks=1)
+    lines = explain(PICTURE, plan=plan(strategy, num_ranks=1))
     assert "1 rank: its slice of a unit is all of it, and nothing is sent" in lines
     computes = [line for line in lines if line.startswith((" forward ", " backward "))]
     for number, line in enumerate(computes):

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from report.sample_bench import sample_bench
 
-from shardwise.bench.case_peak import measured_ledger, peak_ledger, peak_parts
 from shardwise.bench.case_result import CaseResult
 from shardwise.bench.results import load_bench
 from shardwise.bench.results_form import CASE
@@ -22,11 +21,11 @@ def ran(path: Path | None) -> list[CaseResult]:
 
 @pytest.mark.parametrize("path", [None, *RESULTS], ids=lambda path: "sample" if path is None else path.stem)
 def test_categories_add_up_to_the_peak_of_every_case_that_was_looked_at(path: Path | None) -> None:
-    looked = [(case, parts) for case in ran(path) if (parts := peak_parts(case)) is not None]
+    looked = [(case, parts) for case in ran(path) if (parts := case.peak_parts()) is not None]
     assert looked or not any(case.ledgers for case in ran(path))
     for case, parts in looked:
         assert sum(parts.values()) == case.peak_bytes
-        ledger = peak_ledger(case)
+        ledger = case.measured_ledger(case.peak_rank)
         assert ledger is not None
         assert ledger.peak.total_bytes == case.peak_bytes
 
@@ -34,7 +33,7 @@ def test_categories_add_up_to_the_peak_of_every_case_that_was_looked_at(path: Pa
 def test_what_the_recording_did_not_see_is_other_in_every_row() -> None:
     case = ran(None)[0]
     more = replace(case, allocated_bytes=tuple(ledger.peak.total_bytes + 1000 for ledger in case.ledgers))
-    ledger = measured_ledger(more, rank=0)
+    ledger = more.measured_ledger(0)
     assert ledger is not None
     pairs = zip((ledger.at_rest, *ledger.entries), (case.ledgers[0].at_rest, *case.ledgers[0].entries), strict=True)
     for entry, recorded in pairs:
@@ -44,8 +43,8 @@ def test_what_the_recording_did_not_see_is_other_in_every_row() -> None:
 def test_a_recorded_step_that_held_more_than_the_timed_ones_is_not_shown_as_theirs() -> None:
     case = ran(None)[0]
     less = replace(case, allocated_bytes=tuple(ledger.peak.total_bytes - 1 for ledger in case.ledgers))
-    assert peak_parts(less) is None
-    assert peak_parts(replace(case, ledgers=())) is None
+    assert less.peak_parts() is None
+    assert replace(case, ledgers=()).peak_parts() is None
 
 
 class TestExposed:
