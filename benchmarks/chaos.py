@@ -5,7 +5,8 @@ python benchmarks/chaos.py --long                   the full numbers: at most 60
 python benchmarks/chaos.py --only 3,4 --seed 7      some rows; the results of the others are kept
 
 Results go to benchmarks/results/chaos.json and docs/reliability.md. The exit code is 1 if a row did not hold.
-Rows are in benchmarks/chaos_rows/faults.toml; most of what they run is in tests/, where the suite tries a few of the same.
+Rows are in benchmarks/chaos_rows/faults.toml; most of what they run is in tests/, where the suite tries a few of
+the same.
 """
 
 import importlib

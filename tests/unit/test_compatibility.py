@@ -21,7 +21,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     yield {name: importlib.import_module(name) for name in PAGES}
     for name in set(sys.modules) - before:
-        if name.split(".")[0] in (*PAGES, "parity", "scenario_rows", "rows", "measuring"):
+        if name.split(".")[0] in (*PAGES, "parity", "scenario_rows", "rows", "measuring", "workers"):
             sys.modules.pop(name)
 
 
