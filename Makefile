@@ -131,7 +131,6 @@ planner-docs: setup
 	@$(BIN)/python benchmarks/planner_docs.py --published $(PUBLISHED) $(ARGS)
 
 bench: setup
-	@$(BIN)/python benchmarks/startup.py
 	@$(BIN)/python benchmarks/engine_step.py --case cpu
 
 clean:

@@ -48,14 +48,14 @@ from measuring import (
     join_alone,
     one_line,
     peaks,
-    results_of,
     seconds_per_step,
     used_bytes,
     write,
 )
-from measuring import tell as hand_over
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+from workers import results_of
+from workers import tell as hand_over
 
 import shardwise
 from shardwise.comm.absent import AbsentCollectives, absent_group

@@ -13,7 +13,6 @@ kernels), and writes nothing.
     other_device_bytes                in use on the device at the end besides what is reserved: context, graphs
 """
 
-import json
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import measuring
 import torch
 import torch.distributed as dist
+import workers
 from hugging_face_models import MODELS, build
 from hugging_face_peers import WARM_UP, step_of
 from measuring import RESULTS, peaks
@@ -102,25 +102,16 @@ def main() -> None:
         if asked.memsets:
             step_graphs.fill_by_kernels = lambda graph: 0
         for capture in ("off", "auto"):
-            measuring.tell(measure(asked.here, capture=capture, backend=asked.compile, num_steps=asked.steps))
+            workers.tell(measure(asked.here, capture=capture, backend=asked.compile, num_steps=asked.steps))
             measuring.free()
         dist.destroy_process_group()
         return
-    rows = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
-    for name in asked.models:
-        words = ["--here", name, "--steps", str(asked.steps), "--compile", asked.compile]
-        words += ["--memsets"] if asked.memsets else []
-        try:
-            found = measuring.results_of(measuring.output_of(__file__, *words, limit_seconds=150))
-        except measuring.ProcessFailed as error:
-            print(error, flush=True)
-            continue
-        for row in found:
+    options = ["--steps", str(asked.steps), "--compile", asked.compile, *(["--memsets"] if asked.memsets else [])]
+    for name, rows in workers.in_processes(__file__, asked.models, *options, limit_seconds=150):
+        for row in rows:
             measuring.show(name, row)
         if not asked.memsets:
-            rows = [row for row in rows if (row["model"], row["compile"]) != (name, asked.compile)] + found
-            # After each: what was measured is kept when time runs out.
-            measuring.write(asked.out, {**measuring.circumstances(), "rows": rows})
+            measuring.replace_rows(asked.out, rows, key=lambda row: (row["model"], row["compile"]))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ python benchmarks/chaos.py --long                   the full numbers: at most 60
 python benchmarks/chaos.py --only 3,4 --seed 7      some rows; the results of the others are kept
 
 Results go to benchmarks/results/chaos.json and docs/reliability.md. The exit code is 1 if a row did not hold.
-Rows are in benchmarks/chaos_rows/; most of what they run is in tests/, where the suite tries a few of the same.
+Rows are in benchmarks/chaos_rows/faults.toml; most of what they run is in tests/, where the suite tries a few of
+the same.
 """
 
 import importlib
@@ -13,15 +14,28 @@ import os
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
+from typing import Any
 
 from rows import ROOT, Outcome, Report, arguments, chosen, run
 
 TESTS = ROOT / "tests"
-GROUPS = ("modules", "interruptions", "saves", "resumes", "malformed", "hostile", "suite", "endurance")
+TABLE = ROOT / "benchmarks" / "chaos_rows" / "faults.toml"
 # What all rows of the short and of the long version may take, and what a row gets that comes too late.
 _BUDGET_SECONDS = (14.5 * 60, 58.0 * 60)
 _LEAST_SECONDS = 30.0
+
+
+def fault_of(name: str, row: dict[str, Any]) -> "Fault":
+    """Return a row of the table, with its function."""
+    if "tests" in row:
+        run_row = importlib.import_module("chaos_rows.suite").faults_of(*row["tests"], only=row.get("only", ""))
+    else:
+        module, _, function = row["run"].partition(".")
+        run_row = getattr(importlib.import_module(f"chaos_rows.{module}"), function)
+    seconds = tuple(row["seconds"]) if "seconds" in row else None
+    return Fault(name=name, shows=row["shows"], must_be=row["must_be"], run=run_row, seconds=seconds)
 
 
 def main() -> int:
@@ -29,14 +43,13 @@ def main() -> int:
     parser.add_argument("--long", action="store_true", help="the full numbers: up to 60 minutes")
     parser.add_argument("--seed", type=int, default=0, help="seed from which faults are drawn (default: 0)")
     asked = parser.parse_args()
-    faults = [fault for group in GROUPS for fault in importlib.import_module(f"chaos_rows.{group}").ROWS]
-    names = sorted((fault.name for fault in faults), key=int)
+    faults = [fault_of(name, row) for name, row in tomllib.loads(TABLE.read_text()).items()]
     report = Report(
         name="chaos",
         page=ROOT / "docs" / "reliability.md",
         section="chaos",
         text=section,
-        order=names,
+        order=[fault.name for fault in faults],
     )
     faults = chosen(faults, only=asked.only, known=report.read()["rows"] if asked.rest else ())
     if not faults:

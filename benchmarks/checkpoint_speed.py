@@ -1,6 +1,6 @@
 """How long a save holds training up, and how much memory an export needs.
 
-    python benchmarks/checkpoint_speed.py [--out benchmarks/results/checkpoint_speed_cpu.json]
+    python benchmarks/checkpoint_speed.py
 
 stall    100M parameters with AdamW's state (1.2 GB), 2 ranks of one thread each. Each save counts with its slowest
          rank. The first one allocates and touches the memory into which the state is copied; later ones reuse it.
@@ -10,19 +10,17 @@ export   1 GB of weights in two ranks' files → one .safetensors file, in a fre
          resident at any time, above what was resident before it began. Pages of mapped files would count.
 """
 
-import argparse
 import multiprocessing
 import statistics
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from engine_step import Case, on_ranks_of
-from measuring import circumstances, resident_bytes, write
+from measuring import resident_bytes
 
 from shardwise.checkpoint import Checkpoints
 from shardwise.checkpoint.export import export_weights
@@ -34,8 +32,7 @@ from shardwise.plan import Plan
 # 8 × 12 · 960² + 16k · 960 = 104M; 18 × 12 · 1024² + 30k · 1024 = 257M, which is 1.03 GB.
 TRAINED = GPTShape(num_layers=8, width=960, num_heads=8, vocab_size=16_384, max_seq=64)
 EXPORTED = GPTShape(num_layers=18, width=1024, num_heads=8, vocab_size=30_000, max_seq=64)
-STALL_GOAL_SECONDS = 1.0
-EXPORT_GOAL_BYTES = 300e6
+NUM_SAVES = 4
 
 
 def trained(case: Case) -> Any:
@@ -57,12 +54,12 @@ def trained(case: Case) -> Any:
     return model, optimizer, step
 
 
-def saves(rank: int, case: Case, folder: str, num_saves: int) -> dict[str, Any]:
+def saves(rank: int, case: Case, folder: str) -> dict[str, Any]:
     model, optimizer, step = trained(case)
     quiet = [step() for _ in range(3)][1:]
     checkpoints = Checkpoints(folder, keep=1)
     stalls, on_cpu, busy, writes, num_bytes = [], [], [], [], 0
-    for number in range(num_saves):
+    for number in range(NUM_SAVES):
         begun, begun_on_cpu = time.perf_counter(), time.thread_time()
         saving = checkpoints.save(model, optimizer, step=number)
         stalls.append(saving.stall_seconds)
@@ -77,21 +74,23 @@ def saves(rank: int, case: Case, folder: str, num_saves: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure_stall(case: Case, *, num_saves: int) -> dict[str, Any]:
+def report_stall(strategy: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        ranks = on_ranks_of(saves, case, folder, num_saves)
+        ranks = on_ranks_of(saves, Case(strategy=strategy, shape=TRAINED, batch=1, seq=16), folder)
 
     def slowest(key: str) -> list[float]:
         return [max(times) for times in zip(*(rank[key] for rank in ranks), strict=True)]
 
-    return {
-        "num_bytes": sum(rank["num_bytes"] for rank in ranks),
-        "stall_seconds": slowest("stalls"),
-        "stall_cpu_seconds": slowest("on_cpu"),
-        "seconds_until_on_disk": slowest("writes"),
-        "step_seconds": slowest("quiet"),
-        "step_seconds_while_writing": slowest("busy"),
-    }
+    first, *later = slowest("stalls")
+    first_on_cpu, *later_on_cpu = slowest("on_cpu")
+    on_disk, quiet, writing = (statistics.median(slowest(key)) for key in ("writes", "quiet", "busy"))
+    print(
+        f"{strategy:5} {sum(rank['num_bytes'] for rank in ranks) / 1e9:.2f} GB  stall: first {first:.3f} s, later "
+        f"{statistics.median(later):.3f} s (at most {max(later):.3f})\n"
+        f"      on a CPU: first {first_on_cpu:.3f} s, later {statistics.median(later_on_cpu):.3f} s; on disk after "
+        f"{on_disk:.2f} s; a step {quiet:.2f} s, while writing {writing:.2f} s",
+        flush=True,
+    )
 
 
 def save_weights(rank: int, case: Case, folder: str) -> dict[str, Any]:
@@ -112,7 +111,8 @@ def export(path: str, out: str, answer: Any) -> None:
     answer.put({"above_bytes": resident_bytes("VmHWM") - before, "seconds": seconds, "file_bytes": file.stat().st_size})
 
 
-def measure_export(case: Case) -> dict[str, Any]:
+def report_export() -> None:
+    case = Case(strategy="fsdp", shape=EXPORTED, batch=1, seq=16)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         on_ranks_of(save_weights, case, folder)
@@ -123,51 +123,13 @@ def measure_export(case: Case) -> dict[str, Any]:
         found: dict[str, Any] = answer.get(timeout=180)
         process.join()
     largest = case.shape.vocab_size * case.shape.width * 4
-    return {**found, "largest_tensor_bytes": largest}
-
-
-def report_stall(strategy: str, found: dict[str, Any]) -> None:
-    first, *later = found["stall_seconds"]
-    first_on_cpu, *later_on_cpu = found["stall_cpu_seconds"]
-    verdict = "met" if max(first, *later) <= STALL_GOAL_SECONDS else "missed"
-    on_disk, quiet, writing = (
-        statistics.median(found[key]) for key in ("seconds_until_on_disk", "step_seconds", "step_seconds_while_writing")
-    )
-    print(
-        f"{strategy:5} {found['num_bytes'] / 1e9:.2f} GB  stall: first {first:.3f} s, later "
-        f"{statistics.median(later):.3f} s (at most {max(later):.3f})  goal ≤ {STALL_GOAL_SECONDS:g} s: {verdict}\n"
-        f"      on a CPU: first {first_on_cpu:.3f} s, later {statistics.median(later_on_cpu):.3f} s; on disk after "
-        f"{on_disk:.2f} s; a step {quiet:.2f} s, while writing {writing:.2f} s",
-        flush=True,
-    )
-
-
-def report_export(found: dict[str, Any]) -> None:
-    verdict = "met" if found["above_bytes"] < EXPORT_GOAL_BYTES else "missed"
     print(
         f"export {found['file_bytes'] / 1e9:.2f} GB in {found['seconds']:.1f} s: {found['above_bytes'] / 1e6:.0f} MB "
-        f"above what was resident (largest tensor {found['largest_tensor_bytes'] / 1e6:.0f} MB)  goal < "
-        f"{EXPORT_GOAL_BYTES / 1e6:.0f} MB: {verdict}"
+        f"above what was resident (largest tensor {largest / 1e6:.0f} MB)"
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["ddp", "fsdp", "export"])
-    parser.add_argument("--saves", type=int, default=4, help="saves of each strategy; at least 2")
-    parser.add_argument("--out", type=Path, help="write the results as JSON")
-    options = parser.parse_args()
-    results: dict[str, Any] = circumstances()
-    for strategy in ("ddp", "fsdp"):
-        if options.only in (None, strategy):
-            case = Case(strategy=strategy, shape=TRAINED, batch=1, seq=16)
-            results[strategy] = {"case": asdict(case), **measure_stall(case, num_saves=options.saves)}
-            report_stall(strategy, results[strategy])
-    if options.only in (None, "export"):
-        results["export"] = measure_export(Case(strategy="fsdp", shape=EXPORTED, batch=1, seq=16))
-        report_export(results["export"])
-    write(options.out, results)
 
 
 if __name__ == "__main__":
-    main()
+    for name in ("ddp", "fsdp"):
+        report_stall(name)
+    report_export()

@@ -13,8 +13,8 @@ from functools import partial
 
 from claim_rows import memory_claims, speed_claims, step_claims, vit_claims
 from claim_rows.claim import Claim
-from measuring import on_ranks
 from rows import ROOT, Row, arguments, chosen, table
+from workers import on_ranks
 
 PAGE = ROOT / "docs" / "claims.md"
 _INTRODUCTION = """# Claims, checked

@@ -12,70 +12,40 @@ left out, and keeps its rows.
 import sys
 from typing import Any
 
-from parity import counts, held, line, lines_said, rows_of, verdicts
-from ranks import shut_down
-from rows import ROOT, Report, arguments, chosen, run
+from parity import counts, lines_said, main, verdicts
+from rows import ROOT, Report
 from scenario_rows.architectures import ARCHITECTURES
 
 OURS = ("ddp", "zero1", "zero2", "shard_grad_op", "fsdp")
 ENGINES = (*OURS, "torch DDP", "fully_shard")
-_FRAME = """# Compatibility: which architectures train as in one process
-
-{hf} architectures of transformers and {timm} of timm, tiny and with random weights, trained for 3 steps on 2 CPU ranks
-and compared with one process that runs both ranks' batches. Five strategies of Shardwise; next to them torch's
-`DistributedDataParallel` and `fully_shard`, as a script would call them, the latter on the same units.
-
-Written by `python benchmarks/compatibility.py` with {versions}. *equal*: all parameters are the same bit for bit.
-*close*: within 1e-5 of each tensor's largest value, or of a thousandth of the model's largest where that is more.
-*refused*: an error of Shardwise says why. *failed*: another error. *wrong*: further apart.
-
-Torch's engines are called with their defaults. Where `DistributedDataParallel` says that parameters were not used,
-`find_unused_parameters=True` is its way out; Shardwise needs no such option.
-
-{counts}
-
-## Why
-
-What was refused or failed, with the line that it ended with:
-
-{lines}
-
-## All
-
-{table}
-"""
 
 
-def page(found: dict[str, Any]) -> str:
+def section(found: dict[str, Any]) -> str:
     rows = found["rows"]
+    hf, timm = (sum(name.startswith(f"{library}:") for name in rows) for library in ("hf", "timm"))
+    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     of_class = {(name, ARCHITECTURES[name].class_name): row for name, row in rows.items() if name in ARCHITECTURES}
-    return _FRAME.format(
-        **{library: sum(name.startswith(library + ":") for name in rows) for library in ("hf", "timm")},
-        versions=", ".join(f"{name} {number}" for name, number in found["versions"].items()),
-        counts=counts(rows.values(), engines=ENGINES),
-        lines=lines_said(rows, engines=ENGINES),
-        table=verdicts(("architecture", "class"), of_class, engines=ENGINES),
+    parts = (
+        f"{hf} architectures of transformers and {timm} of timm, with {versions}:",
+        counts(rows.values(), engines=ENGINES),
+        "## Why",
+        "What was refused or failed, with the line that it ended with:",
+        lines_said(rows, engines=ENGINES),
+        "## All",
+        verdicts(("architecture", "class"), of_class, engines=ENGINES),
     )
+    return "\n\n".join(parts)
 
 
 REPORT = Report(
     name="compatibility",
     page=ROOT / "docs" / "compatibility.md",
-    text=page,
+    section="compatibility",
+    text=section,
     order=list(ARCHITECTURES),
     packages=("torch", "transformers", "timm"),
 )
 
 
-def main() -> int:
-    asked = arguments(__doc__, limit_seconds=120.0).parse_args()
-    known = REPORT.read()["rows"] if asked.rest else ()
-    rows = rows_of("Architectures", engines=ENGINES, limit_seconds=asked.limit)
-    try:
-        return run(chosen(rows, only=asked.only, known=known), report=REPORT, held=held, line=line)
-    finally:
-        shut_down()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, report=REPORT, groups=("Architectures",), engines=ENGINES))

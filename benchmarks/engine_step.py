@@ -26,7 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measuring import circumstances, on_ranks, settle, spread, write_part
+from measuring import circumstances, settle, spread, write_part
+from workers import on_ranks
 
 from shardwise.engines import clip_grad_norm_, prepare
 from shardwise.models.make import build_model

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from hugging_face_models import MODELS, samples_of, task_of
+from hugging_face_models import MODELS, task_of
 from measuring import RESULTS as FOLDER
 from step_times import FITTED
 
@@ -78,7 +78,7 @@ def spec_of(name: str) -> ModelSpec:
 def predicted(row: dict[str, Any], *, reference: HostSpeed, overhead: Overhead) -> Candidate:
     """The row's case on the row's host, with these costs of the engine."""
     name = row["model"]
-    size = FITTED[name].batch if name in FITTED else samples_of(name)
+    size = FITTED[name].batch if name in FITTED else MODELS[name].samples
     cluster = cluster_of("1xh200")
     host = read_host_speed(row["host"], where=RESULTS.name)
     cluster = replace(cluster, device=replace(cluster.device, host=host))

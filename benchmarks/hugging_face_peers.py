@@ -13,13 +13,13 @@ is a row of its own there.
     accelerate       Accelerate's FSDP2 (transformer_based_wrap), without gradient checkpointing
 """
 
-import json
-import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import measuring
 import torch
+import workers
 from hugging_face_models import MODELS, build
 from measuring import RESULTS
 
@@ -107,44 +107,18 @@ def measure(
 ) -> dict[str, Any]:
     """Measure all engines in turn. `make`: returns a model, tokens and a mask."""
     said: list[str] = []
-    steps, losses, most, failed = {}, {}, {}, {}
-    for engine in engines:
-        measuring.free()
-        held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-        try:
-            model, *batch = make()
-            step = step_of(engine, model, say=said.append, collectives=collectives)
-            losses[engine] = [step(*batch).item() for _ in range(WARM_UP)]
-        except Exception as error:
-            failed[engine] = measuring.one_line(error)
-            continue
-        steps[engine] = lambda step=step, batch=batch: step(*batch)
-        most[engine] = measuring.peaks()["allocated_bytes"] - held
-    seconds = measuring.in_turn(steps, blocks=blocks)
-    return {
-        "step_seconds": {engine: statistics.median(times) for engine, times in seconds.items()},
-        "block_seconds": seconds,
-        "peak_bytes": most,
-        "ratios": {
-            f"{ours} / {theirs}": measuring.median_ratio(seconds[ours], seconds[theirs])
-            for ours, theirs in RATIOS
-            if ours in seconds and theirs in seconds
-        },
-        "first_losses": {engine: found[:3] for engine, found in losses.items()},
-        "last_losses": {engine: found[-1] for engine, found in losses.items()},
-        "told": said,
-        "failed": failed,
-    }
+
+    def step_under(engine: str) -> Callable[[], Any]:
+        model, *batch = make()
+        step = step_of(engine, model, say=said.append, collectives=collectives)
+        return lambda: step(*batch)
+
+    makes = {engine: partial(step_under, engine) for engine in engines}
+    return {**measuring.compared(makes, warm_up=WARM_UP, blocks=blocks, ratios=RATIOS), "messages": said}
 
 
 def _measured_as(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["model"], list(row["block_seconds"]), *{len(blocks) for blocks in row["block_seconds"].values()}
-
-
-def show(what: str, row: dict[str, Any]) -> None:
-    times = {engine: f"{1e3 * seconds:.1f} ms" for engine, seconds in row["step_seconds"].items()}
-    sizes = {engine: f"{size / 2**30:.2f} GiB" for engine, size in row["peak_bytes"].items()}
-    print(what, times, sizes, row["ratios"], row["told"], row["failed"], flush=True)
 
 
 def main() -> None:
@@ -153,17 +127,14 @@ def main() -> None:
     if asked.here:
         engines = asked.engines or ENGINES[asked.here]
         with measuring.job("cuda"):
-            measuring.tell(
+            workers.tell(
                 {"model": asked.here, **measure(lambda: build(asked.here), engines=engines, blocks=asked.blocks)}
             )
         return
-    rows = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
-    for name in asked.models:
-        words = ("--here", name, "--blocks", str(asked.blocks), "--engines", *asked.engines)
-        (row,) = measuring.results_of(measuring.output_of(__file__, *words, limit_seconds=180))
-        show(name, row)
-        rows = [one for one in rows if _measured_as(one) != _measured_as(row)] + [row]
-        measuring.write(asked.out, {**measuring.circumstances(), "rows": rows})
+    options = ("--blocks", str(asked.blocks), "--engines", *asked.engines)
+    for name, rows in workers.in_processes(__file__, asked.models, *options, limit_seconds=180):
+        measuring.show_compared(name, rows[0])
+        measuring.replace_rows(asked.out, rows, key=_measured_as)
 
 
 if __name__ == "__main__":

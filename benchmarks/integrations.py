@@ -17,8 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from measuring import output_of, torchrun
 from rows import ROOT, Outcome, Report, Row, arguments, chosen, run, table
+from workers import output_of, torchrun
 
 STRATEGIES = ("ddp", "zero2", "fsdp")
 # Group → its script, the ranks on which torchrun starts it in turn (0: the framework starts them), and its packages.

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from hugging_face_models import TINY, make_model
-from hugging_face_peers import measure, show
-from measuring import RESULTS, circumstances, job, options, write_part
+from hugging_face_peers import measure
+from measuring import RESULTS, circumstances, job, options, show_compared, write_part
 
 _CAPTURED = ("default", "default ddp", "default lean", "default ddp lean", "default ddp lean compiled")
 ENGINES = (*_CAPTURED, "fsdp", "ddp", "accelerate", "torch_ddp")
@@ -41,7 +41,7 @@ def main() -> None:
     with job("cpu" if asked.tiny else "cuda", num_ranks=asked.ranks) as collectives:
         build_model = partial(build, tiny=asked.tiny)
         row = measure(build_model, engines=asked.engines, blocks=asked.blocks, collectives=collectives)
-    show("llama-1b with adapters", row)
+    show_compared("llama-1b with adapters", row)
     part = "one_rank" if asked.ranks == 1 else f"rank_0_of_{asked.ranks}"
     write_part(None if asked.tiny else asked.out, part, {**circumstances(), "rows": [row]})
 

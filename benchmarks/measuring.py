@@ -1,21 +1,16 @@
-"""What measuring benchmarks share: the machine, a job of one rank, blocks of steps in turn, processes, files."""
+"""What measuring benchmarks share: the machine, a job of one rank, blocks of steps in turn, files."""
 
 import argparse
 import gc
 import json
-import multiprocessing
 import os
 import platform
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -61,6 +56,10 @@ def show(what: str, row: Mapping[str, Any]) -> None:
     print(f"{what}: {', '.join(parts)}", flush=True)
 
 
+def one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
 # The machine
 
 
@@ -88,6 +87,13 @@ def write_part(path: Path | None, part: str, data: Any) -> None:
     """Write one part of a file, by its name; the others stay."""
     known = json.loads(path.read_text()) if path is not None and path.exists() else {}
     write(path, {**known, part: data})
+
+
+def replace_rows(path: Path | None, rows: Sequence[dict[str, Any]], *, key: Callable[[Any], Any], **more: Any) -> None:
+    """Write rows into a file, instead of those that have the same key; the others stay."""
+    known = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
+    keys = [key(row) for row in rows]
+    write(path, {**circumstances(), **more, "rows": [row for row in known if key(row) not in keys] + list(rows)})
 
 
 @contextmanager
@@ -185,6 +191,50 @@ def in_turn(steps: Mapping[str, Step], *, blocks: int, block_seconds: float = BL
     return seconds
 
 
+def compared(
+    makes: Mapping[str, Callable[[], Callable[[], Any]]],
+    *,
+    warm_up: int,
+    blocks: int,
+    ratios: Iterable[tuple[str, str]],
+) -> dict[str, Any]:
+    """Set up all steps, one after the other, and measure them in turn. A step that fails is listed with its error.
+
+    A step returns its loss. `peak_bytes`: the most that one had allocated, without what those before it hold.
+    """
+    steps, losses, most, failed = {}, {}, {}, {}
+    for name, make in makes.items():
+        free()
+        held = peaks()["allocated_bytes"]
+        try:
+            step = make()
+            losses[name] = [step().item() for _ in range(warm_up)]
+        except Exception as error:
+            failed[name] = one_line(error)
+            continue
+        steps[name], most[name] = step, peaks()["allocated_bytes"] - held
+    seconds = in_turn(steps, blocks=blocks)
+    return {
+        "step_seconds": {name: statistics.median(times) for name, times in seconds.items()},
+        "block_seconds": seconds,
+        "peak_bytes": most,
+        "ratios": {
+            f"{ours} / {theirs}": median_ratio(seconds[ours], seconds[theirs])
+            for ours, theirs in ratios
+            if ours in seconds and theirs in seconds
+        },
+        "first_losses": {name: found[:3] for name, found in losses.items()},
+        "last_losses": {name: found[-1] for name, found in losses.items()},
+        "failed": failed,
+    }
+
+
+def show_compared(what: str, row: Mapping[str, Any]) -> None:
+    times = {name: f"{1e3 * seconds:.1f} ms" for name, seconds in row["step_seconds"].items()}
+    sizes = {name: f"{size / 2**30:.2f} GiB" for name, size in row["peak_bytes"].items()}
+    print(what, times, sizes, row["ratios"], row.get("messages", ""), row["failed"], flush=True)
+
+
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Return the median of the ratios of neighbouring blocks."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
@@ -193,105 +243,3 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 def spread(values: Sequence[float]) -> dict[str, float]:
     q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": median, "q1": q1, "q3": q3}
-
-
-# Processes
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
-def torchrun(num_ranks: int) -> list[str]:
-    """Return what goes before a script's path, so that torchrun starts it; nothing for 0 ranks."""
-    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
-
-
-class ProcessFailed(SystemExit):
-    """A process that was started here has failed; its last words."""
-
-
-def output_of(*arguments: str, limit_seconds: float = 600.0, **options: Any) -> str:
-    """Run Python with these arguments and return its standard output."""
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        **options,
-    )
-    try:
-        output, errors = process.communicate(timeout=limit_seconds)
-    except BaseException:
-        # With a launcher its ranks, which would outlive it.
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
-    if process.returncode:
-        raise ProcessFailed(f"{' '.join(arguments)} failed:\n{output[-2000:]}{errors[-4000:]}")
-    return output
-
-
-def on_ranks(
-    body: Callable[..., Any], *args: Any, num_ranks: int, device: str | None = "cpu", limit_seconds: float = 200.0
-) -> list[Any]:
-    """Return what `body(rank, *args)` returns on each rank of a job. Ranks are fresh processes; results go as JSON.
-
-    `device` = None: the body itself joins the job.
-    """
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=_rank, args=(rank, num_ranks, device, limit_seconds, folder, body, args))
-            for rank in range(num_ranks)
-        ]
-        for process in ranks:
-            process.start()
-        deadline = time.monotonic() + limit_seconds
-        while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
-            if any(process.exitcode for process in ranks):
-                break
-            time.sleep(0.05)
-        for process in ranks:
-            process.kill()
-            process.join()
-        missing = [rank for rank in range(num_ranks) if not Path(folder, f"{rank}.json").exists()]
-        if missing:
-            raise ProcessFailed(f"ranks {missing} of {num_ranks} failed, or took longer than {limit_seconds:.0f} s")
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(num_ranks)]
-
-
-def _rank(
-    rank: int,
-    num_ranks: int,
-    device: str | None,
-    limit_seconds: float,
-    folder: str,
-    body: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    if device is None:
-        Path(folder, f"{rank}.json").write_text(json.dumps(body(rank, *args)))
-        return
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    store, limit = dist.FileStore(str(Path(folder, "store")), num_ranks), timedelta(seconds=limit_seconds)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
-    Path(folder, f"{rank}.json").write_text(json.dumps(body(rank, *args)))
-    # A rank that left early could cut off one that still reads.
-    dist.all_reduce(torch.zeros(1, device=device))
-    dist.destroy_process_group()
-
-
-def tell(result: Any) -> None:
-    """Hand a result to the process that started this one: `results_of`."""
-    print("RESULT " + json.dumps(result), flush=True)
-
-
-def results_of(output: str) -> list[Any]:
-    """Return what a process has told (`tell`), from its standard output."""
-    return [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]

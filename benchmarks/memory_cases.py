@@ -96,14 +96,3 @@ def two_rank_cases(models: Models) -> list[Case]:
     model, batches = models[0]
     fsdp = replace(model, strategy="fsdp", num_ranks=2, batch=batches[0])
     return [fsdp, replace(fsdp, strategy="zero2", precision="fp32"), replace(fsdp, engine="torch")]
-
-
-def missing_pairs(cases: Iterable[Case]) -> list[str]:
-    """Return pairs of levels that no case of our own engine has."""
-    ours = [case.as_data() for case in cases if case.engine == "shardwise"]
-    levels = {factor: sorted({str(case[factor]) for case in ours}) for factor in FACTORS}
-    missing = []
-    for one, other in combinations(FACTORS, 2):
-        found = {(str(case[one]), str(case[other])) for case in ours}
-        missing += [f"{a} with {b}" for a in levels[one] for b in levels[other] if (a, b) not in found]
-    return missing

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from hugging_face_models import MODELS, samples_of, task_of
+from hugging_face_models import MODELS, task_of
 
 from shardwise.models.catalogue import CATALOGUE, shape_of
 from shardwise.models.shapes import GPTShape, LlamaShape
@@ -68,7 +68,7 @@ def predict_row(row: Row, *, device: str = "cuda") -> MemoryEstimate:
         capture, backend = "off" if row["capture"] == "off" else "on", row["compile"]
         spec, plan = hugging_face_spec(row["model"], backend), Plan(precision="bf16", capture=capture, compile=backend)
         # captured_models.py makes its models on the GPU.
-        return estimate(spec, plan=plan, num_ranks=1, batch=samples_of(row["model"]), made_on_device=True)
+        return estimate(spec, plan=plan, num_ranks=1, batch=MODELS[row["model"]].samples, made_on_device=True)
     plan = Plan(**{key: row[key] for key in ("strategy", "precision", "recompute", "engine")})
     predicted = estimate(
         source_as_measured(row["model"], seq=row["seq"], image=row["image"]).spec_for(plan),

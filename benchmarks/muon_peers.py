@@ -8,12 +8,12 @@ benchmarks/results/muon_peers.json. `--tiny`: a small model, on the CPU alone.
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from measuring import RESULTS, circumstances, in_turn, job, median_ratio, write
+from measuring import RESULTS, circumstances, compared, job, show_compared, write
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +25,7 @@ from shardwise.tasks import Task, load_task
 OUT = RESULTS / "muon_peers.json"
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 NUM_RANKS = (1, 2, 4, 8)
+PEER = "torch DDP"
 WARM_UP = 6
 
 
@@ -73,28 +74,24 @@ def measure_states(model: str) -> list[dict[str, Any]]:
 def measure_steps(
     model: str, *, seq: int, samples: int, device: str, blocks: int, collectives: AbsentCollectives | None
 ) -> dict[str, Any]:
-    steps, losses = {}, {}
-    for engine in (*STRATEGIES, "torch DDP"):
+    def step_under(engine: str) -> Callable[[], Any]:
         torch.manual_seed(0)
         task = load_task(model, seq=seq, device=device)
         made, batch = optimizers(task.model), task.make_batch(samples)
-        if engine == "torch DDP":
+        if engine == PEER:
             wrapped = DistributedDataParallel(task.model)
             if collectives:
                 leave_out_reduce(wrapped)
-            plain = stepping(task, wrapped, made, batch=batch)
-            step = torch.autocast(device, torch.bfloat16)(plain)
-        else:
-            plan = Plan(strategy=engine, precision="bf16", capture="off")
-            prepared, _ = shardwise.prepare(task.model, made, plan, collectives=collectives)
-            step = stepping(task, prepared, made, batch=batch)
-        losses[engine] = [step().item() for _ in range(WARM_UP)]
-        steps[engine] = step
-    seconds = in_turn(steps, blocks=blocks)
-    ratios = {engine: median_ratio(found, seconds["torch DDP"]) for engine, found in seconds.items()}
-    for engine, found in seconds.items():
-        print(f"{engine:10} {1e3 * statistics.median(found):8.2f} ms, {ratios[engine]:.3f} of torch's DDP", flush=True)
-    return {"block_seconds": seconds, "ratios": ratios, "losses": losses}
+            return torch.autocast(device, torch.bfloat16)(stepping(task, wrapped, made, batch=batch))
+        plan = Plan(strategy=engine, precision="bf16", capture="off")
+        prepared, _ = shardwise.prepare(task.model, made, plan, collectives=collectives)
+        return stepping(task, prepared, made, batch=batch)
+
+    engines = (*STRATEGIES, PEER)
+    makes = {engine: partial(step_under, engine) for engine in engines}
+    found = compared(makes, warm_up=WARM_UP, blocks=blocks, ratios=[(engine, PEER) for engine in engines])
+    show_compared(model, found)
+    return found
 
 
 def main() -> None:

@@ -12,9 +12,10 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from rows import ROOT, Outcome, Row, table
+from rows import ROOT, Outcome, Report, Row, arguments, chosen, run, table
 
 # The small models and optimizers of the tests, and the pool that runs ranks. Ranks import this file too.
 sys.path[:0] = [str(ROOT / "tests" / "dist"), str(ROOT / "tests"), str(ROOT / "benchmarks")]
@@ -22,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch  # noqa: E402
-from ranks import RankFailed, run_ranks  # noqa: E402
+from ranks import RankFailed, run_ranks, shut_down  # noqa: E402
 from scenario_rows import architectures, optimizers, trainings  # noqa: E402
 from scenario_rows.runners import NUM_RANKS, PEERS, Runner, Weights, make_runner  # noqa: E402
 
@@ -102,10 +103,19 @@ def _short(text: str) -> str:
 
 
 def rows_of(group: str, *, engines: Sequence[str], limit_seconds: float) -> list[Row]:
-    def run(name: str) -> Outcome:
-        return compare(group, name, engines=engines, limit_seconds=limit_seconds)
+    compared = partial(compare, group, engines=engines, limit_seconds=limit_seconds)
+    return [Row(name=name, run=partial(compared, name), needs=_needs(name)) for name in GROUPS[group]]
 
-    return [Row(name=name, run=lambda name=name: run(name), needs=_needs(name)) for name in GROUPS[group]]
+
+def main(description: str | None, *, report: Report, groups: Sequence[str], engines: Sequence[str]) -> int:
+    """Run the rows of these groups that were asked for; return the exit code."""
+    asked = arguments(description, limit_seconds=120.0).parse_args()
+    rows = [row for group in groups for row in rows_of(group, engines=engines, limit_seconds=asked.limit)]
+    known = report.read()["rows"] if asked.rest else ()
+    try:
+        return run(chosen(rows, only=asked.only, known=known), report=report, held=held, line=line)
+    finally:
+        shut_down()
 
 
 def _needs(name: str) -> tuple[str, ...]:

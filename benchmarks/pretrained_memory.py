@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import RESULTS, circumstances, output_of, resident_bytes, results_of, tell, torchrun, write
+from measuring import RESULTS, circumstances, resident_bytes, write
+from workers import output_of, results_of, tell, torchrun
 
 import shardwise
 from shardwise import Plan

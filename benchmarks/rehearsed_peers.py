@@ -13,19 +13,18 @@ steps alternate. Writes benchmarks/results/rehearsed_peers_h200.json after every
     fully_shard    torch's own, cut into the same units
 """
 
-import json
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import measuring
+import workers
 from hugging_face_peers import WARM_UP
 from torch import Tensor
 from training_case import Case, set_up
 
 from shardwise.comm.absent import AbsentCollectives
-from shardwise.engines import capture
 
 _GPT_1_3B = Case(model="gpt-1.3b", batch=2, seq=2048)
 CASES = {
@@ -49,49 +48,19 @@ WAYS: dict[str, dict[str, str]] = {
 }
 
 
-def step_of(case: Case, *, collectives: AbsentCollectives | None, say: Callable[[str], None]) -> Callable[[], Tensor]:
-    """Set a case up; return a function that trains one step and returns the loss."""
-    own = collectives if case.engine == "shardwise" else None
-    training = set_up(case, device="cuda", made_on="cuda", collectives=own)
-
-    def step(*batch: Tensor) -> Tensor:
-        loss = training.loss(*batch)
-        loss.backward()
-        training.update()
-        return loss.detach()
-
-    taken = capture(step, training.model, training.optimizer, tell=say) if case.is_captured else step
-    return lambda: taken(*training.batch)
-
-
 def measure(case: Case, *, blocks: int, collectives: AbsentCollectives | None) -> dict[str, Any]:
     """Measure all ways in turn."""
     said: list[str] = []
-    steps, most, failed = {}, {}, {}
-    for way, changes in WAYS.items():
-        measuring.free()
-        held = measuring.peaks()["allocated_bytes"]
-        try:
-            step = step_of(replace(case, **changes), collectives=collectives, say=said.append)
-            for _ in range(WARM_UP):
-                step()
-        except Exception as error:
-            failed[way] = measuring.one_line(error)
-            continue
-        steps[way], most[way] = step, measuring.peaks()["allocated_bytes"] - held
-    seconds = measuring.in_turn(steps, blocks=blocks)
-    return {
-        "step_seconds": {way: statistics.median(times) for way, times in seconds.items()},
-        "block_seconds": seconds,
-        "ratios": {
-            f"{way} / fully_shard": measuring.median_ratio(seconds[way], seconds["fully_shard"])
-            for way in ("captured", "ordinary")
-            if way in seconds and "fully_shard" in seconds
-        },
-        "peak_bytes": most,
-        "messages": said,
-        "failed": failed,
-    }
+
+    def step_of(way: str) -> Callable[[], Tensor]:
+        changed = replace(case, **WAYS[way])
+        own = collectives if changed.engine == "shardwise" else None
+        training = set_up(changed, device="cuda", made_on="cuda", collectives=own)
+        return training.taken(captured=changed.is_captured, tell=said.append)
+
+    makes = {way: partial(step_of, way) for way in WAYS}
+    ratios = [(way, "fully_shard") for way in ("captured", "ordinary")]
+    return {**measuring.compared(makes, warm_up=WARM_UP, blocks=blocks, ratios=ratios), "messages": said}
 
 
 def main() -> None:
@@ -100,20 +69,12 @@ def main() -> None:
     if asked.here:
         with measuring.job("cuda", num_ranks=asked.ranks) as collectives:
             case = replace(CASES[asked.here], num_ranks=asked.ranks)
-            measuring.tell({"case": asked.here, **measure(case, blocks=asked.blocks, collectives=collectives)})
+            workers.tell({"case": asked.here, **measure(case, blocks=asked.blocks, collectives=collectives)})
         return
-    rows = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
-    for name in asked.cases:
-        words = ("--here", name, "--ranks", str(asked.ranks), "--blocks", str(asked.blocks))
-        try:
-            (row,) = measuring.results_of(measuring.output_of(__file__, *words, limit_seconds=120))
-        except measuring.ProcessFailed as error:
-            print(error, flush=True)
-            continue
-        times = {way: f"{1e3 * seconds:.1f} ms" for way, seconds in row["step_seconds"].items()}
-        print(name, times, row["ratios"], row["messages"], row["failed"], flush=True)
-        rows = [one for one in rows if one["case"] != name] + [row]
-        measuring.write(asked.out, {**measuring.circumstances(), "ranks": asked.ranks, "rows": rows})
+    options = ("--ranks", str(asked.ranks), "--blocks", str(asked.blocks))
+    for name, rows in workers.in_processes(__file__, asked.cases, *options, limit_seconds=120):
+        measuring.show_compared(name, rows[0])
+        measuring.replace_rows(asked.out, rows, key=lambda row: row["case"], ranks=asked.ranks)
 
 
 if __name__ == "__main__":

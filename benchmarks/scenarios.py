@@ -11,9 +11,8 @@ or failed.
 import sys
 from typing import Any
 
-from parity import GROUPS, counts, held, line, lines_said, rows_of, verdicts
-from ranks import shut_down
-from rows import ROOT, Report, arguments, chosen, run
+from parity import GROUPS, counts, lines_said, main, verdicts
+from rows import ROOT, Report
 
 OURS = ("ddp", "zero1", "zero2", "fsdp")
 ENGINES = (*OURS, "torch DDP", "fully_shard")
@@ -39,15 +38,5 @@ REPORT = Report(
 )
 
 
-def main() -> int:
-    asked = arguments(__doc__, limit_seconds=120.0).parse_args()
-    rows = [row for group in SHOWN for row in rows_of(group, engines=ENGINES, limit_seconds=asked.limit)]
-    known = REPORT.read()["rows"] if asked.rest else ()
-    try:
-        return run(chosen(rows, only=asked.only, known=known), report=REPORT, held=held, line=line)
-    finally:
-        shut_down()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, report=REPORT, groups=SHOWN, engines=ENGINES))

@@ -13,15 +13,6 @@ from typing import Any
 from rows import ROOT, Outcome, Row, table
 
 _MOST_LINES_SHOWN = 20
-_INTRODUCTION = """## The chaos scorecard
-
-Each row injects faults into real jobs on the CPU of one machine and counts how many of them end as they must.
-`make chaos` runs the short version of every row, `make chaos-long` the full numbers. *Version* says which of the two
-the figures of a row come from: the last one that was run. *Tried* is the number of faults that were injected in that
-run, *held* is the number that ended as they must, and *time* is how long the row took. A row that did not run says why.
-To run some rows with other faults: `python benchmarks/chaos.py --only 3,4 --seed 7`. The same seed draws the same
-faults; when exactly they hit still depends on timing.
-"""
 
 
 class CannotRun(Exception):  # noqa: N818 - says why, and is shown as the row's result
@@ -143,7 +134,7 @@ def section(found: dict[str, Any]) -> str:
         took = f"{row['seconds']:,.0f} s" if did else "–"
         lines.append((number, row["test"], row["must_be"], *counts, "long" if row["long"] else "short", took))
     remarks = [remark for number, row in found["rows"].items() for remark in _remarks(number, row)]
-    return "\n".join([_INTRODUCTION, table(head, lines), "", *remarks])
+    return "\n".join([table(head, lines), "", *remarks])
 
 
 def _remarks(number: str, row: Outcome) -> Iterator[str]:

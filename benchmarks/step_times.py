@@ -31,10 +31,8 @@ import torch
 import torch.distributed as dist
 from hugging_face_models import MODELS as HUGGING_FACE
 from measuring import circumstances, free, join_alone, one_line, peaks, seconds_per_step, settle, write
-from torch import Tensor
 from training_case import Case, Training, set_up
 
-from shardwise.engines import capture
 from shardwise.hardware.probe_host import HostWatch
 
 WARM_STEPS = 5
@@ -64,9 +62,7 @@ _TINY = (
     Case(model="resnet-digits", batch=8, image=8, precision="fp32"),
 )
 FITTED = {case.model: case for case in _SMALL if case.model != "gpt-1.3b"}
-VALIDATED = {
-    name: Case(model=name, batch=samples, seq=tokens) for name, (_, _, samples, tokens, _) in HUGGING_FACE.items()
-}
+VALIDATED = {name: Case(model=name, batch=known.samples, seq=known.tokens) for name, known in HUGGING_FACE.items()}
 # What is tried of each case, most important first.
 WAYS: tuple[dict[str, Any], ...] = (
     {},
@@ -104,18 +100,7 @@ def measure(case: Case, *, kind: str, seconds: float) -> dict[str, Any]:
     device = "cpu" if kind == "cpu" else "cuda"
     training = set_up(case, device=device, made_on="cuda" if kind == "probe" else "meta")
     said: list[str] = []
-
-    def whole(*batch: Tensor) -> Tensor:
-        loss = training.loss(*batch)
-        loss.backward()
-        training.update()
-        return loss.detach()
-
-    taken = capture(whole, training.model, training.optimizer, tell=said.append) if case.is_captured else whole
-
-    def step() -> None:
-        taken(*training.batch)
-
+    step = training.taken(captured=case.is_captured, tell=said.append)
     if kind == "cuda":
         torch.cuda.empty_cache()
     for _ in range(WARM_CAPTURED_STEPS if case.is_captured else WARM_STEPS):

@@ -24,6 +24,7 @@ from typing import Any
 
 import measuring
 import torch
+import workers
 from hugging_face_models import MODELS, TINY, make_model
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,7 +35,7 @@ WARM_UP, TURNS = 16, 5
 
 def measure(contestant: str, *, steps: int, tiny: bool) -> dict[str, Any]:
     """Train once; return the seconds of a step, medians over turns, and the losses."""
-    _, _, size, tokens, config = MODELS[MODEL]
+    size, tokens, config = MODELS[MODEL].samples, MODELS[MODEL].tokens, MODELS[MODEL].values
     torch.manual_seed(0)
     model = make_model(MODEL, device="cpu" if tiny else "cuda", **(TINY if tiny else {}))
     ids = torch.randint(5, TINY["vocab_size"] if tiny else config["vocab_size"], (64, 16 if tiny else tokens))
@@ -111,16 +112,16 @@ def main() -> None:
     out = measuring.RESULTS / "trainer_hf_h200.json"
     asked = measuring.options(__doc__, one="", contestants=CONTESTANTS, steps=8, limit=70.0, tiny=False, out=out)
     if asked.one:
-        return measuring.tell(measure(asked.one, steps=asked.steps, tiny=asked.tiny))
+        return workers.tell(measure(asked.one, steps=asked.steps, tiny=asked.tiny))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     runs: list[dict[str, Any]] = []
     for contestant in asked.contestants:
         options = ["--one", contestant, "--steps", str(asked.steps), *(["--tiny"] if asked.tiny else [])]
         try:
-            runs += measuring.results_of(
-                measuring.output_of(*measuring.torchrun(1), __file__, *options, limit_seconds=asked.limit)
+            runs += workers.results_of(
+                workers.output_of(*workers.torchrun(1), __file__, *options, limit_seconds=asked.limit)
             )
-        except (measuring.ProcessFailed, TimeoutExpired) as error:
+        except (workers.ProcessFailed, TimeoutExpired) as error:
             runs.append({"contestant": contestant, "failed": str(error)[-2500:]})
         print(runs[-1], flush=True)
         measuring.write(None if asked.tiny else asked.out, {**measuring.circumstances(), "runs": runs})

@@ -1,4 +1,4 @@
-"""A training that is measured: what it is, and how it is set up. For step_times.py and validate_memory.py."""
+"""A training that is measured: what it is, and how it is set up. Several benchmarks measure it."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ from hugging_face_models import MODELS, task_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.engines import prepare
+from shardwise.engines import capture, prepare
 from shardwise.models.catalogue import shape_of
 from shardwise.plan import Plan
 from shardwise.spec import ROOT
@@ -79,6 +79,18 @@ class Training:
         self.loss(*self.batch).backward()
         self.update()
 
+    def taken(self, *, captured: bool, tell: Callable[[str], None]) -> Callable[[], Tensor]:
+        """Return a function that trains one step, captured or not, and returns the loss."""
+
+        def step(*batch: Tensor) -> Tensor:
+            loss = self.loss(*batch)
+            loss.backward()
+            self.update()
+            return loss.detach()
+
+        replayed = capture(step, self.model, self.optimizer, tell=tell) if captured else step
+        return lambda: replayed(*self.batch)
+
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -127,7 +139,7 @@ def drawn_batch(task: Task, *, case: Case, device: str) -> Any:
     """Return a batch of random values; tokens and labels are those that there are."""
     batch = task.make_batch(case.batch)
     if case.model in MODELS:
-        vocabulary = MODELS[case.model][-1]["vocab_size"]
+        vocabulary = MODELS[case.model].values["vocab_size"]
         ids = torch.randint(5, vocabulary, batch["input_ids"].shape, device=device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     shape: Any = shape_of(case.model)

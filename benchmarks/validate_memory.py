@@ -28,11 +28,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from measuring import ProcessFailed, circumstances, on_ranks, write
+from measuring import circumstances, write
 from memory_cases import LARGE, SMALL, all_cases, two_rank_cases
 from memory_predictions import compare, report
 from memory_worker import Job, serve
 from training_case import Case
+from workers import ProcessFailed, on_ranks
 
 START_SECONDS = 120.0
 

@@ -6,7 +6,7 @@ import time
 import torch
 from held import held_now
 from ranks import run_ranks
-from scorecard import Asked, Fault, Tally
+from scorecard import Asked, Tally
 from torch import Tensor, nn
 
 import shardwise
@@ -94,13 +94,3 @@ def check_growth(grown: list[int], *, rank: int) -> None:
     assert descriptors <= 0, f"rank {rank} opened {descriptors} descriptors"
     assert objects < 100, f"rank {rank} holds {objects} objects more"
     assert entries < 100, f"rank {rank} holds {entries} entries of lists, dictionaries and sets more"
-
-
-ROWS = [
-    Fault(
-        name="20",
-        shows="2,000 steps of 300 units with 2,100 parameters under ddp, 200 under fsdp (short: 200 steps of 30 units)",
-        must_be="no growth of memory or descriptors; step time linear in units",
-        run=endurance,
-    )
-]

@@ -10,7 +10,7 @@ from typing import Any
 
 from chaos_rows.commands import Accepted, command
 from chaos_rows.hostile_objects import SPARSE_BYTES, TAGS, all_cases
-from scorecard import Asked, Fault, Tally
+from scorecard import Asked, Tally
 
 # What a command may take beyond what the process has when it starts; each bomb here asks for far more.
 _SPARE_BYTES = 2 * 2**30
@@ -104,13 +104,3 @@ def hostile(asked: Asked) -> Tally:
         process.kill()
         process.join()
     return tally
-
-
-ROWS = [
-    Fault(
-        name="16",
-        shows="hostile checkpoints, configs, results, records and names",
-        must_be="nothing runs, nothing written outside, no memory bomb, no traceback",
-        run=hostile,
-    )
-]

@@ -5,7 +5,7 @@ import time
 import kills
 from kills_run import JOBS, MICRO_BATCH, Job, Run, running, write_config
 from kills_task import NUM_SAMPLES
-from scorecard import Asked, Fault, Tally
+from scorecard import Asked, Tally
 
 _SECONDS_BETWEEN_KILLS = (15.0, 25.0)
 # The most that a pass of the slow run takes; half of it on average, and the slower of two ranks two thirds.
@@ -57,20 +57,3 @@ def _kill_steadily(run: Run, *, period: float, asked: Asked) -> int:
         if time.monotonic() < end and not run.ended():
             num_kills += kills.kill(run, "a rank", chance=asked.chance) is not None
     return num_kills
-
-
-ROWS = [
-    Fault(
-        name="3",
-        shows="50 × kill -9 of a random rank, of the launcher or of all, at random moments, on 2, 3 and 4 ranks "
-        "(short: 4, on 2 and 3 ranks)",
-        must_be="final weights bit-identical",
-        run=random_moments,
-    ),
-    Fault(
-        name="18",
-        shows="a kill of a rank about every 20 s for 10 minutes (short: 45 s)",
-        must_be="final loss and weights bit-equal to a clean run; share of useful time published",
-        run=every_20_seconds,
-    ),
-]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from chaos_rows.commands import command
 from plans import bad_plan_files
-from scorecard import Asked, Fault, Tally
+from scorecard import Asked, Tally
 
 from shardwise.errors import ShardwiseError
 from shardwise.files.keys import reference
@@ -147,13 +147,3 @@ def check_refused(mistake: Mistake, *, own_process: bool = False) -> None:
     assert out == "", f"written to standard output: {out}"
     assert "Traceback" not in err, err
     assert len(err.splitlines()) in ((1, 3) if mistake.may_point else (1,)), err
-
-
-ROWS = [
-    Fault(
-        name="15",
-        shows="1,000 malformed configs, plans and clusters",
-        must_be="exit 2, one line (for a cluster in words, two more that point at the character), no traceback",
-        run=mistakes,
-    )
-]

@@ -16,7 +16,7 @@ from cases import adamw, sgd
 from drawn import Drawn, drawn_modules
 from generated import loss_of, make
 from ranks import RankFailed, run_ranks
-from scorecard import Asked, Fault, Tally
+from scorecard import Asked, Tally
 from training import Case, Result, _in_one_process, assert_close, assert_equal, on_ranks
 
 from shardwise.plan import Plan
@@ -155,22 +155,3 @@ def _case(module: Drawn, *, double: bool, num_steps: int) -> Case:
         num_steps=num_steps,
         double=double,
     )
-
-
-ROWS = [
-    Fault(
-        name="1",
-        shows="500 generated modules (short: as many as fit into a minute) × 5 strategies × "
-        "random overrides, 2 ranks, half of them under the late backend",
-        must_be="bit-equal to one process",
-        run=two_ranks,
-        seconds=(60.0, 900.0),
-    ),
-    Fault(
-        name="2",
-        shows="the same on 3 and 4 ranks, if they fit into 15 minutes (short: as many as fit into 40 s)",
-        must_be="within the design's bounds (1e-6 in fp32, 1e-10 in float64)",
-        run=more_ranks,
-        seconds=(40.0, 900.0),
-    ),
-]

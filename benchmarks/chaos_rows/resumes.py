@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from ranks import run_ranks
-from scorecard import Asked, Fault, Tally
+from scorecard import Asked, Tally
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from train_tasks import assert_seen_once_per_epoch, config, reference, trained
@@ -116,19 +116,3 @@ def assert_same_metrics(found: dict[str, float], expected: dict[str, float]) -> 
     assert found.keys() == expected.keys() == {"accuracy", "index", "loss"}
     assert (found["accuracy"], found["index"]) == (expected["accuracy"], expected["index"]), f"{found} | {expected}"
     assert abs(found["loss"] - expected["loss"]) <= 1e-12 * expected["loss"], f"{found} | {expected}"
-
-
-ROWS = [
-    Fault(
-        name="8",
-        shows="100 stop/resume (short: 40) with the number of ranks changing between 1 and 4",
-        must_be="every sample exactly once per epoch",
-        run=stops_and_resumes,
-    ),
-    Fault(
-        name="9",
-        shows="evaluation of 1–64 samples on 1–4 ranks, under each strategy (short: under two)",
-        must_be="metrics equal to one process (sums of losses to 1e-12)",
-        run=evaluation,
-    ),
-]

@@ -14,7 +14,7 @@ from broken_disks import FailingDisk, FullDisk
 from cases import GPT, adamw, make_tokens
 from checkpoint.test_crash import crash_at, crashed_past, effects_of_a_save
 from ranks import RankFailed, run_ranks
-from scorecard import Asked, Fault, Tally
+from scorecard import Asked, Tally
 from torch import Tensor
 from training import line
 
@@ -203,20 +203,3 @@ def full_disks(asked: Asked) -> Tally:
             assert lines == ("", ""), lines
             assert check_loaded(folder, weights=first) == 1
     return tally
-
-
-ROWS = [
-    Fault(
-        name="4",
-        shows="crash at every write, fsync and rename of a save, on each rank (short: of 2 ranks at 10 of them)",
-        must_be="last good loads, never a mixed step",
-        run=crashes,
-    ),
-    Fault(
-        name="5",
-        shows="one byte changed, or the rest cut off, at 200 places of a checkpoint",
-        must_be="refused, file named; resume falls back to the last good one and says so",
-        run=damages,
-    ),
-    Fault(name="6", shows="disk full at 20 points", must_be="previous checkpoint intact, clear error", run=full_disks),
-]

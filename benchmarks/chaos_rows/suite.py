@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from rows import ROOT
-from scorecard import Asked, Fault, Tally
+from scorecard import Asked, Tally
 
 _PAGE = ROOT / "docs" / "reliability.md"
 _SUMMARY = re.compile(r"\*\*(\d+) cases: (\d+) right, (\d+) refused, (\d+) warned, (\d+) not tested, (\d+) failed")
@@ -52,56 +52,3 @@ def known_cases(asked: Asked) -> Tally:
     if failed or untested:
         tally.failures.append(f"{failed} of {cases} cases failed, {untested} have no test")
     return tally
-
-
-ROWS = [
-    Fault(
-        name="7",
-        shows="every strategy's checkpoint into every strategy (short: into some), from and to 1, 2, 3, 4 ranks, sizes "
-        "that do not divide",
-        must_be="state bit-equal, also after two more steps",
-        run=faults_of("dist/test_checkpoint_matrix.py"),
-    ),
-    Fault(
-        name="10",
-        shows="a stopped rank, one that is late with its data or in evaluation; a skipped or an extra collective",
-        must_be="rank and operation named in < 5 s after the limit",
-        run=faults_of("dist/test_watch.py", only="named or name or stopped"),
-    ),
-    Fault(
-        name="11",
-        shows="swapped collectives of equal size, also under the late backend",
-        must_be="caught before the optimizer step",
-        run=faults_of("dist/test_same_order.py", only="wrong_order"),
-    ),
-    Fault(
-        name="12",
-        shows="one rank raises, exits or is killed, at 32 points (short: 26)",
-        must_be="all end in < 10 s, the true cause shown, no orphans",
-        run=faults_of("dist/test_launch_points.py", "dist/test_launch_train.py", only="goes_wrong or breaks"),
-    ),
-    Fault(
-        name="13",
-        shows="one bit flipped in one replica",
-        must_be="found at the next comparison, parameter and rank named",
-        run=faults_of("dist/test_same_order.py", only="flipped or three_ranks"),
-    ),
-    Fault(
-        name="14",
-        shows="Inf or NaN on one rank, or in a shard that others do not have",
-        must_be="all ranks skip or stop, scales equal",
-        run=faults_of("dist/test_precision.py", "dist/test_nonfinite.py", only="overflow or nan or skipped or finite"),
-    ),
-    Fault(
-        name="17",
-        shows="ten launches of 1 and 2 ranks at once (short: two)",
-        must_be="no port failure, no listener beyond loopback",
-        run=faults_of("dist/test_launch.py", only="at_once"),
-    ),
-    Fault(
-        name="19",
-        shows='the cases of "right, or refused" (`make reliability`)',
-        must_be="0 silent",
-        run=known_cases,
-    ),
-]
