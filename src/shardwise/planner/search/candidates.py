@@ -58,6 +58,11 @@ class Candidate:
         return self.plan.micro_batch
 
     @property
+    def samples_per_s(self) -> float:
+        """Of all ranks together; 0 if its time is not predicted."""
+        return self.time.samples_per_s if self.time is not None else 0.0
+
+    @property
     def memory_band(self) -> float:
         return engine_model_of(self.plan).error_band
 
