@@ -38,21 +38,26 @@ _ROOT_PART = 50
 
 
 class Source:
-    """One model, whose spec grows by the traces that plans need. `kernels`: those of a cuda or cpu device."""
+    """One model, by its reference or as a task, whose spec grows by the traces that plans need.
+
+    kernels   those of a cuda or cpu device
+    """
 
     def __init__(
         self,
-        reference: str,
+        model: "Task | str",
         *,
         seq: int | None = None,
         image: int | None = None,
         kernels: str = "cuda",
         while_tracing: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext(),
     ) -> None:
-        self.reference = reference
+        self.reference = model if isinstance(model, str) else type(model.model).__name__
         self._seq, self._image, self._kernels = seq, image, kernels
         self._while_tracing = while_tracing
-        self._task: Task | None = None
+        self._task: Task | None = None if isinstance(model, str) else model
+        # A task of the caller's is traced in any case: it has no reference by which it could be found again.
+        self._is_given = self._task is not None
         # Whether the package's own spec holds for this sequence length and image size.
         self._is_shipped = False
         # Traces that this spec does not have: compiled units, which then count as uncompiled.
@@ -71,8 +76,9 @@ class Source:
         return self._spec
 
     def release(self) -> None:
-        """Drop the model that was traced and keep its spec; another trace makes the model again."""
-        self._task = None
+        """Drop the model that was made to trace it, and keep its spec; another trace makes the model again."""
+        if not self._is_given:
+            self._task = None
 
     def _first_spec(self) -> ModelSpec:
         if self.reference.startswith("params:"):
@@ -88,7 +94,7 @@ class Source:
 
     def _is_ready(self) -> bool:
         """Return whether the shipped spec holds for this sequence length, image size and kind of device."""
-        if self.reference.startswith(("python:", *FOREIGN)) or self._kernels != "cuda":
+        if self._is_given or self.reference.startswith(("python:", *FOREIGN)) or self._kernels != "cuda":
             return False
         shape = shape_of(self.reference)
         if isinstance(shape, GPTShape | LlamaShape):
@@ -109,7 +115,9 @@ class Source:
 
     def _live(self, ways: Collection[Way]) -> ModelSpec:
         """Return the spec from a new trace, or from the cache."""
-        key = spec_key(self.reference, seq=self._seq, image=self._image, kernels=self._kernels, ways=ways)
+        key = None
+        if not self._is_given:
+            key = spec_key(self.reference, seq=self._seq, image=self._image, kernels=self._kernels, ways=ways)
         traced = kept_spec(key)
         if traced is None:
             traced = self._traced(ways)

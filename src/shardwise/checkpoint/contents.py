@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.boxes import Boxes, share
-from shardwise.checkpoint.holding import holding, local
+from shardwise.checkpoint.holding import holding
 from shardwise.checkpoint.manifest import EMA_OF, MODEL, OWN, Contents, Manifest
 from shardwise.checkpoint.optimizer_state import OptimizerLoad, describe_optimizer
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.typed import dtype_name, from_json, to_json
+from shardwise.comm.dtensor import local_part
 from shardwise.engine.prepared.average import EMA
 from shardwise.engine.protocol import OwnedModel, OwnedSlice
 from shardwise.errors import CheckpointError
@@ -97,6 +98,9 @@ def snapshot(
     mine = {key: value for key, value in own.items() if isinstance(value, Tensor)}
     pieces += [StatePiece.whole(f"{OWN}{ranks.index}.{key}", value) for key, value in mine.items()]
     plan = state.plan_of(model)
+    average = None
+    if ema is not None:
+        average = {"decay": ema.decay, "num_updates": ema.num_updates, "parameters": ema.names()}
     contents = Contents(
         step=step,
         plan=None if plan is None else plan.to_dict(),
@@ -104,7 +108,7 @@ def snapshot(
         buffers={name: [list(value.shape), dtype_name(value.dtype)] for name, value in held.buffers.items()},
         aliases=held.aliases,
         optimizer=described,
-        ema=_described(ema) if ema is not None else None,
+        ema=average,
         progress=to_json(dict(progress), what="progress"),
         own=[to_json({key: value for key, value in own.items() if key not in mine}, what="own")],
         finite=nonfinite is None,
@@ -116,10 +120,6 @@ def _averaged(held: OwnedModel, ema: EMA) -> list[tuple[OwnedSlice, Tensor]]:
     """Return the slices that have an average, with it."""
     averages = ema.slices()
     return [(part, averages[part.parameter]) for part in held.slices if part.parameter in averages]
-
-
-def _described(ema: EMA) -> dict[str, Any]:
-    return {"decay": ema.decay, "num_updates": ema.num_updates, "parameters": ema.names()}
 
 
 def _first_nonfinite(pieces: Sequence[StatePiece]) -> str | None:
@@ -135,7 +135,7 @@ def _first_nonfinite(pieces: Sequence[StatePiece]) -> str | None:
 def _written(name: str, part: OwnedSlice, tensor: Tensor) -> StatePiece:
     """Return the part of a slice that this rank writes, of the ranks that hold it."""
     start, stop = share(start=part.start, stop=part.stop, copy=part.copy, num_copies=part.num_copies)
-    elements = local(tensor).reshape(-1)[start - part.start : stop - part.start]
+    elements = local_part(tensor).detach().reshape(-1)[start - part.start : stop - part.start]
     return StatePiece(name=name, shape=part.shape, start=start, elements=elements)
 
 
@@ -217,7 +217,7 @@ class _Window:
 
     def __init__(self, name: str, part: OwnedSlice, tensor: Tensor) -> None:
         self.name = name
-        self._tensor = local(tensor)
+        self._tensor = local_part(tensor).detach()
         self._elements = self._tensor.reshape(-1)
         self.num_elements = part.stop - part.start
         self.boxes = Boxes(self._elements[: self.num_elements], shape=part.shape, start=part.start)

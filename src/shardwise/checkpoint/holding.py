@@ -6,7 +6,6 @@ from math import prod
 
 from torch import Tensor, nn
 
-from shardwise.comm.dtensor import local_part
 from shardwise.engine.protocol import OwnedModel, OwnedSlice
 from shardwise.errors import CheckpointError
 from shardwise.models.layers import vocabularies
@@ -41,8 +40,3 @@ def _without_padding(found: OwnedModel, num_rows: Mapping[str, int]) -> OwnedMod
     slices, stepped = list(map(cut, found.slices)), list(map(cut, found.stepped))
     parameters = {name: (shape_of(name, shape), dtype) for name, (shape, dtype) in found.parameters.items()}
     return replace(found, slices=slices, stepped=stepped, parameters=parameters)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that lies on this rank."""
-    return local_part(tensor).detach()

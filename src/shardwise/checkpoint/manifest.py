@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from shardwise.checkpoint.boxes import Box, covers
 from shardwise.checkpoint.tensor_file import checksum
 from shardwise.checkpoint.typed import dtype_name, dtype_of
 from shardwise.errors import CheckpointError
+from shardwise.files.form import WrongForm, anything, each, number, optional, record, row, string, switch, table, whole
 from shardwise.files.regular_file import read_at_most
 
 FILE_NAME = "manifest.json"
@@ -155,7 +155,7 @@ def read_manifest(folder: Path) -> Manifest:
         if zlib.crc32(json.dumps(outer["body"]).encode()) != outer["crc32"]:
             raise CheckpointError(f"{path}: is damaged: it does not have its checksum")
         return _from_body(outer["body"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, WrongForm) as error:
         raise CheckpointError(f"{path}: is damaged or not a manifest ({type(error).__name__}: {error})") from error
 
 
@@ -172,11 +172,33 @@ def verify_files(folder: Path, files: Mapping[str, StoredFile]) -> None:
             raise CheckpointError(f"{path}: is damaged: its {num_bytes} bytes do not have their checksum")
 
 
+_DESCRIBED = table(row(each(whole(least=0)), string))
+_CONTENTS = record(
+    may_lack=[name for name in Contents.__slots__ if name != "step"],
+    step=whole(least=0),
+    num_ranks=whole(least=1, below=2**31),
+    # Another version may have written other keys; check the ones that are shown.
+    plan=optional(
+        record(others=True, may_lack=["mesh"], strategy=string, mesh=record(replicate=whole(), shard=whole()))
+    ),
+    parameters=_DESCRIBED,
+    buffers=_DESCRIBED,
+    aliases=table(string),
+    optimizer=optional(record(others=True, kind=string)),
+    ema=optional(record(others=True, decay=number(), num_updates=whole(), parameters=each(string))),
+    progress=table(anything),
+    own=each(table(anything)),
+    finite=switch,
+)
+_FILES = table(record(num_bytes=whole(least=0), crc32=whole(least=0)))
+
+
 def _from_body(body: dict[str, Any]) -> Manifest:
-    _check_types(body["contents"])
-    files = {name: StoredFile(**values) for name, values in body["files"].items()}
-    for name, stored in files.items():
-        if not _is_plain_name(name) or not all(type(n) is int and n >= 0 for n in (stored.num_bytes, stored.crc32)):
+    """Return the manifest; check all types first: one from elsewhere can have a valid checksum and any content."""
+    _CONTENTS(body["contents"], "contents")
+    files = {name: StoredFile(**values) for name, values in _FILES(body["files"], "files").items()}
+    for name in files:
+        if not _is_plain_name(name):
             raise ValueError(f"{name[:100]!r} is not a file that a checkpoint has")
     tensors = {}
     for name, values in body["tensors"].items():
@@ -196,49 +218,6 @@ def _from_body(body: dict[str, Any]) -> Manifest:
 def _is_plain_name(name: str) -> bool:
     """Return whether a name is of a file in the checkpoint's folder, and printable in one line."""
     return name != "" and Path(name).name == name and name.isprintable() and len(name.encode()) <= 255
-
-
-def _check_types(contents: dict[str, Any]) -> None:
-    """Check all types before they are used: a manifest from elsewhere can have a valid checksum and any content."""
-    for name, kinds in _CONTENTS_TYPES.items():
-        if name in contents and type(contents[name]) not in kinds:
-            raise ValueError(f"{name} is {type(contents[name]).__name__}")
-    if not 0 <= contents["step"] < 2**63 or not 1 <= contents.get("num_ranks", 1) < 2**31:
-        raise ValueError("a step or a number of ranks that cannot be")
-    for described in (contents.get("parameters", {}), contents.get("buffers", {})):
-        for shape, dtype in described.values():
-            if not isinstance(dtype, str) or not all(type(size) is int and size >= 0 for size in shape):
-                raise ValueError("a parameter's shape or dtype that cannot be")
-    if not all(isinstance(first, str) for first in contents.get("aliases", {}).values()):
-        raise ValueError("an alias that is not a name")
-    plan, optimizer = contents.get("plan"), contents.get("optimizer")
-    if plan is not None:
-        # Another version may have written other keys; check the ones that are shown.
-        mesh = plan.get("mesh", {"replicate": 1, "shard": 1})
-        if type(plan["strategy"]) is not str or not all(type(mesh[axis]) is int for axis in ("replicate", "shard")):
-            raise ValueError("a plan that cannot be")
-    if optimizer is not None and type(optimizer["kind"]) is not str:
-        raise ValueError("an optimizer that cannot be")
-    ema = contents.get("ema")
-    if ema is not None:
-        numbers = type(ema["decay"]) in (int, float) and type(ema["num_updates"]) is int
-        if not numbers or not all(type(name) is str for name in ema["parameters"]):
-            raise ValueError("an EMA that cannot be")
-
-
-_CONTENTS_TYPES: dict[str, tuple[type, ...]] = {
-    "step": (int,),
-    "num_ranks": (int,),
-    "plan": (dict, NoneType),
-    "parameters": (dict,),
-    "buffers": (dict,),
-    "aliases": (dict,),
-    "optimizer": (dict, NoneType),
-    "ema": (dict, NoneType),
-    "progress": (dict,),
-    "own": (list,),
-    "finite": (bool,),
-}
 
 
 def _storage_metadata(tensor: StoredTensor) -> TensorStorageMetadata:

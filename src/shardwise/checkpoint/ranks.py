@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardwise.comm.agreement import exchange
+from shardwise.comm.agreement import on_each_rank
 from shardwise.comm.groups import Group
 from shardwise.errors import CheckpointError
 
@@ -47,19 +47,7 @@ class Ranks:
         """Return the result of `action` on each rank; raise on all if it fails on one. Collective."""
         if self.group is None:
             return [action()]
-        failure: Exception | None = None
-        result: T | None = None
-        try:
-            result = action()
-        except Exception as error:
-            failure = error
-        everyone = exchange((result, None if failure is None else one_line(failure)), group=self.group)
-        if failure is not None:
-            raise failure
-        for rank, (_, line) in enumerate(everyone):
-            if line is not None:
-                raise CheckpointError(f"rank {rank} could not continue: {line}")
-        return [theirs for theirs, _ in everyone]
+        return on_each_rank(action, group=self.group, catches=Exception, raises=CheckpointError, describe=one_line)
 
     def leave(self) -> None:
         """Destroy the group. Collective."""

@@ -1,19 +1,22 @@
 """Checks that ranks agree, or at least are present, before they depend on each other.
 
-exchange   returns every rank's value, on every rank
-agree      raises on all ranks unless all describe the same thing
-meet       waits until all ranks have reached a point, and names the missing ones
+exchange       returns every rank's value, on every rank
+on_each_rank   returns every rank's result of a function; raises on all ranks if it fails on one
+agree          raises on all ranks unless all describe the same thing
+meet           waits until all ranks have reached a point, and names the missing ones
 """
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from shardwise.comm.groups import Group
 from shardwise.comm.rank_progress import waiting_in
 from shardwise.errors import ShardwiseError
+
+T = TypeVar("T")
 
 
 class RanksDisagree(ShardwiseError):  # noqa: N818
@@ -33,23 +36,37 @@ def exchange(value: Any, *, group: Group | None = None) -> list[Any]:
     return everyone
 
 
-def agree(describe: Callable[[], str], *, what: str) -> None:
-    """Raise on every rank unless all describe the same thing. Collective.
+def on_each_rank(
+    action: Callable[[], T],
+    *,
+    group: Group | None = None,
+    catches: type[Exception] = ShardwiseError,
+    raises: type[ShardwiseError] = RanksDisagree,
+    describe: Callable[[Exception], str] = str,
+) -> list[T]:
+    """Return the result of `action` on each rank. Collective.
 
-    If `describe` raises on one rank, the others report its error instead of waiting for it.
+    A rank where it fails raises its error, if that is one of `catches`, and the other ranks raise `raises` instead of
+    waiting. Any other error ends the rank's process, and with it the job.
     """
-    failure: ShardwiseError | None = None
+    failure: Exception | None = None
+    result: T | None = None
     try:
-        mine = "=" + describe()
-    except ShardwiseError as error:
+        result = action()
+    except catches as error:
         failure = error
-        mine = "!" + str(error)
-    everyone = exchange(mine)
+    everyone = exchange((result, None if failure is None else describe(failure)), group=group)
     if failure is not None:
         raise failure
-    for rank, other in enumerate(everyone):
-        if other.startswith("!"):
-            raise RanksDisagree(f"rank {rank} could not continue: {other[1:]}")
+    for rank, (_, line) in enumerate(everyone):
+        if line is not None:
+            raise raises(f"rank {rank} could not continue: {line}")
+    return [theirs for theirs, _ in everyone]
+
+
+def agree(describe: Callable[[], str], *, what: str) -> None:
+    """Raise on every rank unless all describe the same thing, or if one cannot describe it. Collective."""
+    everyone = on_each_rank(describe)
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             difference = _difference(everyone[0], other)
@@ -91,7 +108,7 @@ def meet(what: str, *, limit_seconds: float = 60.0) -> None:
 
 def _difference(one: str, other: str) -> str:
     """Return the first line in which two descriptions differ."""
-    for ours, theirs in zip(one[1:].splitlines(), other[1:].splitlines(), strict=False):
+    for ours, theirs in zip(one.splitlines(), other.splitlines(), strict=False):
         if ours != theirs:
             return f"{ours.strip()} | {theirs.strip()}"
     return "one has more than the other"

@@ -128,13 +128,13 @@ def documented(kind: Class) -> Class:
     """Add the keys to the docstring of a dataclass."""
     rows = reference(kind)
     indent = max(len(name) for name, _, _ in rows) + 3
-    lines = [line for name, _, what in rows for line in _row(name, what, indent=indent)]
+    lines = [
+        line
+        for name, _, what in rows
+        for line in wrap(what, 116, initial_indent=name.ljust(indent), subsequent_indent=" " * indent)
+    ]
     kind.__doc__ = "\n".join([(kind.__doc__ or "").rstrip(), "", *(f"    {line}" for line in lines)])
     return kind
-
-
-def _row(name: str, what: str, *, indent: int) -> list[str]:
-    return wrap(what, 116, initial_indent=name.ljust(indent), subsequent_indent=" " * indent)
 
 
 def _is_required(item: "Field[Any]") -> bool:

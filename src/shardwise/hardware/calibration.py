@@ -12,17 +12,15 @@ A TOML table, which fit.py makes from the measurements of `calibrate`:
     ranks_per_core        on CPUs: how many ranks share a core; all times include that (default: 1)
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
 from shardwise.errors import InvalidCluster
 from shardwise.files.form import Form, anything, each, inside, number, one_of, record_of, refusing, row, string, table
-from shardwise.hardware.sourced import KINDS
+from shardwise.hardware.sourced import KINDS, shipped_table
 
 Points = tuple[tuple[tuple[float, ...], float], ...]
 """(log2 of sizes, measured / predicted), …"""
@@ -109,7 +107,7 @@ def read_calibration(data: object, *, key: str) -> Calibration:
 @cache
 def shipped_calibration(name: str) -> Calibration | None:
     """Return the calibration of a device of the package, calibrated/NAME.toml, if it has one."""
-    file = files("shardwise.hardware").joinpath("calibrated", f"{name}.toml")
-    if not file.is_file():
+    try:
+        return read_calibration(shipped_table(f"calibrated/{name}")["calibration"], key=name)
+    except FileNotFoundError:
         return None
-    return read_calibration(tomllib.loads(file.read_text(encoding="utf-8"))["calibration"], key=name)

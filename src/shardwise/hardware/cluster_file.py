@@ -26,7 +26,7 @@ from shardwise.files.keys import forms_of
 from shardwise.files.toml_file import read_toml
 from shardwise.hardware.cluster import Cluster, fabric_of, make_cluster, parse_cluster
 from shardwise.hardware.device import Device, device_of, read_device
-from shardwise.hardware.link import Fabric, Link, link_of, read_link
+from shardwise.hardware.link import Fabric, link_of, read_link
 from shardwise.hardware.sourced import NAME
 
 _RUNS_WITH = ("software", "matmul_precision")
@@ -62,10 +62,6 @@ def _device(value: Any, path: str) -> Device:
     return read_device(own.get("name") or own.get("like") or "custom", values, key=path, like=base)
 
 
-def _link(value: Any, path: str) -> Link:
-    return link_of(value) if isinstance(value, str) else read_link("custom", value, key=path)
-
-
 def _fabric(value: Any, path: str) -> Fabric:
     return fabric_of(value) if isinstance(value, str) else Fabric(link=read_link("custom", value, key=path))
 
@@ -73,7 +69,9 @@ def _fabric(value: Any, path: str) -> Fabric:
 _FORMS = {
     **forms_of(Cluster),
     "device": Form(words="a name or a table", fits=lambda value: isinstance(value, str | dict), read=_device),
-    "link": anything.then(_link),
+    "link": anything.then(
+        lambda value, path: link_of(value) if isinstance(value, str) else read_link("custom", value, key=path)
+    ),
     "fabric": anything.then(_fabric),
     **dict.fromkeys(_RUNS_WITH, anything),
 }

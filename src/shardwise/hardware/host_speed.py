@@ -5,17 +5,16 @@ The host probe measures a `HostSpeed` (probe_host.py). The costs of engines were
 calibrated/host.toml; on another host they take `engine_factor` times as long.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.resources import files
 from statistics import geometric_mean, median
 from typing import Any
 
 from shardwise.errors import InvalidData
 from shardwise.files.form import WrongForm, number, record, string, table
 from shardwise.files.keys import key, object_of
+from shardwise.hardware.sourced import shipped_table
 
 _SECONDS = number(least=1e-12, most=1e3)
 _BOTH_WAYS = record(forward=_SECONDS, backward=_SECONDS)
@@ -57,8 +56,7 @@ def read_host_speed(data: object, *, where: str) -> HostSpeed:
 @cache
 def reference_host() -> HostSpeed:
     """Return the host that the costs of engines were fitted on."""
-    file = files("shardwise.hardware").joinpath("calibrated", "host.toml")
-    return read_host_speed(tomllib.loads(file.read_text(encoding="utf-8"))["host"], where="calibrated/host.toml")
+    return read_host_speed(shipped_table("calibrated/host")["host"], where="calibrated/host.toml")
 
 
 def engine_factor(host: HostSpeed, *, reference: HostSpeed) -> float:

@@ -59,16 +59,15 @@ def links() -> Mapping[str, Link]:
 
 def link_of(name: str) -> Link:
     """Return a link by name, such as `nvlink-4`, `pcie-5` or `ib-400`."""
-    try:
-        return links()[name]
-    except KeyError:
-        raise UnknownName.of("link", name, known=links(), see="`shardwise devices` lists them all") from None
+    return _find("link", name, among=links())
 
 
 def port_of(name: str) -> Link:
     """Return a link between nodes by name."""
-    ports = {name: link for name, link in links().items() if link.between_nodes}
-    try:
-        return ports[name]
-    except KeyError:
-        raise UnknownName.of("fabric", name, known=ports, see="`shardwise devices` lists them all") from None
+    return _find("fabric", name, among={name: link for name, link in links().items() if link.between_nodes})
+
+
+def _find(kind: str, name: str, *, among: Mapping[str, Link]) -> Link:
+    if name not in among:
+        raise UnknownName.of(kind, name, known=among, see="`shardwise devices` lists them all")
+    return among[name]

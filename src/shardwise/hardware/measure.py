@@ -188,9 +188,8 @@ def _batch_norm(probe: Probe, new: NewTensor) -> _Kernel:
 
 def _max_pool(probe: Probe, new: NewTensor) -> _Kernel:
     batch, channels, image = probe.dims
-    return _Kernel(
-        function=lambda x: F.max_pool2d(x, 3, stride=2, padding=1), inputs=(new(batch, channels, image, image),)
-    )
+    x = new(batch, channels, image, image)
+    return _Kernel(function=lambda x: F.max_pool2d(x, 3, stride=2, padding=1), inputs=(x,))
 
 
 def _layer_norm(probe: Probe, new: NewTensor) -> _Kernel:

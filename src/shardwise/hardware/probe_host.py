@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.hardware.host_speed import HostSpeed
 from shardwise.hardware.measure_host import chain_seconds, layer_chains
@@ -99,13 +99,8 @@ class _Called:
         self.count += 1
 
 
-class _Empty(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
 def _hooked() -> Callable[[], object]:
-    module, x = _Empty(), torch.zeros(1)
+    module, x = nn.Identity(), torch.zeros(1)
     module.register_forward_pre_hook(lambda module, args: None)
     module.register_forward_hook(lambda module, args, output: None)
     return lambda: module(x)

@@ -78,11 +78,6 @@ class CallLimit:
     under: Callable[[PlanSettings, Placements], bool] = lambda plan, placements: True
 
 
-def everywhere(placement: Placement) -> bool:
-    """Return True for any placement."""
-    return True
-
-
 def lives_alike(placement: Placement) -> bool:
     """Return whether parameters, gradients and optimizer state are all replicated, or all sharded."""
     return placement.params is placement.grads is placement.optim
@@ -101,7 +96,7 @@ class EngineLimits:
     """
 
     name: str
-    can_place: Callable[[Placement], bool] = everywhere
+    can_place: Callable[[Placement], bool] = lambda placement: True
     settings: tuple[Setting, ...] = ()
     run_settings: tuple[Setting, ...] = ()
     combinations: Callable[[PlanSettings, Placements], Refusal | None] = lambda plan, placements: None
@@ -189,14 +184,6 @@ def _torch_combinations(plan: PlanSettings, placements: Placements) -> Refusal |
     return None
 
 
-def _shards_params(plan: PlanSettings, placements: Placements) -> bool:
-    return any(placement.params is SHARDED for placement in placements.values())
-
-
-def _shards_optim(plan: PlanSettings, placements: Placements) -> bool:
-    return plan.strategy == AUTO or any(placement.optim is SHARDED for placement in placements.values())
-
-
 _NO_OFFLOAD = "engine = 'torch' does not offload: set engine = 'shardwise'"
 _TORCH_CALLS = (
     CallLimit(
@@ -227,7 +214,7 @@ _TORCH_CALLS = (
     CallLimit(
         function="whole",
         sentence="shardwise.whole needs engine = 'shardwise': fully_shard's parameters are slices",
-        under=_shards_params,
+        under=lambda plan, placements: any(placement.params is SHARDED for placement in placements.values()),
     ),
     CallLimit(
         function="step",
@@ -243,7 +230,13 @@ _TORCH_CALLS = (
         sentence="save_pretrained needs engine = 'shardwise': save shardwise.full_state_dict(model) instead",
     ),
     CallLimit(function="integrations", sentence="plan.engine = 'torch': integrations run engine = 'shardwise'"),
-    CallLimit(function="muon", sentence="fully_shard gives Muon slices of matrices", under=_shards_optim),
+    CallLimit(
+        function="muon",
+        sentence="fully_shard gives Muon slices of matrices",
+        under=lambda plan, placements: (
+            plan.strategy == AUTO or any(placement.optim is SHARDED for placement in placements.values())
+        ),
+    ),
 )
 
 LIMITS: Mapping[str, EngineLimits] = MappingProxyType(

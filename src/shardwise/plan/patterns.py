@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from shardwise.files.form import Form, each, table
+from shardwise.files.form import Form, each, table, text
 
 
 class Patterns(Mapping[str, str]):
@@ -41,10 +41,7 @@ class Patterns(Mapping[str, str]):
 
 
 # A file shows a pattern on one line.
-_PATTERN = Form(
-    words="a pattern for names",
-    fits=lambda value: isinstance(value, str) and value != "" and value.isprintable(),
-)
+_PATTERN = Form(words="a pattern for names", fits=text.fits)
 
 
 def pattern_list(of: str) -> Form:

@@ -148,16 +148,12 @@ class Plan:
         return self.strategy == AUTO
 
     @property
-    def is_fp16(self) -> bool:
-        return self.precision == "fp16"
-
-    @property
     def compiler(self) -> str:
         """The backend that compiles units, or none; none as well where `auto` has not been decided yet."""
         return "none" if self.compile == AUTO else self.compile
 
     def compiles(self, unit_name: str) -> bool:
-        """Whether a unit is compiled. The root, which contains all other units, and selective recompute are not.
+        """Return whether a unit is compiled. The root, which contains all other units, and selective recompute are not.
 
         Selective recompute runs under a dispatch mode, under which torch.compile compiles nothing. But code that was
         compiled for another unit of the same class would run there, and keep that unit's tensors.
@@ -170,14 +166,12 @@ class Plan:
         return self.capture == "on"
 
     def _capture_hindrance(self) -> str:
-        for name, set_so in (
-            ("dynamic = true", self.dynamic),
-            ("offload_states = true", self.offload_states),
-            ("precision = 'fp16'", self.is_fp16),
-        ):
-            if set_so:
-                return name
-        return ""
+        settings = {
+            "dynamic = true": self.dynamic,
+            "offload_states = true": self.offload_states,
+            "precision = 'fp16'": self.precision == "fp16",
+        }
+        return next((setting for setting, holds in settings.items() if holds), "")
 
     def why_not_captured(self) -> str:
         """Return why `auto` captures no step of this plan with any model; "" if it may."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.plan import Plan
-from shardwise.program.buffers import param_dtypes, reduce_bytes
+from shardwise.program.buffers import gather_bytes, param_dtypes, reduce_bytes
 from shardwise.spec import ModelSpec, UnitSpec
 from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT
 
@@ -47,16 +47,12 @@ def _sizes(spec: ModelSpec, precision: str, keep_fp32: tuple[str, ...], reduce_d
 
 
 def _unit_sizes(unit: UnitSpec, *, plan: Plan) -> UnitSizes:
-    sizes = [
-        (param.num_elements, BYTES_PER_ELEMENT[param_dtypes(param, plan=plan)[0]], param.trainable)
-        for param in unit.params
-    ]
-    trainable = sum(count for count, _, is_trainable in sizes if is_trainable)
+    trained = [param for param in unit.params if param.trainable]
     return UnitSizes(
-        elements=sum(count for count, _, _ in sizes),
-        trainable=trainable,
-        tensors=sum(is_trainable for _, _, is_trainable in sizes),
-        compute_bytes=sum(count * size for count, size, _ in sizes),
-        grad_bytes=sum(count * size for count, size, is_trainable in sizes if is_trainable),
+        elements=unit.num_params,
+        trainable=sum(param.num_elements for param in trained),
+        tensors=len(trained),
+        compute_bytes=gather_bytes(unit, plan=plan),
+        grad_bytes=sum(p.num_elements * BYTES_PER_ELEMENT[param_dtypes(p, plan=plan)[0]] for p in trained),
         reduce_bytes=reduce_bytes(unit, plan=plan),
     )

@@ -1,10 +1,10 @@
 """Moves a program's cursor through a planned step, in the order of the trace."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple, Protocol
 
-from shardwise.program import StepProgram, Trigger
-from shardwise.program.compiled_program import Executor
+from shardwise.program import Kind, Operation, Row, StepProgram, Trigger
+from shardwise.program.compiled_program import Action, Executor
 from shardwise.program.run import Cursor
 from shardwise.spec import ROOT
 
@@ -30,6 +30,19 @@ class PlannedExecutor(Executor, Protocol):
     """An executor with the set of units whose gradients are complete."""
 
     ready: set[str]
+
+
+def skipped_action(executor: Executor, operation: Operation, row: Row, *, called: Collection[str]) -> Action | None:
+    """Return what a rank does of a row that it does not reach, if all ranks keep the program's order.
+
+    It takes part in the gathers of units that it does not call, and frees those that it has not `called`.
+    """
+    if operation.kind is Kind.GATHER:
+        return executor.action(operation, row)
+    if operation.kind is Kind.FREE:
+        free = executor.action(operation, row)
+        return lambda: None if operation.subject in called else free()
+    return None
 
 
 def keys_in_order(traced: Iterable[Key], *, program: StepProgram) -> list[Key]:

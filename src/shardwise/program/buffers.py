@@ -13,16 +13,16 @@ from shardwise.vocabulary.dtypes import BYTES_PER_ELEMENT, compute_dtype, has_gr
 from shardwise.vocabulary.layout import ALIGNMENT, Layout, lay_out
 
 SAMPLED_EVERY = 61
-"""One in so many elements of a captured step's gradients is compared with an ordinary step's, now and then. A prime
-number, so that each column of a matrix has its turn."""
+"""One in this many elements of a captured step's gradients is compared with an ordinary step's at intervals. A prime
+number, so that each column of a matrix is compared at some time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatSpec:
     """Parameters of one unit that compute and are stepped in the same dtypes: they share one buffer.
 
-    Those that are frozen have one of their own, of which nothing is reduced and nothing changes in an update.
-    `unstepped`: frozen, and given in the dtype that they compute in: nobody steps them, so they have no wider master.
+    Frozen ones have a separate buffer, of which nothing is reduced or updated. `unstepped`: frozen, and given in their
+    compute dtype: no optimizer steps them, so they have no wider master.
     """
 
     params: tuple[TensorSpec, ...]
@@ -63,7 +63,7 @@ class FlatSpec:
 
 
 def flat_specs(unit: UnitSpec, *, plan: Plan) -> tuple[FlatSpec, ...]:
-    """The flat buffers of a unit, in the order of their first parameters."""
+    """Return the flat buffers of a unit, in the order of their first parameters."""
     return _flat_specs(unit, plan.precision, plan.keep_fp32, plan.reduce_dtype)
 
 
@@ -71,7 +71,7 @@ def flat_specs(unit: UnitSpec, *, plan: Plan) -> tuple[FlatSpec, ...]:
 def _flat_specs(
     unit: UnitSpec, precision: str, keep_fp32: tuple[str, ...], planned_reduce: str
 ) -> tuple[FlatSpec, ...]:
-    """By all of a plan that matters here: the planner asks for the same unit under thousands of plans."""
+    """Return them by the settings that matter: the planner asks for the same unit under thousands of plans."""
     plan = Plan(precision=precision, keep_fp32=keep_fp32, reduce_dtype=planned_reduce)
     together: dict[tuple[tuple[str, str], bool], list[TensorSpec]] = {}
     for param in unit.params:
@@ -89,7 +89,7 @@ def _flat_specs(
 
 
 def param_dtypes(param: TensorSpec, *, plan: Plan) -> tuple[str, str]:
-    """(What a parameter computes in, what the optimizer steps); of a frozen one, what it is held in."""
+    """Return (compute dtype, dtype that the optimizer steps); of a frozen parameter, the dtype that it is held in."""
     kept = param.keep_fp32 or any(plan.keeps_fp32(name) for name in (param.name, *param.aliases))
     computes = compute_dtype(param.dtype, precision=plan.precision, keep_fp32=kept)
     if not param.starts_trainable and param.dtype == computes:
@@ -98,17 +98,17 @@ def param_dtypes(param: TensorSpec, *, plan: Plan) -> tuple[str, str]:
 
 
 def gather_bytes(unit: UnitSpec, *, plan: Plan) -> int:
-    """All parameters in the dtypes that they compute in, without padding."""
+    """Return the bytes of all parameters in their compute dtypes, without padding."""
     return sum(flat.compute_bytes * flat.num_elements for flat in flat_specs(unit, plan=plan))
 
 
 def update_gather_bytes(unit: UnitSpec, *, plan: Plan) -> int:
-    """Of those, the buffers that an update changes."""
+    """Return the bytes of the buffers among them that an update changes."""
     return sum(flat.compute_bytes * flat.num_elements for flat in flat_specs(unit, plan=plan) if flat.is_trained)
 
 
 def owned_bytes(unit: UnitSpec, *, plan: Plan) -> int:
-    """The trained matrices that one rank each owns, in the dtype in which they are stepped."""
+    """Return the bytes of the trained matrices with an owner, in the dtype in which they are stepped."""
     if not plan.owned or plan.placement(unit.name).optim is not SHARDED:
         return 0
     return sum(
@@ -120,7 +120,7 @@ def owned_bytes(unit: UnitSpec, *, plan: Plan) -> int:
 
 
 def reduce_bytes(unit: UnitSpec, *, plan: Plan) -> int:
-    """The gradients of the buffers that are trained, in the dtypes that they are summed in, without padding."""
+    """Return the bytes of the gradients of trained buffers, in their reduce dtypes, without padding."""
     return sum(flat.reduce_bytes * flat.num_elements for flat in flat_specs(unit, plan=plan) if flat.is_trained)
 
 

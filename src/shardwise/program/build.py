@@ -1,7 +1,8 @@
-"""Spec + plan → the program of one step: the events of a step in order, and what the rules make of each."""
+"""Spec + plan → the program of one step: the events of a step in order, and the operations of each by the rules."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
@@ -9,35 +10,27 @@ from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program.buffers import gather_bytes, owned_bytes, reduce_bytes, update_gather_bytes
 from shardwise.program.operations import Bucket, Kind, Operation, Row, StepProgram, Trigger
 from shardwise.program.rules import rules_of
-from shardwise.program.rules.context import StepContext, StepEvent
+from shardwise.program.rules.context import Rules, StepContext, StepEvent
 from shardwise.program.rules.learning import LEARNING, catch_up
 from shardwise.spec import ANNOUNCED, NONE, ROOT, ModelSpec
 
 
 def build(spec: ModelSpec, *, plan: Plan, mesh: Mesh | None = None, reduces: bool = True) -> StepProgram:
-    """The program of a step that follows on a step: forward, backward, update.
+    """Return the program of a step that follows another step: forward, backward, update.
 
-    mesh      where the plan leaves it open; without any, of more ranks than one
-    reduces   with False, the program of a pass whose gradients are kept for a later one to reduce
+    mesh      used if the plan has none; without either, the job has several ranks
+    reduces   False: the program of a pass that keeps its gradients for a later one to reduce
     """
     events, context = _events_and_context(spec, plan=plan, mesh=mesh, reduces=reduces)
-    rules = rules_of(plan)
-    state = rules.first_state(context)
-    rows = []
-    for event in events:
-        state, operations = rules.by_trigger[event.trigger](state, event, context)
-        rows.append(_row(event, operations))
+    _, rows = _rows(rules_of(plan), events, context)
     return StepProgram(rows=tuple(rows), buckets=context.buckets)
 
 
 def build_first_step(spec: ModelSpec, *, plan: Plan, mesh: Mesh | None = None) -> StepProgram:
-    """The program of our engine's first step, in which ranks learn the order that the spec has (rules/learning.py)."""
+    """Return the program of our engine's first step, in which ranks learn the order of units (rules/learning.py)."""
     program = build(spec, plan=plan, mesh=mesh)
     events, context = _events_and_context(spec, plan=plan, mesh=mesh, reduces=True)
-    state, rows = LEARNING.first_state(context), []
-    for event in events[: program.first_of_backward]:
-        state, operations = LEARNING.by_trigger[event.trigger](state, event, context)
-        rows.append(_row(event, operations))
+    state, rows = _rows(LEARNING, events[: program.first_of_backward], context)
     first, *later = program.rows[program.first_of_backward :]
     caught_up = catch_up(program, gathered=state.gathered, gathered_by_all=state.gathered, context=context)
     first = replace(first, operations=(*caught_up.operations, *first.operations))
@@ -45,18 +38,23 @@ def build_first_step(spec: ModelSpec, *, plan: Plan, mesh: Mesh | None = None) -
 
 
 def context_of(spec: ModelSpec, *, plan: Plan, mesh: Mesh | None = None) -> StepContext:
-    """What the rules have to know of a step."""
+    """Return what the rules depend on in a step."""
     return _events_and_context(spec, plan=plan, mesh=mesh, reduces=True)[1]
 
 
-def _row(event: StepEvent, operations: tuple[Operation, ...]) -> Row:
-    return Row(trigger=event.trigger, unit=event.unit, call=event.call, operations=operations)
+def _rows(rules: Rules, events: Sequence[StepEvent], context: StepContext) -> tuple[Any, list[Row]]:
+    """Return the state after these events, and the row of each."""
+    state, rows = rules.first_state(context), []
+    for event in events:
+        state, operations = rules.by_trigger[event.trigger](state, event, context)
+        rows.append(Row(trigger=event.trigger, unit=event.unit, call=event.call, operations=operations))
+    return state, rows
 
 
 def _events_and_context(
     spec: ModelSpec, *, plan: Plan, mesh: Mesh | None, reduces: bool
 ) -> tuple[tuple[StepEvent, ...], StepContext]:
-    """The events of a step, and what the rules have to know of it."""
+    """Return the events of a step, and what the rules depend on."""
     mesh = plan.mesh or mesh
     alone = mesh is not None and mesh.num_ranks == 1
     placements = plan.placements(unit.name for unit in spec.units)
@@ -92,10 +90,10 @@ def _events_and_context(
 
 
 def _events(calls: tuple[str, ...], *, with_params: set[str], backward: Mapping[str, str]) -> Iterator[StepEvent]:
-    """What happens in a step, in order.
+    """Yield the events of a step, in order.
 
-    A call ends when one begins that is not inside it. Backward is forward in reverse; a unit's gradients, if it has
-    any, are complete, and its parameters done with, when its first call has been gone back through.
+    A call ends when another begins that is not inside it. Backward is forward in reverse. A unit's gradients are
+    complete, and its parameters no longer needed, after the backward of its first call.
     """
     forward: list[StepEvent] = []
     running: list[StepEvent] = []
@@ -135,7 +133,7 @@ def _is_inside(unit: str, outer: str) -> bool:
 def _buckets(
     spec: ModelSpec, *, events: tuple[StepEvent, ...], placements: Mapping[str, Placement], plan: Plan
 ) -> tuple[Bucket, ...]:
-    """In the order of backward: replicated gradients together up to bucket_bytes, sharded ones unit by unit.
+    """Return buckets in the order of backward: replicated gradients grouped up to bucket_bytes, sharded ones by unit.
 
     A unit that is never called comes last: other ranks may call it.
     """
@@ -168,7 +166,7 @@ def _buckets(
 def _slice_bytes(
     buckets: tuple[Bucket, ...], *, placements: Mapping[str, Placement], mesh: Mesh | None
 ) -> dict[str, int]:
-    """A rank's share of each bucket that a second axis of the mesh sums too."""
+    """Return a rank's share of each bucket that is also summed over a second axis of the mesh."""
     if mesh is None or mesh.replicate == 1:
         return {}
     return {
@@ -179,7 +177,7 @@ def _slice_bytes(
 
 
 def _broadcasts(spec: ModelSpec, *, is_local: bool) -> tuple[Operation, ...]:
-    """Buffers that training changes and checkpoints keep come from rank 0 at the start of each forward."""
+    """Return the broadcast of rank 0's persistent buffers at the start of each forward, if there are any."""
     num_bytes = sum(buffer.num_bytes for unit in spec.units for buffer in unit.buffers if buffer.persistent)
     sent = Operation(kind=Kind.BROADCAST, subject=ROOT, num_bytes=num_bytes, is_local=is_local)
     return (sent,) if num_bytes else ()

@@ -1,8 +1,8 @@
-"""A model's forward and backward → triggers at its units, for whoever listens.
+"""A model's forward and backward → triggers at its units, for a listener.
 
-The engine runs rows at them, the trace and the profile mark where rows begin. Two hooks per unit, and one per
-parameter, since any of them may be the first that a backward comes to (a penalty on the weights). One set of hooks for
-all, so that all see the same rows.
+The engine runs rows at them; the trace and the profile mark where rows begin. There are two hooks per unit, and one per
+parameter, since a backward may begin at any of them (a penalty on the weights). All listeners use the same hooks, so
+that they see the same rows.
 """
 
 import weakref
@@ -25,45 +25,38 @@ _Heard = TypeVar("_Heard", bound=Hashable, contravariant=True)
 
 
 class StepListener(Protocol[_Heard]):
-    """What happens in a step. A forward without gradients, and one that backward runs again, are no part of it."""
+    """Receives the events of a step. A forward without gradients, and one that backward repeats, are not part of it."""
 
     def before_forward(self, unit: _Heard) -> int:
-        """A call of the unit begins; its number among the unit's calls in this step."""
-        ...
+        """Note that a call of the unit begins; return its number among the unit's calls in this step."""
 
     def awaits(self, unit: _Heard) -> bool:
-        """Whether it is to be told when backward comes to the call that ends: only then its outputs are looked at."""
-        ...
+        """Return whether it needs `before_backward` of the call that ends: only then its outputs are examined."""
 
     def after_forward(self, unit: _Heard, *, backward: str) -> None:
-        """It ends; `backward` says how backward will come to it (spec.UnitSpec), if that was looked at."""
-        ...
+        """Note that the call ends; `backward`: how it notices its backward (spec.UnitSpec), if that was examined."""
 
     def begin_backward(self) -> None: ...
 
     def before_backward(self, unit: _Heard, call: int) -> None:
-        """Backward comes to a call of the unit."""
-        ...
+        """Note that the backward of a call begins."""
 
     def grads_ready(self, unit: _Heard) -> None:
-        """The last of the unit's gradients is there."""
-        ...
+        """Note that the unit's gradients are complete."""
 
     def end_backward(self) -> None: ...
 
     def recompute(self, unit: _Heard) -> None:
-        """Backward needs the unit once more: it runs its forward again, or comes to another output of a call."""
-        ...
+        """Note that backward needs the unit again: for a recomputation, or for another output of a call."""
 
     def without_gradients(self, unit: _Heard, *, begins: bool) -> None:
-        """A forward of the unit under no_grad begins, or ends."""
-        ...
+        """Note that a forward of the unit under no_grad begins, or ends."""
 
 
 class UnitGrads(Generic[UnitT]):
-    """A unit's gradients in one backward: which parameters can get one, and which have; by id.
+    """A unit's gradients in one backward: the parameters that can get one, and those that have one, by id.
 
-    They are `closed` outside of a backward, and as soon as no more are taken in it.
+    They are `closed` outside a backward, and as soon as no more are accepted in it.
     """
 
     __slots__ = ("__weakref__", "_hooked", "arrived", "closed", "expected", "hooks", "unit")
@@ -77,7 +70,7 @@ class UnitGrads(Generic[UnitT]):
         self._hooked: set[int] = set()
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
-        """From now on these can get gradients. A parameter gets its hook when it is trained for the first time."""
+        """Expect gradients of these from now on. A parameter gets its hook when it is trained for the first time."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.expected = frozenset(map(id, trained))
         if self._hooked.issuperset(self.expected):
@@ -90,13 +83,15 @@ class UnitGrads(Generic[UnitT]):
 
     @property
     def complete(self) -> bool:
-        """Whether all gradients that can come in this backward have come."""
+        """Whether all gradients that are expected in this backward have arrived."""
         return len(self.arrived) == len(self.expected)
 
 
 class StepHooks(Generic[UnitT]):
-    """The hooks of one model. `on_grad` is told of every single gradient; `on_first_grad` of one with which a backward
-    begins: what of it autograd has added to `p.grad` was added before anybody could look.
+    """The hooks of one model.
+
+    on_grad         is called with every gradient
+    on_first_grad   is called with a gradient with which a backward begins: autograd has already added it to `p.grad`
     """
 
     def __init__(
@@ -118,11 +113,9 @@ class StepHooks(Generic[UnitT]):
         self._begun: set[tuple[UnitT, int]] = set()
 
     def attach(self, *, first: bool = False) -> None:
-        """Hook every unit's module, before any hook of the user's; `first`: and before those that are there after
-        its forward, too.
-        """
+        """Hook every unit's module, before the user's hooks; `first`: also before existing hooks after its forward."""
         of_units = {id(module) for module in self.modules.values()}
-        # The root last, so that its hooks are the outermost where one of several models in it is a unit as well.
+        # The root last, so that its hooks are the outermost if one of several models in it is a unit too.
         for unit, module in reversed(list(self.modules.items())):
             before = partial(_before_forward, self, unit)
             attributes = [Attributes(own) for own in own_modules(module, unit_modules=of_units)]
@@ -139,9 +132,9 @@ class StepHooks(Generic[UnitT]):
             grads._hooked.clear()
 
     def announce(self, tensor: Tensor, unit: UnitT) -> None:
-        """When the gradient of `tensor` is there, backward comes to the unit's last call.
+        """Announce the backward of the unit's last call when the gradient of `tensor` arrives.
 
-        Units that hand the same tensor on share one hook, which comes to the outermost first.
+        Units that pass the same tensor on share one hook, which calls the outermost first.
         """
         calls: list[tuple[UnitT, int]] = []
         announced = tensor.__dict__.setdefault("_shardwise_announces", {})
@@ -166,11 +159,11 @@ class StepHooks(Generic[UnitT]):
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _begin_with(self, unit: UnitT, parameter: Tensor) -> None:
-        """A backward begins with a gradient (a penalty on the weights): it does not come through the model's outputs.
+        """Begin a backward with a gradient (a penalty on the weights), not at the model's outputs.
 
-        The gradient is this backward's, so the listener must not find it among those of before.
+        The gradient belongs to this backward, so the listener must not take it for an earlier one.
         """
-        # It may be of a class of the engine's, which notices who reads its gradient.
+        # It may be of a class of the engine that guards reads of its gradient.
         with torch._C.DisableTorchFunctionSubclass():
             if self.on_first_grad is not None:
                 self.on_first_grad(unit, parameter)
@@ -183,13 +176,13 @@ class StepHooks(Generic[UnitT]):
         self.abandon_backward()
 
     def abandon_backward(self) -> None:
-        """No backward is under way: it is over, or it raised and was given up."""
+        """Note that no backward runs any more: it has ended, or it raised."""
         self.in_backward = False
         for grads in self.grads.values():
             grads.closed = True
 
     def arrived(self, grads: UnitGrads[UnitT], key: int, parameter: Tensor) -> None:
-        """A gradient that is the unit's last, or comes in an unusual way."""
+        """Handle a gradient that is the unit's last, or arrives in an unusual way."""
         if not self.in_backward:
             self._begin_with(grads.unit, parameter)
         if key in grads.arrived:
@@ -210,11 +203,11 @@ class StepHooks(Generic[UnitT]):
 
 
 def recomputing() -> bool:
-    """Whether this thread runs a backward: then a forward is a recomputation."""
+    """Return whether this thread runs a backward: then a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
-# torch.compile of a unit compiles its hooks along with its forward; what happens around a forward is not for it.
+# torch.compile would compile a unit's hooks along with its forward.
 @_disable_dynamo
 def _before_forward(hooks: StepHooks[UnitT], unit: UnitT, module: nn.Module, inputs: Any) -> None:
     if recomputing():
@@ -252,7 +245,7 @@ def _after_forward(
             backward = UNANNOUNCED
     for value in kept(attributes):
         if isinstance(value, Tensor) and value.grad_fn is not None:
-            # A loss that is fetched from the module comes back by this way, and perhaps before the outputs.
+            # The backward of a loss that is fetched from the module begins here, perhaps before the outputs.
             hooks.announce(value, unit)
             backward = ANNOUNCED if backward is NONE else backward
     hooks.listener.after_forward(unit, backward=backward)
@@ -260,7 +253,7 @@ def _after_forward(
 
 def _before_backward(hooks: StepHooks[UnitT], calls: list[tuple[UnitT, int]], grad: Tensor) -> None:
     if not hooks.handles:
-        # Detached since: the hook lies on a tensor, which may live as long as the model (a parameter as an output).
+        # Detached since: the tensor with this hook may live as long as the model (a parameter as an output).
         return
     if not hooks.in_backward:
         hooks.begin_backward()
@@ -274,9 +267,9 @@ def _before_backward(hooks: StepHooks[UnitT], calls: list[tuple[UnitT, int]], gr
 
 
 def _grad_arrived(held: "weakref.ref[UnitGrads[Any]]", key: int, parameter: Tensor) -> None:
-    """Autograd holds this hook where the garbage collector cannot look, so it must not hold the unit.
+    """Count a gradient. Autograd holds this hook where the garbage collector cannot look: it must not hold the unit.
 
-    It is called for every parameter in every backward, so what is usual is done here.
+    It is called for every parameter in every backward, so the usual case is handled here.
     """
     grads = held()
     if grads is None:

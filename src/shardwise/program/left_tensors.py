@@ -1,6 +1,6 @@
 """The tensors that a forward leaves behind: in its output, and on its modules (an auxiliary loss).
 
-Looked for after every forward of every unit, so the usual case, that modules keep none, is fast.
+They are looked for after every forward of every unit, so the usual case, that modules keep none, is fast.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 
 def own_modules(module: nn.Module, *, unit_modules: set[int]) -> Iterator[nn.Module]:
-    """A unit's modules of the user's own making, which may keep a tensor on themselves (an auxiliary loss)."""
+    """Yield a unit's modules that are not torch's, which may keep a tensor on themselves (an auxiliary loss)."""
     waiting = [module]
     while waiting:
         module = waiting.pop()
@@ -29,11 +29,11 @@ def own_modules(module: nn.Module, *, unit_modules: set[int]) -> Iterator[nn.Mod
 
 
 class Attributes:
-    """What a module keeps on itself, less what is nn.Module's own.
+    """The attributes of a module, without those of nn.Module.
 
-    values      gets it from the module's __dict__, `held`, as a tuple
-    num_held    the length of `held` when that was made
-    harmless    the types of which no value is a tensor, or is looked into for tensors
+    values      returns them from the module's __dict__, `held`, as a tuple
+    num_held    the length of `held` when `values` was made
+    harmless    types whose values are no tensors and hold none that count
     """
 
     __slots__ = ("harmless", "held", "num_held", "values")
@@ -45,14 +45,14 @@ class Attributes:
     def learn(self) -> None:
         self.num_held = len(self.held)
         names = [name for name in self.held if name not in _OF_EVERY_MODULE]
-        # Two that every module has: of less than two, an itemgetter makes no tuple.
+        # Two that every module has: with fewer than two, an itemgetter returns no tuple.
         self.values = itemgetter("training", "training", *names)
         types = map(type, self.values(self.held))
         self.harmless = _PLAIN_TYPES.union(one for one in types if not issubclass(one, (Tensor, *_CONTAINERS)))
 
 
 def kept(attributes: list[Attributes]) -> list[Any]:
-    """What may be a tensor of what modules keep on themselves; also what lists, tuples and dicts hold."""
+    """Return the attributes of modules that may be tensors, also those in lists, tuples and dicts."""
     found: list[Any] = []
     for of_module in attributes:
         held = of_module.held
@@ -74,7 +74,7 @@ def kept(attributes: list[Attributes]) -> list[Any]:
 
 
 def _is_plain(container: Any) -> bool:
-    """Whether a list, tuple or dict holds nothing but numbers, strings and the like, at any depth."""
+    """Return whether a list, tuple or dict holds only numbers, strings and the like, at any depth."""
     values = container.values() if isinstance(container, dict) else container
     return _PLAIN_TYPES.issuperset(map(type, values)) or all(
         type(value) in _PLAIN_TYPES or (isinstance(value, _CONTAINERS) and _is_plain(value)) for value in values
@@ -82,7 +82,7 @@ def _is_plain(container: Any) -> bool:
 
 
 def leaves(output: Any) -> list[Any]:
-    """What an output holds; also dataclasses, which torch's own trees do not look into."""
+    """Return the leaves of an output, also those in dataclasses, which torch's own trees do not look into."""
     if isinstance(output, Tensor):
         return [output]
     return [

@@ -6,15 +6,15 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What an operation does; the value is the verb that pictures and tapes show.
+    """The kind of an operation; the value is the verb that pictures and tapes show.
 
     `take grads` moves a unit's gradients into the buffer that its bucket is reduced in.
 
     On a mesh with a second axis, a reduce of sharded gradients sums them over the shard axis: this rank's slice is then
-    reduced once more, over `replicate`, and is a gradient when that has been waited for.
+    reduced once more, over `replicate`, and is complete after the wait for that.
 
-    Matrices that an optimizer needs whole, and their gradients, go to their owners before an update, and their new
-    values back into slices after it.
+    Matrices that an optimizer needs whole, and their gradients, are sent to their owners before an update; their new
+    values are sent back into slices after it.
     """
 
     GATHER = "gather"
@@ -38,11 +38,10 @@ class Kind(Enum):
 
     @property
     def stream(self) -> str:
-        """The queue it runs in: `compute`, `gather` or `reduce`; waits and frees happen on `compute`.
+        """The queue that it runs in: `compute`, `gather` or `reduce`; waits and frees run on `compute`.
 
-        A broadcast, and what goes to and from owners, has no wait of its own: it is over before anything else begins.
-        Nor have flags (one per parameter: did this rank use it?): only a rank that left a parameter unused has to read
-        whether all others did.
+        A broadcast, or a transfer to or from owners, has no separate wait: it ends before anything else begins. Flags
+        (one per parameter: did this rank use it?) have none either: a rank reads them only if it left one unused.
         """
         if self in (Kind.GATHER, Kind.TO_OWNERS, Kind.FROM_OWNERS):
             return "gather"
@@ -51,13 +50,13 @@ class Kind(Enum):
 
 
 ON_BUCKETS = (Kind.REDUCE, Kind.WAIT_REDUCE, Kind.REDUCE_SLICE, Kind.WAIT_SLICE)
-"""What is done to a bucket; all else is done to a unit."""
+"""Operations on a bucket; all others are on a unit."""
 
 COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
-"""What computes; all strategies have the same ones in the same order."""
+"""Operations that compute; all strategies have the same ones in the same order."""
 
 WAITS = {Kind.WAIT_GATHER: Kind.GATHER, Kind.WAIT_REDUCE: Kind.REDUCE, Kind.WAIT_SLICE: Kind.REDUCE_SLICE}
-"""A wait → what it waits for."""
+"""Wait → the operation that it waits for."""
 
 
 class Trigger(Enum):
@@ -87,14 +86,14 @@ OF_A_STEP = (
     Trigger.BACKWARD_DONE,
     Trigger.AFTER_STEP,
 )
-"""The triggers of a step, in the order in which a unit comes to them."""
+"""The triggers of a step, in the order in which they happen to a unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """One operation on one unit, or on one bucket for reduces.
 
-    `num_bytes` is what the whole group works on: the full parameters of a gather, the full gradients of a
+    `num_bytes` counts for the whole group: the full parameters of a gather, the full gradients of a
     reduce, one slice of them where that is reduced, all matrices that go to or from owners; 0 for the others.
 
     `is_local`: a collective in a group of one rank. Nothing is sent: a gather casts the slice, which is everything,
@@ -111,7 +110,7 @@ class Operation:
 
 
 def crossing_buckets(operations: Iterable[Operation]) -> frozenset[str]:
-    """The buckets of which a slice is reduced over a second axis of the mesh before it is a gradient."""
+    """Return the buckets whose slices are also reduced over a second axis of the mesh."""
     return frozenset(operation.subject for operation in operations if operation.kind is Kind.REDUCE_SLICE)
 
 
@@ -126,7 +125,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What is to be done when `trigger` happens to `unit` for the `call`-th time in a step."""
+    """The operations for when `trigger` happens to `unit` for the `call`-th time in a step."""
 
     trigger: Trigger
     unit: str
@@ -142,11 +141,11 @@ class StepProgram:
     buckets: tuple[Bucket, ...]
 
     def operations(self) -> Iterator[Operation]:
-        """All operations of a step, in order."""
+        """Return all operations of a step, in order."""
         return (operation for row in self.rows for operation in row.operations)
 
     def index(self, trigger: Trigger) -> int:
-        """The index of the first row of this trigger."""
+        """Return the index of the first row of this trigger."""
         return next(index for index, row in enumerate(self.rows) if row.trigger is trigger)
 
     @property
@@ -156,7 +155,7 @@ class StepProgram:
         return next(index for index, row in enumerate(self.rows) if row.trigger not in forward)
 
     def gathered_after_forward(self) -> set[str]:
-        """The sharded units that forward leaves gathered for backward."""
+        """Return the sharded units that forward leaves gathered for backward."""
         gathered: set[str] = set()
         for row in self.rows[: self.first_of_backward]:
             for operation in row.operations:

@@ -1,7 +1,7 @@
 """The only loop over a program's rows.
 
-Whoever runs a program is an executor: the engine does its operations on tensors, the planner on bytes and on seconds,
-the reports on pictures. Executors say what an operation means to them; when it is its turn is decided here.
+Executors run a program: the engine's on tensors, the planner's on bytes and on seconds, the reports' on pictures. They
+say what an operation means; its turn is decided here.
 
 Two orders hold on every rank, whichever rows it reaches. Gathers are issued in the program's order: rows that a rank
 does not reach are given to its executor as skipped. Reduces are issued in the program's order: a bucket that is
@@ -31,12 +31,12 @@ def run_in_order(program: StepProgram, do: Callable[[Operation, Row], object]) -
 
 
 def _unplanned(kind: Kind, unit: str) -> Row:
-    """A unit computes at a place that the program does not have: whatever it needs, the executor sees to."""
+    """Return the row for a unit that computes at a place that the program does not have."""
     return Row(trigger=Trigger.DEMANDED, unit=unit, call=0, operations=(Operation(kind=kind, subject=unit),))
 
 
 class _Learning:
-    """Rules that are run event by event, because the order of the events is not known before."""
+    """Runs rules event by event, because the order of the events is not known in advance."""
 
     def __init__(self, rules: Rules, context: StepContext) -> None:
         self._rules, self._context = rules, context
@@ -50,7 +50,7 @@ class _Learning:
 
 
 class Cursor:
-    """Where a run stands in its program."""
+    """The position of a run in its program."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
@@ -61,14 +61,14 @@ class Cursor:
         self._closed: set[str] = set()
         self._next_reduce = 0
         self._in_order = False
-        # What remains of a row in which an action has raised, that action first.
+        # The rest of a row in which an action has raised, that action first.
         self._undone: tuple[Action, ...] = ()
         # While the order is learned; and, in the backward after it, (unit, call) on this rank → the program's call.
         self._learning: _Learning | None = None
         self._places: Mapping[tuple[str, int], int] = {}
 
     def follow(self, program: StepProgram) -> None:
-        """From here on the steps are this program's."""
+        """Follow this program from the next step on."""
         self._compiled = self._steps = CompiledProgram(program, self.executor)
         self._keeping = None
         self._next = 0
@@ -99,7 +99,7 @@ class Cursor:
     # The first step
 
     def learn(self, rules: Rules, context: StepContext) -> None:
-        """A forward begins whose order is not known: its rows come from these rules, event by event."""
+        """Begin a forward whose order is not known: its rows come from these rules, event by event."""
         self._learning = _Learning(rules, context)
 
     @property
@@ -107,9 +107,9 @@ class Cursor:
         return self._learning is not None
 
     def learned(self, *, places: Mapping[tuple[str, int], int]) -> None:
-        """The forward is over, and the program that it gave is followed; its backward comes next.
+        """End that forward; its backward follows the program that was learned.
 
-        places   (unit, call) of this rank's forward → which of the program's calls of the unit that was
+        places   (unit, call) of this rank's forward → the program's call of the unit
         """
         self._learning = None
         self._places = places
@@ -118,21 +118,21 @@ class Cursor:
     # Forward
 
     def restart(self) -> None:
-        """A new forward begins."""
+        """Begin a new forward."""
         self._next = 0
         self._undone = ()
         self._places = {}
         self._learning = None
 
     def call_of(self, unit: str, *, after: int) -> int:
-        """Return which of the program's calls of a unit comes now: the next one after `after` that was not skipped."""
+        """Return the program's call of a unit that comes now: the next one after `after` that was not skipped."""
         call = after + 1
         while self._steps.index.get((Trigger.BEFORE_FORWARD, unit, call), self._next) < self._next:
             call += 1
         return call
 
     def reach(self, trigger: Trigger, unit: str, call: int) -> bool:
-        """Run a row; return whether there is one. A call that the program does not know, or is past, is not in it."""
+        """Run a row; return whether the program has it, and has not passed it."""
         if self._learning is not None:
             self.run(self._learning.row(trigger, unit, call))
             return True
@@ -146,12 +146,12 @@ class Cursor:
         return True
 
     def before_forward(self, unit: Named, call: int) -> None:
-        """A call of a unit begins."""
+        """Run the row of a call that begins."""
         if not self.reach(Trigger.BEFORE_FORWARD, unit.name, call):
             self.run(_unplanned(Kind.FORWARD, unit.name))
 
     def take_up(self, *, in_backward: bool) -> None:
-        """After an action has raised: do it again, and the rest of its row. In forward, pass over all its rows."""
+        """Repeat an action that has raised, and run the rest of its row; in forward, skip all its rows."""
         self._do(self._undone)
         if in_backward:
             self._do(self._due())
@@ -161,7 +161,7 @@ class Cursor:
     # Backward
 
     def begin_backward(self, *, in_order: bool, keeping: Callable[[], StepProgram] | None = None) -> None:
-        """A backward begins.
+        """Begin a backward.
 
         in_order   a unit whose gradients are ready early waits for its turn, and one that backward has passed has all
                    the gradients that it will get
@@ -175,17 +175,17 @@ class Cursor:
         self._next_reduce = 0
 
     def before_backward(self, unit: Named, call: int) -> None:
-        """Backward comes to a call of a unit."""
+        """Run the row of a call whose backward begins."""
         name = unit.name
         if not self.reach(Trigger.BEFORE_BACKWARD, name, self._places.get((name, call), call)):
             self.run(_unplanned(Kind.BACKWARD, name))
 
     def grads_ready(self, unit: Named) -> None:
-        """A unit's gradients are complete: take them if it is its turn, and those after it that are complete."""
+        """Take a unit's complete gradients if it is its turn, and those after it that are complete."""
         steps = self._steps
         row = steps.index.get((Trigger.GRADS_READY, unit.name, 0))
         if row is None:
-            # None were expected: they are taken when backward is done.
+            # No gradients were expected: they are taken when backward is done.
             return
         if not self._in_order:
             self._close(row)
@@ -222,7 +222,7 @@ class Cursor:
         return due
 
     def _skip_to(self, row: int) -> None:
-        """Pass over rows that this run does not reach."""
+        """Skip rows that this run does not reach."""
         while self._next < row:
             skipped = self._next
             self._next += 1
@@ -244,6 +244,6 @@ class Cursor:
             action()
 
     def after_step(self) -> None:
-        """Run the update's own row, and what follows on it."""
+        """Run the update, and the operations after it."""
         for action in self._compiled.after_step:
             action()

@@ -24,7 +24,7 @@ COMPILED = {"none": "compiled", "full": "compiled-full"}
 
 
 class Act(Enum):
-    """What happens to a storage."""
+    """An event in the life of a storage."""
 
     BORN = "+"
     DIED = "-"
@@ -33,7 +33,7 @@ class Act(Enum):
 
 
 class What(Enum):
-    """What a storage holds."""
+    """The content of a storage."""
 
     ACTIVATION = "a"
     GRADIENT = "g"

@@ -42,15 +42,13 @@ def encode_text(spec: ModelSpec) -> str:
 def load_spec(path: str | os.PathLike[str], *, ways: Collection[tuple[str, str]] | None = None) -> ModelSpec:
     """Read a spec with the traces of `ways` (computes in, recompute), or with all."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_bytes()
     except OSError as error:
         raise InvalidData(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise InvalidData(f"{path}: is not a spec of format {FORMAT} ({type(error).__name__}: {error})") from error
     return decode_text(text, where=str(path), ways=ways)
 
 
-def decode_text(text: str, *, where: str, ways: Collection[tuple[str, str]] | None = None) -> ModelSpec:
+def decode_text(text: str | bytes, *, where: str, ways: Collection[tuple[str, str]] | None = None) -> ModelSpec:
     """Return the spec of a text that `encode_text` made; `where` names it in errors."""
     try:
         return decode(json.loads(text), ways=ways)

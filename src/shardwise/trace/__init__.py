@@ -22,9 +22,7 @@ from shardwise.trace.trace import trace_model
 __all__ = ["Way", "trace_model", "trace_task"]
 
 
-def trace_task(
-    task: Task, *, name: str, ways: Collection[tuple[str, str]], units: str = "auto", kernels: str = "cuda"
-) -> ModelSpec:
+def trace_task(task: Task, *, name: str, ways: Collection[tuple[str, str]], kernels: str = "cuda") -> ModelSpec:
     """Return the spec of a task with a trace for each of `ways`: (computes in, recompute or its COMPILED value).
 
     `kernels`: the device whose kernels are traced, cuda or cpu.
@@ -34,6 +32,5 @@ def trace_task(
         loss=task.loss,
         make_batch=task.make_batch,
         name=name,
-        policy=units,
         ways=[Way(computes_in=computes_in, recompute=recompute, device=kernels) for computes_in, recompute in ways],
     )

@@ -138,7 +138,7 @@ class _RmsNorm(torch.autograd.Function):
         return grad_input, grad_weight, None, None
 
 
-def _flash_backward(func: Any, args: tuple[Any, ...], out: Any) -> int:
+def _flash_backward(args: tuple[Any, ...], out: Any) -> int:
     """Return its scratch: query gradients are summed in float32; those of shared keys and values exist per head."""
     query, key = args[1], args[2]
     batch, heads, seq, width = query.shape
@@ -148,23 +148,23 @@ def _flash_backward(func: Any, args: tuple[Any, ...], out: Any) -> int:
     return int(scratch)
 
 
-def _efficient_backward(func: Any, args: tuple[Any, ...], out: Any) -> int:
+def _efficient_backward(args: tuple[Any, ...], out: Any) -> int:
     """Return its scratch: one float per row and the float32 product that it sums; 16-bit gradients in float32."""
     query = args[1]
     sums = (3 if query.element_size() == 2 else 1) * query.numel() * 4
     return int(prod(query.shape[:-1]) * 4 + sums)
 
 
-def _softmax_backward(func: Any, args: tuple[Any, ...], out: Any) -> int:
+def _softmax_backward(args: tuple[Any, ...], out: Any) -> int:
     """Return its scratch: the product of gradient and output before it is summed (SoftMax.cu)."""
     return int(out.numel() * out.element_size())
 
 
-def _convolution(func: Any, args: tuple[Any, ...], out: Any) -> int:
+def _convolution(args: tuple[Any, ...], out: Any) -> int:
     return _channels_last_copies(args[0], out, weight=args[1], stride=args[3], groups=args[8])
 
 
-def _convolution_backward(func: Any, args: tuple[Any, ...], out: Any) -> int:
+def _convolution_backward(args: tuple[Any, ...], out: Any) -> int:
     """Return as much as in forward: the two products run one after the other."""
     return _channels_last_copies(args[1], args[0], weight=args[2], stride=args[4], groups=args[9])
 

@@ -54,7 +54,7 @@ class RowMark:
 
 
 TraceEntry = Born | Died | Accumulated | Did | RowMark
-Scratch = Callable[[Any, tuple[Any, ...], Any], int]
+Scratch = Callable[[tuple[Any, ...], Any], int]
 
 
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -167,7 +167,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             num_flops=_num_flops(func, args, kwargs or {}, out),
             num_bytes=_num_bytes((*inputs, *outputs)),
             dims=_dims(name, inputs) or _strided(func, inputs, outputs),
-            scratch_bytes=scratch(func, args, out) if scratch else 0,
+            scratch_bytes=scratch(args, out) if scratch else 0,
             sums=_column_sum(func, args),
         )
 

@@ -9,19 +9,15 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.agreement import RanksDisagree, exchange
-from shardwise.errors import InvalidPlan, ShardwiseError
+from shardwise.comm.agreement import on_each_rank
+from shardwise.errors import InvalidPlan
 from shardwise.hardware import Cluster, cluster_of
 from shardwise.hardware.cluster import make_cluster
 from shardwise.hardware.device_file import device_like
 from shardwise.hardware.sourced import Sourced
 from shardwise.plan import Plan
-from shardwise.planner.memory.peak import computes_in
 from shardwise.planner.search.auto import AutoRequest, solve_plan
-from shardwise.planner.search.candidates import SpecFor
-from shardwise.planner.ways import traced_ways
 from shardwise.sources import Source
-from shardwise.spec import ModelSpec
 from shardwise.tasks import Task
 
 
@@ -45,28 +41,25 @@ def auto_plan(
         global_batch=global_batch,
         goal=goal,
     )
-    kernels = "cpu" if where.device.name == "cpu" else "cuda"
-    return solved_by_rank_0(lambda: solve_plan(_spec_for(model, kernels=kernels), request=request).candidate.plan)
+
+    def solve() -> Plan:
+        if not isinstance(model, Task | str):
+            raise InvalidPlan(
+                f"Plan.auto needs a loss and a batch to trace this {type(model).__name__}: give it "
+                "shardwise.Task(model=model, loss=loss, make_batch=make_batch), or the name of a model"
+            )
+        source = Source(model, kernels=where.device.torch_type)
+        return solve_plan(source.spec_for, request=request).candidate.plan
+
+    return solved_by_rank_0(solve)
 
 
 def solved_by_rank_0(solve: Callable[[], Plan]) -> Plan:
     """Return the plan of rank 0 on every rank, or raise its error on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return solve()
-    plan: Plan | None = None
-    failure: ShardwiseError | None = None
-    if dist.get_rank() == 0:
-        try:
-            plan = solve()
-        except ShardwiseError as error:
-            failure = error
-    # Any other error of rank 0 ends its process and with it the job, so the other ranks do not wait for ever.
-    found, said = exchange((plan.to_dict() if plan else None, str(failure) if failure else None))[0]
-    if failure is not None:
-        raise failure
-    if found is None:
-        raise RanksDisagree(f"rank 0 could not continue: {said}")
-    return Plan.from_dict(found)
+    found = on_each_rank(lambda: solve().to_dict() if dist.get_rank() == 0 else {})
+    return Plan.from_dict(found[0])
 
 
 def job_cluster(device: torch.device | None = None, *, num_ranks: int | None = None) -> Cluster:
@@ -90,32 +83,3 @@ def _per_node(num_ranks: int) -> int:
     """Return the ranks of this machine, if all machines have the same number."""
     here = torch.cuda.device_count() or num_ranks
     return here if here < num_ranks and num_ranks % here == 0 else num_ranks
-
-
-def _spec_for(model: Task | str, *, kernels: str) -> SpecFor:
-    """Return a function that gives the model's spec with the traces that a plan needs."""
-    if isinstance(model, str):
-        return Source(model, kernels=kernels).spec_for
-    if not isinstance(model, Task):
-        raise InvalidPlan(
-            f"Plan.auto needs a loss and a batch to trace this {type(model).__name__}: give it "
-            "shardwise.Task(model=model, loss=loss, make_batch=make_batch), or the name of a model"
-        )
-    task, found = model, [_traced(model, ways=[], kernels=kernels)]
-
-    def spec_for(plan: Plan) -> ModelSpec:
-        way = computes_in(found[0], plan=plan)
-        hows = traced_ways(found[0], plan=plan)
-        missing = [(way, how) for how in hows if found[0].trace(computes_in=way, recompute=how) is None]
-        if missing:
-            more = _traced(task, ways=missing, kernels=kernels)
-            found[0] = replace(more, traces=(*found[0].traces, *more.traces))
-        return found[0]
-
-    return spec_for
-
-
-def _traced(task: Task, *, ways: list[tuple[str, str]], kernels: str) -> ModelSpec:
-    from shardwise.trace import trace_task
-
-    return trace_task(task, name=type(task.model).__name__, ways=ways, kernels=kernels)

@@ -15,6 +15,7 @@ from shardwise.data.sampler import DistributedSampler
 from shardwise.engine.captured.compile_clock import CompileClock
 from shardwise.engine.optimizer.scaler import GradScaler
 from shardwise.engine.out_of_memory.survive import NoGuard
+from shardwise.engine.random_states import random_states
 from shardwise.engines import capture
 from shardwise.launch.failure import during
 from shardwise.tasks import Task
@@ -26,7 +27,6 @@ from shardwise.train.metrics import MetricsRecorder, StepMetrics, Taken, Window
 from shardwise.train.nonfinite import FirstNonFinite, NonFinite, check_finite, find_first_nonfinite
 from shardwise.train.optimizers import set_lr
 from shardwise.train.preemption import Preemption
-from shardwise.train.randomness import random_states
 from shardwise.train.training_step import Pass, run_passes, run_step
 from shardwise.vocabulary.quantities import seconds_text
 

@@ -18,6 +18,7 @@ from shardwise.comm.agreement import exchange
 from shardwise.engine.optimizer.allocate import allocate_states
 from shardwise.engine.out_of_memory.survive import StepGuard, StepUndone
 from shardwise.engine.protocol import require_engine
+from shardwise.engine.random_states import random_states, restore_random_states
 from shardwise.engines import replan
 from shardwise.launch.failure import during
 from shardwise.plan import Plan
@@ -29,7 +30,6 @@ from shardwise.train.auto_plan import ChosenPlan
 from shardwise.train.automatic import solved_by_rank_0
 from shardwise.train.loop import Training, forwards, next_passes
 from shardwise.train.memory_retry import SmallerPlans, follow_plan
-from shardwise.train.randomness import random_states, restore_random_states
 from shardwise.train.training_step import run_passes
 from shardwise.vocabulary.quantities import bytes_text
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from shardwise.engine.out_of_memory.survive import NotSurvived, StepUndone, Surviving
 from shardwise.engine.protocol import require_engine
+from shardwise.engine.random_states import random_states, restore_random_states
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
 from shardwise.train import run_folder
 from shardwise.train.auto_plan import ChosenPlan
 from shardwise.train.automatic import solved_by_rank_0
 from shardwise.train.loop import Training, next_passes, update
-from shardwise.train.randomness import random_states, restore_random_states
 from shardwise.train.setup import open_batches
 from shardwise.train.smaller_plan_search import SmallerPlanSearch
 from shardwise.train.training_step import TrainStep, step_guard

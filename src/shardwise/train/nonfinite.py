@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.agreement import exchange
 from shardwise.comm.dtensor import local_part
+from shardwise.engine.random_states import random_states, restore_random_states
 from shardwise.errors import ShardwiseError
 from shardwise.train.metrics import StepMetrics
-from shardwise.train.randomness import random_states, restore_random_states
 
 _MODEL = "the model (its output)"
 

@@ -16,6 +16,7 @@ from shardwise.comm.join import Place, joined
 from shardwise.comm.rank_progress import PROGRESS
 from shardwise.comm.record_writer import RECORDS
 from shardwise.engine.protocol import require_engine
+from shardwise.engine.random_states import restore_random_states
 from shardwise.launch.failure import report, stalls_reported
 from shardwise.launch.folder_lock import locked
 from shardwise.train import run_folder
@@ -28,7 +29,7 @@ from shardwise.train.memory_retry import retry_out_of_memory
 from shardwise.train.metrics import JsonLines, MetricsRecorder, StepMetrics, TensorBoard, Writer
 from shardwise.train.preemption import preemption
 from shardwise.train.progress import progress_on, say
-from shardwise.train.randomness import deterministic_kernels, restore_random_states, seed_everything
+from shardwise.train.randomness import deterministic_kernels, seed_everything
 from shardwise.train.setup import open_data, set_up
 
 # A job that is ending may hold the folder a little longer: the worker processes of a killed rank, up to 5 s.

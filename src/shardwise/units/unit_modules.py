@@ -7,7 +7,6 @@ them, because only that unit's forward encloses every use.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -25,18 +24,8 @@ LARGE_LAYER = 2**18
 """Least number of parameters of a layer that `auto` makes a unit: 512 × 512. Gathering less costs mostly latency."""
 
 
-def model_spec(
-    model: nn.Module,
-    *,
-    policy: UnitPolicy | str = "auto",
-    name: str | None = None,
-    forward: Callable[[], object] | None = None,
-) -> ModelSpec:
-    """Return the spec of a model, which may be on the meta device.
-
-    With `forward` (a function that runs the model once, on the meta device for free) the call
-    order is the observed one. Without it, it is the order in which the modules were registered.
-    """
+def model_spec(model: nn.Module, *, policy: UnitPolicy | str = "auto", name: str | None = None) -> ModelSpec:
+    """Return the spec of a model, which may be on the meta device; its call order is that of registration."""
     modules = unit_modules(model, policy=policy)
     owners = _owners(model, modules=modules)
     units = tuple(
@@ -48,8 +37,7 @@ def model_spec(
         )
         for unit, module in modules.items()
     )
-    order = tuple(modules) if forward is None else _observe(modules, forward=forward)
-    return ModelSpec(name=name or type(model).__name__, units=units, call_order=order)
+    return ModelSpec(name=name or type(model).__name__, units=units, call_order=tuple(modules))
 
 
 def unit_modules(model: nn.Module, *, policy: UnitPolicy | str = "auto") -> dict[str, nn.Module]:
@@ -98,7 +86,9 @@ def _repeated_blocks(model: nn.Module) -> set[str]:
     blocks = {
         path: child
         for path, child in _stacked(model)
-        if any(True for _ in child.children()) and not isinstance(child, _CONTAINERS) and _holds_params(child)
+        if any(True for _ in child.children())
+        and not isinstance(child, _CONTAINERS)
+        and any(True for _ in child.parameters())
     }
     classes = [type(block) for block in blocks.values()]
     return _outermost({path for path, block in blocks.items() if classes.count(type(block)) > 1})
@@ -177,16 +167,12 @@ def _leaves(model: nn.Module, policy: UnitPolicy) -> set[str]:
     return {path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
 
 
-def _nothing(model: nn.Module, policy: UnitPolicy) -> set[str]:
-    return set()
-
-
 _RULES: dict[Cut, Callable[[nn.Module, UnitPolicy], set[str]]] = {
     Cut.AUTO: _auto,
     Cut.CLASSES: _classes,
     Cut.MIN_PARAMS: _min_params,
     Cut.LEAVES: _leaves,
-    Cut.NOTHING: _nothing,
+    Cut.NOTHING: lambda model, policy: set(),
 }
 
 
@@ -196,10 +182,6 @@ def _named(model: nn.Module, *, policy: UnitPolicy) -> set[str]:
         if path not in paths:
             raise InvalidModel(f"units = '{policy}': the model has no module {path}")
     return set(policy.modules)
-
-
-def _holds_params(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def _owners(model: nn.Module, *, modules: dict[str, nn.Module]) -> list[tuple[str, bool, TensorSpec]]:
@@ -265,23 +247,3 @@ def _units_above(path: str, unit_at: dict[str, str]) -> list[str]:
             units.append(unit_at[path])
         path = path.rpartition(".")[0]
     return [*units, ROOT]
-
-
-def _observe(modules: dict[str, nn.Module], *, forward: Callable[[], object]) -> tuple[str, ...]:
-    calls: list[str] = []
-    with _calls_recorded(modules, calls), torch.no_grad():
-        forward()
-    return tuple(calls)
-
-
-@contextmanager
-def _calls_recorded(modules: dict[str, nn.Module], calls: list[str]) -> Iterator[None]:
-    def recorder(name: str) -> Callable[[nn.Module, object], None]:
-        return lambda module, inputs: calls.append(name)
-
-    handles = [module.register_forward_pre_hook(recorder(name)) for name, module in modules.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

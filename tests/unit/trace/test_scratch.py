@@ -17,9 +17,9 @@ def scratch(image: tuple[int, ...], weight: tuple[int, ...], *, stride: int = 1,
     padding = weight[-1] // 2
     out = F.conv2d(x, w, stride=stride, padding=padding)
     args = (x, w, None, [stride, stride], [padding, padding], [1, 1], False, [0, 0], 1)
-    forward = SCRATCH["cuda"]["convolution"](None, args, out)
+    forward = SCRATCH["cuda"]["convolution"](args, out)
     mask = (True, True, False)
-    backward = SCRATCH["cuda"]["convolution_backward"](None, (out, x, w, [0], *args[3:], mask), (x, w, None))
+    backward = SCRATCH["cuda"]["convolution_backward"]((out, x, w, [0], *args[3:], mask), (x, w, None))
     assert forward == backward
     return forward
 

@@ -5,7 +5,8 @@ import random
 import numpy as np
 import torch
 
-from shardwise.train.randomness import deterministic_kernels, random_states, restore_random_states, seed_everything
+from shardwise.engine.random_states import random_states, restore_random_states
+from shardwise.train.randomness import deterministic_kernels, seed_everything
 
 CPU = torch.device("cpu")
 

@@ -5,16 +5,14 @@ statistics), random numbers and gradients. A captured step copies the tensors in
 (captured/step_graphs.py); an ordinary one copies them before it begins.
 """
 
-import random
 from collections.abc import Iterable
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shardwise.engine.core.flat_buffers import unguarded
 from shardwise.engine.engine import Engine
+from shardwise.engine.random_states import random_states, restore_random_states
 
 
 class WrittenTensors:
@@ -48,7 +46,7 @@ class StepStart:
         self._engine = engine
         self._written = WrittenTensors(model.buffers())
         self._written.note()
-        self._random = _random_states(engine.device)
+        self._random = random_states(engine.device)
         self._mark = engine.core.mark()
         self._grads = _GradsBefore(engine)
 
@@ -68,7 +66,7 @@ class StepStart:
         `keeps_order`: the passes were complete on all ranks, so the order that a first step has learned is kept.
         """
         self._written.undo()
-        _restore(self._random, device=self._engine.device)
+        restore_random_states(self._random, device=self._engine.device)
         self._grads.undo()
         self._engine.core.rewind(self._mark, keeps_order=keeps_order)
 
@@ -105,17 +103,3 @@ class _GradsBefore:
                     part.parameter.grad = self._owned[part.parameter]
         if self._held:
             self._engine.core.hold(dict(self._held))
-
-
-def _random_states(device: torch.device) -> tuple[Any, ...]:
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=True), on_device
-
-
-def _restore(states: tuple[Any, ...], *, device: torch.device) -> None:
-    torchs, pythons, numpys, on_device = states
-    torch.set_rng_state(torchs)
-    random.setstate(pythons)
-    np.random.set_state(numpys)
-    if on_device is not None:
-        torch.cuda.set_rng_state(on_device, device)

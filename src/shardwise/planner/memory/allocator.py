@@ -61,13 +61,14 @@ class CachingAllocator:
         return block
 
     def free(self, block: MemoryBlock) -> None:
+        free = self._free[block.pool]
         self.allocated_bytes -= block.size
         for other in (block.before, block.after):
             if other is not None and other.is_free:
-                self._remove_free(other)
+                del free[bisect_left(free, (other.size, other.address))]
                 self._merge(block, other)
         block.is_free = True
-        insort(self._free[block.pool], (block.size, block.address, block))
+        insort(free, (block.size, block.address, block))
 
     def _segment(self, size: int, *, pool: tuple[str, bool]) -> MemoryBlock:
         """Reserve a new segment, if necessary beyond the limit after giving back free segments."""
@@ -90,10 +91,6 @@ class CachingAllocator:
         block.size = size
         rest.is_free = True
         insort(self._free[block.pool], (rest.size, rest.address, rest))
-
-    def _remove_free(self, block: MemoryBlock) -> None:
-        free = self._free[block.pool]
-        del free[bisect_left(free, (block.size, block.address))]
 
     def _merge(self, block: MemoryBlock, other: MemoryBlock) -> None:
         block.size += other.size

@@ -15,7 +15,6 @@ class MemoryRules:
     workspace_bytes        workspace that matrix products keep after their first use
     keeps_reduce_buffers   a replicated bucket's buffer is kept from step to step
     sums_in_blocks         a column sum allocates scratch memory (column_sum.py)
-    steps_on_device        the optimizer's step counters, one per parameter, are on the device
     random_state_bytes     random state that a recomputed unit saves
     """
 
@@ -23,7 +22,6 @@ class MemoryRules:
     workspace_bytes: int = 0
     keeps_reduce_buffers: bool = False
     sums_in_blocks: bool = False
-    steps_on_device: bool = True
     random_state_bytes: int = 0
 
 

@@ -18,7 +18,7 @@ from shardwise.planner.memory.constants import (
     KERNEL_BYTES,
     RULES,
 )
-from shardwise.planner.memory.reserved import Reserved, reserve
+from shardwise.planner.memory.reserved import reserve
 from shardwise.planner.memory.states import optimizer_of
 from shardwise.planner.memory.stream_peak import StreamPeak
 from shardwise.planner.ways import traced_ways
@@ -79,7 +79,7 @@ def estimate(
     if not quick and device != "cpu":
         # During capture the allocator cannot give back segments.
         left = None if limit_bytes is None or plan.captures else limit_bytes - outside
-        found = _reserved(job, batch, left, made_on_device)
+        found = reserve(job, batch=batch, limit_bytes=left, made_on_device=made_on_device)
         breakdown["other"] += found.slack_bytes
         reserved = found.reserved_bytes
     allocated = sum(breakdown.values())
@@ -148,11 +148,6 @@ def computes_in(spec: ModelSpec, *, plan: Plan) -> str:
     if plan.precision == "fp32":
         return "fp32"
     return "autocast" if engine_model_of(plan).autocasts else "bf16"
-
-
-@lru_cache(maxsize=4096)
-def _reserved(job: Job, batch: int, limit_bytes: int | None, made_on_device: bool) -> Reserved:
-    return reserve(job, batch=batch, limit_bytes=limit_bytes, made_on_device=made_on_device)
 
 
 def _traces(spec: ModelSpec, *, plan: Plan) -> dict[str, StepTrace]:

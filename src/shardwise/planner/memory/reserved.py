@@ -1,4 +1,4 @@
-"""What the caching allocator reserves for a plan: runs its steps, storage by storage, through the allocator's model.
+"""The memory that the caching allocator reserves for a plan: its steps run through the allocator's model.
 
 The optimizer's state is allocated in the first step, in memory that the first backward has freed; so three steps are
 run. The first one gathers in another order (program/rules/learning.py), which decides where that state is placed.
@@ -14,6 +14,7 @@ What exists before the first step, and what is kept for graphs, is outside the p
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardwise.planner.job import Job
 from shardwise.planner.memory.allocations import AllocationEntry
@@ -41,6 +42,7 @@ def reserved_jobs(job: Job) -> list[Job]:
     return [short, longer] if len(longer.short.spec.units) < len(job.spec.units) else [longer]
 
 
+@lru_cache(maxsize=4096)
 def reserve(job: Job, *, batch: int, limit_bytes: int | None = None, made_on_device: bool = False) -> Reserved:
     """Run a job at one batch on a device with `limit_bytes` for tensors; `made_on_device` as for `estimate`."""
     *shorter, longer = reserved_jobs(job)

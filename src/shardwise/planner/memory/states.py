@@ -23,7 +23,7 @@ class OptimizerRule:
     """The memory of an optimizer in addition to the parameters that it steps.
 
     num_moments   numbers per element
-    has_steps     a step counter for each parameter tensor
+    has_steps     a step counter on the device for each parameter tensor
     copies        temporaries of an update, in copies of all parameters
     largest       the same, in copies of the largest parameter
     squares       the same, in squares of that one's shorter side
@@ -80,7 +80,7 @@ def needs_whole_matrices(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSetting:
-    """What the states of a unit depend on in addition to its placement."""
+    """The settings that the states of a unit depend on in addition to its placement."""
 
     plan: Plan
     num_slices: int
@@ -98,7 +98,7 @@ class StateSetting:
         found: list[int] = []
         for param, size in steps:
             rule = self.optimizer.of(param)
-            if rule.has_steps and self.rules.steps_on_device:
+            if rule.has_steps:
                 found.append(self.rounded(4))
             found += [self.rounded(size)] * rule.num_moments
         return tuple(found)

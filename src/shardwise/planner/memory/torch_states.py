@@ -41,7 +41,7 @@ def fully_shard_states(unit: UnitSpec, *, placement: Placement, setting: StateSe
     stepped = [(param, count * _master_bytes(param, plan=plan)) for param, count in shards]
     steps = [(param, size) for param, size in stepped if param.trainable]
     trainable = [size for _, size in steps]
-    computes = [(count, _compute_bytes(param, plan=plan)) for param, count in shards]
+    computes = [(count, BYTES_PER_ELEMENT[param_dtypes(param, plan=plan)[0]]) for param, count in shards]
     casts = any(size != _master_bytes(param, plan=plan) for (_, size), param in zip(computes, unit.params, strict=True))
     reduce_bytes = BYTES_PER_ELEMENT[PRECISIONS[plan.reduce_dtype]]
     reduced = sum(count for param, count in shards if param.trainable) * reduce_bytes
@@ -69,10 +69,6 @@ def fully_shard_states(unit: UnitSpec, *, placement: Placement, setting: StateSe
         outputs=outputs,
         gradients=tuple(rounded(param.num_elements * reduce_bytes) for param in unit.params if param.trainable),
     )
-
-
-def _compute_bytes(param: TensorSpec, *, plan: Plan) -> int:
-    return BYTES_PER_ELEMENT[param_dtypes(param, plan=plan)[0]]
 
 
 def _master_bytes(param: TensorSpec, *, plan: Plan) -> int:

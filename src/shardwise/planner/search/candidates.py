@@ -58,6 +58,11 @@ class Candidate:
         return self.plan.micro_batch
 
     @property
+    def samples_per_s(self) -> float:
+        """Of all ranks together; 0 if its time is not predicted."""
+        return self.time.samples_per_s if self.time is not None else 0.0
+
+    @property
     def memory_band(self) -> float:
         return engine_model_of(self.plan).error_band
 
@@ -82,8 +87,7 @@ def cost(
     if not quick and _fits(memory.device_bytes, plan=plan, cluster=cluster) != "no":
         # If its tensors alone do not fit, the allocator's model need not be run.
         memory = _memory(spec, plan=plan, cluster=cluster, optimizer=optimizer)
-    device = cluster.device.torch_type
-    job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=device)
+    job = job_of(spec, plan=plan, num_ranks=cluster.num_ranks, optimizer=optimizer, device=cluster.device.torch_type)
     return Candidate(
         plan=plan,
         cluster=cluster,
@@ -278,10 +282,8 @@ def _smaller(plan: Plan, *, cluster: Cluster) -> list[Changed]:
     """Return the same with a smaller batch, if there is one."""
     if (plan.micro_batch or 1) == 1:
         return []
-    every = strategies_of(plan.engine)
-    return [
-        (replace(plan, micro_batch=None, recompute=recompute), every, cluster) for recompute in (plan.recompute, "full")
-    ]
+    smaller = [replace(plan, micro_batch=None, recompute=recompute) for recompute in (plan.recompute, "full")]
+    return [(changed, strategies_of(plan.engine), cluster) for changed in smaller]
 
 
 def _larger(plan: Plan, *, cluster: Cluster) -> list[Changed]:

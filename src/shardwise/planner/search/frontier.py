@@ -25,7 +25,7 @@ class FrontierPoint:
     @property
     def fixed(self) -> Candidate | None:
         """The fastest plan with one strategy."""
-        return max(self.by_strategy.values(), key=_speed, default=None)
+        return max(self.by_strategy.values(), key=lambda one: one.samples_per_s, default=None)
 
 
 def frontier(spec_for: SpecFor, *, request: AutoRequest, num_budgets: int = 8) -> list[FrontierPoint]:
@@ -36,15 +36,12 @@ def frontier(spec_for: SpecFor, *, request: AutoRequest, num_budgets: int = 8) -
             f"--frontier: the device's capacity is not known; say it with --budget, such as {SIZE_EXAMPLE}"
         )
     costs = costs_of(spec_for, request=request)
-    budgets = [capacity * number // num_budgets for number in range(1, num_budgets + 1)]
     found = []
-    for budget in budgets:
+    for number in range(1, num_budgets + 1):
+        budget = capacity * number // num_budgets
         own = replace(request, budget_bytes=budget, quick=True)
-        found.append(
-            FrontierPoint(
-                budget_bytes=budget, auto=_auto(costs, request=own), by_strategy=_by_strategy(spec_for, request=own)
-            )
-        )
+        by_strategy = _by_strategy(spec_for, request=own)
+        found.append(FrontierPoint(budget_bytes=budget, auto=_auto(costs, request=own), by_strategy=by_strategy))
     return found
 
 
@@ -73,9 +70,4 @@ def _by_strategy(spec_for: SpecFor, *, request: AutoRequest) -> dict[str, Candid
         if one.fits == "yes" and one.time is not None
     ]
     # The fastest of each strategy comes last and replaces the others.
-    return {one.plan.strategy: one for one in sorted(found, key=_speed)}
-
-
-def _speed(candidate: Candidate) -> float:
-    assert candidate.time is not None
-    return candidate.time.samples_per_s
+    return {one.plan.strategy: one for one in sorted(found, key=lambda one: one.samples_per_s)}

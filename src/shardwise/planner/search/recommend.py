@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import attrgetter
 
 from shardwise.plan import Plan
 from shardwise.plan.limits import LIMITS
@@ -15,6 +16,7 @@ PAIR_BAND = 0.05
 # Verdicts on candidates that can be recommended, the best first.
 _VERDICTS = ("yes", "tight", "unknown")
 _ORDER = list(STRATEGIES)
+_SPEED = attrgetter("samples_per_s")
 
 
 class Reason(Enum):
@@ -92,7 +94,7 @@ def recommend(found: Sequence[Candidate], *, goal: str, spec_for: SpecFor, optim
             continue
         best = _smallest(fitting) if goal == "memory" else fastest(fitting)
         assert best is not None
-        first = max(fitting, key=_speed)
+        first = max(fitting, key=_SPEED)
         reason = _reason(best, fitting, first=first, goal=goal)
         return Recommendation(
             index=found.index(best),
@@ -110,11 +112,11 @@ def fastest(fitting: Sequence[Candidate]) -> Candidate | None:
     """Return the simplest candidate within PAIR_BAND of the fastest."""
     if not fitting:
         return None
-    most = max(map(_speed, fitting))
-    as_fast = [one for one in fitting if _speed(one) * (1 + PAIR_BAND) >= most]
+    most = max(one.samples_per_s for one in fitting)
+    as_fast = [one for one in fitting if one.samples_per_s * (1 + PAIR_BAND) >= most]
     simplest = min(map(_simplicity, as_fast))[0]
     # Of one strategy on several meshes, the fastest.
-    return max((one for one in as_fast if _simplicity(one)[0] == simplest), key=_speed)
+    return max((one for one in as_fast if _simplicity(one)[0] == simplest), key=_SPEED)
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, int]:
@@ -126,12 +128,8 @@ def _smallest(fitting: Sequence[Candidate]) -> Candidate:
     return min(fitting, key=lambda candidate: (candidate.memory.allocated_bytes, _simplicity(candidate)))
 
 
-def _speed(candidate: Candidate) -> float:
-    return candidate.time.samples_per_s if candidate.time is not None else 0.0
-
-
 def _relative(one: Candidate, best: Candidate) -> float:
-    return _speed(one) / _speed(best) if best.time is not None else 0.0
+    return one.samples_per_s / best.samples_per_s if best.time is not None else 0.0
 
 
 def _reason(best: Candidate, fitting: Sequence[Candidate], *, first: Candidate, goal: str) -> Reason:
@@ -163,7 +161,7 @@ def _runner_up(best: Candidate, found: Sequence[Candidate], *, spec_for: SpecFor
     losers = [one for one in found if one.fits == best.fits and one.plan.strategy != best.plan.strategy]
     if best.time is None or not losers:
         return None
-    return _to_win(max(losers, key=_speed), best)
+    return _to_win(max(losers, key=_SPEED), best)
 
 
 def _to_fit(one: Candidate, best: Candidate, *, spec_for: SpecFor, optimizer: str) -> RunnerUp:
@@ -185,10 +183,10 @@ def _to_win(one: Candidate, best: Candidate) -> RunnerUp | None:
     if one.time is None or best.time is None:
         return None
     # Its speed if communication took no time.
-    ideal = _speed(one) * one.time.step_seconds / (one.time.step_seconds - one.time.exposed_comm_seconds)
-    if _speed(one) > _speed(best):
+    ideal = one.samples_per_s * one.time.step_seconds / (one.time.step_seconds - one.time.exposed_comm_seconds)
+    if one.samples_per_s > best.samples_per_s:
         condition = Condition.PREFERENCE
-    elif ideal > _speed(best):
+    elif ideal > best.samples_per_s:
         condition = Condition.LINKS
     else:
         condition = Condition.ROOM if one.batch < best.batch else Condition.NONE

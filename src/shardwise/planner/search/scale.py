@@ -57,15 +57,11 @@ def scaling(
             )
         best = fastest([one for one in options if one.fits == "yes" and one.time is not None])
         if best is not None:
-            efficiency = _device_speed(best) / _device_speed(rows[0].candidate) if rows else 1.0
+            first = rows[0].candidate if rows else best
+            speed, first_speed = (one.samples_per_s / one.cluster.num_ranks for one in (best, first))
+            efficiency = speed / first_speed
             rows.append(Scaled(candidate=best, efficiency=efficiency))
     return rows
-
-
-def _device_speed(candidate: Candidate) -> float:
-    """Return samples per second per device."""
-    assert candidate.time is not None
-    return candidate.time.samples_per_s / candidate.cluster.num_ranks
 
 
 def _grown(cluster: Cluster, *, num_nodes: int) -> Cluster:

@@ -15,7 +15,6 @@ from shardwise.planner.time.instructions import Schedule, schedule_of
 from shardwise.planner.time.pieces import Pieces, timed_pieces
 from shardwise.planner.time.queues import Queues, WorkSeconds
 from shardwise.planner.time.straggler import straggler_share
-from shardwise.planner.traffic import sent_bytes
 from shardwise.spec import ModelSpec
 from shardwise.vocabulary.span import Span
 
@@ -34,7 +33,6 @@ class TimeEstimate:
     comm_seconds              time in which the wire is busy
     cpu_seconds               time that the CPU needs to issue the step
     straggler_seconds         wait for the slowest node
-    sent_bytes                bytes that a rank sends
     """
 
     step_seconds: float
@@ -45,7 +43,6 @@ class TimeEstimate:
     comm_seconds: float
     cpu_seconds: float
     straggler_seconds: float
-    sent_bytes: int
 
 
 def why_not_timed(spec: ModelSpec, *, plan: Plan, cluster: Cluster) -> str | None:
@@ -87,7 +84,6 @@ def estimate_time(
         comm_seconds=queues.sent,
         cpu_seconds=cpu_seconds,
         straggler_seconds=waited,
-        sent_bytes=prepared.sent_bytes,
     )
 
 
@@ -130,7 +126,6 @@ class _Prepared:
     schedule: Schedule
     pieces: Pieces
     straggler_share: float
-    sent_bytes: int
 
 
 @lru_cache(maxsize=4096)
@@ -154,7 +149,6 @@ def _prepare(
             schedule=schedule_of(job, cluster=cluster, optimizer=optimizer, clips=clips),
             pieces=timed_pieces(job, device=cluster.device),
             straggler_share=straggler_share(rings, cluster=cluster, gathers=job.gathers),
-            sent_bytes=sent_bytes(job),
         )
     return known[key]
 

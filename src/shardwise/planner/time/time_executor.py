@@ -14,6 +14,7 @@ from shardwise.planner.time.collective import Ring, Rings
 from shardwise.planner.time.compute import copy_seconds, update_seconds
 from shardwise.planner.time.muon_update import muon_seconds
 from shardwise.planner.time.queues import CALL, COMPUTE, SEND, WAIT, Instruction, WorkSeconds
+from shardwise.planner.trace_order import skipped_action
 from shardwise.planner.whole_matrices import matrix_sizes
 from shardwise.program import Kind, Operation, Row, Trigger
 from shardwise.program.compiled_program import Action
@@ -61,14 +62,9 @@ class TimeExecutor:
         return partial(self._issue, operation, row)
 
     def skipped(self, operation: Operation, row: Row) -> Action | None:
-        """If all ranks keep the program's order, gather units that are not called, and free what is not needed."""
         if not self.job.engine.keeps_program_order:
             return None
-        if operation.kind is Kind.GATHER:
-            return partial(self._issue, operation, row)
-        if operation.kind is Kind.FREE:
-            return partial(self._free_unused, operation, row)
-        return None
+        return skipped_action(self, operation, row, called=self._called)
 
     def is_ready(self, unit: str) -> bool:
         return unit in self.ready
@@ -89,10 +85,6 @@ class TimeExecutor:
         found += self._operation(operation, row)
         if row.trigger in _ALL_UNITS:
             found += self._repeated(operation, row)
-
-    def _free_unused(self, operation: Operation, row: Row) -> None:
-        if operation.subject not in self._called:
-            self._issue(operation, row)
 
     def _operation(self, operation: Operation, row: Row) -> Iterator[Instruction]:
         name, num_bytes, overhead, rings = operation.subject, operation.num_bytes, self.overhead, self.rings
@@ -258,21 +250,16 @@ class TimeExecutor:
             clipped += weight * grads
         if self.clips:
             yield from self._clip(MASTER_BYTES * clipped)
-        launch, kernel = self._update_seconds(num_elements, num_tensors)
+        # Muon steps everything but matrices with AdamW.
+        optimizer, device = self.optimizer.replace("muon", "adamw"), self.cluster.device
+        launch, kernel = update_seconds(
+            num_elements=num_elements, num_tensors=num_tensors, optimizer=optimizer, device=device
+        )
         yield self._work("update", launch + self.overhead.step, kernel)
         if job.optimizer.matrices is not None:
             yield self._work("update matrices", *self._matrices_seconds())
         if refreshed:
             yield self._copy("refresh", refreshed)
-
-    def _update_seconds(self, num_elements: int, num_tensors: int) -> tuple[float, float]:
-        return update_seconds(
-            num_elements=num_elements,
-            num_tensors=num_tensors,
-            # Muon steps everything but matrices with AdamW.
-            optimizer=self.optimizer.replace("muon", "adamw"),
-            device=self.cluster.device,
-        )
 
     def _matrices_seconds(self) -> tuple[float, float]:
         """Return (launch, kernel) of the matrices on the slowest rank, for which all others wait."""

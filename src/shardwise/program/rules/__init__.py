@@ -1,4 +1,4 @@
-"""The rules of a step: trigger → operations. One set for each engine; `rules_of` says which a plan follows."""
+"""The rules of a step: trigger → operations. One set for each engine; `rules_of` returns that of a plan."""
 
 from shardwise.plan import Plan
 from shardwise.plan.placement import SHARDED
@@ -10,7 +10,7 @@ from shardwise.spec import ROOT
 
 
 def rules_of(plan: Plan) -> Rules:
-    """The rules of the engine that runs a plan. torch has two engines, and all units go to the root's."""
+    """Return the rules of the engine that runs a plan. torch has two engines; the root's placement chooses one."""
     if plan.engine == "shardwise":
         return OURS
     return FULLY_SHARD if plan.placement(ROOT).params is SHARDED else DDP

@@ -1,4 +1,4 @@
-"""What all rules are given, and what a set of rules is: `rule(state, event, context) -> (state, operations)`."""
+"""The context that all rules are given, and a set of rules: `rule(state, event, context) -> (state, operations)`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,17 +7,18 @@ from typing import Any
 
 from shardwise.plan.placement import SHARDED, Placement
 from shardwise.program.operations import OF_A_STEP, Bucket, Kind, Operation, Trigger
+from shardwise.spec import ROOT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepContext:
-    """What stays the same through a step.
+    """The facts that stay the same through a step.
 
     inside        recomputed unit → the units that its recomputation calls
     calls         the order of forward; `backward_calls` that of backward
-    update_gather_bytes   of each unit, what is gathered after an update, where ranks update slices
-    owned_bytes   of each unit, the matrices that one rank each owns, as they are stepped
-    slice_bytes   of the buckets whose slices are reduced over a second axis of the mesh, and of no others
+    update_gather_bytes   bytes of each unit that are gathered after an update, where ranks update slices
+    owned_bytes   bytes of each unit's matrices with an owner, in the dtype in which they are stepped
+    slice_bytes   only of buckets whose slices are reduced over a second axis of the mesh
     reduces       whether this pass reduces its gradients, or keeps them for a later pass
     alone         whether this rank is the only one of the job; `alone_on_shard`: the only one on its shard axis
     """
@@ -42,23 +43,23 @@ class StepContext:
     alone_on_shard: bool
 
     def gather(self, unit: str) -> Operation:
-        """Gather a unit's parameters."""
+        """Return the gather of a unit's parameters."""
         return self._gather(unit, self.gather_bytes[unit])
 
     def gather_updated(self, unit: str) -> Operation:
-        """Gather the parameters of a unit that an update has changed."""
+        """Return the gather of the parameters that an update has changed."""
         return self._gather(unit, self.update_gather_bytes[unit])
 
     def _gather(self, unit: str, num_bytes: int) -> Operation:
         return Operation(kind=Kind.GATHER, subject=unit, num_bytes=num_bytes, is_local=self.alone_on_shard)
 
     def reduce(self, bucket: Bucket) -> Operation:
-        """Reduce a bucket: over the shard axis where its gradients are sharded, else over all ranks."""
+        """Return the reduce of a bucket: over the shard axis if its gradients are sharded, else over all ranks."""
         is_local = self.alone_on_shard if self.grads_sharded(bucket) else self.alone
         return Operation(kind=Kind.REDUCE, subject=bucket.name, num_bytes=bucket.num_bytes, is_local=is_local)
 
     def sharded(self, unit: str) -> bool:
-        """Whether there is anything to gather and free."""
+        """Return whether there is anything to gather and free."""
         return self.placements[unit].params is SHARDED and self.gather_bytes[unit] > 0
 
     def grads_sharded(self, bucket: Bucket) -> bool:
@@ -79,12 +80,12 @@ class StepEvent:
 
 
 Rule = Callable[[Any, StepEvent, StepContext], tuple[Any, tuple[Operation, ...]]]
-"""(state, event, context) → (the state after it, what is to be done)."""
+"""(state, event, context) → (the state after it, operations)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How one engine turns triggers into operations. The state is the rules' own; a step begins with `first_state`."""
+    """The rules by which one engine turns triggers into operations. A step begins with `first_state`."""
 
     name: str
     by_trigger: Mapping[Trigger, Rule]
@@ -92,5 +93,10 @@ class Rules:
 
 
 def one_per_trigger(*rules: Rule) -> Mapping[Trigger, Rule]:
-    """Rules in the order of the triggers: before and after forward, before backward, grads ready, and the two ends."""
+    """Return trigger → rule; the rules come in the order of OF_A_STEP."""
     return MappingProxyType(dict(zip(OF_A_STEP, rules, strict=True)))
+
+
+def update_only(state: Any, event: StepEvent, context: StepContext) -> tuple[Any, tuple[Operation, ...]]:
+    """Update, as the rule after a step with nothing to gather again."""
+    return state, (Operation(kind=Kind.UPDATE, subject=ROOT),)

@@ -1,14 +1,14 @@
 """The rules of torch's DistributedDataParallel, as torch_engine/prepare.py sets it up.
 
 Read from torch 2.11 to 2.13: torch/csrc/distributed/c10d/reducer.cpp, torch/nn/parallel/distributed.py. Every gradient
-is copied into its bucket as soon as autograd has made it; a bucket is all-reduced when its last one is there and all
-buckets before it are under way; backward ends when all have been waited for.
+is copied into its bucket as soon as autograd has made it. A bucket is all-reduced when it is complete and all buckets
+before it were issued; backward ends after the wait for all.
 """
 
 from dataclasses import dataclass, replace
 
 from shardwise.program.operations import Bucket, Kind, Operation
-from shardwise.program.rules.context import Rules, StepContext, StepEvent, one_per_trigger
+from shardwise.program.rules.context import Rules, StepContext, StepEvent, one_per_trigger, update_only
 from shardwise.spec import ROOT
 
 
@@ -22,7 +22,7 @@ Outcome = tuple[DdpState, tuple[Operation, ...]]
 
 
 def before_forward(state: DdpState, event: StepEvent, context: StepContext) -> Outcome:
-    """Buffers come from rank 0 at the start of each forward."""
+    """Broadcast the buffers of rank 0 at the start of each forward."""
     broadcasts = context.broadcasts if event.unit == ROOT else ()
     return state, (*broadcasts, Operation(kind=Kind.FORWARD, subject=event.unit))
 
@@ -59,18 +59,10 @@ def backward_done(state: DdpState, event: StepEvent, context: StepContext) -> Ou
     return DdpState(), operations + waits
 
 
-def after_step(state: DdpState, event: StepEvent, context: StepContext) -> Outcome:
-    return state, (Operation(kind=Kind.UPDATE, subject=ROOT),)
-
-
-def first_state(context: StepContext) -> DdpState:
-    return DdpState()
-
-
 DDP = Rules(
     name="ddp",
-    by_trigger=one_per_trigger(before_forward, after_forward, before_backward, grads_ready, backward_done, after_step),
-    first_state=first_state,
+    by_trigger=one_per_trigger(before_forward, after_forward, before_backward, grads_ready, backward_done, update_only),
+    first_state=lambda context: DdpState(),
 )
 
 

@@ -1,4 +1,4 @@
-"""Rows outside of a step's program: units that are gathered for an evaluation, for another rank, or after an edit."""
+"""Rows outside a step's program: units that are gathered for an evaluation, for another rank, or after an edit."""
 
 from shardwise.plan.placement import SHARDED
 from shardwise.program.operations import Kind, Operation, Row, Trigger
@@ -8,22 +8,22 @@ from shardwise.spec import ROOT
 
 
 def demanded(unit: str, context: StepContext) -> Row:
-    """A unit is needed now, by a forward that is no part of a step."""
+    """Return the row for a unit that a forward outside a step needs now."""
     return Row(trigger=Trigger.DEMANDED, unit=unit, call=0, operations=on_demand(unit, context))
 
 
 def agreed(unit: str, context: StepContext) -> Row:
-    """All ranks have agreed to gather a unit that one of them needs."""
+    """Return the row for a unit that one rank needs and all ranks have agreed to gather."""
     return Row(trigger=Trigger.AGREED, unit=unit, call=0, operations=on_demand(unit, context))
 
 
 def released(unit: str) -> Row:
-    """A unit that was gathered on demand is no longer needed."""
+    """Return the row for a unit that was gathered on demand and is no longer needed."""
     return Row(trigger=Trigger.RELEASED, unit=unit, call=0, operations=(Operation(kind=Kind.FREE, subject=unit),))
 
 
 def edited(context: StepContext) -> Row:
-    """Owned slices have new values: free what is gathered, and gather replicated parameters from the slices."""
+    """Return the row after owned slices got new values: free gathered units, gather replicated ones from the slices."""
     operations: tuple[Operation, ...] = ()
     for unit, placement in context.placements.items():
         if placement.params is SHARDED:

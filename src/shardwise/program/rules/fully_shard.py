@@ -4,24 +4,24 @@ Read from torch 2.11 to 2.13: torch/distributed/fsdp/_fully_shard (_fsdp_state.p
 _fsdp_collectives.py).
 
 gather        fills a flat buffer, out of which `wait gather` copies the parameters
-forward       A unit is gathered when its own forward begins. Its flat buffer stays until the next unit's has come, the
-              last one until the root's forward ends: hence a second wait for it there. The root is not freed.
-backward      When backward comes to a unit, the one whose forward ended before it is gathered ahead.
+forward       A unit is gathered when its own forward begins. Its flat buffer stays until the next unit's has arrived,
+              the last one until the root's forward ends: hence a second wait for it there. The root is not freed.
+backward      When the backward of a unit begins, the unit whose forward ended before it is gathered ahead.
 gradients     When a unit's are ready, it is freed, the last reduce is waited for, and only then are they taken: one
-              reduce is under way at a time. Over a second axis of the mesh their slices are summed at once, in a stream
-              that backward waits for when it is done. The root's are the last.
+              reduce runs at a time. Over a second axis of the mesh their slices are summed at once, in a stream that
+              backward waits for at its end. The root's are the last.
 """
 
 from dataclasses import dataclass, replace
 
 from shardwise.program.operations import Bucket, Kind, Operation
-from shardwise.program.rules.context import Rules, StepContext, StepEvent, one_per_trigger
+from shardwise.program.rules.context import Rules, StepContext, StepEvent, one_per_trigger, update_only
 from shardwise.spec import ROOT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullyShardState:
-    """What changes.
+    """The state of a step.
 
     whole      units that have been copied out of their flat buffers
     ahead      units whose flat buffers are filled, and that have not been
@@ -75,7 +75,7 @@ def before_backward(state: FullyShardState, event: StepEvent, context: StepConte
 
 
 def grads_ready(state: FullyShardState, event: StepEvent, context: StepContext) -> Outcome:
-    """The root's wait until backward is done, and so does a unit that has none."""
+    """Take the gradients, but the root's and those of units without a bucket only when backward is done."""
     bucket = context.bucket_of(event.unit)
     if event.unit == ROOT or bucket is None:
         return state, ()
@@ -96,18 +96,10 @@ def backward_done(state: FullyShardState, event: StepEvent, context: StepContext
     return FullyShardState(), operations
 
 
-def after_step(state: FullyShardState, event: StepEvent, context: StepContext) -> Outcome:
-    return state, (Operation(kind=Kind.UPDATE, subject=ROOT),)
-
-
-def first_state(context: StepContext) -> FullyShardState:
-    return FullyShardState()
-
-
 FULLY_SHARD = Rules(
     name="fully_shard",
-    by_trigger=one_per_trigger(before_forward, after_forward, before_backward, grads_ready, backward_done, after_step),
-    first_state=first_state,
+    by_trigger=one_per_trigger(before_forward, after_forward, before_backward, grads_ready, backward_done, update_only),
+    first_state=lambda context: FullyShardState(),
 )
 
 
@@ -120,7 +112,7 @@ def _free(state: FullyShardState, unit: str) -> Outcome:
 
 
 def _before(state: FullyShardState, event: StepEvent) -> str | None:
-    """The unit whose forward ended before that of this call."""
+    """Return the unit whose forward ended before that of this call."""
     places = [place for place, unit in enumerate(state.forwards) if unit == event.unit]
     if event.call >= len(places) or places[event.call] == 0:
         return None
@@ -128,7 +120,7 @@ def _before(state: FullyShardState, event: StepEvent) -> str | None:
 
 
 def _take(state: FullyShardState, unit: str, bucket: Bucket | None, context: StepContext) -> Outcome:
-    """After a unit's backward: free it, take its gradients and reduce them, one unit at a time."""
+    """Free a unit after its backward, take its gradients and reduce them, one unit at a time."""
     state = replace(state, done=state.done | {unit})
     operations: tuple[Operation, ...] = ()
     if unit in state.whole:

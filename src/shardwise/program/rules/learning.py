@@ -1,4 +1,4 @@
-"""Our engine's rules of a first step, in which the order of the units is still to be learned.
+"""Our engine's rules of a first step, in which the order of the units is not known yet.
 
 In forward each unit is gathered when it is called, not ahead, and freed after it unless its placement keeps it. Then
 all ranks catch up with the program that they have learned, and backward and update follow that. The engine runs these
@@ -43,20 +43,15 @@ def after_forward(state: FirstState, event: StepEvent, context: StepContext) -> 
     return state, (Operation(kind=Kind.FREE, subject=unit),)
 
 
-def first_state(context: StepContext) -> FirstState:
-    """A step begins with nothing gathered."""
-    return FirstState()
-
-
 LEARNING = Rules(
     name="learning",
     by_trigger={Trigger.BEFORE_FORWARD: before_forward, Trigger.AFTER_FORWARD: after_forward},
-    first_state=first_state,
+    first_state=lambda context: FirstState(),
 )
 
 
 def on_demand(unit: str, context: StepContext) -> tuple[Operation, ...]:
-    """Gather a unit that is needed now."""
+    """Return the operations that gather a unit that is needed now."""
     gather = context.gather(unit)
     return (gather,) if gather.is_local else (gather, Operation(kind=Kind.WAIT_GATHER, subject=unit))
 
@@ -64,7 +59,7 @@ def on_demand(unit: str, context: StepContext) -> tuple[Operation, ...]:
 def catch_up(
     program: StepProgram, *, gathered: AbstractSet[str], gathered_by_all: AbstractSet[str], context: StepContext
 ) -> Row:
-    """Bring a rank to where the program stands after forward, whatever it has called.
+    """Return the row that brings a rank to the program's state after forward, whatever it has called.
 
     gathered          the sharded units that are gathered on this rank; `gathered_by_all`: on all ranks
     """

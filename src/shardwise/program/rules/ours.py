@@ -1,6 +1,4 @@
-"""Our engine's rules of a step: what is gathered when and how far ahead, what is freed when, how many reduces may be
-under way, and when each is waited for.
-"""
+"""Our engine's rules of a step: when units are gathered and freed, and how many reduces run at once."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -13,9 +11,9 @@ from shardwise.spec import NONE, ROOT, UNANNOUNCED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What changes: which units are whole or arriving, which have arrived, and what is being reduced.
+    """The state of a step: units that are whole or arriving, those that have arrived, and buckets being reduced.
 
-    `crossing`: the bucket whose slice is on its way over a second axis of the mesh.
+    `crossing`: the bucket whose slice is being reduced over a second axis of the mesh.
     """
 
     whole: frozenset[str]
@@ -29,7 +27,7 @@ Outcome = tuple[State, tuple[Operation, ...]]
 
 
 def before_forward(state: State, event: StepEvent, context: StepContext) -> Outcome:
-    """Gather this unit if nobody has, then those that come next, then wait for this one."""
+    """Gather this unit unless it is gathered, then those that come next, then wait for this one."""
     state, operations = _gather_and_wait(state, event.unit, context.calls[event.position + 1 :], context)
     broadcasts = context.broadcasts if event.unit == ROOT else ()
     return state, (*broadcasts, *operations, Operation(kind=Kind.FORWARD, subject=event.unit))
@@ -38,7 +36,7 @@ def before_forward(state: State, event: StepEvent, context: StepContext) -> Outc
 def after_forward(state: State, event: StepEvent, context: StepContext) -> Outcome:
     """Free the unit, unless it is needed at once: by the next call, or, after the last one, in backward.
 
-    What backward comes to unannounced has to wait for it whole; what it does not come to at all is free to go.
+    A unit whose backward is unannounced stays gathered for it; one without a backward is freed in any case.
     """
     unit = event.unit
     coming = context.calls[event.position + 1 :]
@@ -52,7 +50,7 @@ def after_forward(state: State, event: StepEvent, context: StepContext) -> Outco
 
 
 def before_backward(state: State, event: StepEvent, context: StepContext) -> Outcome:
-    """As before forward, with the calls in the order of backward; what a recomputation calls, before that."""
+    """Gather as before forward, in the order of backward, and the units that a recomputation calls."""
     coming = context.backward_calls[event.position + 1 :]
     state, operations = _gather_and_wait(state, event.unit, coming, context)
     for unit in context.inside.get(event.unit, ()):
@@ -62,7 +60,7 @@ def before_backward(state: State, event: StepEvent, context: StepContext) -> Out
 
 
 def grads_ready(state: State, event: StepEvent, context: StepContext) -> Outcome:
-    """The parameters have done their work; the gradients are taken, and go when the whole bucket's are there."""
+    """Free the parameters and take the gradients; reduce the bucket when it is complete."""
     operations: tuple[Operation, ...] = ()
     if context.sharded(event.unit) and event.unit in state.whole:
         state, operations = _free(state, event.unit)
@@ -78,7 +76,7 @@ def grads_ready(state: State, event: StepEvent, context: StepContext) -> Outcome
 
 
 def backward_done(state: State, event: StepEvent, context: StepContext) -> Outcome:
-    """What nothing made ready is taken and reduced all the same, because other ranks do; then all is waited for."""
+    """Take and reduce the gradients that never became ready too, because other ranks do; then wait for all."""
     operations: tuple[Operation, ...] = ()
     for bucket in context.buckets:
         missing = [unit for unit in bucket.units if unit not in state.with_grads]
@@ -102,9 +100,8 @@ def backward_done(state: State, event: StepEvent, context: StepContext) -> Outco
 def after_step(state: State, event: StepEvent, context: StepContext) -> Outcome:
     """Update; parameters of which each rank updated a slice are gathered again, in the order of their use.
 
-    Matrices that one rank each owns go there first, and back before anything is gathered.
-
-    What no forward has waited for since the last update is waited for first: the update writes into it.
+    Matrices are sent to their owners first, and back before anything is gathered. A gather that no forward has waited
+    for since the last update is waited for first: the update writes into its buffer.
     """
     late = [unit for unit in context.placements if unit in state.whole and unit not in state.arrived]
     waits = tuple(Operation(kind=Kind.WAIT_GATHER, subject=unit) for unit in late)
@@ -120,7 +117,7 @@ def after_step(state: State, event: StepEvent, context: StepContext) -> Outcome:
 
 
 def first_state(context: StepContext) -> State:
-    """How a step finds things: as the step before it left them."""
+    """Return the state that the previous step left."""
     replicated = frozenset(unit for unit in context.placements if not context.sharded(unit))
     updated = [unit for unit in replicated if _gathered_after_update(unit, context)]
     return State(whole=replicated, arrived=replicated - _under_way(updated, context))
@@ -134,7 +131,7 @@ OURS = Rules(
 
 
 def _gathered_after_update(unit: str, context: StepContext) -> bool:
-    """Each rank updates its slice of parameters that every rank holds whole (zero1, zero2)."""
+    """Return whether each rank updates a slice of parameters that every rank holds whole (zero1, zero2)."""
     placement = context.placements[unit]
     updated_in_slices = placement.params is not SHARDED and placement.optim is SHARDED
     return updated_in_slices and unit in context.trainable
@@ -152,13 +149,13 @@ def _gather_and_wait(state: State, unit: str, coming: tuple[str, ...], context: 
 
 
 def _wanted(unit: str, coming: tuple[str, ...], context: StepContext) -> list[str]:
-    """The unit that computes, and the sharded ones among the next `prefetch` that do."""
+    """Return the unit that computes, and the next `prefetch` sharded ones."""
     ahead = [other for other in dict.fromkeys(coming) if context.sharded(other)]
     return list(dict.fromkeys((unit, *ahead[: context.prefetch])))
 
 
 def _under_way(gathered: Iterable[str], context: StepContext) -> set[str]:
-    """Which of the units whose gather is issued have to be waited for: none where it is a copy on this rank."""
+    """Return the gathered units that must be waited for: none if the gather is a copy on this rank."""
     return set() if context.alone_on_shard else set(gathered)
 
 
@@ -172,10 +169,10 @@ def _free(state: State, unit: str) -> Outcome:
 
 
 def _reduce(state: State, bucket: Bucket, context: StepContext) -> Outcome:
-    """Reduce a bucket; before that, wait for the oldest so that no more than allowed are under way.
+    """Reduce a bucket; before that, wait for the oldest if as many as allowed are in flight.
 
-    The bound is for memory, so it counts sharded gradients only: of those the wait frees the buffer, while the
-    buffer of replicated ones stays as the gradients themselves.
+    The bound is for memory, so only sharded gradients count: the wait frees their buffer, while the buffer of
+    replicated ones becomes the gradients.
     """
     operations: tuple[Operation, ...] = ()
     bounded = [other for other in state.reducing if context.grads_sharded(other)]
@@ -185,10 +182,10 @@ def _reduce(state: State, bucket: Bucket, context: StepContext) -> Outcome:
 
 
 def _wait_reduce(state: State, bucket: Bucket, context: StepContext) -> Outcome:
-    """Wait for a bucket; where slices cross a second axis of the mesh, send this one on, and wait for the last one.
+    """Wait for a bucket; on a mesh with a second axis, reduce its slice there, and wait for the previous slice.
 
-    In this order, so that no wire stands idle between: a slice crosses while the next bucket is reduced, and at most
-    two are under way at once, each of which becomes a gradient.
+    In this order no link is idle in between: a slice is reduced while the next bucket is, and at most two slices are
+    in flight.
     """
     crosses = bucket.name in context.slice_bytes
     sent: tuple[Operation, ...] = ()

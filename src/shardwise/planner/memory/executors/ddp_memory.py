@@ -1,4 +1,4 @@
-"""What torch's DistributedDataParallel allocates and frees for each operation of a step: only kept gradients.
+"""The memory of torch's DistributedDataParallel, operation by operation: only kept gradients change.
 
 Parameters and gradient buckets exist all the time. A gradient is copied into its bucket as soon as autograd has made
 it, and freed (gradient_as_bucket_view). Passes that do not reduce (no_sync) keep their gradients outside the buckets:

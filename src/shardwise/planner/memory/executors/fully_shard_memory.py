@@ -1,4 +1,4 @@
-"""What torch's `fully_shard` allocates and frees for each operation of a step.
+"""The memory of torch's `fully_shard`, operation by operation.
 
 A gather fills one flat buffer, which is then copied out, parameter by parameter. In forward the flat buffer stays until
 the next unit's has arrived; in backward it is freed immediately. Gradients are copied into one buffer in the reduce

@@ -1,4 +1,4 @@
-"""What our engine allocates and frees for each operation of a step."""
+"""The memory of our engine, operation by operation of a step."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -7,7 +7,7 @@ from typing import assert_never
 from shardwise.plan.placement import SHARDED
 from shardwise.planner.memory.executors.setting import MemoryExecutor, MemorySetting
 from shardwise.planner.memory.replay import Recategorize, TakeGrads
-from shardwise.planner.trace_order import do_nothing
+from shardwise.planner.trace_order import do_nothing, skipped_action
 from shardwise.program import Kind, Operation, Row, StepProgram, crossing_buckets
 from shardwise.program.compiled_program import Action
 
@@ -55,12 +55,7 @@ class OurMemory(MemoryExecutor):
                 assert_never(kind)
 
     def skipped(self, operation: Operation, row: Row) -> Action | None:
-        """Take part in the gathers of units that this rank does not call, and free what it does not need."""
-        if operation.kind is Kind.GATHER:
-            return partial(self._gather, operation.subject)
-        if operation.kind is Kind.FREE:
-            return partial(self._free_unused, operation.subject)
-        return None
+        return skipped_action(self, operation, row, called=self._called)
 
     def at_rest(self) -> Mapping[str, int]:
         """Return kept buffers, gradients of earlier passes, and the used-flags of parameters (engine/core/used.py)."""
@@ -84,10 +79,6 @@ class OurMemory(MemoryExecutor):
         if self.setting.placements[unit].params is SHARDED and unit not in self._gathered:
             self._gathered.add(unit)
             self._change("gathered", *self._gathered_bytes(unit))
-
-    def _free_unused(self, unit: str) -> None:
-        if unit not in self._called:
-            self._free(unit)
 
     # Gradients
 
