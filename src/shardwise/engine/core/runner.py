@@ -127,7 +127,6 @@ class Runner:
         if begins:
             self.passes.check_memory("a forward")
             if unit is self.root:
-                self._end_first()
                 announce(self.events.evaluation_begins)
             self.evaluation.begin(unit)
         else:
@@ -157,7 +156,7 @@ class Runner:
         PROGRESS.evaluated = 0
         announce(self.events.pass_begins, self.learned)
         self.executor.drop_reduces()
-        self._end_first()
+        self.executor.first = None
         self.cursor.restart()
         self.forwards += 1
         self.called = True
@@ -166,12 +165,6 @@ class Runner:
         changed = any(unit.grads.expected != unit.learned_trainable for unit in self.units.values())
         if not self.learned or changed or self.plan.dynamic:
             self._learn_again(changed=changed)
-
-    def _end_first(self) -> None:
-        """A first forward is followed by another one, without a backward: other ranks may still be in it."""
-        first, self.executor.first = self.executor.first, None
-        if first is not None:
-            first.end()
 
     def _abandon(self) -> None:
         """A backward raised: what it left is part of a gradient."""

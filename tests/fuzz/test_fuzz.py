@@ -1,0 +1,89 @@
+"""Random compositions of models, plans and events are equal to one process of plain torch, or refused in one line."""
+
+from collections import Counter
+
+import pytest
+from compositions import Case, Event, draw_case
+from drawn_plans import unlisted
+from open_faults import OPEN_FAULTS, why_left_out
+from outcomes import cut_down, outcome, outcomes
+from parts import PARTS, Part
+
+NUM_SEEDS = 300
+
+
+def step(**settings: object) -> Event:
+    return Event(kind="step", settings=settings)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.whole)])
+def test_random_compositions_are_right_or_refused(num_ranks: int) -> None:
+    cases = [draw_case(seed, num_ranks=num_ranks) for seed in range(NUM_SEEDS)]
+    tried = [case for case in cases if not why_left_out(case)]
+    kinds: Counter[str] = Counter()
+    failed = None
+    for case, found in outcomes(tried, num_ranks=num_ranks):
+        kinds[found.kind] += 1
+        failed = failed or (case if found.kind == "failed" else None)
+    if failed:
+        small, found = cut_down(failed, num_ranks=num_ranks, most=40)
+        pytest.fail(f"{kinds}; the first, cut down:\n{small}\n{found.line}")
+    assert kinds["equal"] > 0.75 * len(tried)
+
+
+def test_every_key_of_a_plan_is_drawn_or_left_out_for_a_reason() -> None:
+    assert unlisted() == set()
+
+
+def test_open_faults_concern_few_cases() -> None:
+    cases = [draw_case(seed, num_ranks=2) for seed in range(NUM_SEEDS)]
+    left_out = [case for case in cases if why_left_out(case)]
+    assert len(left_out) < NUM_SEEDS / 8, Counter(map(why_left_out, left_out))
+    assert {why_left_out(case) for case in left_out} == set(OPEN_FAULTS)
+
+
+@pytest.mark.parametrize("how", ["recompute selective", "offload_activations True"])
+@pytest.mark.parametrize("kind", ["gated", "recurrent"])
+def test_parts_of_one_storage_that_are_written_in_place_are_kept_apart(how: str, kind: str) -> None:
+    key, value = how.split()
+    plan = {"strategy": "fsdp", key: value if key == "recompute" else True}
+    case = Case(parts=(Part(kind=kind), Part(kind=kind)), plan=plan, events=(step(), step()))
+    assert outcome(case, num_ranks=2).kind == "equal"
+
+
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "fsdp"])
+def test_a_layer_that_writes_to_its_sharded_weight_in_forward_is_refused(strategy: str) -> None:
+    case = Case(parts=(Part(kind="clamped"),), plan={"strategy": strategy}, events=(step(),))
+    found = outcome(case, num_ranks=2)
+    assert found.kind == "refused"
+    assert "parts.0.up.weight was written while it was gathered" in found.line
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_embedding_with_max_norm_is_refused_before_training(strategy: str) -> None:
+    case = Case(parts=(Part(kind="max_norm"),), plan={"strategy": strategy}, events=(step(),))
+    found = outcome(case, num_ranks=2)
+    assert (found.kind, found.at) == ("refused", -1)
+    assert "max_norm" in found.line
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_forwards_of_batch_norm_before_a_backward_are_equal(strategy: str) -> None:
+    case = Case(parts=(Part(kind="batch norm"),), plan={"strategy": strategy}, events=(step(forwards=2), step()))
+    assert outcome(case, num_ranks=2).kind == "equal"
+
+
+def test_a_failing_case_is_cut_down_to_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    import outcomes as module
+
+    def fails_with_two_passes(case: Case, *, num_ranks: int) -> module.Outcome:
+        failed = any(event.settings.get("passes") == 2 for event in case.events)
+        return module.Outcome(kind="failed" if failed else "equal", line="differs")
+
+    monkeypatch.setattr(module, "outcome", fails_with_two_passes)
+    parts = tuple(Part(kind=kind) for kind in PARTS)
+    case = Case(parts=parts, plan={"strategy": "fsdp", "prefetch": 3}, events=(step(), step(passes=2, clip="value")))
+    small, _ = cut_down(case, num_ranks=2, most=500)
+    assert small.events == (step(passes=2),)
+    assert (len(small.parts), dict(small.plan)) == (1, {"strategy": "fsdp"})
