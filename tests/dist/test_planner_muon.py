@@ -73,7 +73,7 @@ def measured(rank: int, name: str, plans: list[Plan], batch: int) -> list[tuple[
 
 
 def predicted(name: str, plan: Plan, *, batch: int) -> MemoryEstimate:
-    spec = spec_of(name, "fp32") if name in SHAPES else Source(name, seq=16, kernels="cpu").spec_for(plan)
+    spec = spec_of(name, "fp32", "none") if name in SHAPES else Source(name, seq=16, kernels="cpu").spec_for(plan)
     return estimate(spec, plan=plan, num_ranks=2, batch=batch, optimizer="muon-loop", device="cpu")
 
 
