@@ -12,8 +12,9 @@ from reliability.recorder import Recorder
 from reliability.said import take
 
 # Examples are the same on every run, and no deadline depends on the machine's load.
-settings.register_profile("shardwise", derandomize=True, deadline=None, print_blob=True)
-settings.load_profile("shardwise")
+settings.register_profile("whole", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("usual", settings.get_profile("whole"), max_examples=40)
+settings.load_profile("usual")
 
 # Tests are small, and the machine is busy with their processes: threads would wait for each other, turning, many times
 # longer than one computes. The variable is for processes that tests start.
@@ -50,6 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--whole"):
+        settings.load_profile("whole")
     if config.getoption("--reliability"):
         config.pluginmanager.register(Recorder())
 
@@ -57,9 +60,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped where there is no CUDA device; those marked `whole` are left out without --whole.
 
-    With --reliability only those that are marked `ledger` run. A marker that is wrong is refused in any run.
+    With --reliability those that are marked `ledger` run, also if they are marked `whole`, and no others. A marker that
+    is wrong is refused in any run.
     """
-    if not config.getoption("--whole"):
+    if not config.getoption("--whole") and not config.getoption("--reliability"):
         left_out = [item for item in items if item.get_closest_marker("whole")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("whole")]

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from shardwise.checkpoint.disk import Disk
 from shardwise.tasks import Task
 
-POINT = os.environ.get("POINT") if os.environ["RANK"] == os.environ.get("RANK_TO_BREAK") else None
+POINT = os.environ.get("POINT") if os.environ.get("RANK") == os.environ.get("RANK_TO_BREAK") else None
 
 
 def break_at(point: str) -> None:

@@ -1,4 +1,4 @@
-"""One rank that trains with the engine's core alone: `python core_alone.py RANK NUM_RANKS STORE`.
+"""One rank that trains with the engine's core alone: `python core_alone.py RANK NUM_RANKS STORE usual|all`.
 
 Everything else of the engine cannot be imported here. Prints a line for each training that has the bits it must have.
 """
@@ -38,7 +38,7 @@ from shardwise.plan import Plan  # noqa: E402
 from shardwise.plan.mesh import Mesh  # noqa: E402
 from shardwise.plan.placement import STRATEGIES  # noqa: E402
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 
 
 def made() -> tuple[nn.Module, Any]:
@@ -90,18 +90,20 @@ def on_core(plan: Plan, *, rank: int, num_passes: int) -> dict[str, Tensor]:
     return masters
 
 
-def main(rank: int, num_ranks: int, store: str) -> None:
+def main(rank: int, num_ranks: int, store: str, amount: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
     references = {passes: in_one_process(num_ranks=num_ranks, num_passes=passes) for passes in (1, 2)}
     for strategy in STRATEGIES:
-        meshes = (None, Mesh(replicate=num_ranks))
-        for mesh, passes in ((mesh, passes) for mesh in meshes for passes in (1, 2)):
+        ways = [(None, 2), (Mesh(replicate=num_ranks), 1)]
+        if amount == "all":
+            ways += [(None, 1), (Mesh(replicate=num_ranks), 2)]
+        for mesh, passes in ways:
             plan = Plan(strategy=strategy, mesh=mesh, bucket_bytes=4000)
             check(on_core(plan, rank=rank, num_passes=passes), references[passes], f"{strategy} {mesh} {passes}")
     # Last: on a CPU without bf16 torch switches to another library for products, also of fp32, from the first one on.
     in_bf16: dict[str, Tensor] = {}
-    for strategy in STRATEGIES:
+    for strategy in STRATEGIES if amount == "all" else ("zero2", "fsdp"):
         found = on_core(Plan(strategy=strategy, precision="bf16", bucket_bytes=4000), rank=rank, num_passes=1)
         in_bf16 = in_bf16 or found
         check(found, in_bf16, f"{strategy} bf16")
@@ -118,4 +120,4 @@ def check(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> N
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -160,6 +160,7 @@ def test_fsdp_trains_as_ddp_does(version: str, ddp: dict[str, Any], folder: Path
     assert fsdp["accuracy"] == ddp["accuracy"]
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the trap of a machine without GPUs")
 def test_a_launch_that_would_train_apart_in_each_process_stops() -> None:
     launch = (sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0")

@@ -11,7 +11,7 @@ from cases import MODELS, adamw
 from ranks import run_ranks, shut_down
 from torch import Tensor, nn
 from training import Case, Result, assert_equal, line, make_collectives
-from whole import strategies, whole
+from whole import in_turn, strategies, whole
 
 import shardwise
 from shardwise.engine.engine import engine_of, tape
@@ -22,13 +22,13 @@ from shardwise.tasks import cross_entropy
 
 PASSES = 3
 GPT = Case(make=MODELS["gpt"], optimizer=adamw, num_steps=3)
-each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
-# Each strategy one way, and one of them both.
+# Replicated and sharded, each way.
 each_strategy_and_way = pytest.mark.parametrize(
     ("strategy", "reduced"),
     [
-        *(("ddp", True), ("zero1", False), ("zero2", True), ("shard_grad_op", False), ("fsdp", False), ("fsdp", True)),
-        *whole(("ddp", False), ("zero1", True), ("zero2", False), ("shard_grad_op", True)),
+        *(("zero1", False), ("zero2", True), ("fsdp", False)),
+        *whole(("ddp", False), ("ddp", True), ("zero1", True), ("zero2", False)),
+        *whole(("shard_grad_op", False), ("shard_grad_op", True), ("fsdp", True)),
     ],
 )
 
@@ -105,7 +105,7 @@ def test_accumulated_gradients_are_bit_equal_to_one_process(strategy: str, reduc
 
 
 @pytest.mark.parametrize(
-    ("precision", "reduced"), [("bf16", True), ("fp16", False), *whole(("bf16", False), ("fp16", True))]
+    ("precision", "reduced"), [("bf16", True), *whole(("fp16", False), ("bf16", False), ("fp16", True))]
 )
 def test_strategies_accumulate_alike_in_half_precision(precision: str, reduced: bool) -> None:
     """Gradients of 16 bits add up in the reduce dtype, so it does not matter where."""
@@ -187,7 +187,7 @@ def refused(rank: int, strategy: str) -> None:
     model.state_dict()
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", strategies("zero1", "fsdp"))
 def test_what_would_lose_accumulated_gradients_is_refused(strategy: str) -> None:
     run_ranks(refused, num_ranks=2, args=(strategy,))
 
@@ -212,8 +212,7 @@ def cleared(rank: int, strategy: str, how: str) -> None:
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-@pytest.mark.parametrize("strategy", strategies("zero2", "fsdp"))
-@pytest.mark.parametrize("how", ["model", "optimizer", "zeros"])
+@pytest.mark.parametrize(("how", "strategy"), in_turn(["model", "optimizer", "zeros"], "zero2", "fsdp"))
 def test_zero_grad_clears_what_is_accumulated(strategy: str, how: str) -> None:
     run_ranks(cleared, num_ranks=2, args=(strategy, how))
 
@@ -262,6 +261,6 @@ def unused_in_one_pass(rank: int, strategy: str) -> None:
     assert torch.equal(optimizer.param_groups[0]["params"][-1], before)
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", strategies("zero2", "fsdp"))
 def test_what_an_earlier_pass_used_counts_as_used(strategy: str) -> None:
     run_ranks(unused_in_one_pass, num_ranks=2, args=(strategy,))

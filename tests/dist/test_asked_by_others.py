@@ -7,6 +7,7 @@ import torch
 from ranks import run_ranks
 from torch import nn
 from training import line
+from whole import whole
 
 import shardwise
 from shardwise import Plan
@@ -62,7 +63,7 @@ def generates(rank: int, strategy: str) -> list[list[int]]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", *whole("ddp")])
 def test_ranks_generate_sentences_of_different_length(strategy: str) -> None:
     pytest.importorskip("transformers")
     (expected,) = run_ranks(generates, num_ranks=1, args=("one process",))

@@ -8,6 +8,7 @@ import torch
 from graphs_on_cpu import captured_on_cpu
 from ranks import run_ranks
 from torch import Tensor, nn
+from whole import whole
 
 import shardwise
 from shardwise import Plan
@@ -91,7 +92,7 @@ def pads_and_sizes(rank: int, strategy: str) -> list[bool]:
     return found[0][2]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", *whole("ddp")])
 def test_a_guard_that_fails_on_one_rank_fails_on_all_and_sizes_that_differ_make_an_ordinary_step(strategy: str) -> None:
     one, other = run_ranks(pads_and_sizes, num_ranks=2, args=(strategy,))
     assert one == other

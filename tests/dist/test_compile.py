@@ -105,12 +105,13 @@ def compiled_by_plans(rank: int, plans: list[Plan]) -> None:
 @pytest.mark.parametrize(
     "plans",
     [
-        [Plan(compile="aot_eager", recompute="full"), Plan(compile="aot_eager", engine="torch", strategy="ddp")],
+        [Plan(compile="aot_eager", engine="torch", strategy="ddp")],
         # Blocks of one class that are compiled as they are, to be recomputed whole, and not at all.
         [Plan(compile="aot_eager", recompute_overrides={"blocks.1": "full", "blocks.2": "selective"})],
+        *whole([Plan(compile="aot_eager", recompute="full")]),
         *whole([Plan(compile="aot_eager"), Plan(compile="aot_eager", engine="torch", strategy="fsdp")]),
     ],
-    ids=["some", "mixed", "others"],
+    ids=["torch", "mixed", "recomputed", "others"],
 )
 def test_a_plan_that_compiles_trains_the_same_on_both_engines_and_compiles_blocks_of_a_class_once(
     plans: list[Plan],

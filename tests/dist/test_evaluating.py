@@ -9,6 +9,7 @@ from ranks import run_ranks
 from test_asked_by_others import make_llama
 from torch import Tensor
 from training import line, make_collectives
+from whole import whole
 
 import shardwise
 from shardwise.comm.agreement import RanksMissing
@@ -60,7 +61,7 @@ def trains_only(rank: int, name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", ["zero2", "two groups", *whole("fsdp")])
 def test_ranks_evaluate_different_numbers_of_batches_and_train_on_as_without(name: str) -> None:
     only, _ = run_ranks(trains_only, num_ranks=2, args=(name,))
     for seen, expected, weights in run_ranks(evaluates, num_ranks=2, args=(name,)):
@@ -86,7 +87,7 @@ def generated(model: Any, number: int) -> list[int]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", *whole("zero2")])
 def test_ranks_generate_different_numbers_of_sentences(strategy: str) -> None:
     pytest.importorskip("transformers")
     (expected,) = run_ranks(generates, num_ranks=1, args=("one process",))

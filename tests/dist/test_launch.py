@@ -101,7 +101,7 @@ class TestRestart:
 
 
 class TestSignals:
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+    @pytest.mark.parametrize("number", [signal.SIGTERM, *whole(signal.SIGHUP)])
     def test_a_signal_lets_the_ranks_save_and_ends_with_0(self, tmp_path: Path, number: signal.Signals) -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             pytest.skip("these tests run under nohup, and ranks leave a signal ignored that was so when they started")

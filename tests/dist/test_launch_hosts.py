@@ -5,14 +5,18 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hosts import Host, NoNamespaces, two_hosts
+from ranks import run_ranks
 from test_launch_train import CONFIG
+from train_tasks import trained
 
-from shardwise.launch.launch import launch
+from shardwise.train.config import TrainConfig
 
 HERE = Path(__file__).parent
 
@@ -61,15 +65,20 @@ def test_ranks_on_two_hosts_join_also_after_a_restart(hosts: tuple[Host, Host], 
     assert [(rank["num_ranks"], rank["total"]) for rank in found] == [(2, 3), (2, 3)]
 
 
-def test_training_on_two_hosts_gives_the_losses_of_one(
-    hosts: tuple[Host, Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def trained_here(rank: int, asked: TrainConfig) -> None:
+    """With oneDNN, as in the processes of torchrun."""
+    with torch.backends.mkldnn.flags(enabled=True):
+        trained(rank, asked)
+
+
+def test_training_on_two_hosts_gives_the_losses_of_one(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     config, one, two = (tmp_path / name for name in ("config.toml", "one", "two"))
     config.write_text(CONFIG)
     # Not --run: torchrun takes any option that begins like one of its own.
     run_on(hosts, "-m", "shardwise", "train", config, "--set", f"run.folder={two}")
-    assert launch(["train", str(config), "--run", str(one)], num_ranks=2, max_restarts=0, folder=one) == 0
+    told = tomllib.loads(CONFIG)
+    asked = TrainConfig.from_dict(told | {"run": {**told["run"], "folder": str(one)}})
+    run_ranks(trained_here, num_ranks=2, args=(asked,))
     losses = [
         [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
         for folder in (one, two)

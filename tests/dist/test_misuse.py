@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 from training import line, make_collectives
+from whole import in_turn, whole
 
 import shardwise
 from shardwise.comm.agreement import exchange
@@ -69,7 +70,7 @@ def reads_sharded(rank: int, strategy: str) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("strategy", ["shard_grad_op", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", *whole("shard_grad_op")])
 def test_reading_what_a_rank_does_not_hold_is_refused(strategy: str) -> None:
     run_ranks(reads_sharded, num_ranks=2, args=(strategy,))
 
@@ -86,7 +87,7 @@ def reads_in_lists(rank: int, strategy: str) -> None:
 
 
 @pytest.mark.ledger("read-in-a-list", outcome="refused")
-@pytest.mark.parametrize("strategy", ["shard_grad_op", "fsdp"])
+@pytest.mark.parametrize("strategy", ["shard_grad_op", *whole("fsdp")])
 def test_reading_parameters_through_a_list_or_a_keyword_is_refused(strategy: str) -> None:
     run_ranks(reads_in_lists, num_ranks=2, args=(strategy,))
 
@@ -121,7 +122,7 @@ def calls_forward(rank: int, strategy: str) -> None:
     assert "call the module itself, layers.0(…)" in refused
 
 
-@pytest.mark.parametrize("strategy", ["shard_grad_op", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", *whole("shard_grad_op")])
 def test_a_unit_whose_forward_is_called_directly_is_refused_in_those_words(strategy: str) -> None:
     run_ranks(calls_forward, num_ranks=2, args=(strategy,))
 
@@ -368,8 +369,9 @@ def adds_a_group(rank: int, strategy: str, precision: str) -> None:
 
 
 @pytest.mark.ledger("late-param-group", outcome="right")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize(
+    ("precision", "strategy"), in_turn(["fp32", "bf16"], "ddp", "fsdp", every=("ddp", "zero1", "fsdp"))
+)
 def test_a_param_group_that_is_added_later_trains(strategy: str, precision: str) -> None:
     run_ranks(adds_a_group, num_ranks=2, args=(strategy, precision))
 
@@ -382,7 +384,7 @@ def adds_a_wrong_group(rank: int, strategy: str) -> None:
     assert "shape (3,): it is not the prepared model's" in line(lambda: optimizer.add_param_group({"params": new}))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", *whole("zero1")])
 def test_a_param_group_that_holds_what_it_cannot_is_refused(strategy: str) -> None:
     run_ranks(adds_a_wrong_group, num_ranks=2, args=(strategy,))
 
@@ -429,7 +431,8 @@ def trains_past_forward(rank: int, strategy: str, units: str) -> None:
 
 @pytest.mark.ledger("method-other-than-forward", outcome="refused")
 @pytest.mark.parametrize(
-    ("strategy", "units"), [("ddp", "none"), ("ddp", "auto"), ("zero1", "auto"), ("zero2", "none"), ("fsdp", "auto")]
+    ("strategy", "units"),
+    [("zero2", "none"), ("fsdp", "auto"), *whole(("ddp", "none"), ("ddp", "auto"), ("zero1", "auto"))],
 )
 def test_training_through_another_method_than_forward_is_refused(strategy: str, units: str) -> None:
     run_ranks(trains_past_forward, num_ranks=2, args=(strategy, "class:Linear" if units == "auto" else "class:Stepped"))
@@ -467,7 +470,7 @@ def adds_parameters(rank: int, strategy: str) -> None:
 
 
 @pytest.mark.ledger("parameters-added", outcome="refused")
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", *whole("ddp")])
 def test_parameters_that_are_added_after_prepare_are_refused(strategy: str) -> None:
     run_ranks(adds_parameters, num_ranks=2, args=(strategy,))
 
@@ -510,7 +513,7 @@ def tears_out(rank: int, strategy: str) -> None:
 
 
 @pytest.mark.ledger("parameters-torn-out", outcome="refused")
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", *whole("zero1")])
 def test_parameters_that_are_torn_out_of_their_buffers_are_refused(strategy: str) -> None:
     run_ranks(tears_out, num_ranks=2, args=(strategy,))
 
@@ -562,7 +565,7 @@ def uses_what_is_prepared(rank: int, how: str, strategy: str) -> None:
     prepare(copy.deepcopy(first), None, plan)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", *whole("ddp")])
 @pytest.mark.parametrize(
     "how",
     [
@@ -652,7 +655,7 @@ def overflows_on_one_rank(rank: int, strategy: str, handed_over: bool) -> None:
 
 @pytest.mark.ledger("grad-scaler-of-torch", outcome="refused")
 @pytest.mark.parametrize(
-    ("strategy", "handed_over"), [("zero1", True), ("zero2", True), ("fsdp", True), ("fsdp", False)]
+    ("strategy", "handed_over"), [("zero1", True), ("fsdp", False), *whole(("zero2", True), ("fsdp", True))]
 )
 def test_torchs_grad_scaler_is_refused_on_all_ranks_at_once(strategy: str, handed_over: bool) -> None:
     run_ranks(overflows_on_one_rank, num_ranks=2, args=(strategy, handed_over))
@@ -680,7 +683,7 @@ def clips_in_bf16(rank: int, strategy: str) -> None:
 
 
 @pytest.mark.ledger("clip-by-torch-in-bf16", outcome="refused")
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", ["zero1", *whole("ddp")])
 def test_gradients_that_a_bf16_parameter_does_not_show_are_not_read_as_none(strategy: str) -> None:
     run_ranks(clips_in_bf16, num_ranks=2, args=(strategy,))
 
@@ -717,8 +720,9 @@ def steps_after_a_failure(rank: int, strategy: str, when: int) -> None:
 
 
 @pytest.mark.ledger("backward-raised", outcome="refused")
-@pytest.mark.parametrize("when", [0, 1], ids=["the first step", "a later step"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize(
+    ("when", "strategy"), in_turn([0, 1], "zero2", "fsdp", every=("ddp", "zero1", "zero2", "fsdp"))
+)
 def test_a_step_right_after_a_backward_that_raised_is_refused(strategy: str, when: int) -> None:
     run_ranks(steps_after_a_failure, num_ranks=2, args=(strategy, when))
 

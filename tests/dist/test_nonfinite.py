@@ -13,6 +13,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from train_tasks import config, lines
+from whole import whole
 
 from reliability.said import say
 from shardwise.errors import ShardwiseError
@@ -142,7 +143,7 @@ def saved(folder: Path) -> dict[int, bool]:
 
 
 @pytest.mark.ledger("nan-on-one-rank", outcome="refused")
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", *whole("ddp")])
 def test_a_nan_on_one_rank_stops_all_ranks_before_a_checkpoint_and_is_named(tmp_path: Path, strategy: str) -> None:
     for line, _ in run_ranks(ended, num_ranks=2, args=(asked(tmp_path, strategy=strategy),)):
         assert say(line).startswith(
@@ -195,7 +196,7 @@ ENGINES = [("shardwise", "ddp"), ("shardwise", "fsdp"), ("torch", "ddp"), ("torc
 
 @pytest.mark.ledger("nan-unit", outcome="refused")
 @pytest.mark.parametrize(("engine", "strategy"), ENGINES)
-@pytest.mark.parametrize("policy", ["stop", "skip"])
+@pytest.mark.parametrize("policy", ["stop", *whole("skip")])
 @pytest.mark.parametrize(
     ("function", "says"),
     [

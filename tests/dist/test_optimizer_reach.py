@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import given_optimizers as own
@@ -11,7 +12,7 @@ from cases import MODELS
 from ranks import run_ranks
 from torch.optim import Optimizer
 from training import Case, assert_equal, line, on_ranks, one_process
-from whole import whole
+from whole import in_turn, whole
 
 import shardwise
 from shardwise.engines import prepare
@@ -29,8 +30,13 @@ IN_SLICES: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["adagrad", "lion", "blocks of 64", *whole("subclass", "blocks of 256")])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        *in_turn(["adagrad", "lion", "blocks of 64"], "zero2", "zero1", "fsdp", every=STRATEGIES),
+        *whole(*product(("subclass", "blocks of 256"), STRATEGIES)),
+    ],
+)
 def test_what_may_be_cut_is_bit_equal_to_one_process(name: str, strategy: str) -> None:
     case = Case(make=MODELS["gpt"], optimizer=IN_SLICES[name], num_steps=4)
     results = run_ranks(on_ranks, num_ranks=2, args=(case, Plan(strategy=strategy), True))
@@ -85,7 +91,7 @@ def refused(rank: int, strategy: str) -> None:
         prepare(model, kind(model.parameters()), Plan(strategy="ddp"))
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", *whole("zero2")])
 def test_what_looks_beyond_its_tensor_is_refused_slices(strategy: str) -> None:
     run_ranks(refused, num_ranks=2, args=(strategy,))
 

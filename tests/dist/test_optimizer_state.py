@@ -10,6 +10,7 @@ from cases import MODELS, OPTIMIZERS, adamw, make_awkward, squares
 from ranks import run_ranks
 from torch import Tensor, nn
 from training import line
+from whole import whole
 
 import shardwise
 from shardwise.engine.engine import engine_of
@@ -103,7 +104,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @pytest.mark.ledger("optimizer-state-saved", outcome="right", under=tuple(STRATEGIES))
-@pytest.mark.parametrize(("name", "optimizer"), [("awkward", "groups"), ("gpt", "sgd"), ("gpt", "adamw fused")])
+@pytest.mark.parametrize(("name", "optimizer"), [("awkward", "groups"), ("gpt", "adamw fused"), *whole(("gpt", "sgd"))])
 def test_a_saved_optimizer_resumes_bit_for_bit_under_every_strategy_and_in_plain_torch(
     name: str, optimizer: str
 ) -> None:
@@ -185,7 +186,7 @@ def loaded_too_early(rank: int, strategy: str) -> None:
     assert_same(another.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", *whole("ddp")])
 def test_a_state_that_is_loaded_before_the_optimizer_is_known_is_refused(strategy: str) -> None:
     run_ranks(loaded_too_early, num_ranks=2, args=(strategy,))
 

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import given_optimizers as own
@@ -12,7 +13,7 @@ from cases import MODELS, adamw
 from ranks import run_ranks
 from torch.optim import Optimizer
 from training import Case, assert_close, assert_equal, line, make_collectives, on_ranks, one_process
-from whole import whole
+from whole import in_turn, whole
 
 import shardwise
 from shardwise.checkpoint import Checkpoints
@@ -40,16 +41,21 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", SLICED)
 @pytest.mark.parametrize(
-    "name",
+    ("name", "strategy"),
     [
-        "muon",
-        "muon with adamw",
-        pytest.param("cautious lion", marks=pytest.mark.ledger("optimizer-cautious", outcome="right")),
-        pytest.param("lars", marks=pytest.mark.ledger("optimizer-subclass", outcome="right")),
-        pytest.param("large blocks", marks=pytest.mark.ledger("optimizer-8bit", outcome="right")),
-        *whole("adafactor", "lamb", "shampoo", "by dimensions"),
+        *in_turn(["muon with adamw"], "zero1", every=SLICED),
+        *in_turn(
+            ["cautious lion"],
+            "zero2",
+            every=SLICED,
+            marks=[pytest.mark.ledger("optimizer-cautious", outcome="right")],
+        ),
+        *in_turn(["lars"], "fsdp", every=SLICED, marks=[pytest.mark.ledger("optimizer-subclass", outcome="right")]),
+        *in_turn(
+            ["large blocks"], "zero1", every=SLICED, marks=[pytest.mark.ledger("optimizer-8bit", outcome="right")]
+        ),
+        *whole(*product(("muon", "adafactor", "lamb", "shampoo", "by dimensions"), SLICED)),
     ],
 )
 def test_two_ranks_are_bit_equal_to_one_process(name: str, strategy: str) -> None:
@@ -59,7 +65,7 @@ def test_two_ranks_are_bit_equal_to_one_process(name: str, strategy: str) -> Non
 
 
 def test_matrices_move_on_our_ring_too() -> None:
-    case = Case(make=MODELS["gpt"], optimizer=own.muon, num_steps=3)
+    case = Case(make=MODELS["gpt"], optimizer=own.muon, num_steps=2)
     plan = Plan(strategy="fsdp", collectives="ring")
     assert_equal(run_ranks(on_ranks, num_ranks=2, args=(case, plan, True)), one_process(case, num_ranks=2))
 
@@ -177,7 +183,7 @@ def checkpointed(rank: int, folder: str, name: str, strategy: str, save: bool) -
     return shardwise.full_state_dict(model, optimizer)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "muon with adamw", *whole("muon", "shampoo")])
+@pytest.mark.parametrize("name", ["adafactor", *whole("muon with adamw", "muon", "shampoo")])
 def test_a_checkpoint_of_two_ranks_is_resumed_on_one_and_three_and_under_another_strategy(
     name: str, tmp_path: Any
 ) -> None:

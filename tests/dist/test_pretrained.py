@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 from training import line
+from whole import whole
 
 import shardwise
 from shardwise import Plan
@@ -105,7 +106,7 @@ def goes_round(rank: int, names: list[str], strategy: str, folder: str) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", *whole("ddp")])
 def test_a_folder_of_transformers_is_loaded_into_slices_and_saved_bit_for_bit(strategy: str, tmp_path: Path) -> None:
     needs("transformers")
     run_ranks(goes_round, num_ranks=2, args=(list(USUAL), strategy, str(tmp_path)), timeout_seconds=160.0)

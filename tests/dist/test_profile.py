@@ -4,9 +4,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from whole import strategies
 
 from shardwise.plan import Plan
-from shardwise.plan.placement import STRATEGIES
 from shardwise.profile.compare import Profile, predict
 from shardwise.profile.memory_ledger import LedgerEntry
 from shardwise.profile.rehearsal import Rehearsal
@@ -64,7 +64,7 @@ def of(entry: LedgerEntry, *names: str) -> dict[str, int]:
     return {name: entry.num_bytes[name] for name in names}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", strategies("ddp", "zero2", "fsdp"))
 def test_a_rank_of_four_has_the_memory_that_was_predicted(strategy: str) -> None:
     found = profiled(strategy, num_ranks=4)
     memory, ledger = found.predicted.memory, found.measured.ledger
@@ -162,7 +162,7 @@ def task():
 """
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", strategies("zero2", "fsdp"))
 def test_units_that_return_dataclasses_are_traced_profiled_and_run_alike(strategy: str, tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(DATACLASS)

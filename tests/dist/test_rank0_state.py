@@ -5,6 +5,7 @@ import torch
 from cases import adamw, make_tokens
 from live import LiveTensors, Silent
 from ranks import run_ranks
+from whole import whole
 
 import shardwise
 from shardwise.engine.engine import engine_of
@@ -38,7 +39,7 @@ def taken(rank: int, strategy: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", *whole("ddp")])
 def test_a_rank_that_only_takes_part_holds_one_buffer_at_a_time(strategy: str) -> None:
     (rank0, _, _), (rank1, largest, total) = run_ranks(taken, num_ranks=2, args=(strategy,))
     assert rank0 >= 3 * total

@@ -263,7 +263,7 @@ def peak(rank: int, first: Plan, then: Plan) -> tuple[int, int, int, int]:
     return live.end_bytes("before"), live.peak_bytes("replan"), live.end_bytes("replan"), unit
 
 
-@pytest.mark.parametrize(("first", "then"), [("ddp", "fsdp"), ("fsdp", "zero1"), ("zero1", "shard_grad_op")])
+@pytest.mark.parametrize(("first", "then"), [("ddp", "fsdp"), ("fsdp", "zero1"), *whole(("zero1", "shard_grad_op"))])
 def test_a_rank_holds_no_more_than_the_larger_plan_and_one_unit(first: str, then: str) -> None:
     for before, most, after, unit in run_ranks(peak, num_ranks=2, args=(Plan(strategy=first), Plan(strategy=then))):
         # Of the unit that moves: its parameters and two states, as they were and as they will be.

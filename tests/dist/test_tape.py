@@ -58,7 +58,7 @@ def _compare_buffers(entries: list[TapeEntry], program: StepProgram) -> None:
     assert issued == expected
 
 
-@pytest.mark.parametrize("model", ["gpt", "resnet"])
+@pytest.mark.parametrize("model", ["gpt", *whole("resnet")])
 def test_the_tape_of_every_strategy_and_prefetch_is_the_program(model: str) -> None:
     plans = [
         Plan(strategy=strategy, prefetch=prefetch, reduces_in_flight=reduces, bucket_bytes=4000)
@@ -104,7 +104,7 @@ def slices_on_tape(rank: int, plan: Plan) -> list[tuple[str, int, int]]:
     return sent
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "shard_grad_op", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", *whole("shard_grad_op")])
 def test_the_tape_of_a_hybrid_mesh_has_a_slice_of_every_bucket(strategy: str) -> None:
     """Also where a bucket is reduced in two dtypes' buffers, and where more than one is under way."""
     mesh = Mesh(replicate=2, shard=2)

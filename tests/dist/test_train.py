@@ -13,7 +13,7 @@ from ranks import run_ranks
 from rich.console import Console
 from torch import nn
 from train_tasks import Ended, config, curve, gpt, lines, reference, table, trained
-from whole import whole
+from whole import in_turn, whole
 
 from reliability.said import say
 from shardwise.errors import ShardwiseError
@@ -51,7 +51,7 @@ def test_resnet_passes_95_percent_on_digits_under_every_strategy(tmp_path: Path,
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", *whole("fsdp")])
 def test_a_vit_passes_95_percent_on_digits(tmp_path: Path, strategy: str) -> None:
     asked = config(
         tmp_path,
@@ -67,7 +67,7 @@ def test_a_vit_passes_95_percent_on_digits(tmp_path: Path, strategy: str) -> Non
 
 @pytest.mark.parametrize(
     ("model", "strategy"),
-    [("gpt-tiny", "fsdp"), ("llama-tiny", "ddp"), *whole(("gpt-tiny", "ddp"), ("llama-tiny", "fsdp"))],
+    [("llama-tiny", "fsdp"), *whole(("gpt-tiny", "fsdp"), ("gpt-tiny", "ddp"), ("llama-tiny", "ddp"))],
 )
 def test_the_loss_of_language_models_falls_on_stdlib(tmp_path: Path, model: str, strategy: str) -> None:
     """From ln 256 = 5.5, a guess, to about what bytes of Python give that are guessed by their frequency alone."""
@@ -274,8 +274,9 @@ def test_a_mistake_is_one_line_on_every_rank(tmp_path: Path, mistake: str) -> No
 
 
 @pytest.mark.ledger("task-past-forward", outcome="refused")
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy"), in_turn([1, 2], "fsdp", "zero2", every=("ddp", "zero1", "zero2", "fsdp"))
+)
 def test_a_loss_that_does_not_call_the_model_itself_is_refused(tmp_path: Path, strategy: str, num_ranks: int) -> None:
     asked = config(
         tmp_path,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 from train_tasks import config, lines, reference, trained
+from whole import whole
 
 from reliability.said import say
 from shardwise.errors import ShardwiseError
@@ -40,7 +41,7 @@ GONE = {
 
 
 @pytest.mark.ledger("checkpoints-gone", outcome="refused")
-@pytest.mark.parametrize("how", GONE)
+@pytest.mark.parametrize("how", ["missing", "damaged", *whole("empty")])
 def test_without_its_checkpoints_a_run_does_not_start_at_step_0_unless_fresh(tmp_path: Path, how: str) -> None:
     asked = config(tmp_path, train={"steps": 4})
     run_ranks(trained, num_ranks=2, args=(asked,))
@@ -76,7 +77,7 @@ def test_rank_0_refuses_a_folder_that_another_job_holds(tmp_path: Path, monkeypa
 
 
 @pytest.mark.ledger("second-job", outcome="refused")
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+@pytest.mark.parametrize("launcher", ["torchrun", *whole("slurm")])
 def test_a_second_job_is_refused_under_every_launcher(tmp_path: Path, launcher: str) -> None:
     path = tmp_path / "tiny.toml"
     path.write_text(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import RankFailed, run_ranks
 from train_tasks import assert_same_end, assert_seen_once_per_epoch, config, curve, lines, reference, trained
+from whole import whole
 
 from shardwise.train.config import TrainConfig
 from shardwise.train.metrics import StepMetrics
@@ -24,10 +25,10 @@ def on_ranks(asked: TrainConfig, *, num_ranks: int = 2, crash_after: int | None 
     "plan",
     [
         {"strategy": "fsdp", "accumulate": 2},
-        {"strategy": "ddp"},
-        {"strategy": "zero1", "precision": "fp16"},
         {"strategy": "ddp", "engine": "torch"},
-        {"strategy": "fsdp", "engine": "torch"},
+        *whole(
+            {"strategy": "ddp"}, {"strategy": "zero1", "precision": "fp16"}, {"strategy": "fsdp", "engine": "torch"}
+        ),
     ],
     ids=lambda plan: " ".join(map(str, plan.values())),
 )
@@ -50,7 +51,7 @@ def test_an_asynchronous_checkpoint_is_as_good(tmp_path: Path) -> None:
     assert_same_end(tmp_path / "whole", tmp_path / "crashed")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", *whole("ddp")])
 def test_every_sample_counts_once_an_epoch_also_when_the_number_of_ranks_changes(tmp_path: Path, strategy: str) -> None:
     """15 samples three times: 2 ranks × 2 × 2 a step, then 1 rank, then 2 ranks, whose last step has 5 left."""
     asked = config(
@@ -100,7 +101,7 @@ def told_to_stop(rank: int, asked: TrainConfig, told: int, number: signal.Signal
     ("told", "number"),
     [
         (0, signal.SIGTERM),
-        (1, signal.SIGTERM),
+        *whole((1, signal.SIGTERM)),
         pytest.param(1, signal.SIGHUP, marks=pytest.mark.ledger("hangup", outcome="right")),
     ],
 )

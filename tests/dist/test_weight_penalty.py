@@ -8,6 +8,7 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 from training import line
+from whole import whole
 
 import shardwise
 from shardwise import Plan
@@ -57,7 +58,7 @@ def refuses(rank: int, plan: Plan) -> str:
 
 @pytest.mark.timeout(120)
 @pytest.mark.ledger("penalty-first", outcome="right")
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", *whole("zero1")])
 def test_a_penalty_whose_backward_comes_first_counts_as_in_one_loss(strategy: str) -> None:
     plan = Plan(strategy=strategy)
     expected = run_ranks(train, num_ranks=2, args=(plan, together))
@@ -80,7 +81,7 @@ def test_a_penalty_after_the_loss_counts_where_no_average_is_shown() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.ledger("penalty-later", outcome="refused")
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", ["zero1", *whole("ddp")])
 def test_a_penalty_on_top_of_averages_is_refused(strategy: str) -> None:
     for message in run_ranks(refuses, num_ranks=2, args=(Plan(strategy=strategy),)):
         assert "on top of gradients that are averaged already: add it to the loss" in message

@@ -11,6 +11,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training import line, make_collectives
+from whole import strategies, whole
 
 import shardwise
 from shardwise.comm.agreement import RanksDisagree
@@ -18,7 +19,8 @@ from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.tasks import cross_entropy
 
-PLANS = [Plan(strategy=strategy, precision=precision) for strategy in STRATEGIES for precision in ("fp32", "bf16")]
+PLANS = [Plan(strategy=strategy) for strategy in STRATEGIES]
+IN_BF16 = {strategy: Plan(strategy=strategy, precision="bf16") for strategy in STRATEGIES}
 
 
 def prepared(plan: Plan, *, rank: int) -> Any:
@@ -51,8 +53,9 @@ def reads(rank: int, plans: list[Plan]) -> None:
         train(model, optimizer, batch, rank=rank, step=2)
 
 
-def test_parameters_are_whole_with_all_digits_and_training_goes_on() -> None:
-    run_ranks(reads, num_ranks=2, args=(PLANS,))
+@pytest.mark.parametrize("plans", [[*PLANS, IN_BF16["zero1"], IN_BF16["fsdp"]], *whole([*IN_BF16.values()])])
+def test_parameters_are_whole_with_all_digits_and_training_goes_on(plans: list[Plan]) -> None:
+    run_ranks(reads, num_ranks=2, args=(plans,))
 
 
 # Writes
@@ -88,21 +91,20 @@ def clamps(rank: int, plan: Plan | None) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def test_weights_that_are_clamped_after_each_step_train_bit_equal_to_one_process() -> None:
+@pytest.mark.parametrize("strategy", strategies("zero2", "fsdp"))
+def test_weights_that_are_clamped_after_each_step_train_bit_equal_to_one_process(strategy: str) -> None:
     (expected,) = run_ranks(clamps, num_ranks=1, args=(None,))
-    for strategy in STRATEGIES:
-        for weights in run_ranks(clamps, num_ranks=2, args=(Plan(strategy=strategy),)):
-            assert all(torch.equal(weights[name], expected[name]) for name in expected), strategy
+    for weights in run_ranks(clamps, num_ranks=2, args=(Plan(strategy=strategy),)):
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def test_in_bf16_what_is_written_reaches_the_masters_alike_under_every_strategy() -> None:
-    plans = [plan for plan in PLANS if plan.precision == "bf16"]
-    expected = run_ranks(clamps, num_ranks=2, args=(plans[0],))[0]
+@pytest.mark.parametrize("strategy", ["fsdp", *whole("zero1", "zero2", "shard_grad_op")])
+def test_in_bf16_what_is_written_reaches_the_masters_as_under_ddp(strategy: str) -> None:
+    expected = run_ranks(clamps, num_ranks=2, args=(IN_BF16["ddp"],))[0]
     assert all(weight.abs().max() <= 0.02 for weight in expected.values())
     assert any((weight != weight.bfloat16().float()).any() for weight in expected.values())
-    for plan in plans[1:]:
-        for weights in run_ranks(clamps, num_ranks=2, args=(plan,)):
-            assert all(torch.equal(weights[name], expected[name]) for name in expected), plan
+    for weights in run_ranks(clamps, num_ranks=2, args=(IN_BF16[strategy],)):
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def merges(rank: int, plans: list[Plan]) -> None:
@@ -216,7 +218,7 @@ def refused(rank: int, plan: Plan) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", *whole("ddp")])
 def test_unannounced_writes_steps_inside_and_ranks_that_write_differently_are_refused(strategy: str) -> None:
     plan = Plan(strategy=strategy, precision="fp32" if strategy == "ddp" else "bf16")
     for said in run_ranks(refused, num_ranks=2, args=(plan,)):

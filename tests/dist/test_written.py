@@ -10,6 +10,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from training import line, make_collectives
+from whole import in_turn, whole
 
 import shardwise
 from shardwise.plan import Plan
@@ -35,7 +36,7 @@ def train(
     between: Write | None = None,
     make_optimizer: Callable[[Any], Optimizer] = adamw,
 ) -> dict[str, Tensor]:
-    """Four steps under the late backend, with writes at three points; the weights at the end."""
+    """Three steps under the late backend, with writes at three points; the weights at the end."""
     torch.manual_seed(0)
     model, batch = MODELS["gpt"]()
     optimizer = make_optimizer(model.parameters())
@@ -43,7 +44,7 @@ def train(
     shardwise.prepare(model, optimizer, plan, collectives=collectives, any_optimizer=True)
     if after_prepare is not None:
         after_prepare(model, optimizer)
-    for step in range(4):
+    for step in range(3):
         cross_entropy(model, batch(step, rank)).backward()
         if before_step is not None:
             before_step(model, optimizer)
@@ -103,8 +104,10 @@ def written_in_bf16(rank: int, strategy: str, when: str) -> None:
 @pytest.mark.ledger("write-bf16", outcome="right")
 @pytest.mark.ledger("write-bf16-init", outcome="right")
 @pytest.mark.ledger("write-bf16-submodule", outcome="right")
-@pytest.mark.parametrize("when", ["after_prepare", "before_step", "between"])
-@pytest.mark.parametrize("strategy", REPLICATED)
+@pytest.mark.parametrize(
+    ("when", "strategy"),
+    in_turn(["after_prepare", "before_step", "between"], "zero2", "zero1", "ddp", every=REPLICATED),
+)
 def test_what_is_written_into_bf16_parameters_is_trained_on(strategy: str, when: str) -> None:
     run_ranks(written_in_bf16, num_ranks=2, args=(strategy, when))
 
@@ -120,7 +123,7 @@ def read_in_bf16(rank: int, strategy: str) -> None:
     assert_same(train(rank, plan, between=look), train(rank, plan))
 
 
-@pytest.mark.parametrize("strategy", REPLICATED)
+@pytest.mark.parametrize("strategy", ["zero2", *whole("ddp", "zero1")])
 def test_reading_bf16_parameters_changes_nothing(strategy: str) -> None:
     run_ranks(read_in_bf16, num_ranks=2, args=(strategy,))
 
@@ -136,7 +139,7 @@ def state_after_a_write(rank: int, strategy: str) -> None:
     assert_same(after, before)
 
 
-@pytest.mark.parametrize("strategy", REPLICATED)
+@pytest.mark.parametrize("strategy", ["zero1", *whole("ddp", "zero2")])
 def test_a_state_dict_shows_what_was_written_into_bf16_parameters(strategy: str) -> None:
     run_ranks(state_after_a_write, num_ranks=2, args=(strategy,))
 
@@ -221,15 +224,13 @@ def shrinks_slices(rank: int, strategy: str, precision: str) -> None:
 
 @pytest.mark.ledger("write-slices", outcome="right")
 @pytest.mark.ledger("write-ema", outcome="right")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", ["ddp", *FREED])
+@pytest.mark.parametrize(("precision", "strategy"), in_turn(["fp32", "bf16"], "ddp", "fsdp", every=["ddp", *FREED]))
 def test_what_is_written_into_slices_reaches_every_rank(strategy: str, precision: str) -> None:
     run_ranks(shrinks_slices, num_ranks=2, args=(strategy, precision))
 
 
 @pytest.mark.ledger("write-slices", outcome="refused")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", IN_SLICES)
+@pytest.mark.parametrize(("precision", "strategy"), in_turn(["fp32", "bf16"], "zero2", "zero1", every=IN_SLICES))
 def test_a_write_into_slices_that_other_ranks_do_not_know_of_is_refused(strategy: str, precision: str) -> None:
     run_ranks(shrinks_slices, num_ranks=2, args=(strategy, precision))
 
@@ -247,7 +248,7 @@ def evaluates_after_a_write(rank: int, strategy: str) -> None:
 
 
 @pytest.mark.ledger("write-ema", outcome="refused")
-@pytest.mark.parametrize("strategy", IN_SLICES)
+@pytest.mark.parametrize("strategy", ["zero2", *whole("zero1")])
 def test_evaluation_and_state_dict_after_an_unannounced_write_are_refused(strategy: str) -> None:
     run_ranks(evaluates_after_a_write, num_ranks=2, args=(strategy,))
 
@@ -264,7 +265,7 @@ def tears_out(rank: int, strategy: str) -> None:
     assert "p.copy_" in line(lambda: nn.utils.vector_to_parameters(torch.zeros(parameter.numel()), [parameter]))
 
 
-@pytest.mark.parametrize("strategy", [*IN_SLICES, *FREED])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", *whole("zero1", "shard_grad_op")])
 def test_a_slice_cannot_be_given_other_memory(strategy: str) -> None:
     run_ranks(tears_out, num_ranks=2, args=(strategy,))
 
@@ -284,7 +285,7 @@ def offloads(rank: int, strategy: str) -> None:
         assert_same(train(rank, plan, between=unannounced), expected)
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", *whole("zero2")])
 def test_slices_in_host_memory_can_be_written_as_well(strategy: str) -> None:
     run_ranks(offloads, num_ranks=2, args=(strategy,))
 
@@ -339,6 +340,6 @@ def swaps(rank: int, strategy: str) -> None:
 
 
 @pytest.mark.ledger("write-schedule-free", outcome="right")
-@pytest.mark.parametrize("strategy", [*IN_SLICES, *FREED])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", *whole("zero1", "shard_grad_op")])
 def test_an_optimizer_that_swaps_values_for_evaluation_does_so_on_every_rank(strategy: str) -> None:
     run_ranks(swaps, num_ranks=2, args=(strategy,))

@@ -34,6 +34,11 @@ def gpt() -> Task:
     return replace(token_task(GPT, dataset="random"), eval_dataset=Numbers(256, length=9))
 
 
+def text_gpt() -> Task:
+    """Of text, which can be learned."""
+    return token_task(replace(GPT, dropout=0.0), dataset="stdlib")
+
+
 def noisy_gpt() -> Task:
     """Each sample is drawn anew whenever it is read."""
     return replace(gpt(), dataset=Noise(256, length=36))

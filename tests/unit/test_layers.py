@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,7 @@ def row_of(name: str) -> int:
     return rows[0]
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Dotted name → file; a package goes by its own name."""
     return {

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from reliability.page import FRAME, PAGE, fill, listed, table
 TESTS = Path(__file__).parents[1]
 
 
+@cache
 def marked() -> dict[str, set[str]]:
     """Case → outcomes, of all markers in the tests' sources: reading them is faster than collecting the tests."""
     found: dict[str, set[str]] = {}

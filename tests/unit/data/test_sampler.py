@@ -1,7 +1,7 @@
 from itertools import islice
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -21,7 +21,6 @@ def samplers(num_ranks: int, length: int, **arguments: object) -> list[Distribut
 
 
 @given(num_ranks=ranks, length=lengths, seed=seeds, shuffle=st.booleans())
-@settings(max_examples=120)
 def test_evaluation_sees_every_sample_once_on_one_rank(num_ranks: int, length: int, seed: int, shuffle: bool) -> None:
     parts = [list(s) for s in samplers(num_ranks, length, seed=seed, shuffle=shuffle)]
     assert sorted(sample for part in parts for sample in part) == list(range(length))
@@ -45,7 +44,6 @@ stages = st.lists(st.tuples(ranks, st.integers(1, 8), st.integers(0, 12)), min_s
 
 
 @given(length=st.integers(1, 1000), seed=seeds, stages=stages)
-@settings(max_examples=120)
 def test_a_run_stopped_and_resumed_on_any_ranks_loses_and_repeats_nothing(
     length: int, seed: int, stages: list[tuple[int, int, int]]
 ) -> None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from program.random_specs import cases, specs
 
@@ -193,7 +193,6 @@ class Replay:
         self.updated = True
 
 
-@settings(max_examples=120)
 @given(cases(specs() | specs(repeated_root=True)))
 def test_every_program_can_be_carried_out_step_after_step(case: tuple[ModelSpec, Plan]) -> None:
     """Nothing computes without its parameters, and each gather, free, reduce and wait has its partner."""

@@ -1,6 +1,7 @@
 """`strategy = "auto"`: the solver finds what trying everything finds, and never takes a plan that does not fit."""
 
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from shardwise.hardware import Cluster, cluster_of
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.planner.search.auto import RECOMPUTES, AutoRequest, NoPlanFits, Solved, _shrunk, solve_plan
-from shardwise.planner.search.candidates import candidates, cost
+from shardwise.planner.search.candidates import Candidate, candidates, cost
 from shardwise.planner.search.dial import Dial
 from shardwise.planner.search.dial_cost import DialCosts
 from shardwise.planner.search.micro_batches import MicroBatches
@@ -46,9 +47,8 @@ def check_against_all(seed: int) -> None:
         assert found.time.samples_per_s >= 0.99 * best, (seed, share)
 
 
-@pytest.mark.parametrize("seed", [5, 7])
-def test_the_solver_is_within_a_hundredth_of_trying_every_plan(seed: int) -> None:
-    check_against_all(seed)
+def test_the_solver_is_within_a_hundredth_of_trying_every_plan() -> None:
+    check_against_all(5)
 
 
 @pytest.mark.whole
@@ -58,6 +58,7 @@ def test_the_solver_is_within_a_hundredth_on_50_models_at_4_budgets_each(seed: i
     check_against_all(seed)
 
 
+@cache
 def traced(name: str) -> ModelSpec:
     return spec_for(name, *(Plan(precision="bf16", recompute=recompute) for recompute in RECOMPUTES))
 
@@ -76,8 +77,15 @@ def solve(spec: ModelSpec, cluster: str | Cluster, *, plan: Plan = PLAN, **optio
     return solve_plan(lambda plan: spec, request=request)
 
 
+@cache
+def llama_in_60_gib(*, compiled: str) -> Candidate:
+    """On 8 H100."""
+    plan = replace(PLAN, compile=compiled, micro_batch=1)
+    return solve(llama(), "8xh100-80gb", budget_bytes=60 * GIBI, plan=plan, quick=True).candidate
+
+
 def test_equal_blocks_get_unequal_choices() -> None:
-    found = solve(llama(), "8xh100-80gb", budget_bytes=60 * GIBI, plan=replace(PLAN, micro_batch=1)).candidate
+    found = llama_in_60_gib(compiled="none")
     ways = {found.plan.recompute_of(f"blocks.{number}") for number in range(32)}
     assert len(ways) == 2
     assert found.fits == "yes"
@@ -105,12 +113,11 @@ def test_no_plan_of_one_strategy_and_one_recompute_is_faster(gib: int) -> None:
 
 
 def test_the_plan_in_its_file_is_the_plan_that_was_costed(tmp_path_factory: pytest.TempPathFactory) -> None:
-    spec = llama()
-    found = solve(spec, "8xh100-80gb", budget_bytes=60 * GIBI, plan=replace(PLAN, micro_batch=1)).candidate
+    found = llama_in_60_gib(compiled="none")
     assert found.plan.recompute_overrides
     path = tmp_path_factory.mktemp("plan") / "plan.toml"
     found.plan.save(path)
-    again = cost(spec, plan=Plan.load(path), cluster=found.cluster, optimizer="adamw")
+    again = cost(llama(), plan=Plan.load(path), cluster=found.cluster, optimizer="adamw", quick=True)
     assert again.memory == found.memory
     assert again.time == found.time
 
@@ -119,11 +126,7 @@ COMPILES = replace(PLAN, compile="auto", micro_batch=1)
 
 
 def test_units_are_compiled_where_that_is_left_to_the_solver_and_pays() -> None:
-    budget = 60 * GIBI
-    compiled, plain = (
-        solve(llama(), "8xh100-80gb", budget_bytes=budget, plan=plan, quick=True).candidate
-        for plan in (COMPILES, replace(COMPILES, compile="none"))
-    )
+    compiled, plain = llama_in_60_gib(compiled="auto"), llama_in_60_gib(compiled="none")
     assert (compiled.plan.compile, plain.plan.compile) == ("inductor", "none")
     assert compiled.fits == "yes"
     assert compiled.time is not None
@@ -134,16 +137,13 @@ def test_units_are_compiled_where_that_is_left_to_the_solver_and_pays() -> None:
 def test_units_are_not_compiled_where_it_does_not_pay_or_time_is_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert solve(llama(), "8xcpu", plan=COMPILES).candidate.plan.compile == "none"
     monkeypatch.setattr("shardwise.planner.search.compile_choice._WORTH_COMPILING", 3.0)
-    found, same = (
-        solve(llama(), "8xh100-80gb", budget_bytes=60 * GIBI, plan=plan, quick=True).candidate
-        for plan in (COMPILES, replace(COMPILES, compile="none"))
-    )
-    assert found.plan == same.plan
+    found = solve(llama(), "8xh100-80gb", budget_bytes=60 * GIBI, plan=COMPILES, quick=True).candidate
+    assert found.plan == llama_in_60_gib(compiled="none").plan
 
 
 def test_a_global_batch_is_met_whatever_the_micro_batch() -> None:
-    found = solve(gpt(), "8xa100-40gb", global_batch=128, quick=True).candidate
-    assert found.global_batch == 128
+    found = solve(gpt(), "8xa100-40gb", global_batch=32, quick=True).candidate
+    assert found.global_batch == 32
     assert found.fits == "yes"
     with pytest.raises(InvalidPlan, match="must be a multiple of 8"):
         solve(gpt(), "8xh100-80gb", global_batch=100)
