@@ -68,7 +68,7 @@ test-jobs:
 	@$(BIN)/python -m pytest $(SLOWEST) $(JOBS)
 
 test-ranks:
-	@$(BIN)/python -m pytest $(SLOWEST) tests/dist $(JOBS:%=--ignore=%) $(WITH_UNIT:%=--ignore=%)
+	@$(BIN)/python -m pytest $(SLOWEST) tests/dist tests/fuzz $(JOBS:%=--ignore=%) $(WITH_UNIT:%=--ignore=%)
 
 # All of tests/gpu on this machine's GPU, one file after another, by the Python that has a CUDA build of torch: nothing is
 # installed. `make test-gpu-1` and `make test-gpu-2` run one half each.

@@ -7,7 +7,7 @@ from typing import Any
 
 from drawn_plans import draw_plan
 from drawn_plans import features as plan_features
-from parts import FROZEN, PARTS, SQUARE, USES, Part
+from parts import FROZEN, PARTS, REFUSED, SQUARE, USES, Part
 
 OPTIMIZERS = ("sgd", "adamw", "adamw fused", "adam")
 # Event → the values of each of its settings; the first is the usual one.
@@ -102,8 +102,11 @@ def _draw_parts(random: Random) -> tuple[Part, ...]:
     parts: list[Part] = []
     for number in range(random.randint(1, 4)):
         kind = random.choice(list(PARTS))
+        if kind in REFUSED and random.random() < 0.9:
+            kind = "plain"
         tied = number > 0 and kind in SQUARE and parts[0].kind in SQUARE and random.random() < 0.5
-        uses = random.choice(USES) if random.random() < 0.3 else "once"
+        # What is refused must be so on all ranks.
+        uses = random.choice(USES) if random.random() < 0.3 and kind not in REFUSED else "once"
         frozen = random.choice(FROZEN) if random.random() < 0.3 else "nothing"
         parts.append(Part(kind=kind, uses=uses, frozen=frozen, tied=tied))
     return tuple(parts)

@@ -190,6 +190,9 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
 # Kinds whose weight `up.weight` can be that of another of these.
 SQUARE = ("square", "clamped", "odd shapes")
 
+# Kinds that are refused under some or all strategies; drawn less often.
+REFUSED = ("max_norm", "clamped")
+
 
 class Model(nn.Module):
     def __init__(self, parts: tuple[Part, ...]) -> None:

@@ -199,6 +199,7 @@ class Core:
         A backward through an earlier forward is torch's error, as after an update.
         """
         runner = self._runner
+        announce(self.events.values_replaced)
         for flat in self.flats:
             flat.stage()
         runner.cursor.run(edited(runner.context))
@@ -209,6 +210,7 @@ class Core:
 
     def filled(self) -> None:
         """Masters were filled, and with them replicated parameters: what is gathered is old. Local to this rank."""
+        announce(self.events.values_replaced)
         for flat in self.flats:
             flat.stage()
         for name, unit in self.units.items():

@@ -27,6 +27,7 @@ class StepEvents:
     update_ended()                  every copy of the parameters has followed
     values_read(announced)          values are read outside of a step, so that foreign writes must be taken over or
                                     refused; `announced`: all ranks know that slices were written
+    values_replaced()               the engine writes values, and frees next what is gathered of the old ones
     values_written()                the engine itself has written values, and all copies have followed
     """
 
@@ -41,6 +42,7 @@ class StepEvents:
     update_begins: list[Callable[[], None]] = field(default_factory=list)
     update_ended: list[Callable[[], None]] = field(default_factory=list)
     values_read: list[Callable[[bool], None]] = field(default_factory=list)
+    values_replaced: list[Callable[[], None]] = field(default_factory=list)
     values_written: list[Callable[[], None]] = field(default_factory=list)
 
 

@@ -22,6 +22,7 @@ def guard_units(events: StepEvents) -> None:
     events.unit_rests.append(lambda unit, parameters: rest(parameters))
     events.unit_wakes.append(lambda unit: wake(unit.settled))
     events.unit_wakes.append(writes.note)
+    events.values_replaced.append(writes.forget)
 
 
 class _LostWrites:
@@ -34,6 +35,10 @@ class _LostWrites:
     def note(self, unit: Unit) -> None:
         if unit.sharded:
             self._counts[unit] = [parameter._version for parameter in unit.settled]
+
+    def forget(self) -> None:
+        """The engine itself replaces the values."""
+        self._counts.clear()
 
     def check(self, unit: Unit, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse what was written since."""

@@ -250,16 +250,21 @@ class TimeExecutor:
             clipped += weight * grads
         if self.clips:
             yield from self._clip(MASTER_BYTES * clipped)
-        # Muon steps everything but matrices with AdamW.
-        optimizer, device = self.optimizer.replace("muon", "adamw"), self.cluster.device
-        launch, kernel = update_seconds(
-            num_elements=num_elements, num_tensors=num_tensors, optimizer=optimizer, device=device
-        )
+        launch, kernel = self._update_seconds(num_elements, num_tensors)
         yield self._work("update", launch + self.overhead.step, kernel)
         if job.optimizer.matrices is not None:
             yield self._work("update matrices", *self._matrices_seconds())
         if refreshed:
             yield self._copy("refresh", refreshed)
+
+    def _update_seconds(self, num_elements: int, num_tensors: int) -> tuple[float, float]:
+        return update_seconds(
+            num_elements=num_elements,
+            num_tensors=num_tensors,
+            # Muon steps everything but matrices with AdamW.
+            optimizer=self.optimizer.replace("muon", "adamw"),
+            device=self.cluster.device,
+        )
 
     def _matrices_seconds(self) -> tuple[float, float]:
         """Return (launch, kernel) of the matrices on the slowest rank, for which all others wait."""
