@@ -49,12 +49,12 @@ def make_units(model: nn.Module, *, setting: CoreSetting) -> dict[str, Unit]:
 def make_unit(
     name: str, *, module: nn.Module, placement: Placement, flats: list[FlatParams], setting: CoreSetting
 ) -> Unit:
-    """A unit that holds these buffers."""
+    """Make a unit that holds these buffers."""
     return Unit(name, module=module, placement=placement, flats=flats, tape=setting.tape, events=setting.events)
 
 
 def make_flat(params: list[nn.Parameter], *, spec: FlatSpec, placement: Placement, setting: CoreSetting) -> FlatParams:
-    """A buffer for these parameters, with nothing in it yet; `lay_out` comes next."""
+    """Make an empty buffer for these parameters; `lay_out` comes next."""
     return FlatParams(
         params,
         spec=spec,

@@ -86,7 +86,7 @@ class GivenWeights:
     def value_of(self, tensor: Tensor, *, default: Tensor) -> Tensor:
         """On rank 0, what is given for `tensor`, as the default's dtype on its device; else the default.
 
-        It is not copied where it need not be: `default` may be memory that nobody has touched. A failure waits until
+        It is not copied where it need not be: `default` may be memory that was never touched. A failure waits until
         all ranks can hear of it.
         """
         if dist.get_rank() != 0 or tensor not in self or self._failure is not None:

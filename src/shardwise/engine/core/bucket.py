@@ -1,7 +1,7 @@
 """Gradients: copied once into a buffer of the reduce dtype, summed over the ranks, handed to their owners.
 
 Replicated gradients keep the buffer: it is the gradients. Sharded ones keep this rank's slice of it, which on a mesh
-with a second axis is summed over that too, while backward goes on. In an accumulation the buffer waits, and each pass
+with a second axis is summed over that too, while backward continues. In an accumulation the buffer waits, and each pass
 adds to what it holds.
 """
 
@@ -165,7 +165,7 @@ class ReduceBucket:
         self.tape.record(Kind.WAIT_SLICE, self.name, self._slice_bytes)
 
     def _forget_sums(self) -> None:
-        """Of a step in which this rank has failed: it will be undone."""
+        """Forget what was summed in a step in which this rank has failed: the step will be undone."""
         for segment in self.segments:
             segment.holds = False
         self.drop()
@@ -177,7 +177,7 @@ class ReduceBucket:
         return self._num_bytes() // self.groups.reduce.size
 
     def drop(self) -> None:
-        """Forget what is under way, once nobody writes into it any more (a backward that raised)."""
+        """Drop a reduction that a backward that raised has left, once it no longer writes."""
         for segment in self.segments:
             if segment.work is not None:
                 segment.wait()

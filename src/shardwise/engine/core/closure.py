@@ -12,7 +12,7 @@ from shardwise.errors import InvalidModel
 
 
 def is_inside_step(optimizer: Optimizer) -> bool:
-    """Whether a hook of a step is called by a step inside it: a subclass whose step calls its parent's has two.
+    """Return whether a step's hook is called by a step inside it: a subclass whose step calls its parent's has two.
 
     By the stack, which is right also after a step that raised.
     """
@@ -33,7 +33,7 @@ class StepClosure:
         self._is_ready = True
 
     def begin(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a step (the optimizer is the first of them), to be used in place of those given."""
+        """Return the arguments of a step (the optimizer is the first), to be used in place of those given."""
         self._is_ready = True
         closure = options["closure"] if "closure" in options else arguments[1] if len(arguments) > 1 else None
         if not callable(closure):
@@ -53,7 +53,7 @@ class StepClosure:
         return (arguments[0], then_ready, *arguments[2:]), dict(options)
 
     def end(self) -> None:
-        """The step is over."""
+        """End the step."""
         if not self._is_ready:
             self._is_ready = True
             raise InvalidModel(

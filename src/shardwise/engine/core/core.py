@@ -52,7 +52,7 @@ class Core:
 
     @property
     def plan(self) -> Plan:
-        """The plan that is run: the user's, and what the optimizers' matrices need."""
+        """The plan that is run: the user's, with the matrices that optimizers need unsharded."""
         return self._runner.plan
 
     @property
@@ -96,7 +96,7 @@ class Core:
 
     @property
     def limit_seconds(self) -> float:
-        """How long this rank waits for the others where it leaves the program."""
+        """Seconds that this rank waits for the others where it leaves the program."""
         return self._runner.limit_seconds
 
     @limit_seconds.setter
@@ -296,7 +296,7 @@ class Core:
         self._runner.follow(self.spec, plan=plan)
 
     def relearn(self, spec: ModelSpec) -> None:
-        """The units hold other buffers, as this spec says: the next step is a first one."""
+        """Follow a spec whose units hold other buffers: the next step is a first one."""
         self._runner.learned = False
         self._runner.flags.cover()
         self._runner.follow(spec, plan=self.plan)

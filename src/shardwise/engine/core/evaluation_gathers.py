@@ -12,7 +12,7 @@ from shardwise.program import Kind
 
 
 class EvaluationGathers:
-    """What ranks evaluate between two steps.
+    """Gathers units for forwards that ranks evaluate between two steps.
 
     agreed              how ranks agree on each gather, while they may evaluate different numbers of batches
     patience_seconds    how long a rank that continues with training waits for the others, who may be busy with results
@@ -29,7 +29,7 @@ class EvaluationGathers:
         self.patience_seconds = float("inf")
 
     def begin(self, unit: Unit) -> None:
-        """A forward of the unit begins."""
+        """Gather the unit for a forward."""
         with of_no_step(self._log):
             if self.agreed is not None:
                 self.agreed.want(unit)
@@ -42,7 +42,7 @@ class EvaluationGathers:
         PROGRESS.kind, PROGRESS.unit = Kind.FORWARD, unit.name
 
     def end(self) -> None:
-        """A step begins. Its gathers must not meet those of a rank that still evaluates: they may be of other units."""
+        """End the evaluation before a step, whose gathers must not meet those of a rank that still evaluates."""
         if not self._gathered:
             return
         try:
@@ -56,7 +56,7 @@ class EvaluationGathers:
 
     @contextmanager
     def agreeing(self, what: str) -> Iterator[None]:
-        """In here ranks agree on each gather; at the end a rank takes part until all have come to it. Collective."""
+        """Agree with the other ranks on each gather in this block, until all have left it. Collective."""
         meet(what, limit_seconds=self.patience_seconds)
         self.agreed = self._make_first_forward()
         try:

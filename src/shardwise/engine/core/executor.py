@@ -20,7 +20,7 @@ MakeAction = Callable[[Operation], Action]
 
 
 class EngineExecutor:
-    """What a rank does for each operation.
+    """Turns each operation into what a rank does for it.
 
     serve        sees to it that a unit that computes is gathered
     others       makes the actions of operations that the core does not know (matrices that go to their owners)
@@ -92,7 +92,7 @@ class EngineExecutor:
         return unit.gather
 
     def skipped(self, operation: Operation, row: Row) -> Action | None:
-        """A rank takes part in the gathers of what it does not call, and frees what it does not need."""
+        """Take part in the gathers of units that this rank does not call, and free what it does not need."""
         unit = self.units.get(operation.subject)
         if unit is not None and operation.kind is Kind.GATHER:
             return unit.gather_locally if operation.is_local else unit.gather
@@ -106,7 +106,7 @@ class EngineExecutor:
         return found.grads.complete and not (found.sharded and found.partly_frozen)
 
     def compute(self, unit: Unit, kind: Kind) -> None:
-        """The model computes with a unit from here on."""
+        """Make a unit ready to compute."""
         if not unit.arrived or not unit.whole:
             self.serve(unit)
         elif unit.at_rest:
@@ -121,17 +121,17 @@ class EngineExecutor:
 
     @property
     def holds_grads(self) -> bool:
-        """Whether gradients are summed on this rank alone, for a later backward to reduce."""
+        """Return whether gradients are summed on this rank alone, for a later backward to reduce."""
         return any(bucket.holds for bucket in self.buckets.values())
 
     @property
     def can_undo_grads(self) -> bool:
-        """Whether the gradients from before a backward that raised are still there."""
+        """Return whether the gradients from before a backward that raised are still there."""
         flats = (flat for unit in self.units.values() for flat in unit.flats)
         return not self.holds_grads and all(flat.can_undo_grads for flat in flats)
 
     def undo_grads(self) -> None:
-        """After a backward that raised: restore the gradients from before it."""
+        """Restore the gradients from before a backward that raised."""
         for unit in self.units.values():
             unit.undo_grads()
 

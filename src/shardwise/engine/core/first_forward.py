@@ -22,7 +22,7 @@ _END = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What one rank saw in its first forward: its calls, how backward will come to each unit, what is gathered now."""
+    """One rank's first forward: its calls, how backward will come to each unit, and what is gathered now."""
 
     calls: tuple[str, ...]
     backward: Mapping[str, str]
@@ -53,7 +53,7 @@ class FirstForward:
         self._agreed: list[str] = []
 
     def note_call(self, unit: Unit) -> int:
-        """The number of this call among the unit's."""
+        """Count a call of a unit; return its number among the unit's calls."""
         self.calls.append(unit.name)
         return self.calls.count(unit.name) - 1
 

@@ -63,13 +63,13 @@ class FlatParams(FlatBuffers):
         self.shows_grads = self.placement.grads is not SHARDED and self.full.dtype == self.master_dtype
 
     def indices_of(self, names: AbstractSet[str]) -> AbstractSet[int]:
-        """Which of its parameters have one of these names: all of them, where a whole model is meant."""
+        """Return the indices of the parameters with these names; of all of them where the whole model is meant."""
         if all(map(names.__contains__, self.names)):
             return self._every
         return {index for index, name in enumerate(self.names) if name in names}
 
     def has_grad(self, index: int) -> bool:
-        """Whether a parameter has a reduced gradient: the same answer on all ranks, whatever each holds of it."""
+        """Return whether a parameter has a reduced gradient. All ranks return the same, whatever each holds of it."""
         if not self.shows_grads:
             return index in self._reduced
         with unguarded():
@@ -112,7 +112,7 @@ class FlatParams(FlatBuffers):
             torch._foreach_add_(olds, news)
 
     def _add_owned(self, grads: Sequence[Tensor], *, olds: list[Tensor], news: list[Tensor]) -> None:
-        """The owned parts get their gradients; what is to be added to one that is there goes to `olds` and `news`."""
+        """Give the owned parts their gradients; those to be added to existing ones go to `olds` and `news`."""
         with unguarded():
             frozen = [index for index, parameter in enumerate(self.params) if not parameter.requires_grad]
         trained = self._every.difference(frozen)
@@ -132,20 +132,20 @@ class FlatParams(FlatBuffers):
                 news.append(new)
 
     def _note_average(self, average: Tensor) -> None:
-        """A buffer may be the same one in every step: it is noted once."""
+        """Note a buffer once, since it may be the same one in every step."""
         base = average if average._base is None else average._base
         others = [held for held in self._averages if held() is not None and held() is not base]
         self._averages = [*others, weakref.ref(base)]
 
     def _owned_grads(self, average: Tensor) -> Sequence[Tensor]:
-        """The owned parts' places in a slice, which is cut out of everything where that is not done yet."""
+        """Return the owned parts' views of a slice, which is cut out of the whole buffer first if necessary."""
         mine = average if self.placement.grads is SHARDED else own_slice(average, group=self.groups.gather)
         if self.host is not None:
             mine = self.host.fetch(mine)
         return cut_pieces(mine, self._owned_cut)
 
     def shows_average(self, index: int) -> bool:
-        """Whether `p.grad` is an average over all ranks, as far as nobody has replaced it."""
+        """Return whether `p.grad` is an average over all ranks, unless other code has replaced it."""
         grad = self.params[index].grad
         if grad is None:
             return False
@@ -164,7 +164,7 @@ class FlatParams(FlatBuffers):
         self.awaits_grads = True
 
     def restore_grads(self) -> None:
-        """Where no averages came, those of before backward count: what autograd left is this rank's own."""
+        """Restore earlier averages where backward brought none: what autograd left is this rank's own."""
         if not self.awaits_grads:
             return
         with unguarded():
@@ -173,14 +173,14 @@ class FlatParams(FlatBuffers):
         self.awaits_grads = False
 
     def undo_grads(self) -> None:
-        """After a backward that raised: the gradients of before it."""
+        """Restore the gradients from before a backward that raised."""
         if not self.awaits_grads:
             self.drop_grads(set(self.with_new_grads))
         self.restore_grads()
 
     @property
     def can_undo_grads(self) -> bool:
-        """Whether the backward that is under way has added nothing to gradients that were there before it."""
+        """Return whether the running backward has added nothing to gradients from before it."""
         added_to = (part.index not in self.with_new_grads for part in self.owned if part.parameter.grad is not None)
         return self.awaits_grads or not any(added_to)
 
@@ -246,7 +246,7 @@ class FlatParams(FlatBuffers):
                 self.params[index].grad = self.shown[index] = None
 
     def _drop_all_grads(self) -> None:
-        """As after every step, when an optimizer clears its gradients."""
+        """Drop gradients that an optimizer has cleared, as after every step."""
         self._reduced.clear()
         self.shown = [None] * len(self.params)
         with unguarded():

@@ -134,7 +134,7 @@ class FlatBuffers:
         return own_slice(self.full, group=self.groups.gather).data if optim_sharded else self.full
 
     def _own(self) -> list[Owned]:
-        """What the optimizer steps: 1-D views of the owned slice, or whole parameters in their own shape.
+        """Return the parts that the optimizer steps: 1-D views of the owned slice, or whole parameters.
 
         Where the master is the full buffer, those are the module's own parameters.
         """
@@ -158,7 +158,7 @@ class FlatBuffers:
 
     @property
     def block(self) -> int:
-        """The elements that an optimizer of blocks works on together: slices are cut between them; 1 without."""
+        """Return the size of the blocks that an optimizer works on, between which slices are cut; 1 without blocks."""
         return self.alignment if self.alignment > ALIGNMENT and self.placement.optim is SHARDED else 1
 
     @torch.no_grad()
@@ -195,7 +195,7 @@ class FlatBuffers:
         self.writes.lend()
 
     def stage(self) -> None:
-        """The master has changed."""
+        """Copy a changed master to where gathers read it, if that is other memory."""
         if self.staged is not self.master:
             with torch.no_grad():
                 self.staged.copy_(self.master)
@@ -221,7 +221,7 @@ class FlatBuffers:
             self.own_full.copy_(self.staged, non_blocking=True)
 
     def wait_gather(self) -> None:
-        """From here on the full buffer may be read."""
+        """Wait for the gather; then the full buffer may be read."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
@@ -266,7 +266,7 @@ class FlatBuffers:
         self.owned, self.full_views = [], []
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The parameters' places in a buffer of this layout, in their shapes."""
+        """Return views of a buffer of this layout, one per parameter, in its shape."""
         views = cut_pieces(buffer, self._cut)
         for index, shape in self._shaped:
             views[index] = views[index].view(shape)
@@ -280,13 +280,13 @@ def unguarded() -> Any:
 
 @torch.no_grad()
 def refresh(flats: Sequence[FlatBuffers]) -> None:
-    """After an update of whole masters: the full buffers again in the compute dtype, all at once."""
+    """Cast updated unsharded masters into the full buffers, all in one call."""
     copied = [flat for flat in flats if not flat.aliased]
     if copied:
         torch._foreach_copy_([flat.full for flat in copied], [flat.master for flat in copied])
 
 
 def cut_pieces(buffer: Tensor, cut: BufferCut) -> list[Tensor]:
-    """The parts of a buffer that a cut is for."""
+    """Return the parts of a buffer that a cut is for."""
     pieces = torch.split_with_sizes(buffer, cut.sizes)
     return [pieces[place] for place in cut.places]

@@ -1,4 +1,4 @@
-"""Whether a master was written since the engine last looked: by an update, or by somebody else."""
+"""Writes to a master since the engine last looked: by an update, or by other code."""
 
 import torch
 from torch import Tensor
@@ -14,27 +14,27 @@ class MasterWrites:
         self._lent: Tensor | None = None
 
     def before_own(self) -> None:
-        """The engine is about to write: what was written so far was not by the engine."""
+        """Note, before the engine writes, whether other code has written."""
         if self.counted:
             self._found = True
 
     def after_own(self) -> None:
-        """The engine has written."""
+        """Count the engine's own write."""
         self._count = self._master._version
 
     def lend(self) -> None:
-        """From here on writes may be uncounted: keep a copy to compare with."""
+        """Keep a copy to compare with, since writes from here on may be uncounted."""
         if self._lent is None:
             self._lent = self._master.clone()
 
     @property
     def counted(self) -> bool:
-        """Whether torch has counted a write that is not known to be the engine's."""
+        """Return whether torch has counted a write that is not known to be the engine's."""
         return self._master._version != self._count
 
     @property
     def found(self) -> bool:
-        """Whether anybody but the engine has written."""
+        """Return whether other code than the engine's has written."""
         if self._lent is not None:
             # By bits, because NaN is not equal to itself.
             self._found = self._found or not torch.equal(self._lent.view(torch.uint8), self._master.view(torch.uint8))

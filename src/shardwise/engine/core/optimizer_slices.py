@@ -18,7 +18,7 @@ from shardwise.engine.core.flat import FlatParams
 
 
 class OptimizerSlices:
-    """Which slices stand for which parameters, and what happens around a step.
+    """Maps parameters to the slices that stand for them, and acts before and after a step.
 
     core          another one after a change of the plan
     group_names   the full names of each param group, also of what this rank owns nothing of
@@ -75,7 +75,7 @@ class OptimizerSlices:
         self.core.forget_grads(names, drop=set_to_none)
 
     def before_step(self, optimizer: Optimizer | None) -> None:
-        """The gradients are there, and the update comes next."""
+        """Prepare for the update: the gradients are there."""
         self.core.before_step()
         PROGRESS.phase = UPDATE
 

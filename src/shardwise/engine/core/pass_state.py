@@ -1,4 +1,4 @@
-"""How the current pass counts: with others in one step, and with ranks that have nothing left to do."""
+"""The current pass: whether it is one of several in a step, and whether ranks have nothing left to do."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from shardwise.errors import InvalidModel
 
 @dataclass(slots=True, kw_only=True)
 class PassState:
-    """How the user's loop runs this pass.
+    """The way in which the user's loop runs this pass.
 
     accumulating   its gradients are one part of a step's
     num_counting   how many ranks have data in it; None: all

@@ -17,14 +17,14 @@ from shardwise.vocabulary.dtypes import PRECISIONS
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of that name."""
+    """Return the dtype of that name."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def planned_dtype(precision: str) -> torch.dtype:
-    """The dtype that a plan calls fp32, bf16 or fp16."""
+    """Return the dtype that a plan calls fp32, bf16 or fp16."""
     return torch_dtype(PRECISIONS[precision])
 
 
@@ -59,7 +59,7 @@ def check_kept(model: nn.Module, *, spec: ModelSpec, plan: Plan) -> None:
 
 
 def warn_upcast(spec: ModelSpec, *, plan: Plan) -> None:
-    """Say so where a model in half precision computes in fp32, which a plan does unless it is told otherwise."""
+    """Warn where a model in half precision computes in fp32, which is a plan's default."""
     params = [param for unit in spec.units for param in unit.params]
     narrow = [param for param in params if param.dtype in (PRECISIONS["bf16"], PRECISIONS["fp16"])]
     if plan.precision != "fp32" or not narrow:
@@ -79,7 +79,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_inputs(dtype: torch.dtype, module: nn.Module, inputs: Any, options: Any) -> Any:
-    """A forward pre-hook (with_kwargs) that casts what the module is given."""
+    """Cast a module's inputs: a forward pre-hook (with_kwargs)."""
     return cast((inputs, options), dtype)
 
 

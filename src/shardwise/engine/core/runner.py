@@ -76,7 +76,7 @@ class Runner:
         self.follow(setting.spec, plan=setting.plan)
 
     def follow(self, spec: ModelSpec, *, plan: Plan) -> None:
-        """From here on the steps are those of this spec, under this plan of the same placements."""
+        """Follow this spec from here on, under this plan of the same placements."""
         self.spec, self.plan = spec, plan
         self.any_sharded = any(unit.sharded for unit in self.units.values())
         self.context = context_of(spec, plan=plan, mesh=self.groups.mesh)
@@ -108,7 +108,7 @@ class Runner:
             broadcast_buffers(self.root.module, setting=self.setting)
 
     def awaits(self, unit: Unit) -> bool:
-        """Where nothing is sharded, only to begin a backward: before autograd adds to averages that `p.grad` shows."""
+        """Return whether to await a unit's backward; without sharding, only to hide averages in `p.grad` from it."""
         is_observed = self.cursor.learns or self.tape.recording
         return is_observed or self.any_sharded or unit.shows_grads or unit is self.root
 
@@ -123,7 +123,7 @@ class Runner:
         self.cursor.reach(Trigger.AFTER_FORWARD, unit.name, unit.call)
 
     def without_gradients(self, unit: Unit, *, begins: bool) -> None:
-        """A forward that is no part of a step (evaluation_gathers.py)."""
+        """Begin or end a forward that is no part of a step (evaluation_gathers.py)."""
         if begins:
             self.passes.check_memory("a forward")
             if unit is self.root:
@@ -135,7 +135,7 @@ class Runner:
             unit.end_backward()
 
     def serve(self, unit: Unit) -> None:
-        """Where the program did not see to it, gather a unit now: on all ranks, or not at all."""
+        """Gather a unit that the program has not gathered: on all ranks, or not at all."""
         if not unit.whole:
             what = f"a gather of {unit.name} that the first step had no place for (dynamic = true agrees on each)"
             meet(what, limit_seconds=self.limit_seconds)
@@ -145,7 +145,7 @@ class Runner:
             unit.wake()
 
     def _begin(self) -> None:
-        """A new step begins; whatever the last one left undone (a backward that raised, or none) is dropped."""
+        """Begin a step. What the last one left undone (a backward that raised, or none) is dropped."""
         self.passes.check_values("a forward that trains")
         self.evaluation.end()
         if self.hooks.in_backward:
@@ -167,13 +167,13 @@ class Runner:
             self._learn_again(changed=changed)
 
     def _abandon(self) -> None:
-        """A backward raised: what it left is part of a gradient."""
+        """Drop what a backward that raised has left: a part of a gradient."""
         self.executor.drop_reduces()
         self.executor.undo_grads()
         self.hooks.abandon_backward()
 
     def _learn_again(self, *, changed: bool) -> None:
-        """A first step, or parameters were frozen or thawed: the order, and what is reduced, is to be learned."""
+        """Learn the order and what is reduced: in a first step, or after parameters were frozen or thawed."""
         if self.learned and changed:
             if self.executor.holds_grads:
                 raise InvalidModel("parameters were frozen or thawed in the middle of an accumulation: do it after it")
@@ -208,7 +208,7 @@ class Runner:
         # Buckets that change from step to step hold nothing for the next.
         self._reduces = not self.passes.accumulating or self.plan.accumulate_reduced or self.plan.dynamic
         # Autograd goes back through a forward in reverse, so a unit whose row is passed has all the gradients that it
-        # will get; unless two forwards are under way. Where nothing is sharded nobody waits for it.
+        # will get; unless two forwards are under way. Where nothing is sharded no gather waits for it.
         in_order = self.any_sharded and self.forwards <= 1
         self.cursor.begin_backward(
             in_order=in_order, keeping=None if self._reduces else partial(self._build, reduces=False)
@@ -249,7 +249,7 @@ class Runner:
     # Update
 
     def before_step(self) -> None:
-        """The update writes into what a gather after the last update may still read."""
+        """Wait for gathers that may still read what the update writes."""
         self.passes.check_values("optimizer.step()")
         announce(self.events.gradients_asked)
         if self.executor.holds_grads:
@@ -276,7 +276,7 @@ class Runner:
     # The first step
 
     def _learn(self, first: FirstForward) -> None:
-        """The first forward is over on all ranks: its calls are the program's order."""
+        """Take the calls of the first forward, which is over on all ranks, as the program's order."""
         self.seen = exchange(first.end())
         announce(self.events.order_learned)
         # What was gathered so far the ranks of a group have agreed on, each group by itself.

@@ -42,13 +42,13 @@ class Segment:
         self.num_bytes = self.num_elements * self.dtype.itemsize
 
     def views(self, flat: FlatParams) -> list[Tensor]:
-        """The places of a flat's gradients in the buffer, which comes into being with the first that asks."""
+        """Return the places of a flat's gradients in the buffer, which is allocated at the first call."""
         if self.buffer is None:
             self._renew(flat.device)
         return self._views[self.flats.index(flat)]
 
     def _renew(self, device: torch.device) -> None:
-        """The last step's buffer with its views, if there is one that can be used again; else a new one."""
+        """Return the last step's buffer with its views if it can be used again; else a new one."""
         if self._kept is not None and (self.is_freed or self._kept.is_unused()):
             self.buffer, self.own, self._views = self._kept.buffer, self._kept.own, self._kept.views
             if self.is_freed:
@@ -62,7 +62,7 @@ class Segment:
             self._kept = _Kept(buffer=self.buffer, own=self.own, views=self._views)
 
     def parts(self) -> Sequence[Tensor]:
-        """The buffer, flat by flat."""
+        """Yield the buffer, flat by flat."""
         assert self.buffer is not None
         if len(self.flats) == 1:
             return [self.buffer]
@@ -72,7 +72,7 @@ class Segment:
         return [flat.views(part) for flat, part in zip(self.flats, self.parts(), strict=True)]
 
     def take(self, flat: FlatParams, *, weight: float) -> None:
-        """A flat's gradients × weight into their places, or on top of what earlier passes have left there.
+        """Write a flat's gradients × weight into their places, or add them to those of earlier passes.
 
         With weight 0 they do not even count as NaN; a parameter without one counts as zero.
         """
@@ -96,7 +96,7 @@ class Segment:
             torch._foreach_mul_(views, weight)
 
     def _present(self, views: list[Tensor], given: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-        """The places of the gradients that are there, and these, dense; the other places become zero."""
+        """Return the places of existing gradients, and those gradients as dense tensors; zero the other places."""
         present = []
         for view, grad in zip(views, given, strict=True):
             if grad is not None:
@@ -106,13 +106,13 @@ class Segment:
         return [view for view, _ in present], [grad for _, grad in present]
 
     def wait(self) -> None:
-        """Until what was sent is there."""
+        """Wait for the reduction."""
         assert self.work is not None
         self.work.wait()
         self.work = None
 
     def release(self) -> None:
-        """The buffer has done its work here."""
+        """Release the buffer; its memory stays for the next step unless it is freed."""
         if self.buffer is None:
             return
         if self.is_freed and self._kept is not None:
@@ -128,7 +128,7 @@ class Segment:
 
     @property
     def kept(self) -> Tensor | None:
-        """The buffer whose memory stays for the next step, if any."""
+        """Return the buffer whose memory stays for the next step, if any."""
         return self._kept.buffer if self._kept is not None and not self.is_freed else None
 
     def gradients(self) -> list[list[Tensor]]:
@@ -154,6 +154,6 @@ class _Kept:
     views: list[list[Tensor]]
 
     def is_unused(self) -> bool:
-        """Whether no gradient lies in it any more: its uses are the buffer itself, our views, and this question."""
+        """Return whether no gradient refers to it any more: only the buffer, our views and this call do."""
         num_uses = int(torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata))
         return num_uses == 2 + sum(map(len, self.views))

@@ -1,4 +1,4 @@
-"""What is wrong with a step, in one line each."""
+"""Errors of a step, one line each."""
 
 from collections.abc import Sequence
 

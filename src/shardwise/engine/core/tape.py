@@ -1,4 +1,4 @@
-"""The tape: the operations that a run really issued. Off, it costs a comparison and two assignments an operation."""
+"""The tape: the operations that a run issued. Off, it costs a comparison and two assignments per operation."""
 
 import time
 from collections.abc import Callable

@@ -66,7 +66,7 @@ class Unit:
         self._hides: list[nn.Parameter] = []
 
     def hold(self, flats: list[FlatParams]) -> None:
-        """From now on these are its buffers; `settle` comes next, once they are filled."""
+        """Hold these buffers from now on; `settle` comes next, once they are filled."""
         self.flats = flats
         # Whether there is anything to gather and free.
         self.sharded = self.placement.params is SHARDED and bool(flats)
@@ -93,7 +93,7 @@ class Unit:
             self.wait_gather()
 
     def gather_updated(self) -> None:
-        """Each rank has updated its slice: until all are here, nobody may read."""
+        """Gather slices that each rank has updated; until all are here, the parameters are not to be read."""
         self._gather(self.trained_flats)
         self._rest(self.settled)
 
@@ -115,7 +115,7 @@ class Unit:
         self._fill(self.flats)
 
     def gather_updated_locally(self) -> None:
-        """The same after an update."""
+        """Gather after an update in a group of one rank."""
         self._fill(self.trained_flats)
 
     def _fill(self, flats: list[FlatParams]) -> None:
@@ -137,7 +137,7 @@ class Unit:
         self.tape.record(Kind.WAIT_GATHER, self.name)
 
     def wake(self) -> None:
-        """It is whole, and its parameters may be read."""
+        """Allow reads of its parameters: it is gathered."""
         self.at_rest = False
         announce(self.events.unit_wakes, self)
 
@@ -161,7 +161,7 @@ class Unit:
             self.free()
 
     def updated(self) -> list[FlatParams]:
-        """After the optimizer's step: what is whole is old. Slices of what is replicated are gathered next.
+        """Free what an update has made old. Slices of replicated parameters are gathered next.
 
         Returns the buffers of which this rank has the whole master, to be refreshed with those of other units.
         """
@@ -179,7 +179,7 @@ class Unit:
         return []
 
     def settle(self) -> None:
-        """The buffers are filled: become as a step finds it. What is sharded is freed."""
+        """Become as a step finds it, once the buffers are filled: free what is sharded."""
         self.settled = list(self.params())
         self._learn_trained({id(parameter) for parameter in self.settled if parameter.requires_grad})
         self._hides = [parameter for flat in self.hides_grads for parameter in flat.params]
@@ -203,7 +203,7 @@ class Unit:
     # The step
 
     def begin(self) -> None:
-        """A new forward: what has been thawed gets its hook, what has been cleared is forgotten."""
+        """Begin a forward: hook parameters that were thawed, forget gradients that were cleared."""
         self.calls = 0
         self.call = -1
         before = self.grads.expected
@@ -232,7 +232,7 @@ class Unit:
         return len(self.grads.expected) < self._num_params
 
     def learn_trained(self, trained: frozenset[int] | None = None) -> set[str]:
-        """What is trained now, by name: only of its buffers gradients are reduced, and an update changes no other.
+        """Learn which parameters are trained now; return their names. Only their buffers are reduced and updated.
 
         `trained`: what was trained when another unit of the same parameters learned it.
         """
@@ -265,27 +265,27 @@ class Unit:
                     raise added_to_average(name)
 
     def end_backward(self) -> None:
-        """Where gradients are sharded or of another dtype, `p.grad` has nothing to show, and says so."""
+        """Free it. `p.grad` answers with an error where gradients are sharded or of another dtype."""
         self.free()
         if self.hides_grads and not self.at_rest:
             self._rest(self._hides)
 
     def restore_grads(self) -> None:
-        """Where backward has brought no averages, those of before it."""
+        """Restore earlier averages where backward brought none."""
         for flat in self.flats:
             if flat not in self.trained_flats:
                 self._check_no_grads(flat)
             flat.restore_grads()
 
     def _check_no_grads(self, flat: FlatParams) -> None:
-        """Of a buffer of which nothing is reduced, no parameter may have got a gradient."""
+        """Raise if a parameter got a gradient whose buffer is not reduced."""
         with unguarded():
             for parameter, name in zip(flat.params, flat.names, strict=True):
                 if parameter.grad is not None:
                     raise thawed_in_forward(name)
 
     def undo_grads(self) -> None:
-        """After a backward that raised: the gradients of before it."""
+        """Restore the gradients from before a backward that raised."""
         self.used.clear()
         for flat in self.flats:
             flat.undo_grads()
@@ -307,7 +307,7 @@ def _full_bytes(flats: list[FlatParams]) -> int:
 
 
 def _meet(gathered: Tensor) -> None:
-    """A kernel where two streams of a graph meet.
+    """Launch a kernel where two streams of a graph meet.
 
     Many products of matrices begin with a memset. In a graph one that follows on two streams starts some 60 µs late, in
     each unit; a kernel does not.

@@ -30,7 +30,7 @@ class FlagRider(Protocol):
         ...
 
     def read(self) -> None:
-        """The flags are summed."""
+        """Take over the summed flags."""
         ...
 
     def users(self, summed: int) -> int:
@@ -52,7 +52,7 @@ class UsedFlags:
         self.work: Work | None = None
 
     def cover(self) -> None:
-        """A flag for each parameter that the units hold now."""
+        """Make a flag for each parameter that the units hold now."""
         self.places: list[tuple[Unit, FlatParams, int]] = [
             (unit, flat, index) for unit in self.units for flat in unit.flats for index in range(len(flat.params))
         ]
