@@ -30,7 +30,7 @@ _INSIDE_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
 
 
 class ShardwiseMixin:
-    """A mixin in front of a Trainer class, whose models run `plan`: a Plan, the name of a strategy, or "auto"."""
+    """A mixin in front of a Trainer class, whose models run `plan`: a Plan, a strategy (default: ddp), or "auto"."""
 
     # Attributes of the Trainer, for the type checker.
     accelerator: Any
@@ -39,7 +39,7 @@ class ShardwiseMixin:
     model: Any
     optimizer: Any
 
-    def __init__(self, *arguments: Any, plan: Plan | str, **options: Any) -> None:
+    def __init__(self, *arguments: Any, plan: Plan | str = "ddp", **options: Any) -> None:
         warn_if_untested("transformers")
         self._asked_plan = plan
         # All weights of the model, while one rank writes them.

@@ -20,6 +20,8 @@ from shardwise.interchange.from_trainer import from_trainer
 
 Table = Mapping[str, Any]
 _MOST_BYTES = 4 * 2**20
+# With aliases a short YAML file can stand for more values than any reader comes to the end of.
+_MOST_VALUES = 100_000
 # Tried in this order: a file of Accelerate may have keys that others have too.
 _READERS: tuple[Callable[[Table], ForeignSetup | None], ...] = (
     *(from_accelerate, from_deepspeed, from_torchtitan, from_trainer, from_lightning),
@@ -58,4 +60,18 @@ def _table(path: Path) -> Table:
         raise InvalidPlan(f"{path}: is neither JSON nor YAML: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
         raise InvalidPlan(f"{path}: holds no settings by name")
+    if _num_values(data, counted={}) > _MOST_VALUES:
+        raise InvalidPlan(f"{path}: stands for more than {_MOST_VALUES:,} values, by aliases: write them out")
     return data
+
+
+def _num_values(value: Any, *, counted: dict[int, int]) -> int:
+    """Return the number of values in a tree, in which one object may stand in several places."""
+    if not isinstance(value, list | tuple | set | Mapping):
+        return 1
+    if id(value) not in counted:
+        # An object inside of itself counts as endless.
+        counted[id(value)] = _MOST_VALUES
+        parts = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+        counted[id(value)] = 1 + sum(_num_values(part, counted=counted) for part in parts)
+    return counted[id(value)]

@@ -1,0 +1,29 @@
+"""Files of other tools that cannot be read are refused in one line, within a moment."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import InvalidPlan
+from shardwise.interchange.recognise import read_setup
+
+_NESTED = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, after in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("key", ["mixed_precision", "fsdp_config"])
+def test_values_that_aliases_multiply_are_refused(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(f"{_NESTED}compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n{key}: *i\n")
+    with pytest.raises(InvalidPlan, match=r"stands for more than 100,000 values, by aliases"):
+        read_setup(path)
+
+
+def test_a_value_inside_of_itself_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text("distributed_type: FSDP\nfsdp_config: &own\n  inside: *own\n")
+    with pytest.raises(InvalidPlan, match="by aliases"):
+        read_setup(path)
