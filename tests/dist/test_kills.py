@@ -1,4 +1,4 @@
-"""A few kills of benchmarks/kills.py; fifty are its own default."""
+"""A few kills of benchmarks/kills.py, in the whole run; fifty are its own default. test_train_restart.py has a usual one."""
 
 import os
 import re
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("num_kills", [1, *whole(2)])
+@pytest.mark.parametrize("num_kills", whole(1, 2))
 def test_a_run_that_is_killed_ends_with_the_bits_of_one_that_is_not(num_kills: int, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, SCRIPT, "--kills", str(num_kills), "--ranks", "2", "--seed", "3"],

@@ -67,7 +67,7 @@ def check_broken(point: str, folder: Path, *, code: int, errors: str) -> None:
 
 
 # A rank that breaks in forward is also that of the test below, which runs out of memory there.
-@pytest.mark.parametrize("point", ["the data", *whole("the model", "forward", "backward", "the optimizer")])
+@pytest.mark.parametrize("point", whole("the data", "the model", "forward", "backward", "the optimizer"))
 def test_a_rank_that_breaks_in_training_is_the_one_that_is_shown(
     point: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

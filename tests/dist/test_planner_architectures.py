@@ -11,7 +11,6 @@ from shardwise.planner import estimate
 from shardwise.trace.observe import Way
 from shardwise.trace.trace import trace_model
 
-USUAL = ("mixtral",)
 PLANS = [Plan(strategy=strategy) for strategy in ("ddp", "fsdp")]
 
 
@@ -21,7 +20,7 @@ def measured(rank: int, name: str) -> list[int]:
         return [step_bytes(ARCHITECTURES[name], plan=plan, batch=BATCH)[0] for plan in PLANS]
 
 
-@pytest.mark.parametrize("name", [*USUAL, *whole(*(name for name in ARCHITECTURES if name not in USUAL))])
+@pytest.mark.parametrize("name", whole(*ARCHITECTURES))
 def test_the_peak_is_predicted_to_a_fiftieth(name: str) -> None:
     if name not in ("dit", "unet"):
         pytest.importorskip("transformers")

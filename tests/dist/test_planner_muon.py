@@ -80,8 +80,9 @@ def predicted(name: str, plan: Plan, *, batch: int) -> MemoryEstimate:
 @pytest.mark.parametrize(
     ("name", "batch", "strategies"),
     [
-        ("gpt-tiny", 1, ("fsdp",)),
-        *whole(("gpt-tiny", 1, ("zero1",)), ("gpt", 4, STRATEGIES), ("llama", 4, STRATEGIES)),
+        *whole(
+            ("gpt-tiny", 1, ("fsdp",)), ("gpt-tiny", 1, ("zero1",)), ("gpt", 4, STRATEGIES), ("llama", 4, STRATEGIES)
+        ),
     ],
 )
 def test_the_peak_is_predicted_to_a_hundredth(name: str, batch: int, strategies: tuple[str, ...]) -> None:
