@@ -3,10 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.errors import InvalidPlan
-
-_MOST_SETTINGS = 10_000
-
 
 def flatten(table: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten nested tables into one whose keys have dots."""
@@ -19,9 +15,6 @@ def flatten(table: Mapping[str, Any]) -> dict[str, Any]:
                 waiting.append((f"{prefix}{key}.", value))
             else:
                 found[f"{prefix}{key}"] = value
-        # A small YAML file can expand to a huge table, since it may refer to the same table many times.
-        if len(found) + len(waiting) > _MOST_SETTINGS:
-            raise InvalidPlan(f"more than {_MOST_SETTINGS:,} settings")
     return found
 
 

@@ -97,15 +97,6 @@ def test_what_is_no_setup_is_one_line_or_a_setup(name: str, text: str, tmp_path:
     assert "\n" not in str(raised.value)
 
 
-def test_a_file_that_unfolds_into_millions_of_settings_is_refused(tmp_path: Path) -> None:
-    lines = ["distributed_type: FSDP", "a0: &a0 {x: 1, y: 2}"]
-    lines += [f"a{n}: &a{n} {{" + ", ".join(f"k{i}: *a{n - 1}" for i in range(9)) + "}" for n in range(1, 12)]
-    path = tmp_path / "bomb.yaml"
-    path.write_text("\n".join(lines))
-    with pytest.raises(InvalidPlan, match="more than 10,000 settings"):
-        read_setup(path)
-
-
 class TestCommand:
     def test_findings_are_lines_and_exit_code_1(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         path = written(PLANTED["no wrap policy"][1], tmp_path)

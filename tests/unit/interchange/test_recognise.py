@@ -22,6 +22,15 @@ def test_values_that_aliases_multiply_are_refused(tmp_path: Path, key: str) -> N
         read_setup(path)
 
 
+def test_tables_that_aliases_multiply_are_refused(tmp_path: Path) -> None:
+    lines = ["distributed_type: FSDP", "a0: &a0 {x: 1, y: 2}"]
+    lines += [f"a{n}: &a{n} {{" + ", ".join(f"k{i}: *a{n - 1}" for i in range(9)) + "}" for n in range(1, 12)]
+    path = tmp_path / "accelerate.yaml"
+    path.write_text("\n".join(lines))
+    with pytest.raises(InvalidPlan, match="by aliases"):
+        read_setup(path)
+
+
 def test_a_value_inside_of_itself_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "accelerate.yaml"
     path.write_text("distributed_type: FSDP\nfsdp_config: &own\n  inside: *own\n")
