@@ -64,6 +64,7 @@ def test_two_ranks_are_bit_equal_to_one_process(name: str, strategy: str) -> Non
     assert_equal(run_ranks(on_ranks, num_ranks=2, args=(case, plan, True)), one_process(case, num_ranks=2))
 
 
+@pytest.mark.whole
 def test_matrices_move_on_our_ring_too() -> None:
     case = Case(make=MODELS["gpt"], optimizer=own.muon, num_steps=2)
     plan = Plan(strategy="fsdp", collectives="ring")
