@@ -1,4 +1,4 @@
-"""Random plans, drawn from the keys of `Plan` itself: a new key must be listed here, or `test_every_key_is_drawn` fails."""
+"""Random plans, drawn from the keys of `Plan` itself: a test fails if a key is not listed here."""
 
 from dataclasses import fields
 from random import Random
@@ -10,7 +10,7 @@ from shardwise.engine.plan_change.replan import _FIXED
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.patterns import unmatched
-from shardwise.plan.placement import STRATEGIES
+from shardwise.plan.placement import SHARDED, STRATEGIES
 from shardwise.units import unit_modules
 
 # Keys that are not drawn, with the reason.
@@ -21,11 +21,11 @@ LEFT_OUT = {
     "capture": "needs a GPU",
     "engine": "the oracle is plain torch",
     "owned": "needs an optimizer that steps whole parameters",
-    "precision": "drawn by `draw_case`: other dtypes have another oracle",
-    "reduce_dtype": "drawn with the precision",
-    "keep_fp32": "drawn with the precision",
+    "precision": "not drawn yet: other dtypes need another oracle than one process",
+    "reduce_dtype": "as the precision",
+    "keep_fp32": "as the precision",
 }
-# Values by key; the default comes first, and is drawn half of the time.
+# The values that are drawn, by key.
 VALUES: dict[str, list[Any]] = {
     "strategy": list(STRATEGIES),
     "units": ["auto", "none", "leaf", "min-params:20"],
@@ -39,8 +39,8 @@ VALUES: dict[str, list[Any]] = {
     "dynamic": [False, True],
     "collectives": ["backend", "ring"],
 }
-# Strategies under which states can be offloaded: what every rank holds whole stays on the device.
-_OFFLOADED = {"zero2", "shard_grad_op", "fsdp"}
+# Strategies under which states can be offloaded: replicated gradients stay on the device.
+_OFFLOADED = {name for name, placement in STRATEGIES.items() if placement.grads is SHARDED}
 # Keys whose values depend on the model or the number of ranks.
 DRAWN_HERE = ("overrides", "recompute_overrides", "mesh")
 

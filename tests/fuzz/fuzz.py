@@ -13,6 +13,8 @@ from compositions import draw_case
 from open_faults import why_left_out
 from outcomes import cut_down, outcomes
 
+_CHUNK = 25
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -22,33 +24,35 @@ def main() -> int:
     parser.add_argument("--open", action="store_true", help="also cases that run into faults that are known and open")
     asked = parser.parse_args()
     first, _, last = asked.seeds.partition(":")
-    seeds = range(int(first), int(last)) if last else count(int(first))
+    starts = range(int(first), int(last), _CHUNK) if last else count(int(first), _CHUNK)
     kinds: Counter[str] = Counter()
     refusals: Counter[str] = Counter()
     pairs: Counter[tuple[str, str]] = Counter()
-    began = time.monotonic()
+    num_left_out, began = 0, time.monotonic()
     try:
-        for start in seeds if not last else range(seeds.start, seeds.stop, 25):
-            if not last and (start - int(first)) % 25:
-                continue
-            stop = min(start + 25, seeds.stop) if last else start + 25
+        for start in starts:
+            stop = min(start + _CHUNK, int(last)) if last else start + _CHUNK
             cases = [draw_case(seed, num_ranks=asked.ranks) for seed in range(start, stop)]
             tried = [case for case in cases if asked.open or not why_left_out(case)]
-            kinds["left out"] += len(cases) - len(tried)
+            num_left_out += len(cases) - len(tried)
             for case, found in outcomes(tried, num_ranks=asked.ranks):
                 kinds[found.kind] += 1
                 pairs.update(combinations(sorted(case.features()), 2))
                 if found.kind == "refused":
                     refusals[found.line.split(": ", 1)[-1][:90]] += 1
                 if found.kind == "failed":
-                    print(f"FAILED seed {case.seed}: {found.line}", flush=True)
+                    again = f'make fuzz ARGS="--ranks {asked.ranks} --seeds {case.seed}:{case.seed + 1}"'
+                    print(f"FAILED, {again}: {found.line}", flush=True)
                     if not asked.no_cut:
                         case, found = cut_down(case, num_ranks=asked.ranks)
                         print(f"{case}\n  {found.line}\n", flush=True)
     except KeyboardInterrupt:
         pass
     seconds = time.monotonic() - began
-    print(f"{dict(kinds)} in {seconds:.0f} s, {sum(kinds.values()) / seconds:.1f} cases per second, {len(pairs)} pairs")
+    speed = sum(kinds.values()) / seconds
+    print(
+        f"{dict(kinds)}, {num_left_out} left out, in {seconds:.0f} s, {speed:.1f} cases per second, {len(pairs)} pairs"
+    )
     for line, number in refusals.most_common(20):
         print(f"{number:5d} {line}")
     return 1 if kinds["failed"] else 0

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from compositions import Case
 
-_SHARDED = {"shard_grad_op", "fsdp"}
+from shardwise.plan.placement import SHARDED, STRATEGIES
+
+_SHARDED = {name for name, placement in STRATEGIES.items() if placement.params is SHARDED}
 
 
 def why_left_out(case: Case) -> str:

@@ -86,7 +86,8 @@ class Rank(World):
     def step(
         self, *, passes: int = 1, forwards: int = 1, backwards: int = 1, clip: str = "none", set_to_none: bool = True
     ) -> Observed:
-        losses = []
+        losses: list[float] = []
+        norms: list[float] = []
         for number in range(passes):
             with shardwise.accumulate(self.model, enabled=number + 1 < passes):
                 for _ in range(backwards):
@@ -94,14 +95,14 @@ class Rank(World):
                     sum(found).backward()
                     losses += [loss.item() for loss in found]
         if clip == "norm":
-            losses.append(shardwise.clip_grad_norm_(self.model, MAX_NORM).item())
+            norms.append(shardwise.clip_grad_norm_(self.model, MAX_NORM).item())
         elif clip == "value":
             shardwise.clip_grad_value_(self.model, CLIP_VALUE)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=set_to_none)
         if self.averages is not None:
             self.averages.update()
-        return {"losses": losses}
+        return {"losses": losses, "norms": norms}
 
     def _loss(self) -> Tensor:
         self.num_forwards += 1
@@ -217,6 +218,7 @@ class OneProcess(World):
         self, *, passes: int = 1, forwards: int = 1, backwards: int = 1, clip: str = "none", set_to_none: bool = True
     ) -> Observed:
         losses: list[float] = []
+        norms: list[float] = []
         for number in range(passes):
             for _again in range(backwards):
                 losses += self._each_rank(forwards)
@@ -225,7 +227,7 @@ class OneProcess(World):
                     self._reduce()
         self._take()
         if clip == "norm":
-            losses.append(nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM).item())
+            norms.append(nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM).item())
         elif clip == "value":
             nn.utils.clip_grad_value_(self.model.parameters(), CLIP_VALUE)
         self.optimizer.step()
@@ -235,7 +237,7 @@ class OneProcess(World):
             for name, parameter in self.model.named_parameters():
                 if name in self.averages:
                     self.averages[name].lerp_(parameter.detach(), 1 - DECAY)
-        return {"losses": losses}
+        return {"losses": losses, "norms": norms}
 
     def _each_rank(self, forwards: int, *, backward: bool = True) -> list[float]:
         """Run the same forwards, and their backward, for each rank; return this rank's losses."""
@@ -344,7 +346,7 @@ class OneProcess(World):
         self._reduce()
         self._take()
         named = self.model.named_parameters()
-        found = {name: p.grad.norm().item() for name, p in named if p.grad is not None and p.numel()}
+        found = {name: p.grad.double().norm().item() for name, p in named if p.grad is not None and p.numel()}
         self.drop_gradients()
         return {"norms": found}
 
