@@ -71,6 +71,8 @@ class _Rows:
 
     def begin_backward(self) -> None: ...
 
+    def before_graph_of_grads(self) -> None: ...
+
     def before_backward(self, unit: str, call: int) -> None:
         self.on_row(Trigger.BEFORE_BACKWARD, unit)
 

@@ -46,6 +46,9 @@ class StepListener(Protocol[_Heard]):
 
     def end_backward(self) -> None: ...
 
+    def before_graph_of_grads(self) -> None:
+        """Note a backward whose gradients can be differentiated (create_graph=True); it is not part of the step."""
+
     def recompute(self, unit: _Heard) -> None:
         """Note that backward needs the unit again: for a recomputation, or for another output of a call."""
 
@@ -59,7 +62,7 @@ class UnitGrads(Generic[UnitT]):
     They are `closed` outside a backward, and as soon as no more are accepted in it.
     """
 
-    __slots__ = ("__weakref__", "_hooked", "arrived", "closed", "expected", "hooks", "unit")
+    __slots__ = ("__weakref__", "_begins", "_hooked", "arrived", "closed", "expected", "hooks", "unit")
 
     def __init__(self, unit: UnitT, *, hooks: "StepHooks[UnitT]") -> None:
         self.unit = unit
@@ -68,6 +71,7 @@ class UnitGrads(Generic[UnitT]):
         self.arrived: set[int] = set()
         self.closed = True
         self._hooked: set[int] = set()
+        self._begins: set[int] = set()
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
         """Expect gradients of these from now on. A parameter gets its hook when it is trained for the first time."""
@@ -80,6 +84,13 @@ class UnitGrads(Generic[UnitT]):
                 self._hooked.add(id(parameter))
                 hook = partial(_grad_arrived, weakref.ref(self), id(parameter))
                 self.hooks.handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def begin_with_any(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Begin a backward with any of these gradients before autograd adds it to `p.grad`: one more hook for each."""
+        new = [one for one in parameters if one.requires_grad and id(one) not in self._begins]
+        self._begins.update(map(id, new))
+        hook = partial(_before_grad, weakref.ref(self))
+        self.hooks.handles += [parameter.register_hook(hook) for parameter in new]  # type: ignore[no-untyped-call]
 
     @property
     def complete(self) -> bool:
@@ -130,6 +141,7 @@ class StepHooks(Generic[UnitT]):
         self.handles.clear()
         for grads in self.grads.values():
             grads._hooked.clear()
+            grads._begins.clear()
 
     def announce(self, tensor: Tensor, unit: UnitT) -> None:
         """Announce the backward of the unit's last call when the gradient of `tensor` arrives.
@@ -256,6 +268,9 @@ def _before_backward(hooks: StepHooks[UnitT], calls: list[tuple[UnitT, int]], gr
         # Detached since: the tensor with this hook may live as long as the model (a parameter as an output).
         return
     if not hooks.in_backward:
+        if torch.is_grad_enabled():
+            hooks.listener.before_graph_of_grads()
+            return
         hooks.begin_backward()
     for call in calls:
         if call in hooks._begun:
@@ -264,6 +279,12 @@ def _before_backward(hooks: StepHooks[UnitT], calls: list[tuple[UnitT, int]], gr
         else:
             hooks._begun.add(call)
             hooks.listener.before_backward(*call)
+
+
+def _before_grad(held: "weakref.ref[UnitGrads[Any]]", grad: Tensor) -> None:
+    grads = held()
+    if grads is not None and not grads.hooks.in_backward and not torch.is_grad_enabled():
+        grads.hooks.begin_backward()
 
 
 def _grad_arrived(held: "weakref.ref[UnitGrads[Any]]", key: int, parameter: Tensor) -> None:

@@ -198,6 +198,8 @@ class _Marks:
 
     def begin_backward(self) -> None: ...
 
+    def before_graph_of_grads(self) -> None: ...
+
     def before_backward(self, unit: str, call: int) -> None:
         self._mark(BEFORE_BACKWARD, unit, call)
 

@@ -20,6 +20,7 @@ from shardwise.engine.core.core_setting import CoreSetting
 from shardwise.engine.core.evaluation_gathers import EvaluationGathers
 from shardwise.engine.core.executor import EngineExecutor
 from shardwise.engine.core.first_forward import FirstForward, Observation, learned
+from shardwise.engine.core.second_order import leave_to_autograd
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.core.used import UsedFlags
@@ -65,6 +66,7 @@ class Runner:
         modules = {unit: unit.module for unit in units.values()}
         # In backward the cursor itself is what the hooks call.
         self.before_backward, self.grads_ready = self.cursor.before_backward, self.cursor.grads_ready
+        self.before_graph_of_grads = partial(leave_to_autograd, units.values())
         self.hooks: StepHooks[Unit] = StepHooks(modules, listener=self, on_first_grad=Unit.check_first_grad)
         for unit in units.values():
             unit.grads = self.hooks.grads[unit]
@@ -195,7 +197,7 @@ class Runner:
 
     def begin_backward(self) -> None:
         if torch.is_grad_enabled():
-            raise InvalidModel("backward(create_graph=True): this engine does not give gradients of gradients")
+            raise step_errors.graph_in_grads()
         # A forward before the last update is torch's own error, if its graph needs what was updated.
         if not self.called and not self.forwards:
             raise step_errors.backward_without_forward()

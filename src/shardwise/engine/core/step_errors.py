@@ -83,3 +83,19 @@ def reentrant_recompute(unit: str) -> InvalidModel:
     return InvalidModel(
         f"{unit} is recomputed by a reentrant checkpoint: say use_reentrant=False in torch.utils.checkpoint"
     )
+
+
+def gradients_of_gradients(unit: str) -> InvalidModel:
+    """The error for create_graph=True where parameters are freed before the second backward."""
+    return InvalidModel(
+        f"gradients of gradients (create_graph=True) need parameters that stay until the second backward, and those of "
+        f"{unit} are sharded: use zero2, zero1 or ddp"
+    )
+
+
+def graph_in_grads() -> InvalidModel:
+    """The error for a differentiable `p.grad`: the average over all ranks is not differentiable."""
+    return InvalidModel(
+        "backward(create_graph=True): p.grad is averaged over the ranks, and gradients of gradients do not pass "
+        "through an average: use torch.autograd.grad(loss, inputs, create_graph=True), which returns this rank's own"
+    )

@@ -1,0 +1,162 @@
+"""Where parameters are replicated (ddp, zero1, zero2), idioms of plain torch work as in one process."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+from training import line
+
+import shardwise
+from shardwise import Plan
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, 1))
+
+
+def batch(step: int, number: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + number))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One rank of two under a plan; without one, both ranks' work in one process."""
+
+    plan: Plan | None
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        if self.plan is not None:
+            shardwise.prepare(model, optimizer, self.plan)
+
+    def parts(self) -> Iterator[tuple[int, float]]:
+        """The ranks whose work is done here, and the weight of their losses."""
+        yield from [(0, 0.5), (1, 0.5)] if self.plan is None else [(dist.get_rank(), 1.0)]
+
+    def state(self, model: nn.Module) -> dict[str, Tensor]:
+        whole = model.state_dict() if self.plan is None else shardwise.full_state_dict(model)["model"]
+        return {name: value.clone() for name, value in whole.items()}
+
+
+Idiom = Callable[[Job], dict[str, Tensor]]
+
+
+def run_idiom(rank: int, idiom: Idiom, plan: Plan | None) -> dict[str, Tensor]:
+    return idiom(Job(plan=plan))
+
+
+def refused(rank: int, idiom: Idiom, plan: Plan) -> str:
+    return line(lambda: idiom(Job(plan=plan)))
+
+
+def assert_as_one_process(idiom: Idiom, plan: Plan, *, tolerance: float = 1e-6) -> None:
+    (expected,) = run_ranks(run_idiom, num_ranks=1, args=(idiom, None))
+    found = run_ranks(run_idiom, num_ranks=2, args=(idiom, plan))
+    for name, value in expected.items():
+        assert torch.equal(found[0][name], found[1][name]), f"{name} differs between ranks"
+        torch.testing.assert_close(found[0][name], value, rtol=tolerance, atol=tolerance)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+
+
+# Gradients of gradients
+
+
+def gradient_penalty(job: Job, *, together: bool) -> dict[str, Tensor]:
+    """WGAN-GP: a critic whose gradient with respect to its inputs is to have norm 1."""
+    critic = make_model()
+    optimizer = sgd(critic)
+    job.prepare(critic, optimizer)
+    for step in range(3):
+        for rank, weight in job.parts():
+            real, fake = batch(step, rank), batch(step, rank + 2)
+            losses = [-critic(real).mean(), critic(fake).mean()]
+            mixed = (0.3 * real + 0.7 * fake).requires_grad_()
+            (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+            losses.append(0.3 * (slope.norm(dim=1) - 1).square().mean())
+            for loss in [sum(losses)] if together else losses:
+                (weight * loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return job.state(critic)
+
+
+def penalty_together(job: Job) -> dict[str, Tensor]:
+    return gradient_penalty(job, together=True)
+
+
+def penalty_alone(job: Job) -> dict[str, Tensor]:
+    """Its backward begins at a parameter, which has an averaged gradient already."""
+    return gradient_penalty(job, together=False)
+
+
+def gradients_of_parameters(job: Job) -> dict[str, Tensor]:
+    model = make_model()
+    optimizer = sgd(model)
+    job.prepare(model, optimizer)
+    for step in range(3):
+        for rank, weight in job.parts():
+            loss = model(batch(step, rank)).square().mean()
+            grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            (weight * (loss + 0.1 * sum(grad.square().sum() for grad in grads))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return job.state(model)
+
+
+@pytest.mark.parametrize(
+    ("idiom", "strategy"),
+    [
+        (penalty_together, "zero1"),
+        (penalty_alone, "ddp"),
+        (penalty_alone, "zero2"),
+        (gradients_of_parameters, "ddp"),
+        (gradients_of_parameters, "zero2"),
+    ],
+)
+def test_gradients_of_gradients_are_those_of_one_process(idiom: Idiom, strategy: str) -> None:
+    assert_as_one_process(idiom, Plan(strategy=strategy))
+
+
+def test_gradients_of_gradients_of_recomputed_units_are_those_of_one_process() -> None:
+    assert_as_one_process(penalty_alone, Plan(strategy="zero1", recompute="full"))
+
+
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "fsdp"])
+def test_gradients_of_gradients_of_sharded_parameters_are_refused(strategy: str) -> None:
+    for said in run_ranks(refused, num_ranks=2, args=(penalty_together, Plan(strategy=strategy))):
+        assert "gradients of gradients" in said
+        assert "use zero2" in said
+
+
+def graph_in_grads(job: Job) -> dict[str, Tensor]:
+    model = make_model()
+    job.prepare(model, None)
+    try:
+        model(batch(0, 0)).mean().backward(create_graph=True)
+    finally:
+        assert all(parameter.grad is None for parameter in model.parameters())
+    return {}
+
+
+def test_a_graph_behind_averaged_gradients_is_refused_before_any_gradient_changes() -> None:
+    for said in run_ranks(refused, num_ranks=2, args=(graph_in_grads, Plan(strategy="ddp"))):
+        assert "backward(create_graph=True)" in said
+        assert "torch.autograd.grad" in said
