@@ -183,3 +183,41 @@ def compares_always(rank: int, strategy: str) -> int:
 def test_what_is_alike_is_never_refused(strategy: str, num_compared: int) -> None:
     """Of four blocks: their full buffers where these are replicated, and their masters where those are too."""
     assert run_ranks(compares_always, num_ranks=2, args=(strategy,)) == [num_compared] * 2
+
+
+def follows_its_own_loss(rank: int, strategy: str) -> list[str]:
+    """A scheduler halves the rate of rank 1, whose loss it was given; what the next step raises."""
+    model, optimizer = prepared(Plan(strategy=strategy))
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    train(model, optimizer, rank, num_steps=2)
+    for loss in (1.0, 0.5 + rank):
+        scheduler.step(loss)
+    masters = [flat.master.clone() for flat in engine_of(model).flats]
+    refused = line(lambda: backward(model, rank))
+    assert all(torch.equal(flat.master, master) for flat, master in zip(engine_of(model).flats, masters, strict=True))
+    return [refused]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", *whole("ddp", "zero1")])
+def test_a_learning_rate_that_differs_between_ranks_is_named_before_the_update(strategy: str) -> None:
+    for (refused,) in run_ranks(follows_its_own_loss, num_ranks=2, args=(strategy,)):
+        assert "param_groups[0]['lr'] is 0.1 on rank 0, 0.05 on rank 1" in refused
+        assert "all_reduce(loss) before scheduler.step(loss)" in refused
+
+
+def differs_in_last_digits(rank: int) -> str:
+    """Ranks whose schedules differ by rounding, and an optimizer that only rank 0 still holds."""
+    model, optimizer = prepared(Plan(strategy="fsdp"))
+    dropped = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, rank)
+    dropped.step()
+    dropped.zero_grad()
+    held = dropped if rank == 0 else None
+    del dropped
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank * 1e-15)
+    train(model, optimizer, rank, num_steps=2)
+    return "trained" if held is None or held.param_groups else ""
+
+
+def test_rates_that_differ_by_rounding_and_a_dropped_optimizer_are_no_difference() -> None:
+    assert run_ranks(differs_in_last_digits, num_ranks=2) == ["trained"] * 2

@@ -16,6 +16,7 @@ from capture_cases import Masked, Ran, gpt_batch, masked_batch, masked_loss, run
 from torch import Tensor, nn
 
 from shardwise import Plan
+from shardwise.comm.agreement import RanksDisagree
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import STRATEGIES
 
@@ -85,6 +86,7 @@ def main() -> None:
         steps=16,
     )
     found["refused"] = _refused(rank)
+    found["rates"] = _rates(rank)
     if num_ranks == 4:
         found["hybrid"] = compared(
             "hybrid",
@@ -114,6 +116,20 @@ def _refused(rank: int) -> str:
         return "a step was replayed"
     told = rank != 0 or (len(ran.lines) == 1 and "rank 1" in ran.lines[0] and "x.sum().item()" in ran.lines[0])
     return "" if told else f"told {ran.lines}"
+
+
+def _rates(rank: int) -> str:
+    """A rate that a scheduler halves on one rank alone is found between replays."""
+
+    def between(model: nn.Module, optimizer: Any, step: int) -> None:
+        if step == 15 and rank == 1:
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+
+    try:
+        run(Plan(strategy="fsdp", capture="on"), batch=partial(gpt_batch, rank=rank), steps=20, between=between)
+    except RanksDisagree as error:
+        return "" if "param_groups[0]['lr'] is 0.001" in str(error) and "0.0005" in str(error) else str(error)
+    return "nothing was raised"
 
 
 if __name__ == "__main__":

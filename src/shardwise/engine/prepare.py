@@ -29,6 +29,7 @@ from shardwise.engine.guards.guards import Guards
 from shardwise.engine.guards.refuse import check_model
 from shardwise.engine.guards.replicas import check_compare_every
 from shardwise.engine.guards.resting_units import guard_units
+from shardwise.engine.guards.same_options import OptimizerOptions
 from shardwise.engine.guards.taken_apart import take_apart
 from shardwise.engine.last_issued import write_records_of
 from shardwise.engine.offload.transfer import HostCopies
@@ -163,11 +164,12 @@ def _engine(
     broadcast_carried(model, device=setting.device, group=setting.groups.reduce_world.handle)
     guard_units(setting.events)
     core, places = make_core(model, setting=setting, weights=weights, on_filled=follow_carried)
-    guards = Guards(core, inputs=FirstInputs(), compare_every=compare_every)
-    for unit in core.units.values():
-        unit.settle()
     owned = OwnedParameters(core, any_optimizer=any_optimizer)
     watch_optimizers(owned)
+    options = OptimizerOptions(owned.numbers)
+    guards = Guards(core, inputs=FirstInputs(), options=options, compare_every=compare_every)
+    for unit in core.units.values():
+        unit.settle()
     for flat, index, parameter in places:
         owned.cover(flat, index, parameter)
     return Engine(core=core, guards=guards, owned=owned)

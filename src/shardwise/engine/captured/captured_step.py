@@ -319,6 +319,7 @@ class CapturedStep:
             history.num_captured += 1
             if is_compared(self._num_replays):
                 return self._compared(stored, inputs)
+            self._engine.guards.same_order.read()
             self._engine.guards.replicas.count_step()
             graph.replay_update()
             PROGRESS.end_step()

@@ -13,6 +13,7 @@ from shardwise.engine.core.step_errors import backward_without_forward
 from shardwise.engine.guards.first_inputs import FirstInputs
 from shardwise.engine.guards.managed import ManagedParameters
 from shardwise.engine.guards.replicas import Replicas
+from shardwise.engine.guards.same_options import OptimizerOptions
 from shardwise.engine.guards.same_order import SameOrder
 
 
@@ -21,14 +22,14 @@ class Guards:
 
     managed       finds parameters that were added, moved or written
     replicas      compares replicated memory of the ranks every `compare_every` steps
-    same_order    compares the collectives that ranks have issued
+    same_order    compares the collectives that ranks have issued, and the options of their optimizers
     inputs        compares the ranks' first batches
     """
 
-    def __init__(self, core: Core, *, inputs: FirstInputs, compare_every: int) -> None:
+    def __init__(self, core: Core, *, inputs: FirstInputs, options: OptimizerOptions, compare_every: int) -> None:
         self._core, self._compare_every = core, compare_every
-        self.inputs = inputs
-        self.same_order = SameOrder(groups=core.setting.groups, passes=core.passes)
+        self.inputs, self.options = inputs, options
+        self.same_order = SameOrder(groups=core.setting.groups, passes=core.passes, options=options)
         self.cover()
         core.carry(self.same_order)
         events = core.events

@@ -3,10 +3,11 @@
 The flags of used parameters are summed over all ranks at the end of a backward (used.py). They are integers, and their
 sum needs few bits; the other bits of the first flag carry
 
-    Σ_r c_r · h_r  (mod 2^18)        h_r: a hash of the collectives that rank r has issued (comm/issued.py)
+    Σ_r c_r · h_r  (mod 2^18)        h_r: a hash of the collectives that rank r has issued (comm/issued.py), and of
+                                     its optimizers' options (same_options.py)
 
 The coefficients c_r add up to 0, so the sum is 0 if all h_r are equal; otherwise it is 0 with probability 2^-18. The
-sum is the same on all ranks: if it is not 0, all of them stop and exchange lists of their collectives. A rank that has
+sum is the same on all ranks: if it is not 0, all of them stop and exchange lists of both. A rank that has
 failed in the step, and since then only takes part in collectives, adds 1: all ranks know before any of them updates.
 
 On a GPU no rank waits for it: the flag is copied to the host during the computation, and checked as soon as it has
@@ -23,6 +24,7 @@ from shardwise.comm.agreement import RanksDisagree, exchange
 from shardwise.comm.groups import MeshGroups
 from shardwise.comm.issued import Issued, disagreement, first_difference, fold_all, names_of
 from shardwise.engine.core.pass_state import PassState
+from shardwise.engine.guards.same_options import OptimizerOptions, different_options, first_different_option
 
 # Bits of the first flag (of 32) that count the ranks that used the parameter; jobs are smaller than 2^14 ranks.
 _COUNT_BITS = 14
@@ -39,9 +41,10 @@ def coefficient(rank: int, *, num_ranks: int) -> int:
 class SameOrder:
     """Writes this rank's part of the first flag, and checks the sum of all ranks."""
 
-    def __init__(self, *, groups: MeshGroups, passes: PassState) -> None:
+    def __init__(self, *, groups: MeshGroups, passes: PassState, options: OptimizerOptions) -> None:
         self.flag: Tensor
         self._passes = passes
+        self._options = options
         # Failures in this step, by rank.
         self._failures: dict[int, str] = {}
         self._logs = {name: group.log for name, group in groups.by_name().items()}
@@ -68,10 +71,14 @@ class SameOrder:
             for log in self._logs.values():
                 log.restart()
             return
-        value = (fold_all(self._logs.values()) >> _COUNT_BITS) * self._coefficient + bool(self._passes.failed)
+        folded = fold_all(self._logs.values()) ^ self._options.fold()
+        value = (folded >> _COUNT_BITS) * self._coefficient + bool(self._passes.failed)
         value = (value << _COUNT_BITS) + used & _MASK
         # As a signed number.
         self.flag.fill_(value - (value >> 31 << 32))
+        rates = self._options.fold_rates(self.flag.device)
+        if rates is not None:
+            self.flag.add_(((rates >> _COUNT_BITS) * self._coefficient << _COUNT_BITS).int())
         self._sent = {name: log.take() for name, log in self._logs.items()}
         self._num_sent += 1
 
@@ -136,8 +143,13 @@ class SameOrder:
         if (summed & _MASK) >> _COUNT_BITS == 0:
             return
         mine = {name: names_of(collectives) for name, collectives in issued.items()}
-        everyone = exchange((mine, self._passes.failed))
-        self._failures = {rank: failed for rank, (_, failed) in enumerate(everyone) if failed}
-        difference = first_difference({rank: theirs for rank, (theirs, _) in enumerate(everyone)}, ended=True)
-        if difference or not self._failures:
+        everyone = exchange((mine, self._passes.failed, self._options.values()))
+        self._failures = {rank: failed for rank, (_, failed, _) in enumerate(everyone) if failed}
+        difference = first_difference({rank: theirs for rank, (theirs, _, _) in enumerate(everyone)}, ended=True)
+        options = [options for _, _, options in everyone]
+        different = first_different_option(options)
+        if different and not difference:
+            raise RanksDisagree(different_options(different))
+        # Options that differ by their last digits, or of an optimizer that one rank has dropped, explain the sum.
+        if difference or not (self._failures or any(others != options[0] for others in options)):
             raise RanksDisagree(disagreement(difference))

@@ -42,6 +42,7 @@ class OwnedParameters(OptimizerSlices):
     """The optimizers of a prepared model.
 
     matrices        the parameters that are stepped unsharded
+    numbers         each optimizer's number, in the order in which all ranks have adopted them
     limit_seconds   limit of a rank's wait for the others in a state_dict
     """
 
@@ -49,6 +50,8 @@ class OwnedParameters(OptimizerSlices):
         super().__init__(core)
         self.matrices = OwnedMatrices(core)
         self.limit_seconds = 60.0
+        self.numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._num_adopted = 0
         self._stepped: dict[int, Stepped] = {}
         # Whether an optimizer steps any slices.
         self._steps_slices: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
@@ -153,6 +156,8 @@ class OwnedParameters(OptimizerSlices):
         owned   the names of parameters that it must step unsharded; the plan may have more
         """
         self._own(owned)
+        self.numbers[optimizer] = self._num_adopted
+        self._num_adopted += 1
         # Some optimizers allocate state before their first step.
         made = {self._names[id(parameter)]: state for parameter, state in optimizer.state.items()}
         optimizer.state.clear()

@@ -147,12 +147,13 @@ def _swap_buffers(engine: Engine, model: nn.Module, *, setting: CoreSetting, oth
     guard_units(setting.events)
     core = Core(model, units=units, setting=setting)
     core.evaluation.patience_seconds = before.evaluation.patience_seconds
-    guards = Guards(core, inputs=engine.guards.inputs, compare_every=engine.guards.replicas.every)
+    past = engine.guards
+    guards = Guards(core, inputs=past.inputs, options=past.options, compare_every=past.replicas.every)
     core.land()
     for unit in units.values():
         unit.settle()
     core.resume(before)
-    guards.resume(engine.guards)
+    guards.resume(past)
     if held:
         core.hold(held)
     engine.core, engine.guards = core, guards
