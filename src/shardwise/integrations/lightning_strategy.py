@@ -7,7 +7,7 @@ parameters that a step uses are gathered, and backward starts from what it retur
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch.plugins import Precision
@@ -19,6 +19,7 @@ from shardwise.engine.prepared.forward_method import run_inside_forward
 from shardwise.engines import accumulate, clip_grad_norm_
 from shardwise.errors import InvalidPlan
 from shardwise.integrations.asked_plan import asked_plan, refuse_capture
+from shardwise.integrations.lightning_callbacks import show_parameters
 from shardwise.integrations.prepared_models import PreparedModels
 from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.plan import Plan
@@ -53,6 +54,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
         self._asked_plan = plan
         self._said_precision = "32-true"
         self._prepared: PreparedModels | None = None
+        self._callbacks = ExitStack()
         super().__init__(**options)
         if self._ddp_kwargs:
             raise InvalidPlan(f"ShardwiseStrategy has no option {', '.join(self._ddp_kwargs)}: it is for torch's DDP")
@@ -81,6 +83,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 self._prepared.adopt(optimizer)
+            self._callbacks = show_parameters(trainer.callbacks, showing=self._prepared.showing_parameters)
 
     def _plan(self, trainer: Any) -> Plan:
         said, accumulate = self._said_precision, trainer.accumulate_grad_batches
@@ -121,6 +124,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Do what Lightning's method does, but leave a prepared model on its device."""
+        self._callbacks.close()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()

@@ -1,12 +1,14 @@
 """The models that one framework object (an accelerator, a strategy) has prepared, and the optimizers that step them."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.engine.engine import engine_of
 from shardwise.engine.protocol import find_engine, require_engine
 from shardwise.engines import prepare
 from shardwise.errors import InvalidModel
@@ -45,3 +47,13 @@ class PreparedModels:
             engine = require_engine(model)
             if engine.concerns(model, optimizer):
                 engine.adopt(model, optimizer)
+
+    @contextmanager
+    def showing_parameters(self, optimizer: Optimizer) -> Iterator[None]:
+        """Show the models' own parameters in the optimizer's param groups, which may be changed in the block."""
+        with ExitStack() as stack:
+            for model in self:
+                owned = engine_of(model).owned
+                if owned.adopted(optimizer):
+                    stack.enter_context(owned.showing_parameters(optimizer))
+            yield

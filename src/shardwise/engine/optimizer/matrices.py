@@ -81,8 +81,8 @@ class OwnedMatrices:
             return [matrix for matrices in self._of.values() for matrix in matrices]
         return self._of.get(optimizer, [])
 
-    def own(self, optimizer: Optimizer, names: Sequence[str]) -> dict[str, nn.Parameter | None]:
-        """Assign owners to these parameters; return the one that the optimizer steps for each (None: not here)."""
+    def own(self, optimizer: Optimizer, names: Sequence[str]) -> None:
+        """Assign owners to these parameters, which the optimizer steps from now on."""
         places = {
             name: (unit, flat, index)
             for unit in self._units.values()
@@ -91,7 +91,7 @@ class OwnedMatrices:
         }
         found = [(name, *places[name]) for name in names if prod(places[name][1].layout.shapes[places[name][2]])]
         if not found:
-            return dict.fromkeys(names)
+            return
         group = found[0][2].groups.gather
         shapes = [flat.layout.shapes[index] for _, _, flat, index in found]
         owners = assign_owners(shapes, num_ranks=group.size, loads=self._loads(group.size))
@@ -100,8 +100,6 @@ class OwnedMatrices:
             unsharded = _at_rest(flat, index, name=name) if owner == group.index else None
             matrix = OwnedMatrix(name=name, unit=unit, flat=flat, index=index, owner=owner, unsharded=unsharded)
             self._of[optimizer].append(matrix)
-        stepped = {matrix.name: matrix.unsharded for matrix in self._of[optimizer]}
-        return {name: stepped.get(name) for name in names}
 
     def _loads(self, num_ranks: int) -> list[int]:
         loads = [0] * num_ranks

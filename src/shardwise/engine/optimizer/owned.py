@@ -5,7 +5,8 @@ whose update reads more than one element at a time are stepped unsharded, by the
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -56,6 +57,8 @@ class OwnedParameters(OptimizerSlices):
         # Whether an optimizer steps any slices.
         self._steps_slices: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._any_optimizer = any_optimizer
+        # Those whose param groups hold the model's own parameters for a moment.
+        self._showing: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     @property
     def _flats(self) -> Sequence[FlatParams]:
@@ -197,18 +200,48 @@ class OwnedParameters(OptimizerSlices):
         params = [params] if isinstance(params, Tensor) else list(params)
         stepped = {name for group in self.group_names[optimizer] for name in group}
         for parameter in (entry[1] if isinstance(entry, tuple) else entry for entry in params):
-            name = self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
-            if id(parameter) not in self._names or name in stepped:
-                why = "it is in another group" if name in stepped else "it is not the prepared model's"
-                raise InvalidPlan(f"add_param_group with {name}: {why}")
-        type(optimizer).add_param_group(optimizer, {**param_group, "params": params})
+            if self._name(parameter) in stepped:
+                raise InvalidPlan(f"add_param_group with {self._name(parameter)}: it is in another group")
+        with self.showing_parameters(optimizer):
+            type(optimizer).add_param_group(optimizer, {**param_group, "params": params})
+
+    def _name(self, parameter: Tensor) -> str:
+        """Return the name of a parameter of the model."""
+        if id(parameter) not in self._names:
+            what = f"a parameter of shape {tuple(parameter.shape)}"
+            raise InvalidPlan(f"add_param_group with {what}: it is not the prepared model's")
+        return self._names[id(parameter)]
+
+    @contextmanager
+    def showing_parameters(self, optimizer: Optimizer) -> Iterator[None]:
+        """Show the model's own parameters in the param groups. The block may add groups, or replace them."""
+        before = self.group_names[optimizer]
+        if optimizer in self._showing:
+            yield
+            return
+        parameters = {self._names[id(one)]: one for one in self._known if id(one) in self._names}
+        for group, names in zip(optimizer.param_groups, before, strict=True):
+            group["params"][:] = [parameters[name] for name in names]
+        groups = list(optimizer.param_groups)
+        self._showing.add(optimizer)
         try:
-            owned = self._to_own(optimizer, first_group=len(optimizer.param_groups) - 1)
-        except InvalidPlan:
-            optimizer.param_groups.pop()
+            yield
+            self._own(self._to_own_now(optimizer, before=before))
+        except BaseException:
+            optimizer.param_groups[:] = groups
             raise
-        self._own(owned)
-        self._rewrite(optimizer.param_groups[-1], optimizer=optimizer)
+        finally:
+            self._showing.discard(optimizer)
+            self.group_names[optimizer] = []
+            for group in optimizer.param_groups:
+                self._rewrite(group, optimizer=optimizer)
+
+    def _to_own_now(self, optimizer: Optimizer, *, before: Sequence[Sequence[str]]) -> list[str]:
+        """Return what must be stepped unsharded of the parameters that have come into the groups."""
+        now = [[self._name(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+        if now == before:
+            return []
+        return self._to_own(optimizer, first_group=len(before) if now[: len(before)] == before else 0)
 
     def _stepped_for(
         self, parameters: list[nn.Parameter], *, names: list[str], optimizer: Optimizer
@@ -217,8 +250,10 @@ class OwnedParameters(OptimizerSlices):
         sharded = [self._stepped[id(parameter)].sharded for parameter in parameters]
         self._steps_slices[optimizer] = any(sharded) or self._steps_slices.get(optimizer, False)
         plan = self.core.plan
-        to_own = [name for name, in_slices in zip(names, sharded, strict=True) if in_slices and plan.owns(name)]
-        matrices = self.matrices.own(optimizer, to_own)
+        held = {matrix.name for matrix in self.matrices.of(optimizer)}
+        in_slices = [name for name, is_sharded in zip(names, sharded, strict=True) if is_sharded]
+        self.matrices.own(optimizer, [name for name in in_slices if plan.owns(name) and name not in held])
+        matrices = {matrix.name: matrix.unsharded for matrix in self.matrices.of(optimizer)}
         slices = super()._stepped_for(parameters, names=names, optimizer=optimizer)
         return [matrices.get(name, part) for name, part in zip(names, slices, strict=True)]
 
