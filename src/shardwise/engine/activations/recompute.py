@@ -46,8 +46,12 @@ def recompute_unit(module: nn.Module, *, mode: str, pack: Callable[[Tensor], Sav
             return unit.forward(*inputs, **options)
         # Flat, so that torch sees every tensor, also in keywords and containers, as saved for backward.
         leaves, tree = tree_flatten((inputs, options))
-        call = _Call(unit, inputs, options, tree=tree)
-        return checkpoint(call, *leaves, use_reentrant=False, preserve_rng_state=not _nesting.draws_nothing)
+        # Each once: a forward may ask whether two inputs are the same object, as attention does of query and key.
+        distinct = {id(leaf): leaf for leaf in leaves}
+        numbers = {key: number for number, key in enumerate(distinct)}
+        call = _Call(unit, inputs, options, tree=tree, places=[numbers[id(leaf)] for leaf in leaves])
+        saves_random = not _nesting.draws_nothing
+        return checkpoint(call, *distinct.values(), use_reentrant=False, preserve_rng_state=saves_random)
 
     return replace_forward(module, forward)
 
@@ -150,20 +154,26 @@ class _Unit:
 
 
 class _Call:
-    """One call of a unit. torch calls it for the forward, and with the same inputs for each recomputation."""
+    """One call of a unit. torch calls it for the forward, and with the same inputs for each recomputation.
 
-    def __init__(self, unit: _Unit, inputs: tuple[Any, ...], options: dict[str, Any], *, tree: Any) -> None:
+    tree, places   how the inputs are put together from the distinct objects that torch saves
+    """
+
+    def __init__(
+        self, unit: _Unit, inputs: tuple[Any, ...], options: dict[str, Any], *, tree: Any, places: list[int]
+    ) -> None:
         self.unit = unit
         self.tree = tree
+        self.places = places
         # The forward gets the original objects: it may write into a list or dict that its caller reads.
         self.given: tuple[tuple[Any, ...], dict[str, Any]] | None = (inputs, options)
         self.versions = unit.versions()
         self.buffers = unit.copy_buffers()
         self.keep = Keep(unit.products) if unit.products is not None else None
 
-    def __call__(self, *leaves: Any) -> Any:
+    def __call__(self, *distinct: Any) -> Any:
         if self.given is None:
-            inputs, options = tree_unflatten(leaves, self.tree)
+            inputs, options = tree_unflatten([distinct[place] for place in self.places], self.tree)
             return self._again(inputs, options)
         inputs, options = self.given
         self.given = None
