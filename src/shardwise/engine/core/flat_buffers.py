@@ -67,7 +67,7 @@ class FlatBuffers:
         host: HostMemory | None = None,
     ) -> None:
         self.params = params
-        self.names = [param.name for param in spec.params]
+        self.spec = spec
         self.placement = placement
         self.device = device
         self.groups = groups
@@ -101,6 +101,10 @@ class FlatBuffers:
         # Whether a module holds on to the memory of a parameter by another name (carried.py).
         self.followed = False
         self.gathering: Work | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [param.name for param in self.spec.params]
 
     def lay_out(self) -> None:
         """Make the full buffer and the parameters' places in it; where parameters are sharded, its memory goes again.

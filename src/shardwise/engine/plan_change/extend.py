@@ -154,7 +154,8 @@ class _Extension:
             stays = len(left) == len(flat.params) and not (flat.unstepped and any(one.trainable for one in left))
             # In their order in the buffer.
             left.sort(key=lambda param: self._known[id(self._parameters[param.name])][1])
-            flat.names = [self._names.get(name, name) for name in flat.names]
+            named = (replace(param, name=self._names.get(param.name, param.name)) for param in flat.spec.params)
+            flat.spec = replace(flat.spec, params=tuple(named))
             if stays:
                 flats.append(flat)
             else:

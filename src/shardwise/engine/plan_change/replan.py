@@ -30,7 +30,6 @@ from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import SHARDED, Placement
-from shardwise.program.buffers import flat_specs
 from shardwise.spec import UnitSpec
 from shardwise.vocabulary.layout import ALIGNMENT
 
@@ -120,7 +119,6 @@ def _settle(engine: Engine) -> None:
     """Wait for all communication, and copy values that users have written to where they belong."""
     engine.core.wait_gathers()
     engine.guards.managed.check(thorough=True)
-    engine.guards.managed.settle()
     engine.guards.managed.writes.follow_grads()
     engine.core.land()
 
@@ -136,8 +134,8 @@ def _swap_buffers(engine: Engine, model: nn.Module, *, setting: CoreSetting, oth
     flats: dict[str, list[FlatParams]] = {}
     for unit_spec in _smaller_first(before, placements=placements, setting=setting):
         unit, flats[unit_spec.name] = before.units[unit_spec.name], []
-        for old, spec in zip(unit.flats, flat_specs(unit_spec, plan=plan), strict=True):
-            new = make_flat(list(old.params), spec=spec, placement=placements[unit.name], setting=setting)
+        for old in unit.flats:
+            new = make_flat(list(old.params), spec=old.spec, placement=placements[unit.name], setting=setting)
             new.lay_out()
             move(engine, numbers[id(old)], new, others=others)
             flats[unit.name].append(new)
