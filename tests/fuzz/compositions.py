@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 from random import Random
 from typing import Any
 
-from drawn_plans import draw_plan
+from drawn_plans import NARROW, draw_plan, is_narrow
+from drawn_plans import all_features as all_plan_features
 from drawn_plans import features as plan_features
 from parts import FROZEN, PARTS, REFUSED, SQUARE, USES, Part
 
@@ -18,18 +20,32 @@ EVENTS: dict[str, dict[str, tuple[Any, ...]]] = {
         "backwards": (1, 1, 1, 2),
         "clip": ("none", "none", "norm", "value"),
         "set_to_none": (True, True, False),
+        "by": ("forward", "forward", "method", "shardwise.step"),
     },
     "drop a forward": {"training": (True, False)},
     "drop gradients": {},
     "evaluate": {"training": (False, True)},
     "freeze": {"part": (), "how": FROZEN},
     "replan": {"plan": ()},
-    "reload": {"plan": ()},
+    "reload": {"plan": (), "how": ("full state", "checkpoint", "fewer ranks")},
     "read": {"how": ("state_dict", "whole", "weight_stream", "full_state_dict")},
     "write": {"how": ("whole", "edit", "load_state_dict", "submodule", "in place")},
+    "join": {},
+    "mean count": {},
+    "extend": {},
     "lr": {},
     "grad norms": {},
     "start average": {},
+}
+# Public names of the package that no event calls, with the reason.
+NOT_CALLED = {
+    **dict.fromkeys(("Plan", "Mesh", "STRATEGIES", "Placement", "ShardwiseError"), "values of a plan"),
+    **dict.fromkeys(("ModelSpec", "TensorSpec", "UnitSpec", "model_spec"), "descriptions; nothing is trained"),
+    **dict.fromkeys(("from_pretrained", "save_pretrained", "lean_loss"), "for models of transformers"),
+    **dict.fromkeys(("Task", "load_task"), "for `shardwise train`"),
+    "DistributedSampler": "needs no model",
+    "tape": "a view of what ran",
+    "capture": "called by shardwise.step",
 }
 _MOST_EVENTS = 6
 
@@ -45,7 +61,7 @@ class Event:
 
     def features(self) -> set[str]:
         """Return the event, and those of its settings that say something by themselves."""
-        found = {f"event {self.kind}"}
+        found = {f"event {self.kind}", *plan_features(self.settings.get("plan", {}))}
         for name, values in EVENTS[self.kind].items():
             value = self.settings.get(name)
             if len(values) > 1 and name in self.settings and value != values[0]:
@@ -55,45 +71,70 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """`double`: the model is float64, and results agree within a bound instead of bit for bit."""
+    """`double`: the model is float64, and results agree within a bound instead of bit for bit. `late`: results of
+    collectives arrive as late as they may (tests/dist/late.py)."""
 
     parts: tuple[Part, ...]
     plan: Mapping[str, Any]
     events: tuple[Event, ...]
     optimizer: str = "sgd"
     double: bool = False
+    late: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
-        lines = [f"seed {self.seed}, {self.optimizer}{', float64' if self.double else ''}, plan {dict(self.plan)}"]
+        said = f"{', float64' if self.double else ''}{', late' if self.late else ''}"
+        lines = [f"seed {self.seed}, {self.optimizer}{said}, plan {dict(self.plan)}"]
         lines += [f"  parts.{number}: {part}" for number, part in enumerate(self.parts)]
         return "\n".join(lines + [f"  {number}. {event}" for number, event in enumerate(self.events)])
 
     def features(self) -> set[str]:
-        found = {f"optimizer {self.optimizer}", *plan_features(dict(self.plan))}
+        found = {f"optimizer {self.optimizer}", *plan_features(dict(self.plan)), *(["late"] if self.late else [])}
         for described in (*self.parts, *self.events):
             found |= described.features()
         return found
+
+
+def all_pairs() -> set[tuple[str, str]]:
+    """Return all pairs of features that one case can have."""
+    names = {*all_plan_features(), "late", "tied", *(f"optimizer {name}" for name in OPTIMIZERS)}
+    names |= {f"part {kind}" for kind in PARTS} | {f"used {use}" for use in USES} | {f"frozen {how}" for how in FROZEN}
+    for kind, settings in EVENTS.items():
+        names.add(f"event {kind}")
+        names |= {f"{kind} {name} {value}" for name, values in settings.items() for value in values[1:]}
+        names -= {f"{kind} {name} {values[0]}" for name, values in settings.items() if values}
+    return {pair for pair in combinations(sorted(names), 2) if not _exclude_each_other(*pair)}
+
+
+def _exclude_each_other(one: str, other: str) -> bool:
+    """Return whether no case can have both: a model has one optimizer, and keys that change what is computed stay."""
+    kinds = {one.split()[0], other.split()[0]}
+    return len(kinds) == 1 and kinds <= {"optimizer", "precision", "reduce_dtype", "compile"}
 
 
 def draw_case(seed: int, *, num_ranks: int) -> Case:
     """Return the case of a seed."""
     random = Random(f"{seed}/{num_ranks}")
     parts = _draw_parts(random)
-    plan = draw_plan(random, num_parts=len(parts), num_ranks=num_ranks)
-    events, current = [Event(kind="step", settings=_draw_step(random))], plan
+    # The sum of three numbers depends on the order, so on the strategy; in a narrow dtype no bound is small enough.
+    may_be_narrow = num_ranks == 2
+    plan = draw_plan(random, num_parts=len(parts), num_ranks=num_ranks, may_be_narrow=may_be_narrow)
+    narrow = is_narrow(plan)
+    events, current = [Event(kind="step", settings=_draw_step(random, narrow=narrow))], plan
     for _ in range(random.randint(1, _MOST_EVENTS)):
         events.append(_draw_event(random, plan=current, num_parts=len(parts), num_ranks=num_ranks))
         current = events[-1].settings.get("plan", current)
     events.append(Event(kind="step", settings={}))
     clips = any(event.settings.get("clip") == "norm" for event in events)
+    compiles = "compile" in plan or any("compile" in event.settings.get("plan", {}) for event in events)
     return Case(
         parts=parts,
         plan=plan,
         events=tuple(events),
         optimizer=random.choice(OPTIMIZERS),
-        # A norm and a sum of three depend on the order in which they are added up.
-        double=clips or num_ranks > 2,
+        # A norm and a sum of three depend on the order in which they are added up; compiled code rounds differently.
+        double=not narrow and (clips or compiles or num_ranks > 2),
+        late=random.random() < 0.2,
         seed=seed,
     )
 
@@ -112,19 +153,32 @@ def _draw_parts(random: Random) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _draw_step(random: Random) -> dict[str, Any]:
+def _draw_step(random: Random, *, narrow: bool) -> dict[str, Any]:
     drawn = {name: random.choice(values) for name, values in EVENTS["step"].items()}
+    if drawn["by"] == "shardwise.step":
+        # It is a whole step: it clips by the norm only, has one backward per pass, and sets gradients to None.
+        drawn = {"passes": drawn["passes"], "clip": "norm" if drawn["clip"] == "norm" else "none", "by": drawn["by"]}
+    if narrow and drawn["clip"] == "norm":
+        # The norm's last bits depend on the strategy, and so would those of the weights.
+        drawn["clip"] = "none"
     return {name: value for name, value in drawn.items() if value != EVENTS["step"][name][0]}
 
 
 def _draw_event(random: Random, *, plan: dict[str, Any], num_parts: int, num_ranks: int) -> Event:
     kind = "step" if random.random() < 0.4 else random.choice(list(EVENTS))
+    if kind == "extend" and "owned" in plan and random.random() < 0.8:
+        kind = "mean count"
+    narrow = is_narrow(plan)
     if kind == "step":
-        return Event(kind=kind, settings=_draw_step(random))
+        return Event(kind=kind, settings=_draw_step(random, narrow=narrow))
     settings = {name: random.choice(values) for name, values in EVENTS[kind].items() if values}
     if "part" in EVENTS[kind]:
         settings["part"] = random.randrange(num_parts)
     if "plan" in EVENTS[kind]:
         like = plan if kind == "replan" else None
-        settings["plan"] = draw_plan(random, num_parts=num_parts, num_ranks=num_ranks, like=like)
+        drawn = draw_plan(random, num_parts=num_parts, num_ranks=num_ranks, like=like, may_be_narrow=False)
+        # What is computed stays as it was, so that the oracle of the case stays the same.
+        if narrow:
+            drawn.pop("compile", None)
+        settings["plan"] = {**drawn, **{name: plan[name] for name in NARROW if name in plan}}
     return Event(kind=kind, settings=settings)

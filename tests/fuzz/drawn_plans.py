@@ -17,19 +17,16 @@ from shardwise.units import unit_modules
 LEFT_OUT = {
     "micro_batch": "the planner's",
     "accumulate": "a default of `shardwise train`; here a step says how many passes it has",
-    "compile": "compiling takes seconds",
-    "capture": "needs a GPU",
+    "capture": "auto: on a GPU, `shardwise.step` captures what it can",
     "engine": "the oracle is plain torch",
-    "owned": "needs an optimizer that steps whole parameters",
-    "precision": "not drawn yet: other dtypes need another oracle than one process",
-    "reduce_dtype": "as the precision",
-    "keep_fp32": "as the precision",
 }
-# The values that are drawn, by key.
+# The values that are drawn, by key; the first is the default.
 VALUES: dict[str, list[Any]] = {
     "strategy": list(STRATEGIES),
     "units": ["auto", "none", "leaf", "min-params:20"],
     "accumulate_reduced": [False, True],
+    "precision": ["fp32", "bf16", "fp16"],
+    "reduce_dtype": ["fp32", "bf16"],
     "recompute": ["none", "full", "selective"],
     "offload_activations": [False, True],
     "offload_states": [False, True],
@@ -37,12 +34,19 @@ VALUES: dict[str, list[Any]] = {
     "reduces_in_flight": [1, 2],
     "bucket_bytes": [25 * 2**20, 1, 100],
     "dynamic": [False, True],
+    "compile": ["none", "aot_eager"],
     "collectives": ["backend", "ring"],
 }
+# How often a key is drawn, where that is less than usual: compiling takes seconds.
+SHARES = {"compile": 0.004, "precision": 0.2, "reduce_dtype": 0.2}
+_USUAL_SHARE = 0.3
+# Keys that change what is computed: results are compared with a ddp job of the same precision, not with one process.
+NARROW = ("precision", "reduce_dtype", "keep_fp32")
 # Strategies under which states can be offloaded: replicated gradients stay on the device.
 _OFFLOADED = {name for name, placement in STRATEGIES.items() if placement.grads is SHARDED}
 # Keys whose values depend on the model or the number of ranks.
-DRAWN_HERE = ("overrides", "recompute_overrides", "mesh")
+DRAWN_HERE = ("overrides", "recompute_overrides", "keep_fp32", "owned", "mesh")
+_OWNED = "*.weight"
 
 
 def unlisted() -> set[str]:
@@ -50,12 +54,14 @@ def unlisted() -> set[str]:
     return {field.name for field in fields(Plan)} - {*VALUES, *DRAWN_HERE, *LEFT_OUT}
 
 
-def draw_plan(random: Random, *, num_parts: int, num_ranks: int, like: dict[str, Any] | None = None) -> dict[str, Any]:
+def draw_plan(
+    random: Random, *, num_parts: int, num_ranks: int, like: dict[str, Any] | None = None, may_be_narrow: bool = True
+) -> dict[str, Any]:
     """Return the keys of a plan. `like`: a plan to which `replan` may change from this one."""
     plan: dict[str, Any] = {"strategy": random.choice(VALUES["strategy"])}
     for name, values in VALUES.items():
-        if name != "strategy" and random.random() < 0.3:
-            plan[name] = random.choice(values)
+        if name != "strategy" and random.random() < SHARES.get(name, _USUAL_SHARE):
+            plan[name] = random.choice(values) if name not in SHARES else random.choice(values[1:])
     patterns = [f"parts.{number}" for number in range(num_parts)]
     if random.random() < 0.3:
         plan["overrides"] = {random.choice(["(root)", *patterns]): random.choice(VALUES["strategy"])}
@@ -63,12 +69,27 @@ def draw_plan(random: Random, *, num_parts: int, num_ranks: int, like: dict[str,
         plan["recompute_overrides"] = {random.choice(patterns): random.choice(VALUES["recompute"])}
     if random.random() < 0.2:
         plan["mesh"] = [num_ranks, 1] if random.random() < 0.5 else [1, num_ranks]
+    if random.random() < 0.1 and "offload_states" not in plan:
+        plan["owned"] = [_OWNED]
+    if "precision" in plan and random.random() < 0.5:
+        plan["keep_fp32"] = [random.choice(["first", *patterns])]
+    if any(name in plan for name in NARROW):
+        # Compiled code rounds differently, and in a narrow dtype no bound is small enough.
+        plan.pop("compile", None)
+    if not may_be_narrow:
+        plan = {name: value for name, value in plan.items() if name not in NARROW}
     if like is not None:
-        plan = {name: value for name, value in plan.items() if name not in _FIXED}
-        plan |= {name: value for name, value in like.items() if name in _FIXED}
-    if not {plan["strategy"], *plan.get("overrides", {}).values()} <= _OFFLOADED:
+        # The ranks that own parameters are chosen when a model is prepared.
+        fixed = {*_FIXED, "owned"}
+        plan = {name: value for name, value in plan.items() if name not in fixed}
+        plan |= {name: value for name, value in like.items() if name in fixed}
+    if not {plan["strategy"], *plan.get("overrides", {}).values()} <= _OFFLOADED or "owned" in plan:
         plan.pop("offload_states", None)
     return plan
+
+
+def is_narrow(plan: dict[str, Any]) -> bool:
+    return any(name in plan for name in NARROW)
 
 
 def as_plan(keys: dict[str, Any], *, model: nn.Module) -> Plan:
@@ -86,3 +107,9 @@ def as_plan(keys: dict[str, Any], *, model: nn.Module) -> Plan:
 def features(keys: dict[str, Any]) -> set[str]:
     """Return the features of a plan: each key with its value; patterns count by the key alone."""
     return {name if name in DRAWN_HERE else f"{name} {value}" for name, value in keys.items()}
+
+
+def all_features() -> set[str]:
+    return {*DRAWN_HERE, *(f"{name} {value}" for name, values in VALUES.items() for value in values)} - {
+        f"{name} {VALUES[name][0]}" for name in SHARES
+    }

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from itertools import combinations, count
 
-from compositions import draw_case
+from compositions import all_pairs, draw_case
 from open_faults import why_left_out
 from outcomes import cut_down, outcomes
 
@@ -27,7 +27,8 @@ def main() -> int:
     starts = range(int(first), int(last), _CHUNK) if last else count(int(first), _CHUNK)
     kinds: Counter[str] = Counter()
     refusals: Counter[str] = Counter()
-    pairs: Counter[tuple[str, str]] = Counter()
+    possible = all_pairs()
+    tried_pairs: set[tuple[str, str]] = set()
     num_left_out, began = 0, time.monotonic()
     try:
         for start in starts:
@@ -37,9 +38,9 @@ def main() -> int:
             num_left_out += len(cases) - len(tried)
             for case, found in outcomes(tried, num_ranks=asked.ranks):
                 kinds[found.kind] += 1
-                pairs.update(combinations(sorted(case.features()), 2))
+                tried_pairs.update(combinations(sorted(case.features()), 2))
                 if found.kind == "refused":
-                    refusals[found.line.split(": ", 1)[-1][:90]] += 1
+                    refusals[found.line.rsplit("): ", 1)[-1][:110]] += 1
                 if found.kind == "failed":
                     again = f'make fuzz ARGS="--ranks {asked.ranks} --seeds {case.seed}:{case.seed + 1}"'
                     print(f"FAILED, {again}: {found.line}", flush=True)
@@ -50,9 +51,13 @@ def main() -> int:
         pass
     seconds = time.monotonic() - began
     speed = sum(kinds.values()) / seconds
+    missing = sorted(possible - tried_pairs)
     print(
-        f"{dict(kinds)}, {num_left_out} left out, in {seconds:.0f} s, {speed:.1f} cases per second, {len(pairs)} pairs"
+        f"{dict(kinds)}, {num_left_out} left out, in {seconds:.0f} s, {speed:.1f} cases per second; "
+        f"{1 - len(missing) / len(possible):.1%} of {len(possible)} pairs of features tried"
     )
+    if missing:
+        print(f"not tried together, for example: {missing[:: max(1, len(missing) // 8)][:8]}")
     for line, number in refusals.most_common(20):
         print(f"{number:5d} {line}")
     return 1 if kinds["failed"] else 0

@@ -10,15 +10,23 @@ import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from compositions import Case, Event
+from drawn_plans import is_narrow
+from one_process import OneProcess
+from rank_world import Rank, Reference
 from ranks import RankFailed, run_ranks
-from worlds import OneProcess, Rank
+from worlds import Observed, World
 
+from shardwise.comm.agreement import exchange
 from shardwise.errors import ShardwiseError
+
+# What an event returned, or the error that it raised.
+Seen = Observed | Exception
 
 TIMEOUT_SECONDS = 20.0
 # Of float64 results, relative to the largest value of each tensor, as DESIGN has it for AdamW.
@@ -42,42 +50,58 @@ class Outcome:
 
 
 def run_case(rank: int, case: Case) -> Outcome:
-    """The body of a rank: the case in a job, then in one process, compared event by event."""
-    num_ranks = dist.get_world_size()
-    observed: list[dict[str, Any] | Exception] = []
+    """The body of a rank: the case in a job, then in its oracle, compared event by event.
+
+    Events that were refused are left out of the oracle; what torch itself refuses is right.
+    """
+    num_ranks, device = dist.get_world_size(), torch.device("cpu")
     try:
-        world = Rank(case, num_ranks=num_ranks)
+        observed = _run(Rank(case, num_ranks=num_ranks, device=device), case)
     except ShardwiseError as error:
         return Outcome(kind="refused", at=-1, line=str(error))
-    for event in (*case.events, _END):
+    refused = [isinstance(found, ShardwiseError) for found in observed]
+    oracle: World
+    if is_narrow(dict(case.plan)):
+        everyone = exchange(refused)
+        if any(other != refused for other in everyone):
+            said = "; ".join(f"rank {rank}: {str(found)[:150]}" for found in observed if isinstance(found, Exception))
+            return Outcome(kind="failed", line=f"ranks differ: {said or 'this one refused nothing'}")
+        oracle = Reference(case, num_ranks=num_ranks, device=device)
+    else:
+        oracle = OneProcess(case, num_ranks=num_ranks, rank=rank, device=device)
+    return compare(case, observed, _run(oracle, case, skipped=refused))
+
+
+def _run(world: World, case: Case, *, skipped: Sequence[bool] | None = None) -> list[Seen]:
+    """Run the events, up to an error that ends the training. `skipped`: those to leave out; later ones do not run."""
+    observed: list[Seen] = []
+    for event, skips in zip((*case.events, _END), skipped or repeat(False), strict=False):
         try:
-            observed.append(world.do(event))
+            observed.append({} if skips else world.do(event))
         except Exception as error:
             observed.append(error)
             if event.kind in _TRAINING or not isinstance(error, ShardwiseError):
                 break
-    return compare(case, observed, rank=rank, num_ranks=num_ranks)
+    return observed
 
 
-def compare(case: Case, observed: list[dict[str, Any] | Exception], *, rank: int, num_ranks: int) -> Outcome:
-    """Compare with one process. Events that were refused are left out there; what torch itself refuses is right."""
-    oracle = OneProcess(case, num_ranks=num_ranks, rank=rank)
+def compare(case: Case, observed: list[Seen], expected: list[Seen]) -> Outcome:
+    """Compare what was observed with the oracle's. An error that is not ours is right if torch raises one too."""
     refused: Outcome | None = None
-    for at, (event, found) in enumerate(zip((*case.events, _END), observed, strict=False)):
+    for at, (event, found, right) in enumerate(zip((*case.events, _END), observed, expected, strict=False)):
         if isinstance(found, ShardwiseError):
             refused = refused or Outcome(kind="refused", at=at, line=f"{event}: {found}")
             continue
-        try:
-            expected = oracle.do(event)
-        except RuntimeError as error:
+        if isinstance(right, RuntimeError):
             if isinstance(found, RuntimeError):
                 return refused or Outcome(kind="equal")
-            return Outcome(kind="failed", at=at, line=f"{event}: torch itself raises {str(error)[:150]}")
-        if isinstance(found, Exception):
-            raise found
-        for label in sorted(expected.keys() | found.keys()):
+            return Outcome(kind="failed", at=at, line=f"{event}: torch itself raises {str(right)[:150]}")
+        for error in (found, right):
+            if isinstance(error, Exception):
+                raise error
+        for label in sorted(right.keys() | found.keys()):
             bound = NORM_BOUND if label == "norms" else BOUND if case.double else 0.0
-            said = difference(found.get(label), expected.get(label), bound=bound)
+            said = difference(found.get(label), right.get(label), bound=bound)
             if said:
                 return Outcome(kind="failed", at=at, line=f"{event} differs in {label}: {said}")
     return refused or Outcome(kind="equal")
@@ -111,6 +135,9 @@ def run_cases(rank: int, cases: Sequence[Case]) -> list[Outcome]:
         warnings.simplefilter("ignore")
         for case in cases:
             found.append(run_case(rank, case))
+            if "compile" in str(case):
+                # Otherwise later cases run into the number of times that one function may be compiled.
+                torch._dynamo.reset()
             gc.collect()
     return found
 
@@ -201,6 +228,8 @@ def simpler(case: Case) -> Iterator[Case]:
             simple = replace(part, **change)
             if simple != part:
                 yield replace(case, parts=(*case.parts[:at], simple, *case.parts[at + 1 :]))
+    if case.late:
+        yield replace(case, late=False)
     if case.optimizer != "sgd":
         yield replace(case, optimizer="sgd")
 

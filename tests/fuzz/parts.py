@@ -5,6 +5,7 @@ Inputs are (samples, TIME, WIDTH). A part is a unit of the model, `parts.N`; `fi
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from torch.nn.utils import parametrizations
 WIDTH = 4
 TIME = 3
 
+# x, y, and the key that decides which parts are called.
+Batch = dict[str, Any]
 USES = ("once", "twice", "never", "sometimes")
 FROZEN = ("nothing", "some", "all")
 
@@ -136,6 +139,68 @@ class Parametrised(nn.Module):
         return x + torch.tanh(self.up(x))
 
 
+class Adapted(nn.Module):
+    """A frozen layer with a trained adapter next to it, and a frozen scale: a unit that is partly frozen, as by LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.adapter = nn.Sequential(nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False))
+        for module in (self.norm, self.base):
+            module.requires_grad_(False)
+        self.scale.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        return x + torch.tanh(self.base(normed) + self.adapter(normed)) * self.scale
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.both(x, x, x, need_weights=False)[0]
+
+
+class Convolved(nn.Module):
+    """Over time; its output is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Named(nn.Module):
+    """Takes keywords and returns a dict, of which one value is not differentiable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, *, hidden: Tensor, factor: float) -> dict[str, Tensor]:
+        found = hidden + factor * torch.tanh(self.up(hidden))
+        return {"hidden": found, "largest": found.detach().argmax(-1)}
+
+
+class Calling(nn.Module):
+    """Calls one module under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = Named()
+        self.right = self.left
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.right(hidden=self.left(hidden=x, factor=0.5)["hidden"], factor=0.25)["hidden"]
+
+
 class Odd(Square):
     """Parameters with no element, with one, and with no dimension."""
 
@@ -184,6 +249,10 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "dropout": Dropped,
     "weight norm": lambda: Parametrised(parametrizations.weight_norm),
     "spectral norm": lambda: Parametrised(parametrizations.spectral_norm),
+    "adapted": Adapted,
+    "attention": Attending,
+    "convolution": Convolved,
+    "shared module": Calling,
     "odd shapes": Odd,
     "nested": Nested,
 }
@@ -204,7 +273,8 @@ class Model(nn.Module):
         for part, module in zip(parts, self.parts, strict=True):
             if part.tied:
                 module.up.weight = self.parts[0].up.weight
-            freeze(module, part.frozen)
+            if part.frozen != "nothing":
+                freeze(module, part.frozen)
 
     def forward(self, x: Tensor, key: int) -> Tensor:
         x = self.first(x)
@@ -215,6 +285,15 @@ class Model(nn.Module):
             if part.uses == "twice":
                 x = module(x)
         return self.last(x)
+
+    def loss_of(self, batch: Batch) -> Tensor:
+        """A method that can stand for the forward (shardwise.forward_method)."""
+        return loss_of(self, batch)
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    found: Tensor = (model(batch["x"], batch["key"]) - batch["y"]).square().mean()
+    return found
 
 
 def freeze(module: nn.Module, how: str) -> None:

@@ -1,13 +1,17 @@
 """Random compositions of models, plans and events are equal to one process of plain torch, or refused in one line."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
-from compositions import Case, Event, draw_case
+import rank_world
+from compositions import NOT_CALLED, Case, Event, all_pairs, draw_case
 from drawn_plans import unlisted
 from open_faults import OPEN_FAULTS, why_left_out
 from outcomes import cut_down, outcome, outcomes
 from parts import PARTS, Part
+
+import shardwise
 
 NUM_SEEDS = 300
 
@@ -34,6 +38,19 @@ def test_random_compositions_are_right_or_refused(num_ranks: int) -> None:
 
 def test_every_key_of_a_plan_is_drawn_or_left_out_for_a_reason() -> None:
     assert unlisted() == set()
+
+
+def test_every_public_function_is_called_by_an_event_or_left_out_for_a_reason() -> None:
+    source = Path(rank_world.__file__).read_text()
+    called = {name for name in shardwise.__all__ if f"shardwise.{name}(" in source}
+    assert {*called, *NOT_CALLED} == set(shardwise.__all__)
+    assert not called & NOT_CALLED.keys()
+
+
+def test_features_of_cases_are_those_that_pairs_are_counted_of() -> None:
+    named = {name for pair in all_pairs() for name in pair}
+    drawn = [draw_case(seed, num_ranks=2).features() for seed in range(2000)]
+    assert set().union(*drawn) == named
 
 
 def test_open_faults_concern_few_cases() -> None:
@@ -71,6 +88,26 @@ def test_an_embedding_with_max_norm_is_refused_before_training(strategy: str) ->
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_forwards_of_batch_norm_before_a_backward_are_equal(strategy: str) -> None:
     case = Case(parts=(Part(kind="batch norm"),), plan={"strategy": strategy}, events=(step(forwards=2), step()))
+    assert outcome(case, num_ranks=2).kind == "equal"
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_recomputed_unit_is_given_one_object_for_inputs_that_were_one(recompute: str) -> None:
+    # nn.MultiheadAttention asks whether query, key and value are the same tensor.
+    plan = {"strategy": "ddp", "units": "min-params:20", "recompute": recompute, "offload_activations": True}
+    parts = (Part(kind="attention", frozen="all"), Part(kind="attention"))
+    assert outcome(Case(parts=parts, plan=plan, events=(step(), step())), num_ranks=2).kind == "equal"
+
+
+def test_a_plan_is_changed_after_a_model_was_extended() -> None:
+    events = (
+        step(),
+        Event(kind="extend"),
+        step(),
+        Event(kind="replan", settings={"plan": {"strategy": "ddp"}}),
+        step(),
+    )
+    case = Case(parts=(Part(kind="plain"),), plan={"strategy": "zero2"}, events=events)
     assert outcome(case, num_ranks=2).kind == "equal"
 
 
