@@ -25,6 +25,7 @@ from shardwise.comm.agreement import exchange
 from shardwise.engine.engine import engine_of
 from shardwise.engine.prepared.grad_norms import clip_grad_norm_
 from shardwise.engines import prepare
+from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.tasks import cross_entropy
@@ -495,14 +496,24 @@ def by_cast(model: nn.Module) -> None:
 
 def tears_out(rank: int, strategy: str) -> None:
     for tear in (by_vector, by_data, by_set, by_cast):
-        model, optimizer, batch = trained(strategy, rank)
-        optimizer.step()
-        optimizer.zero_grad()
-        tear(model)
-        for use in (lambda: model(batch(2, rank)[0]), model.state_dict):  # noqa: B023
-            message = line(use)
-            assert "weight was given other memory after shardwise.prepare" in message
-            assert "model.load_state_dict" in message
+        model, batch = MODELS["gpt"]()
+        plain = copy.deepcopy(model)
+        optimizer, other = sgd(model.parameters()), sgd(plain.parameters())
+        prepare(model, optimizer, Plan(strategy=strategy))
+        for step in range(3):
+            cross_entropy(model, batch(step, rank)).backward()
+            for micro_batch in range(2):
+                (cross_entropy(plain, batch(step, micro_batch)) * 0.5).backward()
+            for each in (optimizer, other):
+                each.step()
+                each.zero_grad()
+            if step == 1:
+                tear(model)
+                tear(plain)
+                with pytest.raises(ShardwiseError, match="weight was given other memory after shardwise.prepare"):
+                    model.state_dict()
+        found = model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
     # Values that are put aside and come back are where they were.
     model, optimizer, batch = trained(strategy, rank)
     optimizer.step()
@@ -512,10 +523,27 @@ def tears_out(rank: int, strategy: str) -> None:
     cross_entropy(model, batch(2, rank)).backward()
 
 
-@pytest.mark.ledger("parameters-torn-out", outcome="refused")
+@pytest.mark.ledger("parameters-torn-out", outcome="right")
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", *whole("zero1")])
-def test_parameters_that_are_torn_out_of_their_buffers_are_refused(strategy: str) -> None:
+def test_parameters_that_are_torn_out_of_their_buffers_are_trained_with_their_new_values(strategy: str) -> None:
     run_ranks(tears_out, num_ranks=2, args=(strategy,))
+
+
+def keeps_other_memory(rank: int) -> None:
+    model, optimizer, _ = trained("zero1", rank)
+    kept = torch.zeros(18)
+    model.norm.weight.data = kept
+    refused = line(optimizer.step)
+    assert "norm.weight was given the memory of a tensor that is still in use" in refused
+    assert "p.data.copy_" in refused
+    model.norm.weight.data = model.norm.bias.data
+    assert "still in use" in line(optimizer.step)
+    model.norm.weight.data = torch.zeros(17)
+    assert "torch.float32 (17,) on cpu in place of torch.float32 (18,)" in line(optimizer.step)
+
+
+def test_memory_that_a_parameter_would_share_or_that_does_not_fit_is_refused() -> None:
+    run_ranks(keeps_other_memory, num_ranks=2)
 
 
 def distributed_already(rank: int) -> None:
@@ -775,14 +803,16 @@ def test_a_state_dict_on_one_rank_alone_names_the_ranks_that_did_not_come() -> N
 
 def torn_out_of_many(rank: int) -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100)))
-    prepare(model, sgd(model.parameters()), Plan(strategy="ddp"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    prepare(model, optimizer, Plan(strategy="zero1"))
     x = torch.ones(1, 2)
-    model(x).sum().backward()
-    model[-1].bias.data = torch.zeros(2)
-    # Nothing of it is saved; and within a few forwards all parameters are looked at.
-    assert "99.bias was given other memory" in line(model.state_dict)
-    assert "99.bias was given other memory" in line(lambda: [model(x) for _ in range(4)])
+    for _ in range(2):
+        model(x).sum().backward()
+        model[-1].bias.data = torch.full((2,), 7.0)
+        assert "99.bias was given other memory" in line(model.state_dict)
+        optimizer.step()
+        assert model.state_dict()["99.bias"].tolist() == [7.0, 7.0]
 
 
-def test_a_torn_parameter_among_many_is_never_saved_and_found_within_a_few_forwards() -> None:
-    run_ranks(torn_out_of_many, num_ranks=1)
+def test_a_torn_parameter_among_many_is_found_before_an_update_and_before_it_is_saved() -> None:
+    run_ranks(torn_out_of_many, num_ranks=2)

@@ -160,3 +160,66 @@ def test_a_graph_behind_averaged_gradients_is_refused_before_any_gradient_change
     for said in run_ranks(refused, num_ranks=2, args=(graph_in_grads, Plan(strategy="ddp"))):
         assert "backward(create_graph=True)" in said
         assert "torch.autograd.grad" in said
+
+
+# Memory that is replaced
+
+
+class MomentumEncoder(nn.Module):
+    """MoCo: a second encoder that follows the first slowly, by `p.data = …`."""
+
+    def __init__(self, *, follows: bool) -> None:
+        super().__init__()
+        self.query, self.key = make_model(), make_model()
+        self.key.requires_grad_(False)
+        self.follows = follows
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for query, key in zip(self.query.parameters(), self.key.parameters(), strict=True):
+            key.data = key.data * 0.9 + query.data * 0.1
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        queries = self.query(x)
+        with torch.no_grad():
+            if self.follows:
+                self.follow()
+            keys = self.key(other)
+        return (queries - keys).square().mean()
+
+
+def momentum_encoder(job: Job, *, inside: bool) -> dict[str, Tensor]:
+    model = MomentumEncoder(follows=inside)
+    optimizer = sgd(model.query)
+    job.prepare(model, optimizer)
+    for step in range(3):
+        for rank, weight in job.parts():
+            # In one process the second rank's forward finds it done.
+            model.follows = inside and (rank == 0 or job.plan is not None)
+            (weight * model(batch(step, rank), batch(step, rank + 2))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not inside:
+            model.follow()
+    return job.state(model)
+
+
+def follows_inside(job: Job) -> dict[str, Tensor]:
+    return momentum_encoder(job, inside=True)
+
+
+def follows_after(job: Job) -> dict[str, Tensor]:
+    return momentum_encoder(job, inside=False)
+
+
+@pytest.mark.parametrize(
+    ("idiom", "strategy"),
+    [(follows_inside, "ddp"), (follows_inside, "zero2"), (follows_after, "zero1"), (follows_after, "zero2")],
+)
+def test_a_momentum_encoder_may_be_given_other_memory(idiom: Idiom, strategy: str) -> None:
+    assert_as_one_process(idiom, Plan(strategy=strategy))
+
+
+def test_a_sharded_momentum_encoder_is_refused() -> None:
+    for said in run_ranks(refused, num_ranks=2, args=(follows_inside, Plan(strategy="fsdp"))):
+        assert "is sharded and freed" in said

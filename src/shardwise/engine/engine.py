@@ -94,6 +94,7 @@ class Engine:
         """Refuse `what` where the parameters are not the model's trained state."""
         self.check_between_steps(what=what)
         self.guards.managed.check(thorough=True)
+        self.guards.managed.settle()
 
 
 # An attribute of the model, because a table by model would keep both alive: an engine holds its model.

@@ -124,6 +124,8 @@ class CapturedStep:
         self._num_steps += 1
         self.report = StepReport()
         self._evaluation.leave()
+        # Graphs read the buffers.
+        self._engine.guards.managed.put_back()
         if not self.stopped and self._num_steps == _MANY_STEPS and self._num_replays < _MANY_STEPS / 2:
             self._give_up()
         if self.stopped:

@@ -39,7 +39,7 @@ class Guards:
         events.gradients_asked.append(lambda: self.managed.writes.follow_grads())
         events.update_begins.append(self._begin_update)
         events.update_ended.append(lambda: self.managed.writes.settled())
-        events.values_read.append(lambda announced: self.managed.writes.settle(announced=announced))
+        events.values_read.append(lambda announced: self.managed.settle(announced=announced))
         events.values_written.append(lambda: self.managed.writes.settled())
         # Hooks that refuse gradients until the first forward registers those that accept them.
         self._refusals: list[Any] = []
@@ -78,6 +78,7 @@ class Guards:
 
     def _begin_update(self) -> None:
         self.same_order.check()
+        self.managed.put_back()
         self.managed.writes.before_step()
         self.replicas.count_step()
 

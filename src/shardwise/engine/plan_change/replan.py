@@ -119,6 +119,7 @@ def _settle(engine: Engine) -> None:
     """Wait for all communication, and copy values that users have written to where they belong."""
     engine.core.wait_gathers()
     engine.guards.managed.check(thorough=True)
+    engine.guards.managed.settle()
     engine.guards.managed.writes.follow_grads()
     engine.core.land()
 
