@@ -200,19 +200,29 @@ def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iter
 
 
 def clip_grad_norm_(
-    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    parameters: Iterable[Tensor] | None = None,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale the gradients so that their norm is at most `max_norm`; return the norm that they had, on every rank.
 
-    Collective. Like torch's function, but over the whole gradient, on whatever ranks its slices are.
+    Collective. Like torch's function, but over the whole gradient, on whatever ranks its slices are. With `parameters`
+    (some of the model's), only their gradients are scaled, by their norm.
     """
-    engine = require_engine(model)
-    return engine.clip_grad_norm_(model, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    return require_engine(model).clip_grad_norm_(
+        model, max_norm, norm_type, parameters=parameters, error_if_nonfinite=error_if_nonfinite
+    )
 
 
-def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
-    """Clamp every element of the gradients to [-clip_value, clip_value], like torch's function of this name."""
-    require_engine(model).clip_grad_value_(model, clip_value)
+def clip_grad_value_(model: nn.Module, clip_value: float, *, parameters: Iterable[Tensor] | None = None) -> None:
+    """Clamp every element of the gradients to [-clip_value, clip_value], like torch's function of this name.
+
+    With `parameters` (some of the model's), only of their gradients.
+    """
+    require_engine(model).clip_grad_value_(model, clip_value, parameters=parameters)
 
 
 def grad_norms(model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Gradients by name: norms and a bound for each element, under every strategy and on torch's engine; closures."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -8,9 +9,10 @@ from cases import GPT, adamw, make_tokens
 from ranks import run_ranks
 from torch import Tensor, nn
 from training import line, make_collectives
-from whole import strategies
+from whole import strategies, whole
 
 import shardwise
+from shardwise.integrations.prepared_models import PreparedModels
 from shardwise.plan import Plan
 from shardwise.plan.placement import STRATEGIES
 from shardwise.tasks import cross_entropy
@@ -65,6 +67,54 @@ def norms(rank: int, plans: list[Plan]) -> None:
 
 def test_norms_by_name_and_clipped_values_are_those_of_one_process() -> None:
     run_ranks(norms, num_ranks=2, args=(PLANS,))
+
+
+def clips_some(rank: int, plans: list[Plan]) -> None:
+    """The gradient of one block, and then of one network's half by torch's own function where it can see it."""
+    for plan in plans:
+        model, _, batch = prepared(plan, rank=rank)
+        expected = gradients(batch)
+        cross_entropy(model, batch(0, rank)).backward()
+        before = shardwise.grad_norms(model)
+        some = [name for name in expected if name.startswith("blocks.1")]
+        bare = getattr(model, "module", model)
+        total = torch.stack([expected[name].double().norm() for name in some]).norm()
+        found = shardwise.clip_grad_norm_(model, total.item() / 2, parameters=bare.blocks[1].parameters())
+        assert found.item() == pytest.approx(total.item(), rel=1e-5), plan
+        for name, norm in shardwise.grad_norms(model).items():
+            assert norm == pytest.approx(before[name] / (2 if name in some else 1), rel=1e-5), (plan, name)
+        shardwise.clip_grad_value_(model, 1e-9, parameters=[bare.blocks[1].norm1.weight])
+        after = shardwise.grad_norms(model, norm_type=float("inf"))
+        assert sum(norm <= 1.1e-9 for norm in after.values()) == 1
+        assert "is not the model's" in line(
+            lambda model=model: shardwise.clip_grad_norm_(model, 1.0, parameters=[nn.Parameter(torch.ones(3))])
+        )
+        if plan.strategy in ("ddp", "zero1") and plan.engine == "shardwise":
+            torch.nn.utils.clip_grad_norm_(bare.blocks[0].parameters(), 1e-6)
+            left = shardwise.grad_norms(model)
+            clipped = [norm for name, norm in left.items() if name.startswith("blocks.0")]
+            assert sum(norm**2 for norm in clipped) ** 0.5 == pytest.approx(1e-6, rel=0.1)
+            assert left["blocks.1.norm2.weight"] == pytest.approx(before["blocks.1.norm2.weight"] / 2, rel=1e-5)
+
+
+def test_only_the_parameters_that_were_named_are_clipped_and_by_their_norm() -> None:
+    run_ranks(clips_some, num_ranks=2, args=(PLANS,))
+
+
+def clips_slices(rank: int, strategy: str) -> str:
+    model, optimizer, batch = prepared(Plan(strategy=strategy), rank=rank)
+    cross_entropy(model, batch(0, rank)).backward()
+    slices = [p for group in optimizer.param_groups for p in group["params"]]
+    before = {p: p.grad.clone() for p in slices if p.grad is not None}
+    said = line(lambda: torch.nn.utils.clip_grad_norm_(slices, 1e-3))
+    assert all(torch.equal(p.grad, grad) for p, grad in before.items())
+    return said
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_torchs_clipping_of_slices_by_one_ranks_norm_is_refused(strategy: str) -> None:
+    for said in run_ranks(clips_slices, num_ranks=2, args=(strategy,)):
+        assert "each rank would clip by the norm of its own part; call shardwise.clip_grad_norm_(model" in said
 
 
 def refused(rank: int, plan: Plan) -> list[str]:
@@ -203,3 +253,45 @@ def test_a_bf16_model_that_would_compute_in_fp32_is_told_once() -> None:
     assert "precision = 'bf16'" in said[0]
     assert (len(said), others) == (1, [])
     assert run_ranks(told, num_ranks=1, args=("bf16",)) == run_ranks(told, num_ranks=1, args=("native",)) == [[]]
+
+
+# One optimizer of two, in Lightning
+
+
+def clips_by_optimizer(rank: int, strategy: str) -> None:
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    from shardwise.integrations import ShardwiseFabricStrategy, ShardwiseStrategy
+
+    for kind in (ShardwiseFabricStrategy, ShardwiseStrategy):
+        fabric: Any = kind(
+            plan=strategy, parallel_devices=[torch.device("cpu")] * 2, cluster_environment=LightningEnvironment()
+        )
+        torch.manual_seed(3)
+        model, batch = make_tokens(GPT)
+        expected = {name: grad for name, grad in gradients(batch).items() if name.startswith("blocks.1")}
+        total = torch.stack([grad.double().norm() for grad in expected.values()]).norm().item()
+        model.blocks[0].norm1.requires_grad_(False)
+        optimizers = [adamw(model.blocks[1].parameters()), adamw(model.blocks[0].parameters())]
+        fabric._prepared = PreparedModels(Plan(strategy=strategy), device=lambda: torch.device("cpu"))
+        fabric._prepared.prepare(model)
+        for optimizer in optimizers:
+            fabric._prepared.adopt(optimizer)
+        cross_entropy(model, batch(0, rank)).backward()
+        before = shardwise.grad_norms(model)
+        if kind is ShardwiseFabricStrategy:
+            found = fabric.clip_gradients_norm(model, optimizers[0], total / 2)
+            assert found.item() == pytest.approx(total, rel=1e-5)
+        else:
+            fabric._lightning_module = model
+            fabric.precision_plugin.clip_gradients(optimizers[0], total / 2)
+        for name, norm in shardwise.grad_norms(model).items():
+            assert norm == pytest.approx(before[name] / (2 if name in expected else 1), rel=1e-5), (kind, name)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", *whole("ddp", "fsdp")])
+def test_lightnings_clipping_of_one_optimizer_leaves_the_other_one_alone(strategy: str) -> None:
+    # Not imported here: it sets environment variables.
+    if find_spec("lightning") is None:
+        pytest.skip("needs lightning")
+    run_ranks(clips_by_optimizer, num_ranks=2, args=(strategy,))

@@ -169,7 +169,11 @@ def accelerators(rank: int) -> None:
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     accelerator.backward(model(torch.ones(2, 4)).sum())
     some = list(model.parameters())[:1]
-    assert "hand over model.parameters()" in line(lambda: accelerator.clip_grad_norm_(some, 1.0))
+    expected = shardwise.grad_norms(model)["0.weight"]
+    assert accelerator.clip_grad_norm_(some, 1e-3).item() == pytest.approx(expected)
+    assert shardwise.grad_norms(model)["0.weight"] == pytest.approx(1e-3, rel=1e-2)
+    mixed = [*some, nn.Parameter(torch.ones(2))]
+    assert "clip each model by itself" in line(lambda: accelerator.clip_grad_norm_(mixed, 1.0))
     assert accelerator.clip_grad_norm_(model.parameters(), 1.0) > 0
     # Twice the same objects, as the Trainer does it.
     assert accelerator.prepare(model, optimizer)[0] is model
@@ -183,7 +187,7 @@ def accelerators(rank: int) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_an_accelerator_refuses_other_engines_prepared_models_and_norms_of_half_a_model() -> None:
+def test_an_accelerator_refuses_other_engines_and_prepared_models_and_clips_what_is_named() -> None:
     needs("accelerate")
     run_ranks(accelerators, num_ranks=1, timeout_seconds=100.0)
 

@@ -193,11 +193,19 @@ class TrainingEngine(HeldState):
 
     @abstractmethod
     def clip_grad_norm_(
-        self, model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+        self,
+        model: nn.Module,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        parameters: Iterable[Tensor] | None = None,
+        error_if_nonfinite: bool = False,
     ) -> Tensor: ...
 
     @abstractmethod
-    def clip_grad_value_(self, model: nn.Module, clip_value: float) -> None: ...
+    def clip_grad_value_(
+        self, model: nn.Module, clip_value: float, *, parameters: Iterable[Tensor] | None = None
+    ) -> None: ...
 
     @abstractmethod
     def grad_norms(self, model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]: ...

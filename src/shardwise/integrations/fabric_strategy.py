@@ -13,7 +13,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.engines import accumulate, clip_grad_norm_
+from shardwise.engines import accumulate, clip_grad_norm_, clip_grad_value_
 from shardwise.errors import InvalidPlan
 from shardwise.integrations.asked_plan import asked_plan, refuse_capture
 from shardwise.integrations.prepared_models import PreparedModels
@@ -77,5 +77,16 @@ class ShardwiseFabricStrategy(DDPStrategy):  # type: ignore[misc]
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip by the norm of the whole gradient, on whatever ranks its slices are. Collective."""
-        return clip_grad_norm_(module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        """Clip what the optimizer steps by the norm of the whole gradient, wherever its slices are. Collective."""
+        parameters = self._stepped_by(optimizer, module)
+        return clip_grad_norm_(
+            module, max_norm, norm_type, parameters=parameters, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Clamp what the optimizer steps."""
+        clip_grad_value_(module, clip_val, parameters=self._stepped_by(optimizer, module))
+
+    def _stepped_by(self, optimizer: Optimizer, module: nn.Module) -> list[nn.Parameter]:
+        assert self._prepared is not None
+        return self._prepared.stepped_by(optimizer, model=module)

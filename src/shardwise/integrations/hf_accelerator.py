@@ -88,13 +88,13 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         asked = {id(parameter) for parameter in given}
         for model in self._prepared:
-            own = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
-            if asked == set(own) or asked == {key for key, trained in own.items() if trained}:
-                return clip_grad_norm_(model, max_norm, norm_type)
-            if asked & set(own):
+            own = {id(parameter) for parameter in model.parameters()}
+            if asked and asked <= own:
+                return clip_grad_norm_(model, max_norm, norm_type, parameters=given)
+            if asked & own:
                 raise InvalidModel(
-                    f"clip_grad_norm_ of {len(asked)} of a model's {len(own)} parameters: Shardwise clips the "
-                    "gradient of a whole model; hand over model.parameters()"
+                    f"clip_grad_norm_ of parameters of which {len(asked & own)} are a prepared model's and "
+                    f"{len(asked - own)} are not: clip each model by itself"
                 )
         return super().clip_grad_norm_(given, max_norm, norm_type)
 

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from shardwise.engine.prepared.forward_method import run_inside_forward
-from shardwise.engines import accumulate, clip_grad_norm_
+from shardwise.engines import accumulate, clip_grad_norm_, clip_grad_value_
 from shardwise.errors import InvalidPlan
 from shardwise.integrations.asked_plan import asked_plan, refuse_capture
 from shardwise.integrations.lightning_callbacks import show_parameters
@@ -28,9 +28,10 @@ from shardwise.plan import Plan
 class ShardwisePrecision(Precision):  # type: ignore[misc]
     """fp32 for Lightning, since the plan sets the precision of the model. Clips gradients that are in slices."""
 
-    def __init__(self, model: Callable[[], nn.Module | None]) -> None:
+    def __init__(self, stepped_by: Callable[[Any], tuple[nn.Module, list[nn.Parameter]]]) -> None:
         super().__init__()
-        self._model = model
+        # An optimizer → the model and those of its parameters that it steps.
+        self._stepped_by = stepped_by
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **options: Any) -> Any:
         """Run forward and backward first, then the step: the optimizer's step hooks need the gradients."""
@@ -41,9 +42,12 @@ class ShardwisePrecision(Precision):  # type: ignore[misc]
         return result
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        model = self._model()
-        assert model is not None
-        clip_grad_norm_(model, clip_val)
+        model, parameters = self._stepped_by(optimizer)
+        clip_grad_norm_(model, clip_val, parameters=parameters)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        model, parameters = self._stepped_by(optimizer)
+        clip_grad_value_(model, clip_val, parameters=parameters)
 
 
 class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
@@ -58,7 +62,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
         super().__init__(**options)
         if self._ddp_kwargs:
             raise InvalidPlan(f"ShardwiseStrategy has no option {', '.join(self._ddp_kwargs)}: it is for torch's DDP")
-        self._own_precision = ShardwisePrecision(lambda: self.lightning_module)
+        self._own_precision = ShardwisePrecision(self._stepped_by)
 
     @property
     def precision_plugin(self) -> Any:
@@ -91,6 +95,12 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
         plan = asked_plan(self._asked_plan, said=said, setting=setting, accumulate=accumulate)
         refuse_capture(plan)
         return plan
+
+    def _stepped_by(self, optimizer: Any) -> tuple[nn.Module, list[nn.Parameter]]:
+        assert self._prepared is not None
+        model: nn.Module = self.lightning_module
+        # In manual optimization it is a LightningOptimizer.
+        return model, self._prepared.stepped_by(getattr(optimizer, "optimizer", optimizer), model=model)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -41,6 +41,11 @@ class PreparedModels:
         prepare(model, None, self.plan, device=self._device())
         self._models.add(model)
 
+    def stepped_by(self, optimizer: Optimizer, *, model: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters of the model that an optimizer steps, on any rank."""
+        names = {name for group in require_engine(model).group_names(model, optimizer) for name in group}
+        return [parameter for name, parameter in model.named_parameters() if name in names]
+
     def adopt(self, optimizer: Optimizer) -> None:
         """Make an optimizer of these models' parameters step what this rank owns. Collective."""
         for model in self:

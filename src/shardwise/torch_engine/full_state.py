@@ -1,6 +1,6 @@
 """State dicts and gradients of a model on torch's engines, in the form that our engine gives."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,27 +19,37 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.dtensor import local_part
 from shardwise.engine.prepared.full_state import check_order, received_state
+from shardwise.engine.prepared.grad_norms import chosen
 from shardwise.errors import InvalidData
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+def clip_grad_norm_(
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float,
+    *,
+    parameters: Iterable[Tensor] | None,
+    error_if_nonfinite: bool,
+) -> Tensor:
     """Clip as torch's function does, and return the norm before clipping as a plain tensor. Collective."""
-    parameters = list(model.parameters())
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    named = chosen(model, parameters)
+    clipped = [parameter for parameter in model.parameters() if named is None or id(parameter) in named]
+    grads = [parameter.grad for parameter in clipped if parameter.grad is not None]
     total = nn.utils.get_total_norm(grads, norm_type)
     norm = _full(total)
     if error_if_nonfinite and not norm.isfinite():
         raise InvalidData(f"the norm of the gradients is {norm.item()}: they cannot be clipped")
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    nn.utils.clip_grads_with_norm_(clipped, max_norm, total)
     return norm
 
 
 @torch.no_grad()
-def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
+def clip_grad_value_(model: nn.Module, clip_value: float, *, parameters: Iterable[Tensor] | None) -> None:
     """Clamp each element of this rank's gradients."""
+    named = chosen(model, parameters)
     for parameter in model.parameters():
-        if parameter.grad is not None:
+        if parameter.grad is not None and (named is None or id(parameter) in named):
             local_part(parameter.grad).clamp_(-clip_value, clip_value)
 
 

@@ -110,12 +110,22 @@ class TorchEngine(PlainModel, TrainingEngine):
     # Gradients
 
     def clip_grad_norm_(
-        self, model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+        self,
+        model: nn.Module,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        parameters: Iterable[Tensor] | None = None,
+        error_if_nonfinite: bool = False,
     ) -> Tensor:
-        return full_state.clip_grad_norm_(model, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return full_state.clip_grad_norm_(
+            model, max_norm, norm_type, parameters=parameters, error_if_nonfinite=error_if_nonfinite
+        )
 
-    def clip_grad_value_(self, model: nn.Module, clip_value: float) -> None:
-        full_state.clip_grad_value_(model, clip_value)
+    def clip_grad_value_(
+        self, model: nn.Module, clip_value: float, *, parameters: Iterable[Tensor] | None = None
+    ) -> None:
+        full_state.clip_grad_value_(model, clip_value, parameters=parameters)
 
     def grad_norms(self, model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]:
         return full_state.grad_norms(self.bare(model), norm_type=norm_type)

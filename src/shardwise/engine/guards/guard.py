@@ -79,7 +79,7 @@ def refuse(name: str, *, is_grad: bool) -> None:
     if is_grad:
         raise ShardedParameter(
             f"the gradient of {name} is sharded: call shardwise.clip_grad_norm_, clip_grad_value_ or grad_norms with "
-            "the model; this rank's slices are in optimizer.param_groups"
+            "the model (parameters=… clips some of it); this rank's slices are in optimizer.param_groups"
         )
     raise ShardedParameter(
         f"{name} is sharded and freed: for its values call shardwise.full_state_dict(model), or read it inside `with "

@@ -1,4 +1,4 @@
-"""Hooks on all optimizers and scalers of this process, to find those that step a prepared model unannounced."""
+"""Hooks on all optimizers, scalers and clippings of this process, to find those of a prepared model's slices."""
 
 import weakref
 from functools import wraps
@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.engine.optimizer.scaler import GradScaler, foreign_scaler
+from shardwise.errors import InvalidModel
 
 _PREPARED: weakref.WeakSet[OwnedParameters] = weakref.WeakSet()
 
@@ -51,4 +52,20 @@ def _with_slices(optimizer: Optimizer) -> Any:
     return SimpleNamespace(param_groups=[*optimizer.param_groups, {"params": slices}])
 
 
+# torch's clip_grad_norm_ calls this once it has a norm: on slices that would be the norm of one rank's part.
+_TORCHS_CLIPPING = torch.nn.utils.clip_grad._clip_grads_with_norm_
+
+
+@wraps(_TORCHS_CLIPPING)
+def _clip_grads(parameters: Any, *arguments: Any, **options: Any) -> Any:
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(not owner.parts().isdisjoint(map(id, given)) for owner in list(_PREPARED)):
+        raise InvalidModel(
+            "torch's clip_grad_norm_ of slices in optimizer.param_groups: each rank would clip by the norm of its own "
+            "part; call shardwise.clip_grad_norm_(model, max_norm), with parameters=… for some of the model's"
+        )
+    return _TORCHS_CLIPPING(given, *arguments, **options)
+
+
+torch.nn.utils.clip_grad._clip_grads_with_norm_ = _clip_grads
 torch.amp.GradScaler._unscale_grads_ = _unscale_grads  # type: ignore[assignment, method-assign]

@@ -123,6 +123,12 @@ class OwnedParameters(OptimizerSlices):
         held = (self._stepped.get(id(p)) for group in optimizer.param_groups for p in group["params"])
         return any(how is not None and how.sharded for how in held)
 
+    def parts(self) -> set[int]:
+        """Return the ids of this rank's slices of parameters whose other slices are on other ranks."""
+        if self.core.setting.groups.reduce.size == 1:
+            return set()
+        return {id(part) for key, part in self._owned.items() if self._stepped[key].sharded}
+
     def concerns(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._owned for group in optimizer.param_groups for p in group["params"])
 

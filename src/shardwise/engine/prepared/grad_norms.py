@@ -1,6 +1,7 @@
 """Norms and clipping of gradients whose slices lie on several ranks."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -10,21 +11,27 @@ from shardwise.comm.rank_progress import waiting_in
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.step_events import announce
 from shardwise.engine.engine import Engine, engine_of
-from shardwise.errors import InvalidData
+from shardwise.errors import InvalidData, InvalidModel
 from shardwise.plan.placement import SHARDED
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    parameters: Iterable[Tensor] | None = None,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale the gradients so that their norm is at most `max_norm`; return the norm before, equal on all ranks.
 
-    Collective. Like torch's function, but for the unsharded gradient. Norms add up in float64, so that the result
-    hardly depends on how the gradient is cut into slices.
+    Collective. Like torch's function, but for the unsharded gradient, of the model or of these `parameters` of it.
+    Norms add up in float64, so that the result hardly depends on how the gradient is cut into slices.
     """
     engine = _between_steps(model, what="clip_grad_norm_")
-    replicated, slices = (_grads(flats) for flats in _replicated_and_sharded(engine))
+    named = chosen(model, parameters)
+    replicated, slices = (_grads(flats, named) for flats in _replicated_and_sharded(engine))
     total = _norm(replicated, slices, engine=engine, norm_type=float(norm_type))
     if error_if_nonfinite and not total.isfinite():
         raise InvalidData(f"the norm of the gradients is {total.item()}: they cannot be clipped")
@@ -37,11 +44,11 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
-def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
+def clip_grad_value_(model: nn.Module, clip_value: float, *, parameters: Iterable[Tensor] | None = None) -> None:
     """Clamp every element of the gradients to ±clip_value. Each rank clamps its own slices."""
     if not clip_value >= 0:
         raise InvalidData(f"clip_value = {clip_value!r}: must be a number of at least 0")
-    grads = _grads(_between_steps(model, what="clip_grad_value_").flats)
+    grads = _grads(_between_steps(model, what="clip_grad_value_").flats, chosen(model, parameters))
     if grads:
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
@@ -70,6 +77,20 @@ def grad_norms(model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]:
     return {name: found[name] for name, _ in model.named_parameters() if name in found}
 
 
+def chosen(model: nn.Module, parameters: Iterable[Tensor] | None) -> set[int] | None:
+    """Return the ids of these parameters of the model; None for all."""
+    if parameters is None:
+        return None
+    own = {id(parameter) for parameter in model.parameters()}
+    for parameter in (given := [parameters] if isinstance(parameters, Tensor) else list(parameters)):
+        if id(parameter) not in own:
+            raise InvalidModel(
+                f"parameters: one of shape {tuple(parameter.shape)} is not the model's; give parameters of the model "
+                "(model.head.parameters()), not slices from optimizer.param_groups or another model's"
+            )
+    return {id(parameter) for parameter in given}
+
+
 def _between_steps(model: nn.Module, *, what: str) -> Engine:
     """Return the engine, once values that were written into `p.grad` are in the slices."""
     engine = engine_of(model)
@@ -84,9 +105,14 @@ def _replicated_and_sharded(engine: Engine) -> tuple[list[FlatParams], list[Flat
     return [flat for flat in engine.flats if flat.placement.optim is not SHARDED], sharded
 
 
-def _grads(flats: list[FlatParams]) -> list[Tensor]:
-    """Return the gradients that this rank's optimizer steps by."""
-    return [part.parameter.grad for flat in flats for part in flat.owned if part.parameter.grad is not None]
+def _grads(flats: list[FlatParams], named: set[int] | None) -> list[Tensor]:
+    """Return the gradients that this rank's optimizer steps these parameters by."""
+    return [
+        part.parameter.grad
+        for flat in flats
+        for part in flat.owned
+        if part.parameter.grad is not None and (named is None or id(flat.params[part.index]) in named)
+    ]
 
 
 def _norm(replicated: list[Tensor], slices: list[Tensor], *, engine: Engine, norm_type: float) -> Tensor:
