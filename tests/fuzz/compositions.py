@@ -117,7 +117,7 @@ def draw_case(seed: int, *, num_ranks: int) -> Case:
     random = Random(f"{seed}/{num_ranks}")
     parts = _draw_parts(random)
     # The sum of three numbers depends on the order, so on the strategy; in a narrow dtype no bound is small enough.
-    may_be_narrow = num_ranks == 2
+    may_be_narrow = num_ranks <= 2
     plan = draw_plan(random, num_parts=len(parts), num_ranks=num_ranks, may_be_narrow=may_be_narrow)
     narrow = is_narrow(plan)
     events, current = [Event(kind="step", settings=_draw_step(random, narrow=narrow))], plan

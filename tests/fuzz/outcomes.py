@@ -9,7 +9,7 @@ failed     a difference, any other error, a hang, a signal
 import gc
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
@@ -42,11 +42,15 @@ _END = Event(kind="end")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`kind`: equal, refused or failed. `at`: the event; -1 is prepare, the number of events the end."""
+    """`kind`: equal, refused or failed. `at`: the event; -1 is prepare, the number of events the end.
+
+    replayed   steps that were replays of CUDA graphs
+    """
 
     kind: str
     at: int = 0
     line: str = ""
+    replayed: int = field(default=0, compare=False)
 
 
 def run_case(rank: int, case: Case) -> Outcome:
@@ -54,9 +58,10 @@ def run_case(rank: int, case: Case) -> Outcome:
 
     Events that were refused are left out of the oracle; what torch itself refuses is right.
     """
-    num_ranks, device = dist.get_world_size(), torch.device("cpu")
+    num_ranks, device = dist.get_world_size(), torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     try:
-        observed = _run(Rank(case, num_ranks=num_ranks, device=device), case)
+        world = Rank(case, num_ranks=num_ranks, device=device)
+        observed = _run(world, case)
     except ShardwiseError as error:
         return Outcome(kind="refused", at=-1, line=str(error))
     refused = [isinstance(found, ShardwiseError) for found in observed]
@@ -69,7 +74,8 @@ def run_case(rank: int, case: Case) -> Outcome:
         oracle = Reference(case, num_ranks=num_ranks, device=device)
     else:
         oracle = OneProcess(case, num_ranks=num_ranks, rank=rank, device=device)
-    return compare(case, observed, _run(oracle, case, skipped=refused))
+    found = compare(case, observed, _run(oracle, case, skipped=refused))
+    return replace(found, replayed=world.num_replayed)
 
 
 def _run(world: World, case: Case, *, skipped: Sequence[bool] | None = None) -> list[Seen]:

@@ -34,6 +34,7 @@ class Rank(World):
         # Small, so that nothing overflows: whether a step was skipped would depend on it.
         self.scaler = shardwise.GradScaler(device.type, init_scale=8.0, enabled=self.keys.get("precision") == "fp16")
         self.steps: dict[Any, Callable[..., Tensor]] = {}
+        self.num_replayed = 0
 
     def _planned(self, keys: dict[str, Any]) -> dict[str, Any]:
         return {**keys, "precision": "native"} if self.case.double else dict(keys)
@@ -92,6 +93,7 @@ class Rank(World):
         self.num_forwards += passes
         self.seed_forward(self.rank, number=first)
         loss = self.steps[key](*(self.batch(self.rank, number=first + index) for index in range(passes)))
+        self.num_replayed += self.steps[key].captured
         norm = self.steps[key].grad_norm
         return {"losses": [loss.item()], "norms": [] if norm is None else [norm.item()]}
 
@@ -162,6 +164,8 @@ class Rank(World):
 
     def reload(self, *, plan: dict[str, Any], how: str) -> None:
         keys = self._planned(plan)
+        if how == "fewer ranks" and self.num_ranks == 1:
+            how = "checkpoint"
         if how == "full state":
             if self.averages is None:
                 self._reload_state(keys)
@@ -290,7 +294,7 @@ class Reference(Rank):
     _KEPT = (*NARROW, "accumulate_reduced", "dynamic")
 
     def _planned(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return {"strategy": "ddp", **{name: keys[name] for name in self._KEPT if name in keys}}
+        return {"strategy": "ddp", "capture": "off", **{name: keys[name] for name in self._KEPT if name in keys}}
 
 
 @contextmanager
