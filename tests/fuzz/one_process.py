@@ -206,8 +206,12 @@ class OneProcess(World):
         self.keys = plan
 
     def reload(self, *, plan: dict[str, Any], how: str) -> None:
-        if how != "full state" or self.averages is None:
-            self.keys = plan
+        if how == "full state" and self.averages is not None:
+            return
+        self.keys = plan
+        # Of a new model and a new optimizer there are no gradients, and no forward has run.
+        self._forget_gradients()
+        self.awaits_backward = False
         if how != "full state":
             self._share_buffers()
 
@@ -225,7 +229,13 @@ class OneProcess(World):
             return
         module = self.model if how == "load_state_dict" else self.model.parts[0]
         module.load_state_dict(scaled(module.state_dict()))
-        self.buffers = [self._copied(self.model.buffers()) for _ in self.buffers]
+        # Each rank loads its own buffers, and these are rank 0's.
+        loaded = {id(buffer) for buffer in module.buffers()}
+        are_loaded = [id(buffer) in loaded and buffer.is_floating_point() for buffer in self.model.buffers()]
+        self.buffers = [
+            [value * FACTOR if is_loaded else value for value, is_loaded in zip(row, are_loaded, strict=True)]
+            for row in self.buffers
+        ]
 
     def grad_norms(self) -> Observed:
         self._each_rank(1)

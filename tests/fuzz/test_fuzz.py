@@ -111,6 +111,70 @@ def test_a_plan_is_changed_after_a_model_was_extended() -> None:
     assert outcome(case, num_ranks=2).kind == "equal"
 
 
+# Cases that have failed, cut down, by what was wrong.
+MENDED = {
+    "two forwards of a partly frozen GRU": Case(
+        parts=(Part(kind="recurrent", frozen="some"), Part(kind="recurrent")),
+        plan={"strategy": "shard_grad_op"},
+        events=(step(forwards=2),),
+        double=True,
+        seed=816,
+    ),
+    "two forwards of partly frozen leaves": Case(
+        parts=(Part(kind="odd shapes", frozen="some"),),
+        plan={"strategy": "fsdp", "units": "leaf", "offload_activations": False},
+        events=(step(passes=2, forwards=2, clip="norm", set_to_none=False),),
+        double=True,
+        seed=1208,
+    ),
+    "a training that diverges": Case(
+        parts=(Part(kind="nested", uses="twice"),),
+        plan={"strategy": "zero2"},
+        events=(step(passes=3), step(clip="norm"), step(), step(), step()),
+        double=True,
+        seed=764,
+    ),
+    "buffers that each rank loads": Case(
+        parts=(Part(kind="batch norm"),),
+        plan={"strategy": "zero2"},
+        events=(
+            step(),
+            Event(kind="write", settings={"how": "load_state_dict"}),
+            Event(kind="evaluate", settings={"training": False}),
+        ),
+        double=True,
+        seed=863,
+    ),
+    "a frozen parameter in one buffer with averaged ones is written": Case(
+        parts=(Part(kind="square"), Part(kind="square")),
+        plan={"strategy": "fsdp"},
+        events=(
+            Event(kind="freeze", settings={"how": "some", "part": 1}),
+            Event(kind="start average"),
+            Event(kind="write", settings={"how": "whole"}),
+        ),
+        seed=1023,
+    ),
+    "gradients of zeros are gone after a reload": Case(
+        parts=(Part(kind="square"), Part(kind="square")),
+        plan={"strategy": "zero2"},
+        events=(
+            step(set_to_none=False),
+            Event(kind="reload", settings={"plan": {"strategy": "fsdp"}, "how": "full state"}),
+            Event(kind="freeze", settings={"how": "all", "part": 1}),
+            step(),
+        ),
+        seed=1452,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MENDED)
+def test_a_case_that_was_mended_stays_equal(what: str) -> None:
+    found = outcome(MENDED[what], num_ranks=2)
+    assert found.kind == "equal", found.line
+
+
 def test_a_failing_case_is_cut_down_to_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     import outcomes as module
 

@@ -188,7 +188,8 @@ class Cursor:
             # No gradients were expected: they are taken when backward is done.
             return
         if not self._in_order:
-            self._close(row)
+            if self.executor.is_ready(unit.name):
+                self._close(row)
             return
         while steps.has_grads[self._next] and self.executor.is_ready(steps.units[self._next]):
             self._next += 1

@@ -101,7 +101,9 @@ class EngineExecutor:
         return None
 
     def is_ready(self, unit: str) -> bool:
-        """Other parameters of one that is partly frozen may be needed yet: it is closed when backward has left it."""
+        """Other parameters of one that is partly frozen may be needed yet: it is closed when backward has left it, or,
+        where several forwards are gone back through, when it is over.
+        """
         found = self.units[unit]
         return found.grads.complete and not (found.sharded and found.partly_frozen)
 

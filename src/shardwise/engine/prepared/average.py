@@ -43,6 +43,8 @@ class EMA:
         self._averages = {
             flat: flat.master.detach().to(_dtype(flat), copy=True) for flat in self._engine.flats if _is_trained(flat)
         }
+        # A parameter that was frozen after `prepare` is in one buffer with trained ones, and has no average.
+        self._averaged = {name for flat in self._engine.flats for name in _trained(flat)}
         self._engine.averages.add(self)
 
     @property
@@ -62,14 +64,22 @@ class EMA:
         core.passes.check_values("ema.update()")
         announce(core.events.values_read, False)
         for flat in self._engine.flats:
-            if flat not in self._averages and _is_trained(flat):
+            for name in sorted(_trained(flat) - self._averaged):
                 raise InvalidModel(
-                    f"{flat.names[0]} or a neighbour was frozen when shardwise.EMA was made, and has no average: make "
-                    "a new one after parameters are thawed"
+                    f"{name} was frozen when shardwise.EMA was made, and has no average: make a new one after "
+                    "parameters are thawed"
                 )
         for flat, average in self._averages.items():
             average.lerp_(flat.master.to(average.dtype), 1 - self._decay)
+        self._follow_frozen()
         self.num_updates += 1
+
+    def _follow_frozen(self) -> None:
+        """Give parameters without an average their value, where it was written."""
+        for flat, average in self._averages.items():
+            for part in flat.owned:
+                if flat.names[part.index] not in self._averaged:
+                    average[part.start : part.stop].copy_(flat.master[part.start : part.stop])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -84,6 +94,7 @@ class EMA:
         meet(_APPLIED, limit_seconds=engine.limit_seconds)
         engine.core.wait_gathers()
         announce(engine.core.events.values_read, False)
+        self._follow_frozen()
         own = {flat: flat.master.clone() for flat in self._averages}
         self._set_values(self._averages)
         passes.values_by = f"`with {_APPLIED}:`"
@@ -131,7 +142,13 @@ class EMA:
 
 
 def _is_trained(flat: FlatParams) -> bool:
-    return flat.has_gradients and any(parameter.requires_grad for parameter in flat.params)
+    return bool(_trained(flat))
+
+
+def _trained(flat: FlatParams) -> set[str]:
+    """Return the names of the buffer's parameters that are trained now."""
+    named = zip(flat.names, flat.params, strict=True)
+    return {name for name, parameter in named if flat.has_gradients and parameter.requires_grad}
 
 
 def _dtype(flat: FlatParams) -> torch.dtype:
