@@ -15,11 +15,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from shardwise.engine.prepared.forward_method import run_inside_forward
+from shardwise.engine.prepared.forward_method import run_inside_forward, run_with_backward
 from shardwise.engines import accumulate, clip_grad_norm_, clip_grad_value_
 from shardwise.errors import InvalidPlan
 from shardwise.integrations.asked_plan import asked_plan, refuse_capture
-from shardwise.integrations.lightning_callbacks import show_parameters
+from shardwise.integrations.lightning_parameters import refuse_averages, show_parameters, use_own_methods
 from shardwise.integrations.prepared_models import PreparedModels
 from shardwise.integrations.tested_versions import warn_if_untested
 from shardwise.plan import Plan
@@ -58,7 +58,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
         self._asked_plan = plan
         self._said_precision = "32-true"
         self._prepared: PreparedModels | None = None
-        self._callbacks = ExitStack()
+        self._undo = ExitStack()
         super().__init__(**options)
         if self._ddp_kwargs:
             raise InvalidPlan(f"ShardwiseStrategy has no option {', '.join(self._ddp_kwargs)}: it is for torch's DDP")
@@ -82,12 +82,16 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
         if module not in self._prepared:
             if fits and self._layer_sync:
                 module = self._layer_sync.apply(module)
+            if fits:
+                refuse_averages(trainer.callbacks, module=module, plan=self._prepared.plan)
             self._prepared.prepare(module)
         if fits:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 self._prepared.adopt(optimizer)
-            self._callbacks = show_parameters(trainer.callbacks, showing=self._prepared.showing_parameters)
+            for wrapper in self._lightning_optimizers:
+                use_own_methods(wrapper)
+            self._undo = show_parameters(trainer, showing=self._prepared.showing_parameters)
 
     def _plan(self, trainer: Any) -> Plan:
         said, accumulate = self._said_precision, trainer.accumulate_grad_batches
@@ -118,7 +122,9 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
         """Do nothing: `prepare` has moved each rank's slices."""
 
     def training_step(self, *arguments: Any, **options: Any) -> Any:
-        return self._inside("training_step", *arguments, **options)
+        if self.lightning_module.automatic_optimization:
+            return self._inside("training_step", *arguments, **options)
+        return run_with_backward(self.lightning_module, "training_step", *arguments, **options)
 
     def validation_step(self, *arguments: Any, **options: Any) -> Any:
         return self._inside("validation_step", *arguments, **options)
@@ -134,7 +140,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Do what Lightning's method does, but leave a prepared model on its device."""
-        self._callbacks.close()
+        self._undo.close()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()

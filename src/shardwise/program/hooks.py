@@ -143,6 +143,25 @@ class StepHooks(Generic[UnitT]):
             grads._hooked.clear()
             grads._begins.clear()
 
+    def begin_forward(self, unit: UnitT) -> None:
+        """Begin a call of a unit, with or without gradients."""
+        if torch.is_grad_enabled():
+            self._calls[unit] = self.listener.before_forward(unit)
+        else:
+            self.listener.without_gradients(unit, begins=True)
+
+    def announce_outputs(self, output: Any, unit: UnitT) -> str:
+        """Announce the backward of the unit's last call by its outputs; return how it will be noticed."""
+        backward = NONE
+        for leaf in leaves(output):
+            if isinstance(leaf, Tensor):
+                if leaf.requires_grad:
+                    self.announce(leaf, unit)
+                    backward = ANNOUNCED if backward is NONE else backward
+            elif not isinstance(leaf, PLAIN) and self.grads[unit].expected:
+                backward = UNANNOUNCED
+        return backward
+
     def announce(self, tensor: Tensor, unit: UnitT) -> None:
         """Announce the backward of the unit's last call when the gradient of `tensor` arrives.
 
@@ -224,10 +243,8 @@ def recomputing() -> bool:
 def _before_forward(hooks: StepHooks[UnitT], unit: UnitT, module: nn.Module, inputs: Any) -> None:
     if recomputing():
         hooks.listener.recompute(unit)
-    elif not torch.is_grad_enabled():
-        hooks.listener.without_gradients(unit, begins=True)
     else:
-        hooks._calls[unit] = hooks.listener.before_forward(unit)
+        hooks.begin_forward(unit)
 
 
 @_disable_dynamo
@@ -247,14 +264,7 @@ def _after_forward(
     if not hooks.listener.awaits(unit):
         hooks.listener.after_forward(unit, backward=ANNOUNCED)
         return
-    backward = NONE
-    for leaf in leaves(output):
-        if isinstance(leaf, Tensor):
-            if leaf.requires_grad:
-                hooks.announce(leaf, unit)
-                backward = ANNOUNCED if backward is NONE else backward
-        elif not isinstance(leaf, PLAIN) and hooks.grads[unit].expected:
-            backward = UNANNOUNCED
+    backward = hooks.announce_outputs(output, unit)
     for value in kept(attributes):
         if isinstance(value, Tensor) and value.grad_fn is not None:
             # The backward of a loss that is fetched from the module begins here, perhaps before the outputs.

@@ -6,7 +6,7 @@ Guards, captured steps, changes of the plan and the functions for a prepared mod
 
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from shardwise.engine.core.evaluation_gathers import EvaluationGathers
 from shardwise.engine.core.executor import MakeAction
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.flat_buffers import refresh
+from shardwise.engine.core.part_calls import PartCalls
 from shardwise.engine.core.pass_state import PassState
 from shardwise.engine.core.precision import attach_casts
 from shardwise.engine.core.runner import Runner
@@ -113,7 +114,7 @@ class Core:
     @property
     def is_in_step(self) -> bool:
         """Whether a forward has run whose backward is not over."""
-        return self._runner.hooks.in_backward or self._runner.forwards > 0
+        return self._runner.is_in_step
 
     @property
     def num_forwards(self) -> int:
@@ -156,13 +157,17 @@ class Core:
         """Let `rider` use the first flag of used parameters."""
         self._runner.flags.carry(rider)
 
+    def calls_of_parts(self) -> AbstractContextManager[None]:
+        """Let code that runs backward by itself call parts of the model, inside a block."""
+        return PartCalls(self._runner).watched()
+
     # Around an update
 
     def before_step(self) -> None:
         self._runner.before_step()
 
-    def after_step(self) -> None:
-        self._runner.after_step()
+    def after_step(self, *, others: AbstractSet[str] = frozenset()) -> None:
+        self._runner.after_step(others=others)
 
     def wait_gathers(self) -> None:
         """Wait for everything that is being gathered."""

@@ -50,7 +50,7 @@ class OptimizerSlices:
         held_weakly = weakref.ref(optimizer)
         closure = StepClosure(lambda: self.before_step(held_weakly()))
         optimizer.register_step_pre_hook(lambda one, *given: None if is_inside_step(one) else closure.begin(*given))
-        optimizer.register_step_post_hook(lambda one, *_: None if is_inside_step(one) else self._end_step(closure))
+        optimizer.register_step_post_hook(lambda one, *_: None if is_inside_step(one) else self._end_step(one, closure))
         optimizer.zero_grad = partial(self._zero_grad, held_weakly)  # type: ignore[method-assign]
 
     def _rewrite(self, group: dict[str, Any], *, optimizer: Optimizer) -> None:
@@ -79,6 +79,10 @@ class OptimizerSlices:
         self.core.before_step()
         PROGRESS.phase = UPDATE
 
-    def _end_step(self, closure: StepClosure) -> None:
+    def _end_step(self, optimizer: Optimizer, closure: StepClosure) -> None:
         closure.end()
-        self.core.after_step()
+        others: set[str] = set()
+        if len(self.group_names) > 1:
+            others = {name for groups in self.group_names.values() for names in groups for name in names}
+            others.difference_update(name for names in self.group_names[optimizer] for name in names)
+        self.core.after_step(others=others)

@@ -19,6 +19,7 @@ class PassState:
     failed         how this rank has run out of memory in this step, in one line: it takes part in what is left of it,
                    and adds nothing (Core.finish_pass); "" if it has not
     num_forwards   of the last backward
+    by_parts       code that runs backward by itself calls parts of the model, in any order (part_calls.py)
     """
 
     accumulating: bool = False
@@ -29,6 +30,7 @@ class PassState:
     lent: bool = False
     failed: str = ""
     num_forwards: int = 1
+    by_parts: bool = False
 
     def check_values(self, what: str) -> None:
         """Refuse what needs the values of training."""

@@ -104,6 +104,11 @@ class Runner:
         unit.calls += 1
         return unit.call
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a forward has run whose backward is not over."""
+        return self.hooks.in_backward or self.forwards > 0
+
     def _broadcast_buffers(self) -> None:
         """Send rank 0's buffers, but not between two forwards of one backward: autograd may have saved the old ones."""
         if self.forwards <= 1:
@@ -115,6 +120,9 @@ class Runner:
         return is_observed or self.any_sharded or unit.shows_grads or unit is self.root
 
     def after_forward(self, unit: Unit, *, backward: str) -> None:
+        if unit is self.root and not self.forwards:
+            # Its backward has run inside of it.
+            return
         if backward == UNANNOUNCED and unit.sharded:
             unit.warn_unannounced()
         if self.executor.first is not None:
@@ -211,7 +219,7 @@ class Runner:
         self._reduces = not self.passes.accumulating or self.plan.accumulate_reduced or self.plan.dynamic
         # Autograd goes back through a forward in reverse, so a unit whose row is passed has all the gradients that it
         # will get; unless two forwards are under way. Where nothing is sharded no gather waits for it.
-        in_order = self.any_sharded and self.forwards <= 1
+        in_order = self.any_sharded and self.forwards <= 1 and not self.passes.by_parts
         self.cursor.begin_backward(
             in_order=in_order, keeping=None if self._reduces else partial(self._build, reduces=False)
         )
@@ -268,11 +276,12 @@ class Runner:
         for unit in self.units.values():
             unit.wait_gather()
 
-    def after_step(self) -> None:
+    def after_step(self, *, others: AbstractSet[str] = frozenset()) -> None:
+        """Let every copy follow the update; `others`: the parameters that only other optimizers step."""
         self.called = False
         self.cursor.after_step()
         PROGRESS.end_step()
-        torch.autograd.graph.increment_version([p for unit in self.units.values() for p in unit.settled])
+        torch.autograd.graph.increment_version([p for unit in self.units.values() for p in unit.without(others)])
         announce(self.events.update_ended)
 
     # The first step

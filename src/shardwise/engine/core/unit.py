@@ -82,6 +82,14 @@ class Unit:
     def params(self) -> Iterator[nn.Parameter]:
         return (parameter for flat in self.flats for parameter in flat.params)
 
+    def without(self, names: AbstractSet[str]) -> list[nn.Parameter]:
+        """Return the parameters that do not have these names."""
+        if not names:
+            return self.settled
+        return [
+            one for flat in self.flats for one, name in zip(flat.params, flat.names, strict=True) if name not in names
+        ]
+
     # The parameters
 
     def gather(self) -> None:

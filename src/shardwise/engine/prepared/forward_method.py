@@ -61,6 +61,16 @@ def run_inside_forward(
         return model(*arguments, **options)
 
 
+def run_with_backward(model: nn.Module, name: str, *arguments: Any, **options: Any) -> Any:
+    """Call the model, and run a method in place of its forward that calls parts of it, backward and updates itself."""
+
+    def step(*arguments: Any, **options: Any) -> Any:
+        with engine_of(model).core.calls_of_parts():
+            return getattr(type(model), name)(*arguments, **options)
+
+    return run_inside_forward(model, name, *arguments, method=step, **options)
+
+
 def _without_ours(model: nn.Module, hooks: Hooks) -> Hooks:
     engine = engine_of(model)
     ours = {handle.id for handle in (*engine.handles, *engine.core.handles)}
