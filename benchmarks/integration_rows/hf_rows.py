@@ -13,9 +13,20 @@ import torch
 from accelerate import Accelerator
 from comparison import OTHER, STOCK, Trained, asked, compare, distance, write
 from torch.utils.data import DataLoader, Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PrinterCallback,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from shardwise.integrations import ShardwiseAccelerator, ShardwiseTrainer
+from shardwise.integrations import ShardwiseAccelerator, ShardwiseMixin, ShardwiseTrainer
 
 # Where the row of resumed trainings leaves its checkpoints, and what should come of them.
 RESUMED, EXPECTED = "resumed", "expected.pt"
@@ -173,6 +184,70 @@ def looped(strategy: str, folder: Path) -> Trained:
     return Trained(numbers=numbers, norms=norms, weights=dict(accelerator.get_state_dict(model)))
 
 
+class SavesAlone(TrainerCallback):
+    """Rank 0 saves in the middle of a training, the usual way; under fsdp the other ranks help with the state."""
+
+    def __init__(self, strategy: str, folder: Path) -> None:
+        self.strategy, self.folder = strategy, folder
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **options: Any) -> None:
+        if state.global_step != 3:
+            return
+        given = {"state_dict": model.state_dict()} if self.strategy == "fsdp" else {}
+        if state.is_world_process_zero:
+            model.save_pretrained(self.folder, **given)
+            with torch.no_grad():
+                # Under fsdp this needs all ranks, too.
+                _ = model(torch.ones(1, 3, dtype=torch.int64)) if self.strategy != "fsdp" else None
+
+
+def saved_alone(strategy: str, folder: Path) -> Trained:
+    """Weights are those of both files."""
+    trainer, losses = make_trainer(strategy, folder, callbacks=[SavesAlone(strategy, folder / "middle")])
+    trainer.train()
+    if strategy == "fsdp" or trainer.is_world_process_zero():
+        trainer.save_model(str(folder / "end"))
+    trainer.accelerator.wait_for_everyone()
+    weights = {
+        f"{name} {key}": value
+        for name in ("middle", "end")
+        for key, value in LlamaForCausalLM.from_pretrained(folder / name).state_dict().items()
+    }
+    return Trained(numbers=losses.numbers, norms=losses.norms, weights=weights)
+
+
+class ShardwiseSeq2Seq(ShardwiseMixin, Seq2SeqTrainer):
+    pass
+
+
+class Pairs(Sentences):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**super().__getitem__(index), "labels": torch.arange(1, 5) + index % 3}
+
+
+def translated(strategy: str, folder: Path) -> Trained:
+    """An encoder-decoder that generates in evaluation and prediction."""
+    losses = Losses()
+    generating = {"predict_with_generate": True, "generation_max_length": 6, "generation_num_beams": 2}
+    training = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+    given = {
+        "model": T5ForConditionalGeneration(T5Config(vocab_size=32, decoder_start_token_id=0, **sizes)),
+        "args": Seq2SeqTrainingArguments(**settings(folder) | training | generating),
+        "train_dataset": Pairs(20),
+        "eval_dataset": Pairs(6),
+        "compute_metrics": lambda found: {"sum": float(found.predictions.sum())},
+        "callbacks": [losses],
+    }
+    trainer = Seq2SeqTrainer(**given) if strategy == STOCK else ShardwiseSeq2Seq(**given, plan=strategy)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    predicted = trainer.predict(Pairs(5)).predictions
+    trained = of(trainer, losses)
+    return Trained(numbers=[*trained.numbers, *predicted.flatten().tolist()], weights=trained.weights)
+
+
 def finished_on_one_rank() -> None:
     """Finish on one rank what `resumed` has begun on two."""
     folder, strategies = asked()
@@ -198,6 +273,8 @@ ROWS = {
     "Trainer, evaluation, best model, predict, save_model": (evaluated, 0.0),
     "Trainer, accumulation, clipping, resumed by another strategy": (resumed, 1e-6),
     "Accelerator loop, accumulation, clipping, save_state, load_state": (looped, 1e-6),
+    "Trainer, rank 0 saves (`fsdp`: a state of all ranks)": (saved_alone, 0.0),
+    "Seq2SeqTrainer, T5, predict_with_generate": (translated, 0.0),
 }
 
 if __name__ == "__main__":

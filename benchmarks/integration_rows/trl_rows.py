@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, PrinterCallback
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from shardwise.integrations import ShardwiseMixin
 
@@ -23,6 +23,13 @@ class ShardwiseSFT(ShardwiseMixin, SFTTrainer):
 
 class ShardwiseDPO(ShardwiseMixin, DPOTrainer):
     pass
+
+
+class ShardwiseGRPO(ShardwiseMixin, GRPOTrainer):
+    pass
+
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
 def make_tokenizer() -> Any:
@@ -36,10 +43,10 @@ def words(start: int, num_words: int) -> str:
     return " ".join(f"w{(start + 3 * number) % 30 + 2}" for number in range(num_words))
 
 
-def train(strategy: str, folder: Path, *, dpo: bool, lora: bool) -> Trained:
+def train(strategy: str, folder: Path, *, dpo: bool, lora: bool, **options: Any) -> Trained:
     stock, ours, config = (DPOTrainer, ShardwiseDPO, DPOConfig) if dpo else (SFTTrainer, ShardwiseSFT, SFTConfig)
     losses = Losses()
-    args = config(**settings(folder), bf16=False, gradient_checkpointing=False, max_steps=4)
+    args = config(**settings(folder), bf16=False, gradient_checkpointing=False, max_steps=4, **options)
     samples = range(20)
     data = (
         {
@@ -60,8 +67,28 @@ def train(strategy: str, folder: Path, *, dpo: bool, lora: bool) -> Trained:
     if dpo and not lora:
         given["ref_model"] = make_model()
     if lora:
-        given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        given["peft_config"] = LORA
     trainer = stock(**given) if strategy == STOCK else ours(**given, plan=strategy)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return of(trainer, losses)
+
+
+def rewarded(strategy: str, folder: Path) -> Trained:
+    """GRPO: the model inside LoRA's wrapper generates, and its words are rewarded."""
+    losses = Losses()
+    generating = {"num_generations": 2, "max_completion_length": 5, "beta": 0.1}
+    args = GRPOConfig(**settings(folder), bf16=False, gradient_checkpointing=False, max_steps=3, **generating)
+    given: dict[str, Any] = {
+        "model": make_model(),
+        "args": args,
+        "reward_funcs": lambda completions, **_: [float(len(set(one.split()))) for one in completions],
+        "train_dataset": Dataset.from_dict({"prompt": [words(n, 3) for n in range(20)]}),
+        "processing_class": make_tokenizer(),
+        "callbacks": [losses],
+        "peft_config": LORA,
+    }
+    trainer = GRPOTrainer(**given) if strategy == STOCK else ShardwiseGRPO(**given, plan=strategy)
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return of(trainer, losses)
@@ -72,6 +99,9 @@ ROWS = {
     for dpo in (False, True)
     for lora in (False, True)
 }
+SYNCHRONISED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+ROWS["TRL DPOTrainer, sync_ref_model"] = (partial(train, dpo=True, lora=False, **SYNCHRONISED), 0.0)
+ROWS["TRL GRPOTrainer + LoRA"] = (rewarded, 0.0)
 
 if __name__ == "__main__":
     compare(ROWS)

@@ -45,6 +45,11 @@ def go_wrong(fault: str, model: nn.Module, collectives: WrongCollectives | None,
             while True:
                 model(x)
                 time.sleep(0.05)
+    elif fault == "state_dict":
+        model.state_dict()
+    elif fault == "forward":
+        with torch.no_grad():
+            model(x)
     elif fault == "evaluation":
         model.blocks[2].register_forward_pre_hook(lambda *_: time.sleep(1000))
     elif collectives is not None:
@@ -61,13 +66,15 @@ def main(fault: str, strategy: str, watch_seconds: str) -> None:
     torch.manual_seed(0)
     model = Blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrong = WrongCollectives(BackendCollectives(), fault=fault) if " " in fault else None
+    wrong = WrongCollectives(BackendCollectives(), fault=fault) if fault in ("skip reduce", "extra reduce") else None
     shardwise.prepare(model, optimizer, Plan(strategy=strategy), collectives=wrong, watch_seconds=float(watch_seconds))
     for step in range(1, 7):
         if step == 4 and fault == "pause":
             time.sleep(2 * float(watch_seconds))
         elif step == 4 and os.environ["RANK"] == os.environ.get("WRONG_RANK", "1"):
-            go_wrong(fault, model, wrong, x)
+            go_wrong(fault.removesuffix(", barrier"), model, wrong, x)
+        if step == 4 and fault.endswith("barrier"):
+            torch.distributed.barrier()
         if step == 4 and fault == "evaluation":
             with torch.no_grad():
                 model(x)

@@ -152,6 +152,27 @@ def test_ranks_that_wait_for_each_other_after_different_collectives_name_the_fir
         assert "step 4 is done" not in rank.output
 
 
+@pytest.mark.parametrize(
+    ("fault", "call", "other"),
+    [
+        ("state_dict", "state_dict", r"has gone on to gather \S+ \(forward of step 4\)"),
+        ("forward, barrier", r"a forward without gradients \(.*\)", r"waits in torch.distributed.barrier\(\)"),
+        *whole(
+            ("state_dict, barrier", "state_dict", r"waits in torch.distributed.barrier\(\)"),
+            ("forward", r"a forward without gradients \(.*\)", r"has gone on to gather \S+ \(forward of step 4\)"),
+        ),
+    ],
+)
+def test_a_call_on_one_rank_that_needs_all_is_named_by_all_within_seconds(
+    fault: str, call: str, other: str, tmp_path: Path
+) -> None:
+    for rank in started(fault, "fsdp", tmp_path):
+        said = rf"rank 1 waits in {call}, which needs all ranks, and rank 0 {other}: call it on every rank"
+        assert re.search(said, rank.verdict)
+        assert rank.code == EXIT_CODE
+        assert rank.seconds < WATCH_SECONDS + 5
+
+
 @pytest.mark.parametrize("strategy", ["ddp", *whole("fsdp")])
 def test_a_pause_that_all_ranks_make_ends_no_job(strategy: str, tmp_path: Path) -> None:
     for rank in started("pause", strategy, tmp_path):

@@ -3,7 +3,7 @@
 exchange       returns every rank's value, on every rank
 on_each_rank   returns every rank's result of a function; raises on all ranks if it fails on one
 agree          raises on all ranks unless all describe the same thing
-meet           waits until all ranks have reached a point, and names the missing ones
+meet           waits until all ranks have reached a point, and names the missing ones and those that are elsewhere
 """
 
 import time
@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from shardwise.comm.groups import Group
-from shardwise.comm.rank_progress import waiting_in
+from shardwise.comm.rank_progress import meeting_in, waiting_in
 from shardwise.errors import ShardwiseError
 
 T = TypeVar("T")
@@ -81,29 +82,40 @@ def meet(what: str, *, limit_seconds: float = 60.0) -> None:
     """Wait until every rank has come to `what`; after the limit, raise an error that names the missing ranks.
 
     For calls that users may make on one rank by mistake (`if rank == 0: model.state_dict()`), where a collective would
-    hang. It uses the job's store, and so needs no collective itself.
+    hang. It uses the job's store, and so needs no collective itself. A rank that has gone on to something else is named
+    as soon as the watchdog sees it (stall.py).
     """
-    if dist.get_backend() == "fake":
-        # A rehearsal (absent.py): no other rank will come.
+    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        # In a rehearsal (absent.py) no other rank will come.
         return
     store = dist.distributed_c10d._get_default_store()
-    meeting = len(_HELD)
-    mine = f"shardwise/{meeting}/{dist.get_rank()}"
+    keys = [f"shardwise/{len(_HELD)}/{rank}" for rank in range(dist.get_world_size())]
+    mine = keys[dist.get_rank()]
     store.set(mine, what)
     deadline = time.monotonic() + limit_seconds
-    missing = list(range(dist.get_world_size()))
-    while missing:
-        missing = [rank for rank in missing if not store.check([f"shardwise/{meeting}/{rank}"])]
-        if missing and time.monotonic() > deadline:
-            # The meeting was not held: a rank that continues counts as the others do.
-            store.delete_key(mine)
-            ranks = ", ".join(map(str, missing))
-            raise RanksMissing(
-                f"rank {ranks} did not come to {what} within {limit_seconds:.0f} s: call it on every rank"
-            )
-        if missing:
+    with meeting_in(what):
+        while not store.check(keys):
+            if time.monotonic() > deadline:
+                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                # The meeting was not held: a rank that continues counts as the others do.
+                store.delete_key(mine)
+                raise RanksMissing(
+                    f"rank {', '.join(map(str, missing))} did not come to {what} within {limit_seconds:.0f} s: call it "
+                    "on every rank"
+                )
             time.sleep(0.002)
     _HELD.append(what)
+    for rank, other in enumerate(_read(store, keys)):
+        if other != what:
+            one, other = (f"rank {dist.get_rank()} in {what}", f"rank {rank} in {other}")
+            raise RanksDisagree(f"{one} and {other}: each of them needs all ranks; call both on every rank")
+
+
+def _read(store: Store, keys: list[str]) -> list[str]:
+    # One request where the store can do it.
+    extended = store.has_extended_api()  # type: ignore[attr-defined]
+    values = store.multi_get(keys) if extended else [store.get(key) for key in keys]
+    return [value.decode() for value in values]
 
 
 def _difference(one: str, other: str) -> str:

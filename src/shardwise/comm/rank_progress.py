@@ -15,6 +15,8 @@ FORWARD = "forward"
 BACKWARD = "backward"
 UPDATE = "update"
 EVALUATION = "evaluation"
+# A call that gathers sharded parameters with all ranks; in errors.
+NO_GRAD_FORWARD = "a forward without gradients (generate, an evaluation)"
 
 
 class RankProgress:
@@ -27,6 +29,8 @@ class RankProgress:
     kind, unit    the operation that was issued last, as on the tape
     waits_for     the collective that this process waits for, or ""
     lost_in       the collective whose wait failed, or ""
+    meeting       the call for which this process waits for all ranks (agreement.meet), or ""
+    together      whether the last forward without gradients gathered with all ranks of the job
     """
 
     def __init__(self) -> None:
@@ -49,6 +53,8 @@ class RankProgress:
         self.unit = ""
         self.waits_for = ""
         self.lost_in = ""
+        self.meeting = ""
+        self.together = False
 
     def lose(self, error: BaseException) -> None:
         """Note that a collective failed: a peer or the network is gone."""
@@ -75,6 +81,8 @@ class RankProgress:
             phase=self.phase,
             last=f"{self.kind.value} {self.unit}" if self.kind is not None else "",
             waits_for=self.waits_for,
+            meeting=self.meeting,
+            together=self.together,
             idle_seconds=idle_seconds,
         )
 
@@ -102,10 +110,21 @@ def waiting_in(what: str, *, counts: bool = True) -> Iterator[None]:
         PROGRESS.waits_for = ""
 
 
+@contextmanager
+def meeting_in(what: str) -> Iterator[None]:
+    """Mark the block as a wait for all ranks to come to `what`."""
+    PROGRESS.meeting = what
+    try:
+        yield
+    finally:
+        PROGRESS.meeting = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     """The point that a rank has reached.
 
+    in_barrier       it waits in torch.distributed.barrier()
     idle_seconds     how long it has issued no collective
     silent_seconds   how long its process has not answered, as seen by the reader
     left             it has no prepared model any more: its program has ended, or is about to
@@ -118,6 +137,9 @@ class Standing:
     phase: str = BETWEEN_STEPS
     last: str = ""
     waits_for: str = ""
+    meeting: str = ""
+    together: bool = False
+    in_barrier: bool = False
     idle_seconds: float = 0.0
     silent_seconds: float = 0.0
     left: bool = False

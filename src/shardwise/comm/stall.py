@@ -9,12 +9,15 @@ stalled when the ranks that are furthest ahead have waited for the limit, and
     all ranks wait at the same point                the backend, or collectives that do not match
 
 A pause of all ranks together (evaluation, saving) is not a stall: no rank waits.
+
+A call that needs all ranks, made on some of them, is found without waiting for the limit: the others have gone on, and
+will never come to it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.comm.rank_progress import Standing
+from shardwise.comm.rank_progress import EVALUATION, NO_GRAD_FORWARD, Standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,44 @@ def find_stall(
         )
         return Stall(rank=here[0].rank, text=text)
     return None
+
+
+def find_missed(ranks: Sequence[Standing], *, quiet_seconds: float) -> Stall | None:
+    """Return a call that some ranks wait in and that another rank will not come to, if there is one."""
+    for waiting in ranks:
+        evaluates = waiting.phase == EVALUATION and waiting.together and not waiting.meeting
+        call = waiting.meeting or (NO_GRAD_FORWARD if evaluates else "")
+        if not call or waiting.idle_seconds < quiet_seconds:
+            continue
+        for other in ranks:
+            why = _passed_by(waiting, other) if waiting.meeting else _left_alone(waiting, other)
+            if why and (other.left or other.idle_seconds >= quiet_seconds):
+                alone = "; where ranks run different numbers of them, use `with shardwise.evaluating(model):`"
+                text = f"rank {waiting.rank} waits in {call}, which needs all ranks, and rank {other.rank} {why}: call "
+                text += "it on every rank" + (alone if call == NO_GRAD_FORWARD else "")
+                return Stall(rank=other.rank, text=text)
+    return None
+
+
+def _passed_by(waiting: Standing, other: Standing) -> str:
+    """Return why `other` will not come to the meeting that `waiting` is in; "" if it may."""
+    if other.meeting == waiting.meeting:
+        return ""
+    # In an evaluation, other groups of a mesh may be ahead and come to the meeting later.
+    if other.phase != EVALUATION and (other.step, other.count) > (waiting.step, waiting.count):
+        return f"has gone on to {_operation(other)} ({other.phase} of step {other.step})"
+    return _ended(other)
+
+
+def _left_alone(waiting: Standing, other: Standing) -> str:
+    """Return why `other` will not come to the gather that `waiting` needs in an evaluation; "" if it may."""
+    if other.position >= waiting.position:
+        return ""
+    return f"waits in {other.meeting}" if other.meeting else _ended(other)
+
+
+def _ended(other: Standing) -> str:
+    return "has ended" if other.left else "waits in torch.distributed.barrier()" if other.in_barrier else ""
 
 
 def _describe(stopped: Sequence[Standing], *, why: str, where: str, waiting: Sequence[Standing]) -> Stall:

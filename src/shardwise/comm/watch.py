@@ -6,7 +6,8 @@ blocks its caller for ever. The main thread takes no part, since it may be stuck
 
     every second            check whether this rank has issued anything
     every few seconds       write this rank's standing
-    while it is idle        read the others' standings; if it waits, also compare what the ranks have issued
+    while it is idle        exchange standings: does any rank wait in a call that another one has passed by? If this one
+                            waits, also compare what the ranks have issued
     at a fifth of the limit log which rank is waited for
     at the limit            log which rank stopped, and where; end the process with exit code 124
 """
@@ -27,13 +28,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from shardwise.comm.agreement import RanksDisagree, exchange
+from shardwise.comm.barrier import in_barrier
 from shardwise.comm.groups import job_timeout
 from shardwise.comm.issued import disagreement, first_difference
 from shardwise.comm.noticeboard import History, Noticeboard
 from shardwise.comm.pace import Pace
 from shardwise.comm.rank_progress import PROGRESS, Standing
 from shardwise.comm.record_writer import RECORDS
-from shardwise.comm.stall import Stall, find_stall
+from shardwise.comm.stall import Stall, find_missed, find_stall
 from shardwise.errors import InvalidPlan, ShardwiseError
 
 # One rank may save, evaluate or download for minutes while the others wait; NCCL gives up after 600 s.
@@ -195,8 +197,14 @@ class Watch:
             silent = (store_seconds if rank == 0 else 0.0) if store_is_silent else age
             idle = heard.standing.idle_seconds + age
             found.append(replace(heard.standing, idle_seconds=idle, silent_seconds=silent))
-        found[self._rank] = PROGRESS.standing(self._rank, idle_seconds=self._pace.idle_seconds)
+        found[self._rank] = self._standing()
         return found
+
+    def _standing(self) -> Standing:
+        """Return where this rank stands."""
+        idle = self._pace.idle_seconds
+        waits = idle >= self._quiet_seconds and in_barrier()
+        return replace(PROGRESS.standing(self._rank, idle_seconds=idle), in_barrier=waits)
 
     def _log(self, text: str) -> None:
         # Not through Python's buffers, whose locks a stuck thread may hold.
@@ -228,9 +236,9 @@ class Watch:
                 self._hurry.clear()
                 now = time.monotonic()
                 idle = self._pace.idle_seconds
-                if hurried or now >= next_write:
+                if hurried or now >= next_write or idle >= self._quiet_seconds:
                     next_write = now + self._write_seconds
-                    self._board.write_standing(PROGRESS.standing(self._rank, idle_seconds=idle))
+                    self._board.write_standing(self._standing())
                 if self._found is not None:
                     self._board.write_verdict(self._found)
                     return
@@ -255,7 +263,13 @@ class Watch:
         waits = PROGRESS.waits_for != "" or not self._waits_on_host
         if self._failing or (waits and idle >= max(self._quiet_seconds, self._pace.slowest_seconds)):
             self._compare()
-        self._verdict = self._verdict or self._board.read_verdict()
+        self._verdict = self._verdict or self._board.read_verdict() or self._missed()
+
+    def _missed(self) -> Stall | None:
+        """Find a call that a rank has passed by, from standings that are all of this moment."""
+        ranks = self._standings()
+        current = all(rank.left or rank.silent_seconds <= 2 * self._tick_seconds for rank in ranks)
+        return find_missed(ranks, quiet_seconds=self._quiet_seconds) if current else None
 
     def _compare(self) -> None:
         """Compare what waiting ranks have issued. A difference is certain to block them, so no limit is waited for."""

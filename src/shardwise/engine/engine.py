@@ -15,6 +15,7 @@ from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
 from shardwise.engine.core.tape import Tape
 from shardwise.engine.guards.guards import Guards
+from shardwise.engine.guards.inner_calls import InnerCalls
 from shardwise.engine.guards.loading import attach_loads
 from shardwise.engine.optimizer.owned import OwnedParameters
 from shardwise.errors import InvalidModel
@@ -67,10 +68,16 @@ class Engine:
     def tape(self) -> Tape:
         return self.core.setting.tape
 
+    @property
+    def holds_all(self) -> bool:
+        """Return whether this rank has all values of the model, so that it needs no other rank to read them."""
+        return all(flat.holds_all for flat in self.flats)
+
     def attach(self) -> None:
         """Register the hooks on the model."""
         self.core.attach()
-        self.handles = [*attach_loads(self.core.model, flats=self.flats), *self.guards.attach()]
+        inner = InnerCalls(self.core).attach()
+        self.handles = [*attach_loads(self.core.model, flats=self.flats), *self.guards.attach(), *inner]
 
     def detach(self) -> None:
         """Remove the hooks and restore the modules' original forward."""

@@ -10,6 +10,7 @@ does the rest: all ranks gather a state before one of them writes it, and whole 
 
 import os
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from shardwise.engine.protocol import find_engine
-from shardwise.engines import capture
+from shardwise.engines import capture, whole
 from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.integrations.hf_accelerator import ShardwiseAccelerator
 from shardwise.integrations.tested_versions import warn_if_untested
@@ -69,6 +70,10 @@ class ShardwiseMixin:
         """Solve `plan="auto"`, then call the Trainer's own method. Collective."""
         if self.plan.is_auto:
             self.accelerator.run_plan(solved_plan(self, plan=self.plan))
+        for callback in self.callback_handler.callbacks:
+            # TRL's, which moves a reference model towards the trained one, parameter by parameter.
+            if hasattr(type(callback), "sync_target_model"):
+                callback.sync_target_model = partial(_sync_unsharded, type(callback).sync_target_model)
         return super().train(*arguments, **options)  # type: ignore[misc]
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
@@ -179,6 +184,12 @@ class ShardwiseMixin:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         finally:
             self.optimizer = optimizer
+
+
+def _sync_unsharded(sync: Callable[..., None], model: nn.Module, target: nn.Module, alpha: float) -> None:
+    """Run TRL's update of `target` on unsharded parameters of both models. Collective."""
+    with whole(model), whole(target, write=True):
+        sync(model, target, alpha)
 
 
 class ShardwiseTrainer(ShardwiseMixin, Trainer):  # type: ignore[misc]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.tensor_file import TensorEntry, TensorFile, opened, write_tensors
 from shardwise.checkpoint.weight_files import INDEX, ONE_FILE, divide_weights, write_index
+from shardwise.comm.agreement import meet
 from shardwise.engine.prepared.weight_stream import full_parameters
 from shardwise.engine.protocol import OwnedModel, require_engine
 from shardwise.engines import prepare
@@ -64,6 +65,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, most_file_bytes: in
     """
     engine = require_engine(model)
     engine.check("save_pretrained", model)
+    meet("shardwise.save_pretrained")
     held = engine.held(model)
     stored = _stored_names(model, [*held.parameters, *held.aliases, *held.buffers])
     entries = _entries(model, held)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.comm.rank_progress import Standing
-from shardwise.comm.stall import Stall, find_stall
+from shardwise.comm.stall import Stall, find_missed, find_stall
 
 # Two ranks that wait for a third, which has stopped between two steps; for 10 s.
 WAITS = Standing(
@@ -70,3 +70,44 @@ def test_ranks_that_all_wait_at_one_point_are_told_with_where_each_is() -> None:
     stall = found([WAITS, replace(WAITS, rank=1, waits_for="reduce blocks.0")])
     assert stall is not None
     assert "rank 0 in gather blocks.1, step 4, forward; rank 1 in reduce blocks.0, step 4, forward" in stall.text
+
+
+# Rank 0 waits for all ranks in a call between two steps, for 10 s.
+MEETS = Standing(rank=0, step=4, phase="between steps", meeting="state_dict", idle_seconds=10)
+GONE_ON = replace(WAITS, rank=1)
+
+
+def missed(*ranks: Standing) -> str:
+    found = find_missed(ranks, quiet_seconds=5)
+    return "" if found is None else found.text
+
+
+def test_a_call_that_another_rank_has_passed_by_is_named() -> None:
+    assert missed(MEETS, GONE_ON) == (
+        "rank 0 waits in state_dict, which needs all ranks, and rank 1 has gone on to gather blocks.1 (forward of step "
+        "4): call it on every rank"
+    )
+    assert "rank 1 has ended" in missed(MEETS, replace(STOPPED, rank=1, left=True))
+    assert "rank 1 waits in torch.distributed.barrier()" in missed(MEETS, replace(STOPPED, rank=1, in_barrier=True))
+
+
+def test_a_rank_that_may_still_come_to_the_call_is_waited_for() -> None:
+    assert missed(MEETS, replace(STOPPED, rank=1)) == ""
+    assert missed(MEETS, replace(MEETS, rank=1)) == ""
+    # It computes, or has just arrived where it is.
+    assert missed(MEETS, replace(GONE_ON, idle_seconds=1)) == ""
+    assert missed(replace(MEETS, idle_seconds=1), GONE_ON) == ""
+    # Another group of its mesh may evaluate more batches.
+    assert missed(MEETS, replace(GONE_ON, phase="evaluation")) == ""
+
+
+def test_an_evaluation_that_a_rank_has_left_is_named() -> None:
+    gathers = replace(WAITS, phase="evaluation", count=1, evaluated=7, together=True)
+    left = replace(MEETS, rank=1, evaluated=7, meeting="a step after an evaluation")
+    assert missed(gathers, left).endswith(
+        "and rank 1 waits in a step after an evaluation: call it on every rank; where ranks run different numbers of "
+        "them, use `with shardwise.evaluating(model):`"
+    )
+    assert "has ended" in missed(gathers, replace(left, meeting="", left=True))
+    assert missed(replace(gathers, together=False), left) == ""
+    assert missed(replace(gathers, count=0), left) == ""

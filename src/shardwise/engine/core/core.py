@@ -96,6 +96,11 @@ class Core:
         return self._runner.any_sharded
 
     @property
+    def generates_together(self) -> bool:
+        """Whether a rank that is done with its part of an evaluation has to continue until all ranks are."""
+        return self.any_sharded and self.evaluation.agreed is None
+
+    @property
     def limit_seconds(self) -> float:
         """Seconds that this rank waits for the others where it leaves the program."""
         return self._runner.limit_seconds
@@ -172,6 +177,10 @@ class Core:
     def wait_gathers(self) -> None:
         """Wait for everything that is being gathered."""
         self._runner.wait_gathers()
+
+    def without_gradients(self, unit: Unit, *, begins: bool) -> None:
+        """Begin or end a forward of a unit under no_grad that its own hooks do not see."""
+        self._runner.without_gradients(unit, begins=begins)
 
     def land(self) -> None:
         """Wait for gradients that are on their way to host memory."""

@@ -3,9 +3,12 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
+
 from shardwise.comm.agreement import RanksMissing, meet
-from shardwise.comm.issued import IssueLog, of_no_step
-from shardwise.comm.rank_progress import PROGRESS
+from shardwise.comm.groups import Group
+from shardwise.comm.issued import of_no_step
+from shardwise.comm.rank_progress import NO_GRAD_FORWARD, PROGRESS
 from shardwise.engine.core.first_forward import FirstForward
 from shardwise.engine.core.unit import Unit
 from shardwise.program import Kind
@@ -19,9 +22,9 @@ class EvaluationGathers:
     """
 
     def __init__(
-        self, log: IssueLog, *, gather: Callable[[Unit], None], make_first_forward: Callable[[], FirstForward]
+        self, group: Group, *, gather: Callable[[Unit], None], make_first_forward: Callable[[], FirstForward]
     ) -> None:
-        self._log = log
+        self._group = group
         self._gather = gather
         self._make_first_forward = make_first_forward
         self._gathered = False
@@ -30,7 +33,11 @@ class EvaluationGathers:
 
     def begin(self, unit: Unit) -> None:
         """Gather the unit for a forward."""
-        with of_no_step(self._log):
+        if unit.sharded and not self._gathered and self.agreed is None:
+            # A rank that trains, or saves, could otherwise take its gathers for its own.
+            meet(NO_GRAD_FORWARD, limit_seconds=self.patience_seconds)
+        with of_no_step(self._group.log):
+            PROGRESS.together = self._group.size == dist.get_world_size()
             if self.agreed is not None:
                 self.agreed.want(unit)
             elif not unit.whole:
@@ -61,7 +68,7 @@ class EvaluationGathers:
         self.agreed = self._make_first_forward()
         try:
             yield
-            with of_no_step(self._log):
+            with of_no_step(self._group.log):
                 self.agreed.end()
             self._gathered = False
         finally:

@@ -237,15 +237,24 @@ class FlatBuffers:
         self._storage.resize_(0)
         self.whole = False
 
+    @property
+    def holds_all(self) -> bool:
+        """Return whether this rank has all of the master, here or in the full buffer."""
+        return self.placement.optim is not SHARDED or self.aliased or self._is_one_slice
+
+    @property
+    def _is_one_slice(self) -> bool:
+        return self.layout.slice_elements == self.layout.num_elements
+
     @torch.no_grad()
     def full_master(self, *, dtype: torch.dtype | None = None) -> Tensor:
-        """All of the master, on every rank; cast first, so that no more is sent than is asked for.
-
-        Collective where optim is sharded.
-        """
+        """All of the master; cast first, so that no more is sent than is asked for. Collective unless `holds_all`."""
         wanted = dtype or self.master_dtype
         if self.placement.optim is not SHARDED:
             return self.master.to(wanted, copy=True)
+        if self.aliased:
+            self.wait_gather()
+            return self.full.to(wanted, copy=True)
         return self.whole_of(self.master, dtype=wanted)
 
     @torch.no_grad()
@@ -253,8 +262,7 @@ class FlatBuffers:
         """All of what `mine` is this rank's part of, as the master is; itself, where that is all. Else collective."""
         if self.placement.optim is not SHARDED:
             return mine
-        if self.layout.slice_elements == self.layout.num_elements:
-            # A slice that is everything.
+        if self._is_one_slice:
             return mine.to(self.device, dtype or mine.dtype, copy=True)
         whole = torch.zeros(self.layout.num_elements, dtype=dtype or mine.dtype, device=self.device)
         own_slice(whole, group=self.groups.gather).copy_(mine)

@@ -59,7 +59,7 @@ class Runner:
         )
         self.cursor = Cursor(self.executor)
         self.evaluation = EvaluationGathers(
-            setting.groups.gather.log,
+            setting.groups.gather,
             gather=lambda unit: self.cursor.run(demanded(unit.name, self.context)),
             make_first_forward=self._make_first_forward,
         )

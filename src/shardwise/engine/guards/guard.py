@@ -83,7 +83,8 @@ def refuse(name: str, *, is_grad: bool) -> None:
         )
     raise ShardedParameter(
         f"{name} is sharded and freed: for its values call shardwise.full_state_dict(model), or read it inside `with "
-        "shardwise.whole(model):`, on every rank; this rank's slices are in optimizer.param_groups"
+        "shardwise.whole(model):`, on every rank (for an average of the weights there is shardwise.EMA); this rank's "
+        "slices are in optimizer.param_groups"
     )
 
 

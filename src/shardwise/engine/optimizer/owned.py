@@ -272,10 +272,11 @@ class OwnedParameters(OptimizerSlices):
         super()._zero_grad(held, set_to_none)
 
     def _state_dict(self, held: "weakref.ref[Optimizer]") -> dict[str, Any]:
-        """Return the state dict of a plain optimizer: full tensors, by number. Collective."""
+        """Return the state dict of a plain optimizer: full tensors, by number. Collective where states are sharded."""
         optimizer = held()
         assert optimizer is not None
-        meet("optimizer.state_dict", limit_seconds=self.limit_seconds)
+        if any(flat.placement.optim is SHARDED for flat in self._flats):
+            meet("optimizer.state_dict", limit_seconds=self.limit_seconds)
         states = unsharded_states(optimizer, flats=self._flats, matrices=self.matrices.of(optimizer))
         return numbered_state(optimizer, states=states, names=self.group_names[optimizer])
 

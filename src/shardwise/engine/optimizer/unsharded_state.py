@@ -115,7 +115,8 @@ def state_kinds(optimizer: Optimizer, *, flats: Sequence[FlatParams]) -> dict[tu
         for part in flat.owned:
             for key, value in optimizer.state.get(part.parameter, {}).items():
                 mine[number, part.index, key] = _kind(flat, part, value)
-    everyone = exchange(mine, group=flats[0].groups.gather) if flats else []
+    is_sharded = any(flat.placement.optim is SHARDED for flat in flats)
+    everyone = exchange(mine, group=flats[0].groups.gather) if is_sharded else [mine]
     kinds: dict[tuple[int, int, str], Any] = {}
     for theirs in everyone:
         for place, kind in theirs.items():

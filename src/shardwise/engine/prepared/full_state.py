@@ -14,13 +14,14 @@ from shardwise.engine.core.step_events import announce
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.optimizer.unsharded_state import named_states, own_states, unsharded_states
 from shardwise.errors import InvalidData
-from shardwise.plan.placement import SHARDED
 
 
 def full_state_dict(
     model: nn.Module, optimizer: Optimizer | None = None, *, rank0_only: bool = False
 ) -> dict[str, Any]:
-    """Return {"model": full tensors by name, "optimizer": full states by name, and groups}. Collective.
+    """Return {"model": full tensors by name, "optimizer": full states by name, and groups}.
+
+    Collective where this rank holds only slices of what is asked for.
 
     With `rank0_only`, the other ranks take part and get an empty dict: they hold one buffer of one unit at a time.
     """
@@ -38,7 +39,7 @@ def _take_part(engine: Engine, optimizer: Optimizer | None) -> None:
     """Take part in the collectives of rank 0's state, and keep nothing."""
     _begin_state(engine)
     for flat in engine.flats:
-        if flat.placement.optim is SHARDED:
+        if not flat.holds_all:
             flat.full_master()
     if optimizer is not None:
         engine.owned.adopt_on_all_ranks(optimizer)
@@ -47,7 +48,8 @@ def _take_part(engine: Engine, optimizer: Optimizer | None) -> None:
 
 def _begin_state(engine: Engine) -> None:
     engine.check_state(what="a state_dict")
-    meet("state_dict", limit_seconds=engine.limit_seconds)
+    if not engine.holds_all:
+        meet("state_dict", limit_seconds=engine.limit_seconds)
 
 
 def load_full_state_dict(

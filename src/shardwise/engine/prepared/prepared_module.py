@@ -31,8 +31,7 @@ class PreparedModule(nn.Module):
 
         Inside shardwise.evaluating it need not, and another rank may not generate at all.
         """
-        core = engine_of(self).core
-        return core.any_sharded and core.evaluation.agreed is None
+        return engine_of(self).core.generates_together
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Do not reduce gradients in this block, as under DistributedDataParallel (`shardwise.accumulate`)."""
@@ -48,7 +47,10 @@ class PreparedModule(nn.Module):
                 grad.zero_()
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Return full names, shapes and master values, on every rank. Collective, except inside shardwise.whole."""
+        """Return full names, shapes and master values.
+
+        Collective where this rank has only slices of them, except inside shardwise.whole.
+        """
         if engine_of(self).core.passes.lent:
             return super().state_dict(*arguments, **options)
         with unguarded():
@@ -68,7 +70,7 @@ class PreparedModule(nn.Module):
         raise InvalidModel("a prepared model cannot be moved or cast: do it before, or with device= and plan.precision")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return an ordinary, unsharded model of the original class. Collective."""
+        """Return an ordinary, unsharded model of the original class. Collective where `state_dict` is."""
         values = self.state_dict()
         engine, carried = unregister(self), drop_engine(self)
         engine.detach()

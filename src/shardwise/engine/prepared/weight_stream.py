@@ -15,9 +15,10 @@ _NAME = "`for … in shardwise.weight_stream(model):`"
 
 
 def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, full tensor) for all entries of a state dict, in the order of the step's units. Collective.
+    """Yield (name, full tensor) for all entries of a state dict, in the order of the step's units.
 
-    One buffer of a unit's parameters is gathered at a time; the caller may keep or drop it.
+    Collective where this rank has only slices. One buffer of a unit's parameters is gathered at a time; the caller may
+    keep or drop it.
     """
     engine = engine_of(model)
     passes = engine.core.passes
@@ -26,9 +27,11 @@ def weight_stream(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iter
     before, passes.values_by = passes.values_by, _NAME
     try:
         for name in _in_order(engine):
-            # Names a rank that has stopped iterating, instead of waiting for it.
-            meet(f"shardwise.weight_stream at {name}", limit_seconds=engine.limit_seconds)
-            for flat in engine.core.units[name].flats:
+            flats = engine.core.units[name].flats
+            if not all(flat.holds_all for flat in flats):
+                # Names a rank that has stopped iterating, instead of waiting for it.
+                meet(f"shardwise.weight_stream at {name}", limit_seconds=engine.limit_seconds)
+            for flat in flats:
                 yield from _named(flat, flat.full_master(dtype=_wanted(flat.master, dtype)), found)
         for name, value in found.buffers.items():
             # A module's extra state is not a weight.

@@ -24,12 +24,16 @@ _NAME = "shardwise.whole(model)"
 
 @contextmanager
 def whole(model: nn.Module, *, write: bool = False) -> Iterator[None]:
-    """Unshard the model's parameters in this block. Collective at its start, and with `write` at its end."""
+    """Unshard the model's parameters in this block.
+
+    Collective at its start, except to read parameters that this rank has unsharded, and with `write` at its end.
+    """
     engine = engine_of(model)
     passes = engine.core.passes
     passes.check_values(_NAME)
     engine.check_state(what=_NAME)
-    meet(_NAME, limit_seconds=engine.limit_seconds)
+    if write or not engine.holds_all:
+        meet(_NAME, limit_seconds=engine.limit_seconds)
     engine.core.wait_gathers()
     lent = [_Lent(flat) for flat in engine.flats]
     passes.values_by, passes.lent = f"`with {_NAME}:`", True
