@@ -74,7 +74,7 @@ STRATEGIES = [pytest.param(("fsdp",)), pytest.param(("ddp", "zero2"), marks=pyte
 
 def check_hf(rows: dict[str, Any]) -> None:
     exact = [name for name, row in rows.items() if row["bound"] == 0]
-    assert (len(rows), len(exact)) == (6, 3)
+    assert (len(rows), len(exact)) == (8, 5)
 
 
 @pytest.mark.timeout(180)
@@ -112,7 +112,7 @@ def test_lightnings_trainer_and_fabric_train_as_under_their_own_ddp(strategies: 
 def test_trls_trainers_train_as_under_their_own_ddp_whole_and_with_lora(strategies: tuple[str, ...]) -> None:
     needs("trl")
     needs("peft")
-    assert len(rows_of("trl", strategies)) == 4
+    assert len(rows_of("trl", strategies)) == 6
 
 
 @pytest.mark.timeout(360)
