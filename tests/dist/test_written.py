@@ -343,3 +343,46 @@ def swaps(rank: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp", *whole("zero1", "shard_grad_op")])
 def test_an_optimizer_that_swaps_values_for_evaluation_does_so_on_every_rank(strategy: str) -> None:
     run_ranks(swaps, num_ranks=2, args=(strategy,))
+
+
+# A refusal changes nothing
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.up(self.norm(x))
+        return out
+
+
+def refused_loads(rank: int, plan: Plan) -> list[str]:
+    """Load a part of the model, or a module around it; return what is said, once nothing has changed."""
+    model = nn.Sequential(Normed(), Normed())
+    optimizer = sgd(model.parameters())
+    shardwise.prepare(model, optimizer, plan)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    around = nn.ModuleDict({"model": model})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    said = []
+    for module, prefix in ((model[0], "0."), (around, "")):
+        state = {name.removeprefix(prefix): value + 1 for name, value in before.items() if name.startswith(prefix)}
+        if module is around:
+            state = {f"model.{name}": value for name, value in state.items()}
+        said.append(line(lambda module=module, state=state: module.load_state_dict(state)))
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+    model.load_state_dict({f"0.{name}": value + 1 for name, value in model[0].norm.named_buffers()}, strict=False)
+    return said
+
+
+@pytest.mark.parametrize("plan", [Plan(strategy=strategy, units="class:Normed") for strategy in FREED], ids=FREED)
+def test_a_refused_load_of_a_part_of_the_model_leaves_its_buffers_as_they_were(plan: Plan) -> None:
+    for part, around in run_ranks(refused_loads, num_ranks=2, args=(plan,)):
+        assert part.startswith("load_state_dict of a Normed inside the model: norm.weight is sharded")
+        assert around.startswith("load_state_dict of a module around the model: 0.norm.weight is")

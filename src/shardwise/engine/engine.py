@@ -77,7 +77,7 @@ class Engine:
         """Register the hooks on the model."""
         self.core.attach()
         inner = InnerCalls(self.core).attach()
-        self.handles = [*attach_loads(self.core.model, flats=self.flats), *self.guards.attach(), *inner]
+        self.handles = [*attach_loads(self.core), *self.guards.attach(), *inner]
 
     def detach(self) -> None:
         """Remove the hooks and restore the modules' original forward."""

@@ -1,27 +1,53 @@
-"""`load_state_dict` of a module inside the model whose parameters are copies of the master in another dtype.
+"""`load_state_dict` of a module inside the model.
 
-torch copies each value into the parameter; these hooks first copy it into the master, in full precision.
+Where its parameters are copies of the master in another dtype, torch copies each value into the parameter; these hooks
+first copy it into the master, in full precision. Where they are sharded it is refused before anything is loaded: torch
+would fill the buffers, and what is replicated, and only then raise an error of its own.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.engine.core.core import Core
 from shardwise.engine.core.flat import FlatParams
+from shardwise.engine.guards.guard import ShardedParameter
 from shardwise.plan.placement import SHARDED
 
 
-def attach_loads(model: nn.Module, *, flats: Iterable[FlatParams]) -> list[Any]:
-    """Register hooks on the modules whose parameters are such copies. Returns their handles."""
-    copied = [flat for flat in flats if flat.placement.params is not SHARDED and not flat.aliased]
+def attach_loads(core: Core) -> list[Any]:
+    """Register hooks on the modules with such parameters. Returns their handles."""
+    sharded = {id(p) for flat in core.flats if flat.placement.params is SHARDED for p in flat.params}
+    copied = [flat for flat in core.flats if flat.placement.params is not SHARDED and not flat.aliased]
     places = {id(parameter): (flat, index) for flat in copied for index, parameter in enumerate(flat.params)}
-    return [
-        module.register_load_state_dict_pre_hook(partial(_fill, places))  # type: ignore[no-untyped-call]
-        for module in model.modules()
-        if any(id(parameter) in places for parameter in module._parameters.values())
+    modules = list(core.model.modules())
+    hooks = [
+        *((module, partial(_refuse, core, sharded)) for module in modules if _holds(module.parameters(), sharded)),
+        *((module, partial(_fill, places)) for module in modules if _holds(module._parameters.values(), places)),
     ]
+    return [module.register_load_state_dict_pre_hook(hook) for module, hook in hooks]  # type: ignore[no-untyped-call]
+
+
+def _holds(parameters: Iterable[nn.Parameter | None], ids: Container[int]) -> bool:
+    return any(id(parameter) in ids for parameter in parameters)
+
+
+def _refuse(
+    core: Core, sharded: AbstractSet[int], module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
+) -> None:
+    """Refuse a load that begins here, or outside of the model; any other was refused where it began."""
+    if (prefix and module is not core.model) or core.passes.lent:
+        return
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if prefix + name in state and id(parameter) in sharded:
+            raise ShardedParameter(
+                f"load_state_dict of a {'module around' if prefix else type(module).__name__ + ' inside'} the model: "
+                f"{name} is sharded; call load_state_dict of the prepared model itself, on every rank, with full names "
+                "and strict=False for a part of it"
+            )
 
 
 def _fill(
