@@ -129,7 +129,7 @@ def refused(rank: int, plan: Plan) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(("strategy", "precision"), [("zero2", "fp32"), ("ddp", "bf16")])
+@pytest.mark.parametrize(("strategy", "precision"), [("zero2", "fp32"), ("fsdp", "bf16")])
 def test_torchs_own_on_gradients_that_it_cannot_see_names_ours(strategy: str, precision: str) -> None:
     for said in run_ranks(refused, num_ranks=2, args=(Plan(strategy=strategy, precision=precision),)):
         assert "clip_grad_value_ or grad_norms with the model" in said[0]

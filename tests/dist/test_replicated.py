@@ -223,3 +223,41 @@ def test_a_momentum_encoder_may_be_given_other_memory(idiom: Idiom, strategy: st
 def test_a_sharded_momentum_encoder_is_refused() -> None:
     for said in run_ranks(refused, num_ranks=2, args=(follows_inside, Plan(strategy="fsdp"))):
         assert "is sharded and freed" in said
+
+
+# Gradients that are read and written between backward and step
+
+
+def edited_gradients(rank: int, strategy: str, precision: str) -> dict[str, Tensor]:
+    """What a bf16 parameter shows is what its master is stepped by."""
+    model = make_model()
+    optimizer = sgd(model)
+    shardwise.prepare(model, optimizer, Plan(strategy=strategy, precision=precision))
+    for step in range(4):
+        # The second backward adds to the first one's averages.
+        for number in range(2):
+            model(batch(step, rank + 2 * number)).square().mean().backward()
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            assert parameter.grad.dtype is torch.float32
+            noise = 0.01 * torch.randn(parameter.shape, generator=generator)
+            if step % 2:
+                parameter.grad.add_(noise)
+            else:
+                parameter.grad = parameter.grad + noise
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        torch.testing.assert_close(norm, shardwise.clip_grad_norm_(model, 1e9))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    return dict(shardwise.full_state_dict(model)["model"])
+
+
+def test_gradients_that_are_edited_before_a_step_are_stepped_in_bf16_too() -> None:
+    # Rounding in bf16 is the same under both, and moves weights by less than an edit does.
+    (ddp, _), (zero1, _) = (run_ranks(edited_gradients, num_ranks=2, args=(name, "bf16")) for name in ("ddp", "zero1"))
+    plain, _ = run_ranks(edited_gradients, num_ranks=2, args=("ddp", "fp32"))
+    for name, value in plain.items():
+        assert torch.equal(ddp[name], zero1[name])
+        torch.testing.assert_close(ddp[name], value, rtol=0, atol=1e-3)

@@ -1,8 +1,8 @@
 """The buffers of a unit's parameters, and their gradients.
 
 Autograd leaves a rank's own gradients in `p.grad`; they are taken from there, and averages over all ranks come back.
-The owned parts, which the optimizer steps, get theirs. `p.grad` shows the averages where it can: where they are whole,
-and of the parameters' dtype.
+The owned parts, which the optimizer steps, get theirs. Where averages are whole, `p.grad` shows them, in the master's
+dtype.
 """
 
 import weakref
@@ -60,7 +60,7 @@ class FlatParams(FlatBuffers):
         # The parameters that have reduced gradients, on this rank or on others, where `p.grad` does not show them.
         self._reduced: set[int] = set()
         # Whether `p.grad` of the module's parameters is the averaged gradient.
-        self.shows_grads = self.placement.grads is not SHARDED and self.full.dtype == self.master_dtype
+        self.shows_grads = self.placement.grads is not SHARDED
 
     def indices_of(self, names: AbstractSet[str]) -> AbstractSet[int]:
         """Return the indices of the parameters with these names; of all of them where the whole model is meant."""
@@ -194,8 +194,10 @@ class FlatParams(FlatBuffers):
 
     def _follow_shown_grad(self, part: Owned, grad: Tensor | None) -> None:
         if grad is not None:
-            start = self.groups.gather.index * self.layout.slice_elements + part.start - self.layout.offsets[part.index]
-            part.parameter.grad = grad.reshape(-1)[start : start + part.stop - part.start]
+            first = self.groups.gather.index * self.layout.slice_elements if self.placement.optim is SHARDED else 0
+            start = first + part.start - self.layout.offsets[part.index]
+            mine = grad.to(self.master_dtype).reshape(-1)[start : start + part.stop - part.start]
+            part.parameter.grad = mine.view_as(part.parameter)
         else:
             part.parameter.grad = None
         self.shown[part.index] = grad

@@ -207,6 +207,9 @@ class FlatBuffers:
     def attach(self, index: int, parameter: nn.Parameter) -> None:
         """Make the module's parameter, which may be a new one where it was on the meta device, a view of the buffer."""
         parameter.data = self.full_views[index]
+        if self.full.dtype != self.master_dtype:
+            # Averaged gradients are of the master's dtype.
+            parameter.grad_dtype = None
         self.params[index] = parameter
         if self.master is self.full:
             self.owned[index].parameter = parameter

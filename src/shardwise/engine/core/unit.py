@@ -61,18 +61,18 @@ class Unit:
         # The buffers that hold any of the parameters that are trained (see learn_trained).
         self.trained_flats: list[FlatParams] = []
         self._has_warned = False
-        # The parameters, and those whose gradients are hidden, as they are once the buffers are filled.
+        # The parameters, and those that rest between backwards, as they are once the buffers are filled.
         self.settled: list[nn.Parameter] = []
-        self._hides: list[nn.Parameter] = []
+        self._rests: list[nn.Parameter] = []
 
     def hold(self, flats: list[FlatParams]) -> None:
         """Hold these buffers from now on; `settle` comes next, once they are filled."""
         self.flats = flats
         # Whether there is anything to gather and free.
         self.sharded = self.placement.params is SHARDED and bool(flats)
-        # Where `p.grad` does not show the gradient, which is sharded or of another dtype.
-        self.hides_grads = [flat for flat in flats if not flat.shows_grads]
-        self.shows_grads = len(self.hides_grads) < len(flats)
+        # Whose parameters are guarded between backwards: their gradients are sharded, or they are copies of a master.
+        self.resting = [flat for flat in flats if not flat.shows_grads or flat.full.dtype != flat.master_dtype]
+        self.shows_grads = any(flat.shows_grads for flat in flats)
         self._is_on_gpu = bool(flats) and flats[0].device.type == "cuda"
         self._num_params = sum(len(flat.params) for flat in flats)
 
@@ -190,12 +190,12 @@ class Unit:
         """Become as a step finds it, once the buffers are filled: free what is sharded."""
         self.settled = list(self.params())
         self._learn_trained({id(parameter) for parameter in self.settled if parameter.requires_grad})
-        self._hides = [parameter for flat in self.hides_grads for parameter in flat.params]
+        self._rests = [parameter for flat in self.resting for parameter in flat.params]
         for flat in self.flats:
             flat.stage()
         self.whole = self.arrived = not self.sharded
         announce(self.events.unit_settled, self)
-        if self.hides_grads:
+        if self.resting:
             self._rest(self.settled)
 
     def warn_unannounced(self) -> None:
@@ -273,10 +273,10 @@ class Unit:
                     raise added_to_average(name)
 
     def end_backward(self) -> None:
-        """Free it. `p.grad` answers with an error where gradients are sharded or of another dtype."""
+        """Free it. `p.grad` answers with an error where gradients are sharded."""
         self.free()
-        if self.hides_grads and not self.at_rest:
-            self._rest(self._hides)
+        if self.resting and not self.at_rest:
+            self._rest(self._rests)
 
     def restore_grads(self) -> None:
         """Restore earlier averages where backward brought none."""

@@ -10,7 +10,6 @@ from shardwise.engine.core.step_errors import forward_called_directly
 from shardwise.engine.core.step_events import StepEvents
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.guards.guard import ShardedParameter, refuse, rest, runs_forward_of, wake
-from shardwise.plan.placement import SHARDED
 
 
 def guard_units(events: StepEvents) -> None:
@@ -67,13 +66,7 @@ def _touched(unit: Unit, flat: FlatParams, name: str, is_grad: bool) -> None:
         # Before a backward there is no gradient: None is correct.
         if flat.shows_grads or not any(other.has_grads() for other in unit.flats):
             return
-        if unit.placement.grads is SHARDED:
-            refuse(name, is_grad=True)
-        raise ShardedParameter(
-            f"the gradient of {name} is {flat.master_dtype} and not in p.grad of the {flat.full.dtype} parameter: "
-            "call shardwise.clip_grad_norm_, clip_grad_value_ or grad_norms with the model; it is in "
-            "optimizer.param_groups"
-        )
+        refuse(name, is_grad=True)
     if unit.sharded and not unit.whole:
         if runs_forward_of(unit.module):
             raise forward_called_directly(unit.name)
