@@ -15,7 +15,7 @@ from torch import nn
 from training import line
 
 import shardwise
-from shardwise import Plan
+from shardwise import Plan, Task
 from shardwise.integrations import tested_versions
 from shardwise.integrations.asked_plan import asked_plan, refuse_capture
 
@@ -182,6 +182,14 @@ def accelerators(rank: int) -> None:
     other = nn.Linear(2, 2)
     other(torch.ones(1, 2)).sum().backward()
     assert accelerator.clip_grad_norm_(other.parameters(), 1.0) > 0
+    # A plan is chosen where a loss and batches are known.
+    automatic = ShardwiseAccelerator(cpu=True, plan="auto")
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert "then accelerator.run_plan(shardwise.Plan.auto(task))" in line(lambda: automatic.prepare(net))
+    task = Task(model=net, loss=lambda model, batch: model(batch).sum(), make_batch=lambda size: torch.ones(size, 4))
+    automatic.run_plan(Plan.auto(task, plan=Plan(micro_batch=2, precision="fp32")))
+    assert not automatic.plan.is_auto
+    automatic.prepare(net)(torch.ones(2, 4)).sum().backward()
     accelerator.state.distributed_type = DistributedType.FSDP
     assert "leave that out and set plan.strategy" in line(lambda: accelerator.run_plan("fsdp"))
 
@@ -210,6 +218,10 @@ def strategies(rank: int) -> None:
     assert strategy._plan(Asked()) == Plan(strategy="zero2", precision="bf16")
     strategy.precision_plugin = HalfPrecision("16-true")
     assert "use bf16" in line(lambda: strategy._plan(Asked()))
+    fabric = ShardwiseFabricStrategy(plan="auto")
+    assert "then ShardwiseFabricStrategy(plan=shardwise.Plan.auto(task," in line(
+        lambda: fabric.setup_module(nn.Linear(4, 4))
+    )
     strategy = ShardwiseStrategy(plan=Plan(accumulate=4))
     assert "its own setting, which is 1" in line(lambda: strategy._plan(Asked()))
 

@@ -122,6 +122,7 @@ def averaged(name: str | None) -> dict[str, Tensor]:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     module = Plain()
+    assert "Plan.auto(task, cluster=" in line(lambda: fit(module, "auto"))
     if name == "fsdp":
         said = line(lambda: fit(module, name, callbacks=(WeightAveraging(),)))
         assert said.startswith("WeightAveraging averages whole parameters, which fsdp shards: make a shardwise.EMA(")

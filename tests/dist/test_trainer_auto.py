@@ -33,7 +33,8 @@ def make_trainer(folder: str, *, plan: Any, data: Any = None, **settings: Any) -
         learning_rate=1e-2,
         **settings,
     )
-    return ShardwiseTrainer(model=model, args=args, plan=plan, train_dataset=data, eval_dataset=data)
+    options = {} if plan is None else {"plan": plan}
+    return ShardwiseTrainer(model=model, args=args, train_dataset=data, eval_dataset=data, **options)
 
 
 def chosen(rank: int, folder: str, **settings: Any) -> tuple[dict[str, Any], bool]:
@@ -76,4 +77,23 @@ def test_what_cannot_be_solved_is_one_line(tmp_path: Path) -> None:
         pytest.skip("needs transformers")
     ((unlike, early),) = run_ranks(mistakes, num_ranks=1, args=(str(tmp_path),), timeout_seconds=150.0)
     assert "the batch's tensors have [1, 2] entries" in unlike
-    assert "the plan is not chosen yet" in early
+    assert "the plan is not chosen yet; trainer.train() chooses it from the first batch" in early
+
+
+def without_a_plan(rank: int, folder: str) -> tuple[Plan, bool]:
+    """The plan of a trainer that is given none, and whether it trains as one that is given ddp."""
+    given = make_trainer(folder, plan="ddp")
+    given.train()
+    default = make_trainer(folder, plan=None)
+    default.train()
+    states = given.model.state_dict(), default.model.state_dict()
+    return default.plan, all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+@pytest.mark.timeout(180)
+def test_without_a_plan_a_trainer_runs_ddp(tmp_path: Path) -> None:
+    for package in ("transformers", "accelerate"):
+        if find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+    found = run_ranks(without_a_plan, num_ranks=2, args=(str(tmp_path),), timeout_seconds=150.0)
+    assert found == [(Plan(strategy="ddp"), True)] * 2

@@ -26,6 +26,13 @@ class _Accumulation(_BackwardSyncControl):  # type: ignore[misc]
         return accumulate(module, enabled=enabled)
 
 
+# How a plan is chosen, for errors.
+_CHOOSE = (
+    "choose it first: task = shardwise.Task(model=model, loss=loss, make_batch=make_batch), then "
+    "ShardwiseFabricStrategy(plan=shardwise.Plan.auto(task, cluster='8xh100-80gb'))"
+)
+
+
 class ShardwiseFabricStrategy(DDPStrategy):  # type: ignore[misc]
     """A strategy with one process per device, like Fabric's DDP; models run `plan`, a Plan or a strategy's name."""
 
@@ -57,7 +64,7 @@ class ShardwiseFabricStrategy(DDPStrategy):  # type: ignore[misc]
             said = self._said_precision
             plan = asked_plan(self._asked_plan, said=said, setting=f"Fabric(precision={said!r})")
             refuse_capture(plan)
-            self._prepared = PreparedModels(plan, device=lambda: self.root_device)
+            self._prepared = PreparedModels(plan, device=lambda: self.root_device, choose=_CHOOSE)
         self._prepared.prepare(module)
         return module
 

@@ -30,6 +30,12 @@ _OTHER_ENGINES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     """An Accelerator whose models run `plan`: a Plan, or the name of a strategy."""
 
+    # How a plan is chosen, for errors.
+    _choose = (
+        "before prepare: task = shardwise.Task(model=model, loss=lambda model, batch: model(**batch).loss, "
+        "make_batch=make_batch), then accelerator.run_plan(shardwise.Plan.auto(task))"
+    )
+
     def __init__(self, *arguments: Any, plan: Plan | str, **options: Any) -> None:
         for handler in options.get("kwargs_handlers") or ():
             if isinstance(handler, DistributedDataParallelKwargs):
@@ -41,9 +47,10 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         refuse_capture(self.plan)
 
     @staticmethod
-    def adopt(accelerator: Any, *, plan: Plan | str) -> "ShardwiseAccelerator":
+    def adopt(accelerator: Any, *, plan: Plan | str, choose: str) -> "ShardwiseAccelerator":
         """Turn an existing Accelerator into one of ours; it stays the same object."""
         accelerator.__class__ = ShardwiseAccelerator
+        accelerator._choose = choose
         accelerator.run_plan(plan)
         adopted: ShardwiseAccelerator = accelerator
         return adopted
@@ -60,7 +67,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             raise InvalidPlan("torch_compile or a dynamo plugin: set plan.compile = 'inductor' instead")
         said = self.mixed_precision
         self.plan = asked_plan(plan, said=said, setting=f"mixed_precision={said!r}")
-        self._prepared = PreparedModels(self.plan, device=lambda: self.device)
+        self._prepared = PreparedModels(self.plan, device=lambda: self.device, choose=self._choose)
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
         """Make every model among the objects run the plan, then call Accelerate's own `prepare`. Collective."""

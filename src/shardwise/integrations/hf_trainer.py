@@ -29,6 +29,8 @@ from shardwise.plan import Plan
 # Callbacks between backward and the end of the update. A captured step has no place for them.
 _INSIDE_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
 
+_CHOOSE = "trainer.train() chooses it from the first batch; to evaluate or predict before that, name a strategy"
+
 
 class ShardwiseMixin:
     """A mixin in front of a Trainer class, whose models run `plan`: a Plan, a strategy (default: ddp), or "auto"."""
@@ -64,7 +66,7 @@ class ShardwiseMixin:
             )
         plan = checked_plan(self.args, plan=self._asked_plan)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        ShardwiseAccelerator.adopt(self.accelerator, plan=plan)
+        ShardwiseAccelerator.adopt(self.accelerator, plan=plan, choose=_CHOOSE)
 
     def train(self, *arguments: Any, **options: Any) -> Any:
         """Solve `plan="auto"`, then call the Trainer's own method. Collective."""

@@ -50,6 +50,13 @@ class ShardwisePrecision(Precision):  # type: ignore[misc]
         clip_grad_value_(model, clip_val, parameters=parameters)
 
 
+# How a plan is chosen, for errors.
+_CHOOSE = (
+    "choose it first: task = shardwise.Task(model=module, loss=lambda module, batch: module.training_step(batch, 0), "
+    "make_batch=make_batch), then ShardwiseStrategy(plan=shardwise.Plan.auto(task, cluster='8xh100-80gb'))"
+)
+
+
 class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
     """A strategy with one process per device, like Lightning's DDP; models run `plan`, a Plan or a strategy's name."""
 
@@ -78,7 +85,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
         module = self.lightning_module
         fits = trainer.state.fn == TrainerFn.FITTING
         if self._prepared is None:
-            self._prepared = PreparedModels(self._plan(trainer), device=lambda: self.root_device)
+            self._prepared = PreparedModels(self._plan(trainer), device=lambda: self.root_device, choose=_CHOOSE)
         if module not in self._prepared:
             if fits and self._layer_sync:
                 module = self._layer_sync.apply(module)

@@ -11,16 +11,19 @@ from torch.optim import Optimizer
 from shardwise.engine.engine import engine_of
 from shardwise.engine.protocol import find_engine, require_engine
 from shardwise.engines import prepare
-from shardwise.errors import InvalidModel
+from shardwise.errors import InvalidModel, InvalidPlan
 from shardwise.plan import Plan
 
 
 class PreparedModels:
-    """The models prepared by `plan`; `device` is called for each."""
+    """The models prepared by `plan`; `device` is called for each.
 
-    def __init__(self, plan: Plan, *, device: Callable[[], torch.device]) -> None:
+    choose   how a user of this framework has a plan chosen, for the error about one that is not (strategy = 'auto')
+    """
+
+    def __init__(self, plan: Plan, *, device: Callable[[], torch.device], choose: str) -> None:
         self.plan = plan
-        self._device = device
+        self._device, self._choose = device, choose
         self._models: WeakSet[nn.Module] = WeakSet()
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -38,6 +41,8 @@ class PreparedModels:
                 f"this {type(model).__name__} has been through shardwise.prepare already: hand over the model as it "
                 "was made, with the plan"
             )
+        if self.plan.is_auto:
+            raise InvalidPlan(f"plan = 'auto': the plan is not chosen yet; {self._choose}")
         prepare(model, None, self.plan, device=self._device())
         self._models.add(model)
 
