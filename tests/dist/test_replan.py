@@ -218,6 +218,36 @@ def test_gradients_that_are_accumulated_move_too(sums: bool, options: dict[str, 
         assert differences(found, alone[rank]) == []
 
 
+def after_a_load(rank: int, plans: list[Plan], folder: str) -> Any:
+    """A step under the first plan; loaded under the second one, which is changed to the third between backward and
+    update.
+    """
+    run = Run("gpt", "groups", plans[0], rank=rank)
+    run.backward()
+    run.update()
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(run.model, run.optimizer, step=1)
+    checkpoints.close()
+    run = Run("gpt", "groups", plans[1], rank=rank)
+    run.step = 1
+    checkpoints.load(checkpoints.latest(), run.model, run.optimizer)
+    losses = []
+    for _ in range(2):
+        losses.append(run.backward())
+        shardwise.replan(run.model, plans[2])
+        run.update()
+    return losses, run.state()
+
+
+@pytest.mark.parametrize("strategy", ["shard_grad_op", *whole("zero2", "fsdp")])
+def test_gradients_move_after_a_checkpoint_was_loaded_under_another_plan(strategy: str, tmp_path: Path) -> None:
+    first, then = Plan(strategy="fsdp"), Plan(strategy="ddp")
+    middle = Plan(strategy=strategy, mesh=Mesh(replicate=2, shard=1))
+    expected = run_ranks(after_a_load, num_ranks=2, args=([then] * 3, str(tmp_path / "ddp")))
+    found = run_ranks(after_a_load, num_ranks=2, args=([first, middle, then], str(tmp_path / "all")))
+    assert differences(found, expected) == []
+
+
 def follows_program(rank: int, first: Plan, then: Plan) -> None:
     run = Run("gpt", "groups", first, rank=rank)
     for _ in range(2):
