@@ -27,19 +27,9 @@ def _branches(case: Case) -> bool:
     return any(part.uses == "sometimes" for part in case.parts)
 
 
-def _has(case: Case, *kinds: str) -> bool:
-    return any(event.kind in kinds for event in case.events)
-
-
-def _two_forwards(case: Case) -> bool:
-    return any(event.settings.get("forwards", 1) > 1 for event in case.events)
-
-
 OPEN_FAULTS: dict[str, Callable[[Case], bool]] = {
-    "ranks call different units in two forwards before a backward, and parameters are sharded: a hang": (
-        lambda case: _branches(case) and _shards(case) and _two_forwards(case)
-    ),
-    "ranks call different units in a forward without a backward, and parameters are sharded: a hang": (
-        lambda case: _branches(case) and _shards(case) and _has(case, "drop a forward", "evaluate", "start average")
+    # As after any error that one rank alone raises and catches. In a job its process ends, and the others with it.
+    "a layer is refused on the rank that comes to it first, and the others wait in a unit that it did not call": (
+        lambda case: _branches(case) and _shards(case) and any(part.kind == "clamped" for part in case.parts)
     ),
 }

@@ -52,7 +52,7 @@ def keys_in_order(traced: Iterable[Key], *, program: StepProgram) -> list[Key]:
 
 
 class TracedStep:
-    """A step of a program, row by row. `in_order` as for Cursor.begin_backward."""
+    """A step of a program, row by row. `in_order` as for Cursor.begin_backward, of one forward."""
 
     def __init__(self, program: StepProgram, executor: PlannedExecutor, *, in_order: bool) -> None:
         self._executor = executor
@@ -65,7 +65,7 @@ class TracedStep:
         trigger, unit, call = _TRIGGERS[key[0]], key[1], key[2]
         if not self._in_backward and trigger not in _FORWARD:
             self._in_backward = True
-            self._cursor.begin_backward(in_order=self._in_order)
+            self._cursor.begin_backward(in_order=self._in_order or None)
         if trigger is Trigger.GRADS_READY:
             self._executor.ready.add(unit)
             self._cursor.grads_ready(_Unit(unit))

@@ -60,7 +60,7 @@ class Cursor:
         # Units whose gradients were taken in this backward, and the next of the rows that reduce.
         self._closed: set[str] = set()
         self._next_reduce = 0
-        self._in_order = False
+        self._in_order: bool | None = None
         # The rest of a row in which an action has raised, that action first.
         self._undone: tuple[Action, ...] = ()
         # While the order is learned; and, in the backward after it, (unit, call) on this rank → the program's call.
@@ -160,11 +160,12 @@ class Cursor:
 
     # Backward
 
-    def begin_backward(self, *, in_order: bool, keeping: Callable[[], StepProgram] | None = None) -> None:
+    def begin_backward(self, *, in_order: bool | None, keeping: Callable[[], StepProgram] | None = None) -> None:
         """Begin a backward.
 
         in_order   a unit whose gradients are ready early waits for its turn, and one that backward has passed has all
-                   the gradients that it will get
+                   the gradients that it will get; without, all is gathered before the first gradients are taken, since
+                   one rank may wait for a gather where another waits for a reduce. None: nothing is gathered
         keeping    makes the program of a pass that keeps its gradients, if this is one
         """
         if keeping is not None and self._keeping is None:
@@ -207,6 +208,8 @@ class Cursor:
     def _close(self, row: int) -> None:
         """Take a unit's gradients, then reduce as far as buckets are complete, in the program's order."""
         steps = self._steps
+        if self._in_order is False:
+            self._skip_to(steps.backward_done)
         self._closed.add(steps.units[row])
         self._do((*steps.actions[row], *self._due()))
 

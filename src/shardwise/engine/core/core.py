@@ -181,10 +181,12 @@ class Core:
     def without_gradients(self, unit: Unit, *, begins: bool) -> None:
         """Begin or end a forward of a unit under no_grad that its own hooks do not see."""
         self._runner.without_gradients(unit, begins=begins)
+        if begins:
+            self.evaluation.leave_order()
 
     def land(self) -> None:
         """Wait for gradients that are on their way to host memory."""
-        self._runner.land()
+        self.setting.land()
 
     def forget_grads(self, names: AbstractSet[str], *, drop: bool) -> None:
         """Clear the gradients of these parameters; with `drop`, also those that are reduced."""
@@ -269,8 +271,7 @@ class Core:
         if not runner.forwards:
             runner.before_forward(runner.root)
         for unit in self.units.values():
-            # It will not be called: it is freed as soon as the program frees it.
-            unit.calls = 0
+            unit.forget_calls()
         if not runner.cursor.learns:
             runner.cursor.take_up(in_backward=runner.hooks.in_backward)
         if not runner.hooks.in_backward:

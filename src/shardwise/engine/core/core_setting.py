@@ -29,3 +29,8 @@ class CoreSetting:
     tape: Tape = field(default_factory=Tape)
     events: StepEvents = field(default_factory=StepEvents)
     passes: PassState = field(default_factory=PassState)
+
+    def land(self) -> None:
+        """Wait for gradients that are on their way to host memory."""
+        if self.host is not None:
+            self.host.land()

@@ -115,6 +115,11 @@ class EngineExecutor:
             unit.wake()
         self.tape.record(kind, unit.name)
 
+    def end_first_forward(self) -> None:
+        """End a first forward on all ranks, unless they have: what comes next may be no backward."""
+        if self.first is not None and not self.first.ended:
+            self.first.end()
+
     def _updated(self) -> None:
         self.tape.record(Kind.UPDATE, ROOT)
         refresh([flat for unit in self.units.values() for flat in unit.updated()])

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from shardwise.engine.core.unit import Unit
-from shardwise.program import Row
+from shardwise.program import Row, StepProgram
 from shardwise.program.rules.context import StepContext
 from shardwise.program.rules.demand import agreed, released
+from shardwise.program.rules.learning import catch_up
 from shardwise.spec import ANNOUNCED, NONE, ModelSpec, most_demanding
 
 _END = ""
@@ -34,6 +35,8 @@ class FirstForward:
 
     exchange   a word → every rank's word
     run        runs a row
+    before     the forward before, if no backward has come since: it may go through both
+    ended      whether all ranks have come to the end of it, and need no gather of each other
     """
 
     def __init__(
@@ -43,12 +46,14 @@ class FirstForward:
         context: StepContext,
         exchange: Callable[[str], list[str]],
         run: Callable[[Row], None],
+        before: "FirstForward | None" = None,
     ) -> None:
         self.units = units
         self.exchange = exchange
         self._context, self._run = context, run
         self.calls: list[str] = []
-        self.backward: dict[str, str] = {}
+        self.backward: dict[str, str] = {} if before is None else dict(before.backward)
+        self.ended = not any(map(context.sharded, context.placements))
         # What is left to gather of what the ranks have agreed on; any, if memory ran out.
         self._agreed: list[str] = []
 
@@ -85,8 +90,15 @@ class FirstForward:
         self._gather_agreed(wish=_END)
         while self._round(_END):
             pass
+        self.ended = True
         gathered = frozenset(unit.name for unit in self.units.values() if unit.whole)
         return Observation(calls=tuple(self.calls), backward=self.backward, gathered=gathered)
+
+    def catch_up(self, program: StepProgram, *, seen: Sequence[Observation]) -> Row:
+        """Return the row that brings this rank to the state after forward of the program that was learned."""
+        by_all = frozenset.intersection(*(other.gathered for other in seen))
+        gathered = {unit.name for unit in self.units.values() if unit.whole}
+        return catch_up(program, gathered=gathered, gathered_by_all=by_all, context=self._context)
 
     def _round(self, wish: str) -> bool:
         """One exchange; whether anybody wanted anything."""
@@ -113,9 +125,9 @@ def learned(
     call it in a later step.
     """
     order: list[str] = []
-    for calls in dict.fromkeys(observation.calls for observation in seen):
-        order = _merge(order, calls)
     names = [unit.name for unit in spec.units]
+    for calls in dict.fromkeys(observation.calls for observation in seen):
+        order = _merge(order, calls, names=names)
     uncalled = [name for name in names if name in set(sharded) and name not in order]
     for name in uncalled:
         before = [other for other in names[: names.index(name)] if other in order]
@@ -133,11 +145,11 @@ def learned(
     return replace(spec, call_order=tuple(order), units=units)
 
 
-def _merge(one: Sequence[str], other: Sequence[str]) -> list[str]:
-    """An order that holds both: what is common once, what is not one after the other."""
+def _merge(one: Sequence[str], other: Sequence[str], *, names: Sequence[str]) -> list[str]:
+    """An order that holds both: what is common once, what is not one after the other, as the model names them."""
     merged: list[str] = []
     for tag, start, stop, other_start, other_stop in SequenceMatcher(a=one, b=other, autojunk=False).get_opcodes():
-        merged += one[start:stop]
-        if tag != "equal":
-            merged += other[other_start:other_stop]
+        parts = [one[start:stop]] if tag == "equal" else [one[start:stop], other[other_start:other_stop]]
+        for part in sorted(filter(None, parts), key=lambda part: names.index(part[0])):
+            merged += part
     return merged

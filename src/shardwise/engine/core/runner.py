@@ -26,10 +26,10 @@ from shardwise.engine.core.unit import Unit
 from shardwise.engine.core.used import UsedFlags
 from shardwise.errors import InvalidModel
 from shardwise.plan import Plan
-from shardwise.program import Row, StepProgram, Trigger, build, context_of
+from shardwise.program import StepProgram, Trigger, build, context_of
 from shardwise.program.hooks import StepHooks
-from shardwise.program.rules.demand import agreed, demanded, released
-from shardwise.program.rules.learning import LEARNING, catch_up
+from shardwise.program.rules.demand import agreed
+from shardwise.program.rules.learning import LEARNING
 from shardwise.program.run import Cursor
 from shardwise.spec import ROOT, UNANNOUNCED, ModelSpec
 
@@ -59,9 +59,7 @@ class Runner:
         )
         self.cursor = Cursor(self.executor)
         self.evaluation = EvaluationGathers(
-            setting.groups.gather,
-            gather=lambda unit: self.cursor.run(demanded(unit.name, self.context)),
-            make_first_forward=self._make_first_forward,
+            units, group=setting.groups.gather, run=self.cursor.run, make_first_forward=self._make_first_forward
         )
         modules = {unit: unit.module for unit in units.values()}
         # In backward the cursor itself is what the hooks call.
@@ -71,8 +69,7 @@ class Runner:
         for unit in units.values():
             unit.grads = self.hooks.grads[unit]
         self.seen: Sequence[Observation] = ()
-        self.learned = False
-        self.forwards, self.called = 0, False
+        self.learned, self.forwards, self.called = False, 0, False
         # Whether this backward reduces its gradients, or keeps them for a later one.
         self._reduces = True
         self.follow(setting.spec, plan=setting.plan)
@@ -82,6 +79,7 @@ class Runner:
         self.spec, self.plan = spec, plan
         self.any_sharded = any(unit.sharded for unit in self.units.values())
         self.context = context_of(spec, plan=plan, mesh=self.groups.mesh)
+        self.evaluation.follow(self.context, dynamic=plan.dynamic)
         self.cursor.follow(self._build())
 
     def _build(self, *, reduces: bool = True) -> StepProgram:
@@ -127,10 +125,12 @@ class Runner:
             unit.warn_unannounced()
         if self.executor.first is not None:
             self.executor.first.note_backward(unit, backward)
-        elif backward == UNANNOUNCED and self.spec.unit(unit.name).backward != UNANNOUNCED:
+        elif backward == UNANNOUNCED and self.spec.unit(unit.name).backward != UNANNOUNCED and unit is not self.root:
             # The program does not expect it: the unit stays gathered until backward is over.
             return
         self.cursor.reach(Trigger.AFTER_FORWARD, unit.name, unit.call)
+        if unit is self.root:
+            self.executor.end_first_forward()
 
     def without_gradients(self, unit: Unit, *, begins: bool) -> None:
         """Begin or end a forward that is no part of a step (evaluation_gathers.py)."""
@@ -140,9 +140,7 @@ class Runner:
                 announce(self.events.evaluation_begins)
             self.evaluation.begin(unit)
         else:
-            if unit.sharded:
-                self.cursor.run(released(unit.name))
-            unit.end_backward()
+            self.evaluation.end_call(unit)
 
     def serve(self, unit: Unit) -> None:
         """Gather a unit that the program has not gathered: on all ranks, or not at all."""
@@ -166,15 +164,17 @@ class Runner:
         PROGRESS.evaluated = 0
         announce(self.events.pass_begins, self.learned)
         self.executor.drop_reduces()
-        self.executor.first = None
+        self.executor.end_first_forward()
         self.cursor.restart()
         self.forwards += 1
         self.called = True
         for unit in self.units.values():
-            unit.begin()
+            unit.begin(continues=self.forwards > 1)
         changed = any(unit.grads.expected != unit.learned_trainable for unit in self.units.values())
         if not self.learned or changed or self.plan.dynamic:
             self._learn_again(changed=changed)
+        else:
+            self.executor.first = None
 
     def _abandon(self) -> None:
         """Drop what a backward that raised has left: a part of a gradient."""
@@ -189,17 +189,13 @@ class Runner:
                 raise InvalidModel("parameters were frozen or thawed in the middle of an accumulation: do it after it")
             meet("a step before which parameters were frozen or thawed", limit_seconds=self.limit_seconds)
         self.learned = False
-        first = self.executor.first = self._make_first_forward()
+        first = self.executor.first = self._make_first_forward(before=self.executor.first)
         # How backward will come to a unit is noted as its forward ends.
         self.cursor.learn(LEARNING, replace(self.context, backward=first.backward))
 
-    def _make_first_forward(self) -> FirstForward:
-        return FirstForward(
-            self.units,
-            context=self.context,
-            exchange=partial(exchange, group=self.groups.gather),
-            run=self.cursor.run,
-        )
+    def _make_first_forward(self, before: FirstForward | None = None) -> FirstForward:
+        exchanged = partial(exchange, group=self.groups.gather)
+        return FirstForward(self.units, context=self.context, exchange=exchanged, run=self.cursor.run, before=before)
 
     # Backward
 
@@ -219,7 +215,7 @@ class Runner:
         self._reduces = not self.passes.accumulating or self.plan.accumulate_reduced or self.plan.dynamic
         # Autograd goes back through a forward in reverse, so a unit whose row is passed has all the gradients that it
         # will get; unless two forwards are under way. Where nothing is sharded no gather waits for it.
-        in_order = self.any_sharded and self.forwards <= 1 and not self.passes.by_parts
+        in_order = self.forwards <= 1 and not self.passes.by_parts if self.any_sharded else None
         self.cursor.begin_backward(
             in_order=in_order, keeping=None if self._reduces else partial(self._build, reduces=False)
         )
@@ -237,16 +233,11 @@ class Runner:
         for unit in self.units.values():
             unit.free()
         self.flags.settle() if self._reduces else self.executor.keep_grads()
-        self.land()
+        self.setting.land()
         self.forwards = 0
         for unit in self.units.values():
             unit.restore_grads()
             unit.end_backward()
-
-    def land(self) -> None:
-        """Wait for gradients that are on their way to host memory."""
-        if self.setting.host is not None:
-            self.setting.host.land()
 
     def forget_grads(self, names: AbstractSet[str], *, drop: bool) -> None:
         """Clear the gradients of these parameters; with `drop`, also those that are reduced."""
@@ -288,18 +279,15 @@ class Runner:
 
     def _learn(self, first: FirstForward) -> None:
         """Take the calls of the first forward, which is over on all ranks, as the program's order."""
+        self.executor.end_first_forward()
         self.seen = exchange(first.end())
         announce(self.events.order_learned)
         # What was gathered so far the ranks of a group have agreed on, each group by itself.
         self.groups.gather.log.restart()
         self.executor.first = None
         self.learn_program({name for unit in self.units.values() for name in unit.learn_trained()})
-        program = self.cursor.program
         self.cursor.learned(places=first.places_in(self.spec.call_order))
-        by_all = frozenset.intersection(*(other.gathered for other in self.seen))
-        gathered = {unit.name for unit in self.units.values() if unit.whole}
-        row: Row = catch_up(program, gathered=gathered, gathered_by_all=by_all, context=self.context)
-        self.cursor.run(row)
+        self.cursor.run(first.catch_up(self.cursor.program, seen=self.seen))
 
     def learn_program(self, trainable: AbstractSet[str]) -> None:
         """Follow the program of what was seen; `trainable`: the parameters that are trained now."""

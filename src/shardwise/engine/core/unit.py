@@ -29,7 +29,8 @@ class Unit:
 
     whole      every rank's slice is here, or on its way; `arrived`: here
     at_rest    its parameters, or their gradients, are not to be read
-    calls      how often forward has called it in this step; `call`: the number of the last call in the program
+    calls      how often this forward has called it, and in backward, how often all forwards since the last one have;
+               `call`: the number of the last call in the program
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Unit:
         self.whole = True
         self.arrived = True
         self.at_rest = False
-        self.calls = 0
+        self.calls = self._earlier_calls = 0
         self.call = -1
         # This backward's gradients; and the parameters, by id, that any backward since the last reduction has used.
         self.grads: UnitGrads[Unit]
@@ -210,8 +211,12 @@ class Unit:
 
     # The step
 
-    def begin(self) -> None:
-        """Begin a forward: hook parameters that were thawed, forget gradients that were cleared."""
+    def begin(self, *, continues: bool) -> None:
+        """Begin a forward: hook parameters that were thawed, forget gradients that were cleared.
+
+        `continues`: a backward may go through an earlier forward as well.
+        """
+        self._earlier_calls = self._earlier_calls + self.calls if continues else 0
         self.calls = 0
         self.call = -1
         before = self.grads.expected
@@ -224,6 +229,10 @@ class Unit:
                 self._check_thawed(flat)
                 for part in flat.owned:
                     part.parameter.requires_grad_(self.is_trainable(flat, part.index))
+
+    def forget_calls(self) -> None:
+        """No backward will come to it: it is freed as soon as the program frees it."""
+        self.calls = self._earlier_calls = 0
 
     def _check_thawed(self, flat: FlatParams) -> None:
         for index, name in enumerate(flat.names):
@@ -262,6 +271,8 @@ class Unit:
         return id(flat.params[index]) in self.grads.expected
 
     def begin_backward(self) -> None:
+        self.calls += self._earlier_calls
+        self._earlier_calls = 0
         for flat in self.flats:
             flat.hide_grads()
 

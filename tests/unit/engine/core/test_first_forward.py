@@ -41,6 +41,8 @@ def test_ranks_that_saw_the_same_give_it_once() -> None:
 
 def test_what_ranks_have_in_common_is_there_once_and_branches_one_after_the_other() -> None:
     assert order_of(saw("a", "c"), saw("b", "c")) == (ROOT, "a", "b", "c")
+    # In the order of their names, after which a unit that nobody called finds its place.
+    assert order_of(saw("b"), saw("a"), sharded=("c",)) == (ROOT, "a", "b", "c")
     assert order_of(saw("a", "b", "c"), saw("a", "c")) == (ROOT, "a", "b", "c")
     assert order_of(saw(), saw("a"), saw("a", "a")) == (ROOT, "a", "a")
 

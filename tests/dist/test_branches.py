@@ -1,0 +1,121 @@
+"""Ranks that call different units: in two forwards before a backward, in forwards without one, and in evaluations."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import shardwise
+from shardwise import Plan
+
+WIDTH = 6
+RANKS = 2
+
+
+class Branching(nn.Module):
+    """Calls one of two experts of equal size, another one on each rank, and every third time the last block.
+
+    A gather of the wrong expert would give wrong values, and no error.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        x = torch.tanh(self.experts[number % 2](self.first(x)))
+        return self.last(x) if number % 3 == 0 else x
+
+
+def loss_of(model: nn.Module, *, number: int, rank: int) -> Tensor:
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * number + rank))
+    return model(x, number + rank).square().mean()
+
+
+def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Branching()
+    model.experts[0].weight.requires_grad_(False)
+    return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def trains(
+    loss: Callable[[int], Tensor],
+    *,
+    backward: Callable[..., None],
+    step: Callable[[], None],
+    observe: Callable[[Tensor], None],
+) -> None:
+    """The loop that is compared. `backward(*numbers)` is of the sum of their losses."""
+    for first in range(0, 40, 10):
+        backward(first, first + 1)
+        step()
+        observe(loss(first + 2))
+        with torch.no_grad():
+            observe(loss(first + 3))
+        backward(first + 4, evaluated=first + 5)
+        backward(first + 6)
+        step()
+
+
+def on_a_rank(rank: int, strategy: str, dynamic: bool) -> tuple[list[float], list[Tensor]]:
+    model, optimizer = make_model()
+    plan = Plan(strategy=strategy, units="leaf", dynamic=dynamic)
+    shardwise.prepare(model, optimizer, plan, watch_seconds=0.0)
+    seen: list[float] = []
+
+    def loss(number: int) -> Tensor:
+        return loss_of(model, number=number, rank=rank)
+
+    def backward(*numbers: int, evaluated: int | None = None) -> None:
+        losses = [loss(number) for number in numbers]
+        if evaluated is not None:
+            with torch.no_grad():
+                seen.append(loss(evaluated).item())
+        sum(losses).backward()
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    trains(loss, backward=backward, step=step, observe=lambda found: seen.append(found.item()))
+    return seen, list(shardwise.full_state_dict(model)["model"].values())
+
+
+def in_one_process(rank: int) -> tuple[list[float], list[Tensor]]:
+    model, optimizer = make_model()
+    seen: list[float] = []
+
+    def backward(*numbers: int, evaluated: int | None = None) -> None:
+        for other in range(RANKS):
+            (sum(loss_of(model, number=number, rank=other) for number in numbers) / RANKS).backward()
+        if evaluated is not None:
+            seen.append(loss_of(model, number=evaluated, rank=rank).item())
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def loss(number: int) -> Tensor:
+        return loss_of(model, number=number, rank=rank)
+
+    trains(loss, backward=backward, step=step, observe=lambda found: seen.append(found.item()))
+    return seen, list(model.state_dict().values())
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "fsdp"])
+def test_ranks_take_different_branches_in_forwards_of_all_kinds_and_agree_with_one_process(
+    strategy: str, dynamic: bool
+) -> None:
+    found = run_ranks(on_a_rank, num_ranks=RANKS, args=(strategy, dynamic), timeout_seconds=20)
+    for rank, (seen, weights) in enumerate(found):
+        expected, values = in_one_process(rank)
+        assert seen == pytest.approx(expected, rel=1e-6)
+        for ours, theirs in zip(weights, values, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
