@@ -127,6 +127,17 @@ MENDED = {
         double=True,
         seed=1208,
     ),
+    "a layer of an attention is a leaf that is not called, and one rank calls the attention": Case(
+        parts=(Part(kind="attention", uses="sometimes", frozen="some"),),
+        plan={"strategy": "fsdp", "units": "leaf"},
+        events=(step(), step()),
+        seed=1609,
+    ),
+    "parametrised leaves": Case(
+        parts=(Part(kind="weight norm"), Part(kind="spectral norm")),
+        plan={"strategy": "fsdp", "units": "leaf"},
+        events=(step(), step()),
+    ),
     "a training that diverges": Case(
         parts=(Part(kind="nested", uses="twice"),),
         plan={"strategy": "zero2"},

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise.errors import InvalidModel
 from shardwise.plan.policy import Cut, UnitPolicy
@@ -114,7 +115,7 @@ def _large_layers(model: nn.Module, *, sizes: dict[str, int], blocks: set[str]) 
 
 def _stacked(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield (path, module) of each module directly in a ModuleList or Sequential."""
-    for path, stack in model.named_modules():
+    for path, stack in _called(model):
         if isinstance(stack, _STACKS):
             for key, child in stack.named_children():
                 yield f"{path}.{key}" if path else key, child
@@ -149,10 +150,10 @@ def _min_params(model: nn.Module, policy: UnitPolicy) -> set[str]:
     counted: set[int] = set()
 
     def visit(module: nn.Module, path: str) -> int:
-        own = [p for p in module.parameters(recurse=False) if id(p) not in counted]
+        own = [p for p in _own_parameters(module) if id(p) not in counted]
         counted.update(map(id, own))
         left = sum(p.numel() for p in own)
-        for key, child in module.named_children():
+        for key, child in _called_children(module):
             left += visit(child, f"{path}.{key}" if path else key)
         if left >= policy.min_params and (not isinstance(module, _CONTAINERS) or isinstance(module, nn.Sequential)):
             chosen.add(path)
@@ -164,7 +165,34 @@ def _min_params(model: nn.Module, policy: UnitPolicy) -> set[str]:
 
 
 def _leaves(model: nn.Module, policy: UnitPolicy) -> set[str]:
-    return {path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
+    return {path for path, module in _called(model) if any(True for _ in _own_parameters(module))}
+
+
+def _uncalled(module: nn.Module) -> set[str]:
+    """Return the children whose parameters a module computes with, without calling these children."""
+    if isinstance(module, nn.MultiheadAttention):
+        return {"out_proj"}
+    return {"parametrizations"} if is_parametrized(module) else set()
+
+
+def _called_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(key, child) for key, child in module.named_children() if key not in _uncalled(module)]
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield a module's parameters that are in no module that it calls."""
+    yield from module.parameters(recurse=False)
+    for key in _uncalled(module):
+        yield from module.get_submodule(key).parameters()
+
+
+def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (path, module) of the model and of the modules in it that are called, each once."""
+    uncalled: set[str] = set()
+    for path, module in model.named_modules():
+        if not any(path == other or path.startswith(other + ".") for other in uncalled):
+            yield path, module
+            uncalled |= {f"{path}.{key}" if path else key for key in _uncalled(module)}
 
 
 _RULES: dict[Cut, Callable[[nn.Module, UnitPolicy], set[str]]] = {

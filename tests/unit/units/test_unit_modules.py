@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from shardwise.errors import InvalidModel
 from shardwise.models.catalogue import CATALOGUE, shape_of
@@ -161,6 +162,18 @@ def test_each_policy_cuts_as_it_says() -> None:
     # A block holds 24 parameters, the embedding and the head 40 each.
     assert names(net, "min-params:25") == [ROOT, "embed", "head"]
     assert names(net, "min-params:24") == [ROOT, "embed", *(f"blocks.{i}" for i in range(3)), "head"]
+
+
+@pytest.mark.parametrize("policy", ["auto", "leaf", "min-params:1"])
+def test_modules_that_are_not_called_are_in_the_unit_that_reads_their_parameters(policy: str) -> None:
+    """The linear layer of an attention, and the lists that hold the parameters of a parametrised module."""
+    normed = parametrizations.weight_norm(nn.Linear(4, 4))
+    stack = nn.ModuleList([nn.MultiheadAttention(4, 2), normed, parametrizations.spectral_norm(nn.Linear(4, 4))])
+    # `auto` makes units of blocks and large layers only.
+    expected = [ROOT] if policy == "auto" else [ROOT, "0", "1", "2"]
+    assert names(stack, policy) == expected
+    spec = model_spec(stack, policy=policy)
+    assert sum(len(unit.params) for unit in spec.units) == len(list(stack.parameters()))
 
 
 def test_what_a_policy_names_must_be_there() -> None:
