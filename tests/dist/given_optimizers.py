@@ -127,6 +127,53 @@ class BlockAdam(Stepping):
         state[name].copy_(levels.reshape(-1)[: flat.numel()].view_as(value).to(torch.uint8))
 
 
+class Switched(Stepping):
+    """Schedule-free SGD: a parameter is y while it trains and the average x while it evaluates."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr, train_mode=False, num_steps=0)
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.param_groups[0]["train_mode"]:
+            raise RuntimeError("Optimizer was not in train mode when step is called. Please insert .train()")
+        super().step(closure)
+        for group in self.param_groups:
+            group["num_steps"] += 1
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+        z = state.setdefault("z", p.clone())
+        weight = 1 / (options["num_steps"] + 1)
+        p.lerp_(z, weight).add_(g, alpha=options["lr"] * (0.9 * (1 - weight) - 1))
+        z.sub_(g, alpha=options["lr"])
+
+    def train(self) -> None:
+        self._switch(to=True, weight=1 - 0.9)
+
+    def eval(self) -> None:
+        self._switch(to=False, weight=1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def _switch(self, *, to: bool, weight: float) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] != to:
+                for parameter in group["params"]:
+                    if "z" in self.state[parameter]:
+                        parameter.lerp_(self.state[parameter]["z"], weight)
+                group["train_mode"] = to
+
+
+class FullBlockAdam(BlockAdam):
+    """As torchao's: states are quantised where a tensor has full blocks and is large, and plain elsewhere."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+        if p.numel() >= 4096 and p.numel() % 256 == 0:
+            super().update(p, g, state, {**options, "block": 256})
+        else:
+            first = state.setdefault("first", torch.zeros_like(p))
+            first.lerp_(g, 0.1)
+            p.sub_(first, alpha=options["lr"])
+
+
 class Prodigy(Stepping):
     """A step size from sums over all parameters, kept in the group."""
 

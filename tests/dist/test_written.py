@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import given_optimizers
 import pytest
 import torch
 from cases import MODELS, adamw, sgd
@@ -386,3 +387,43 @@ def test_a_refused_load_of_a_part_of_the_model_leaves_its_buffers_as_they_were(p
     for part, around in run_ranks(refused_loads, num_ranks=2, args=(plan,)):
         assert part.startswith("load_state_dict of a Normed inside the model: norm.weight is sharded")
         assert around.startswith("load_state_dict of a module around the model: 0.norm.weight is")
+
+
+def switches(rank: int, strategy: str | None) -> list[Any]:
+    """Losses and weights in evaluation after 3 and 5 steps; without a strategy in one process, of two ranks' batches."""
+    torch.manual_seed(3)
+    model, batch = MODELS["gpt"]()
+    optimizer = given_optimizers.Switched(model.parameters(), lr=0.1)
+    if strategy is not None:
+        shardwise.prepare(model, optimizer, Plan(strategy=strategy))
+    found: list[Any] = []
+    for step in range(5):
+        optimizer.train()
+        if strategy is not None:
+            cross_entropy(model, batch(step, rank)).backward()
+        else:
+            sums = [torch.zeros_like(p) for p in model.parameters()]
+            for each in range(2):
+                grads = torch.autograd.grad(cross_entropy(model, batch(step, each)), list(model.parameters()))
+                sums = [total + grad for total, grad in zip(sums, grads, strict=True)]
+            for parameter, total in zip(model.parameters(), sums, strict=True):
+                parameter.grad = total * 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (2, 4):
+            optimizer.eval()
+            with torch.no_grad():
+                found.append(cross_entropy(model, batch(9, 0)).item())
+            found.append({name: value.clone() for name, value in model.state_dict().items()})
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", *whole("ddp", "zero1", "shard_grad_op")])
+def test_a_schedule_free_optimizer_trains_and_evaluates_as_in_one_process(strategy: str) -> None:
+    (expected,) = run_ranks(switches, num_ranks=1, args=(None,))
+    for found in run_ranks(switches, num_ranks=2, args=(strategy,)):
+        for one, other in zip(found, expected, strict=True):
+            if isinstance(one, dict):
+                assert all(torch.equal(one[name], value) for name, value in other.items())
+            else:
+                assert one == other

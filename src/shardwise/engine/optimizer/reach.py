@@ -5,6 +5,7 @@ Copies of the optimizer step small tensors:
     whole     one copy steps a tensor of more than 16,384 elements
     together  one copy steps that tensor and another one
     pieces    one copy per piece of the tensor, like ranks that hold slices
+    even      pieces of a tensor of 2^14 elements: torchao's optimizers quantise the states of full blocks only
 
 10 steps, with gradients of ordinary, tiny and huge size; parameters, states and options are compared bit by bit.
 No difference is allowed: each element of an elementwise update is rounded by itself. In a CPU's kernels only the last
@@ -39,6 +40,7 @@ NUM_STEPS = 10
 _SHAPES = ((16_637,), (131, 127), (37, 10, 5, 9))
 # Factors of the gradients, step by step; 0: large and small parts in one gradient.
 _SCALES = (1.0, 1.0, 1.0, 1.0, 1e-10, 1e-10, 0.0, 0.0, 1e10, 1e10)
+_EVEN_SHAPES = ((16_384,), (128, 128), (32, 16, 8, 4))
 _LARGEST_ALIGNMENT = 4096
 # Integer dtypes by size, to compare bits.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -78,8 +80,7 @@ class _Outcome:
 
 def probe(optimizer: Optimizer, *, group: int, num_dims: int, dtype: torch.dtype, device: torch.device) -> Verdict:
     """Test the reach of the update of parameters of this group with this number of dimensions."""
-    shape: tuple[int, ...] = _SHAPES[min(max(num_dims, 1), len(_SHAPES)) - 1]
-    shape += (1,) * (num_dims - len(shape))
+    shape, even_shape = (_shape(shapes, num_dims) for shapes in (_SHAPES, _EVEN_SHAPES))
     tensor, grads = _drawn(shape, seed=1, dtype=dtype, device=device)
     other, other_grads = _drawn((*shape[:-1], shape[-1] + 2), seed=2, dtype=dtype, device=device)
     run = partial(_run, optimizer, group=group)
@@ -97,11 +98,23 @@ def probe(optimizer: Optimizer, *, group: int, num_dims: int, dtype: torch.dtype
         if not _is_pair(together, whole, alone):
             return Verdict(reach=Reach.MODEL)
         alignment = ALIGNMENT
-        while alignment <= _LARGEST_ALIGNMENT:
-            if _cuts_alike(run, tensor, grads, whole=whole, alignment=alignment):
-                return Verdict(reach=Reach.ELEMENT, alignment=alignment)
+        while not _cuts_alike(run, tensor, grads, whole=whole, alignment=alignment):
             alignment *= 2
-    return Verdict(reach=Reach.TENSOR)
+            if alignment > _LARGEST_ALIGNMENT:
+                return Verdict(reach=Reach.TENSOR)
+        even, grads = _drawn(even_shape, seed=3, dtype=dtype, device=device)
+        whole = run([even], [grads])
+        for state in whole.states[0].values():
+            if isinstance(state, Tensor) and type(state) not in (Tensor, nn.Parameter):
+                why = f"its states are {type(state).__name__}, a class of tensors that ranks can neither cut nor send"
+                return Verdict(reach=Reach.MODEL, why=why)
+        cuts = _cuts_alike(run, even, grads, whole=whole, alignment=alignment)
+    return Verdict(reach=Reach.ELEMENT, alignment=alignment) if cuts else Verdict(reach=Reach.TENSOR)
+
+
+def _shape(shapes: Sequence[tuple[int, ...]], num_dims: int) -> tuple[int, ...]:
+    shape = shapes[min(max(num_dims, 1), len(shapes)) - 1]
+    return shape + (1,) * (num_dims - len(shape))
 
 
 def _drawn(
@@ -126,7 +139,7 @@ def _cuts_alike(
     size = tensor.numel()
     last = size // alignment * alignment
     cuts = [0, alignment, size // 2 // alignment * alignment, last, size]
-    for start, stop in itertools.pairwise(cuts):
+    for start, stop in itertools.pairwise(dict.fromkeys(cuts)):
 
         def piece(value: Tensor, start: int = start, stop: int = stop) -> Tensor:
             return value.reshape(-1)[start:stop].clone()
@@ -203,6 +216,8 @@ def _run(optimizer: Optimizer, tensors: Sequence[Tensor], grads: Sequence[Sequen
     """Let a copy of the optimizer step these tensors in its group, by one gradient of each per step."""
     parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
     twin = _copy(optimizer, group=group, parameters=parameters)
+    if callable(getattr(twin, "train", None)):
+        twin.train()  # type: ignore[attr-defined]  # A schedule-free optimizer does not step before.
     step = type(twin).step
     if getattr(step, "hooked", False):
         # Skips the hooks that are registered for every optimizer's steps.
@@ -268,16 +283,22 @@ def _raise_lr(options: dict[str, Any]) -> None:
 
 @contextmanager
 def _untouched(device: torch.device) -> Iterator[None]:
-    """Restore the random generators afterwards, and silence warnings of copies."""
+    """Restore the random generators afterwards, silence warnings of copies, and run compiled code as ordinary code.
+
+    On a CPU without bf16, torch stops using oneDNN at its first product in bf16 (Muon's): fp32 would have other bits.
+    """
+    onednn = torch._C._get_mkldnn_enabled()
     devices = [device] if device.type == "cuda" else []
     drawn = random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_drawn = numpy.random.get_state() if numpy is not None else None
-    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+    eager = torch.compiler.set_stance("force_eager")
+    with eager, torch.random.fork_rng(devices=devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             yield
         finally:
+            torch._C._set_mkldnn_enabled(onednn)
             random.setstate(drawn)
             if numpy is not None:
                 numpy.random.set_state(numpy_drawn)

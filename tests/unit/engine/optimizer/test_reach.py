@@ -32,6 +32,7 @@ ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
     },
     "fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
     "foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True, amsgrad=True),
+    "one that steps only after its train()": own.Switched,
 }
 BY_TENSOR: dict[str, Callable[[Any], Optimizer]] = {
     "cautious Lion": own.CautiousLion,
@@ -44,6 +45,7 @@ BY_TENSOR: dict[str, Callable[[Any], Optimizer]] = {
     "torch's Muon": partial(torch.optim.Muon, ns_steps=1),
     "Shampoo": own.Shampoo,
     "blocks larger than any alignment": partial(own.BlockAdam, block=8192),
+    "8-bit states of full blocks only, as torchao's": own.FullBlockAdam,
 }
 
 
@@ -76,6 +78,23 @@ def test_an_optimizer_that_cannot_be_tried_says_why() -> None:
     assert "does not step the parameters in its param_groups" in tried(own.Elsewhere).why
     assert "closure" in tried(torch.optim.LBFGS).why
     assert "RuntimeError" in tried(torch.optim.SparseAdam).why
+
+
+class Packed(torch.Tensor):
+    """A state of a class of its own, as torchao's 8-bit states."""
+
+
+class PackedStates(own.Lion):
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+        if p.numel() % 256 == 0:
+            state.setdefault("packed", torch.zeros_like(p).as_subclass(Packed))
+        super().update(p, g, state, options)
+
+
+def test_states_that_ranks_cannot_cut_are_refused_by_their_class() -> None:
+    verdict = tried(PackedStates)
+    assert verdict.reach is Reach.MODEL
+    assert verdict.why.startswith("its states are Packed, a class of tensors that ranks can neither cut nor send")
 
 
 def test_parameters_of_other_dimensions_have_a_verdict_of_their_own() -> None:
@@ -120,6 +139,24 @@ def test_a_trial_leaves_the_optimizer_its_hooks_and_random_numbers_alone() -> No
     assert optimizer.param_groups[0]["params"] == [parameter]
 
 
+class HalfProducts(own.Lion):
+    """What a product in bf16 (Muon's) does on a CPU without bf16: torch stops using oneDNN."""
+
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+        torch._C._set_mkldnn_enabled(False)
+        super().update(p, g, state, options)
+
+
+def test_a_trial_leaves_the_cpus_kernels_alone() -> None:
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(True)
+    try:
+        tried(HalfProducts)
+        assert torch._C._get_mkldnn_enabled()
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
 class Counted(own.Lion):
     steps = 0
 
@@ -137,8 +174,8 @@ def test_a_class_with_the_same_options_is_tried_once_in_a_process() -> None:
         judge(Counted(model.parameters(), **options), stepped=stepped, device=CPU)
         return Counted.steps
 
-    # Of matrices and of vectors: one whole, one alone, two together, and four pieces.
-    once = 2 * NUM_STEPS * (1 + 1 + 2 + 4)
+    # Of matrices and of vectors: one whole, one alone, two together, four pieces; and one whole and three pieces.
+    once = 2 * NUM_STEPS * (1 + 1 + 2 + 4 + 1 + 3)
     assert judged() == once
     assert judged() == once
     assert judged(decay=0.5) == 2 * once
